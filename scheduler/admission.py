@@ -286,7 +286,7 @@ def pack(tokens: Floats, sizes: Floats, budget_tokens: float, room: Floats) -> l
     """Which requests fill an iteration (paper 001, §7.4): a knapsack, solved greedily.
 
     Wanted are the tokens that fill the budget, within the room of every scarce resource. Prefill is
-    chunked, so tokens beyond the budget do no harm. The best of greedy fills in four orders comes
+    chunked, so tokens beyond the budget cost nothing. The best of greedy fills in four orders comes
     close to the optimum; where first come, first served is nearly as good it is taken, so that
     nobody is bypassed for little.
 

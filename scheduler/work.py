@@ -75,7 +75,7 @@ class Memory(Protocol):
     def quote(self, work: Work) -> Quote | None:
         """What admitting `work` takes; None while blocks that it needs are being loaded.
 
-        Asked often: an engine may answer from what it looked up a moment ago.
+        Called often: an engine may answer from what it looked up a moment ago.
         """
 
     def available(self) -> int:

@@ -2,7 +2,7 @@
 
 Keys are cached after their rotary embedding, so they can be made again only where position alone
 decides the rotation, and activations are kept behind the layer's input norm, so there must be one.
-Read from a Hugging Face config; asked by the planners, and by the engine (`engine.config`), which
+Read from a Hugging Face config; used by the planners, and by the engine (`engine.config`), which
 computes only what is alike in all layers and refuses the rest for the reasons given here.
 """
 

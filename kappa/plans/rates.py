@@ -438,8 +438,8 @@ def _fitted(data: Mapping[str, Any], overlap: float | None) -> PlanRates:
         rows, columns = (tuple(map(float, measured[axis])) for axis in axes)
         return ComputeGrid(rows, columns, tuple(tuple(map(float, r)) for r in measured["seconds"]))
 
-    # Without CPU attention, or with a line too poor to plan with, the CPU is not asked; the rest of
-    # the file is as good as it was.
+    # Without CPU attention, or with a line too poor to plan with, the CPU does not attend; the rest
+    # of the file is as good as it was.
     attend, beside = None, {"h2d_bytes_per_s": alone, "share_while_loading": 1.0}
     if data.get("attend") is not None:
         try:

@@ -73,7 +73,7 @@ class TenantSettings(Section):
             try:
                 more = read_entries(path)
             except ValueError as error:
-                # Told beside the section's other faults, not instead of them.
+                # Reported beside the section's other faults, not instead of them.
                 return checked(handler, data, [((), str(error))], rules=False)
             if any(given[key] != more[key] for key in given.keys() & more.keys()):
                 raise ValueError(f"by_key and {path} give one key to two tenants: drop it from one")
@@ -113,7 +113,7 @@ class TenantSettings(Section):
         return self
 
     def weight(self, tenant: str) -> float:
-        """A tenant's share, 1 unless told otherwise."""
+        """A tenant's share, 1 unless set."""
         return self.weights.get(tenant, 1.0)
 
     @property

@@ -1,4 +1,4 @@
-"""A file of one JSON object, and what is said of one that is not."""
+"""A file of one JSON object, and the error for one that is not."""
 
 import pytest
 

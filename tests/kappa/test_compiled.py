@@ -23,10 +23,10 @@ def test_a_division_by_zero_is_infinite_as_with_arrays():
 
 
 def test_where_nothing_may_be_written_it_is_compiled_all_the_same(monkeypatch):
-    asked = []
+    caches = []
 
     def njit(cache=False, **options):
-        asked.append(cache)
+        caches.append(cache)
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return real(**options)
@@ -34,7 +34,7 @@ def test_where_nothing_may_be_written_it_is_compiled_all_the_same(monkeypatch):
     real = module.njit
     monkeypatch.setattr(module, "njit", njit)
     assert compiled(_ratio)(1.0, 4.0) == 0.25
-    assert asked == [True, False]
+    assert caches == [True, False]
 
 
 def test_other_errors_are_not_hidden(monkeypatch):
@@ -81,12 +81,12 @@ def test_the_prices_are_those_that_python_gives(source):
     workers["net_tokens_per_s"][0] = workers["spare_tokens"][1] = 0.0
     workers["decoding"][2] = 0.0
     workers["resident_tokens"][4] = 5000.0
-    asked = np.zeros(4, dtype=ESTIMATE)
-    asked["device_tokens"], asked["cached_tokens"] = rng.uniform(0, 100, (2, 4))
-    asked["cached_tokens"][0] = 0.0
-    asked["fetch_tokens"] = asked["cached_tokens"] / 100
+    estimates = np.zeros(4, dtype=ESTIMATE)
+    estimates["device_tokens"], estimates["cached_tokens"] = rng.uniform(0, 100, (2, 4))
+    estimates["cached_tokens"][0] = 0.0
+    estimates["fetch_tokens"] = estimates["cached_tokens"] / 100
     rest = (3.0, 20.0, 1000.0, 50.0), source, (0.5, 5.0, 3.0)
-    slots, got, expected = np.array([4, 0, 1, 2]), asked.copy(), asked.copy()
+    slots, got, expected = np.array([4, 0, 1, 2]), estimates.copy(), estimates.copy()
     pricing.price(workers, slots, got, *rest)
     # Without a compiler only record arrays have their fields as attributes.
     records = workers.view(np.recarray), slots, expected.view(np.recarray)

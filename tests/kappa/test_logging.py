@@ -21,8 +21,8 @@ def line_of(method="info", **fields):
 def test_a_line_begins_with_time_level_event_and_request():
     text = line_of(node="pcie", tenant="a", request_id="r", event="request_done")
     assert list(json.loads(text)) == ["time", "level", "event", "request_id", "tenant", "node"]
-    told = datetime.strptime(json.loads(text)["time"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
-    assert abs((datetime.now(UTC) - told).total_seconds()) < 60
+    stamp = datetime.strptime(json.loads(text)["time"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
+    assert abs((datetime.now(UTC) - stamp).total_seconds()) < 60
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from scheduler.work import Quote
 
 
 class Blocks:
-    """So many blocks of one token; hits as told per request.
+    """So many blocks of one token; hits as given per request.
 
     cached: tokens on the device and in the host tier; shared: of those on the device, held by
     others already. awaited: requests that need what is being loaded for another.

@@ -82,7 +82,7 @@ class Blocks:
 
 
 class Engine:
-    """Iterations of one second unless told otherwise; loads take `load_s` seconds a token."""
+    """Iterations of one second unless given; loads take `load_s` seconds a token."""
 
     def __init__(self, rule, memory, budget=8, slots=64, load_s=0.0, iteration_s=1.0):
         self.rule, self.memory = rule, memory

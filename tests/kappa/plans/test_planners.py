@@ -42,7 +42,7 @@ def law(model: str, gigabytes_per_s: float) -> PlanRates:
     return rates_from_law(SHAPES[model], node(gigabytes_per_s), overlap=1.0)
 
 
-def asked(rates: PlanRates) -> Costs:
+def long_prefix(rates: PlanRates) -> Costs:
     """32,768 cached tokens and 128 new ones."""
     return Costs(rates, 32_768, 128)
 
@@ -71,14 +71,14 @@ def test_predicted_milliseconds_of_the_theory(
 ) -> None:
     rates = law(model, gigabytes_per_s)
     policies: tuple[Policy, ...] = ("load", "recompute", "tail")
-    predicted = [1e3 * policy_ttft_s(asked(rates), policy) for policy in policies]
+    predicted = [1e3 * policy_ttft_s(long_prefix(rates), policy) for policy in policies]
     assert predicted == pytest.approx([load, prefix, tail], rel=1e-3, abs=0.55)
 
 
 @pytest.mark.parametrize(("gigabytes_per_s", "expected"), [(50, 161), (15, 355)])
 def test_predicted_milliseconds_with_activations(gigabytes_per_s: float, expected: float) -> None:
     rates = without_attention(law("opt-6.7b", gigabytes_per_s))
-    predicted = 1e3 * policy_ttft_s(asked(rates), "mixed")
+    predicted = 1e3 * policy_ttft_s(long_prefix(rates), "mixed")
     assert predicted == pytest.approx(expected, rel=0.005)
 
 
@@ -172,14 +172,14 @@ def test_a_faster_link_never_delays_the_first_token(policy: Policy) -> None:
 
 
 def test_what_stock_engines_can_do_is_a_tail() -> None:
-    plan = choose(asked(law("llama-3.1-8b", 15)), tail_only=True)
+    plan = choose(long_prefix(law("llama-3.1-8b", 15)), tail_only=True)
     assert [s.kind for s in plan.segments] == ["K", "R"]
     assert plan.segments[0].end_tokens % 16 == 0
-    assert plan.ttft_s > choose(asked(law("llama-3.1-8b", 15))).ttft_s
+    assert plan.ttft_s > choose(long_prefix(law("llama-3.1-8b", 15))).ttft_s
 
 
 def test_grouped_queries_are_refused_activations_with_the_reason() -> None:
-    plan = choose(asked(law("llama-3.1-8b", 15)))
+    plan = choose(long_prefix(law("llama-3.1-8b", 15)))
     assert [s.kind for s in plan.segments] == ["R", "K"]
     assert "ρ = 2" in plan.why
     assert plan.exact
@@ -187,7 +187,7 @@ def test_grouped_queries_are_refused_activations_with_the_reason() -> None:
 
 def test_held_activations_bound_the_plan() -> None:
     rates = law("opt-6.7b", 50)
-    plans = [choose(asked(rates), held_tokens=held) for held in (0, 20_000, None)]
+    plans = [choose(long_prefix(rates), held_tokens=held) for held in (0, 20_000, None)]
     assert [plan.tokens("A") > 0 for plan in plans] == [False, True, True]
     assert max(s.end_tokens for s in plans[1].segments if s.kind == "A") <= 20_000
     assert plans[0].ttft_s > plans[1].ttft_s > plans[2].ttft_s
@@ -195,18 +195,18 @@ def test_held_activations_bound_the_plan() -> None:
 
 def test_kinds_that_an_architecture_lacks_are_not_planned() -> None:
     latent = architecture_from_config({"num_attention_heads": 128, "kv_lora_rank": 512})
-    plan = choose(asked(law("deepseek-v3", 15)), kinds=latent.kinds())
+    plan = choose(long_prefix(law("deepseek-v3", 15)), kinds=latent.kinds())
     assert plan.tokens("A") == 0
-    only = choose(asked(law("opt-6.7b", 15)), kinds={"K"})
+    only = choose(long_prefix(law("opt-6.7b", 15)), kinds={"K"})
     assert [s.kind for s in only.segments] == ["K"] and "the link is the longer" in only.why
-    quick = choose(asked(law("opt-6.7b", 15_000)))
+    quick = choose(long_prefix(law("opt-6.7b", 15_000)))
     assert "the gpu is the longer" in quick.why
 
 
 def test_a_gain_too_small_for_its_risk_is_left() -> None:
     rates = law("llama-3.1-8b", 50)  # recomputing gains 7.5 %
-    assert choose(asked(rates), least_gain=0.05).kind == "recompute+load"
-    left = choose(asked(rates), least_gain=0.10)
+    assert choose(long_prefix(rates), least_gain=0.05).kind == "recompute+load"
+    left = choose(long_prefix(rates), least_gain=0.10)
     assert left.kind == "load"
     assert "less than 10.0%" in left.why
 

@@ -226,9 +226,9 @@ def test_activations_are_refused_with_the_ratio_or_the_exchange_rate() -> None:
         activation_bytes=1.0,
     )
     cheap = replace(rates, project=LineFit("KV projection", 0.4 * rates.token_s))
-    dear = replace(rates, project=LineFit("KV projection", 0.6 * rates.token_s))
+    slow = replace(rates, project=LineFit("KV projection", 0.6 * rates.token_s))
     assert activations_refused(cheap) == ""
-    assert "(1 - ρ)·φ" in activations_refused(dear)
+    assert "(1 - ρ)·φ" in activations_refused(slow)
     assert "ρ = 1" in activations_refused(replace(cheap, activation_bytes=2.0))
 
 
