@@ -225,13 +225,13 @@ class Attempt:
         """End an attempt that failed before its first item; what to raise of it: an `ApiError`, a
         `WorkerFailed`, or what ends the task."""
         request, raised = self.request, error
-        if isinstance(error, ApiError | TimeoutError):
+        if isinstance(error, ApiError):
             # A passed deadline says nothing of the worker.
             end = "deadline" if request.expired else "refused"
-            if isinstance(error, TimeoutError) and request.deadline and request.expired:
-                raised = errors.DEADLINE_PASSED(allowed_s=request.deadline.allowed_s)
-            elif isinstance(error, TimeoutError):
-                end, raised = "timeout", errors.NO_TOKEN_IN_TIME(limit_s=timeout_s)
+        elif isinstance(error, TimeoutError) and request.deadline and request.expired:
+            end, raised = "deadline", errors.DEADLINE_PASSED(allowed_s=request.deadline.allowed_s)
+        elif isinstance(error, TimeoutError):
+            end, raised = "timeout", errors.NO_TOKEN_IN_TIME(limit_s=timeout_s)
         elif not isinstance(error, Exception):
             end = "client_gone" if isinstance(error, asyncio.CancelledError) else "error"
         else:
@@ -261,8 +261,7 @@ class Attempt:
             await self.stream.aclose()
 
     def finish(self) -> None:
-        """The request is over with this attempt: its engine survived the content, or died of
-        it."""
+        """Its request is over with it: the engine survived the content, or died of it."""
         live, request = self.live, self.request
         if self.end == "done" and live.suspects:
             live.suspects.served(request.digest)
@@ -357,16 +356,14 @@ def worker_failed(error: Exception) -> WorkerFailed:
     """What an exception out of Ray's delivery means."""
     if isinstance(error, WorkerFailed):
         return error
-    if isinstance(error, WorkerLostError):
-        return WorkerFailed("worker_died", str(error))
     if isinstance(error, EngineDiedError) or _names(error) & _DEAD_ENGINES:
         return WorkerFailed("worker_died", ENGINE_DIED)
-    if isinstance(error, RayActorError):
-        return WorkerFailed("worker_died", DIED)
-    if isinstance(error, PinGoneError):
-        return WorkerFailed("worker_full", "left")
-    if isinstance(error, BackPressureError):
-        return WorkerFailed("worker_full", "full")
+    for kind, end, why in (
+        (WorkerLostError, "worker_died", str(error)), (RayActorError, "worker_died", DIED),
+        (PinGoneError, "worker_full", "left"), (BackPressureError, "worker_full", "full"),
+    ):  # fmt: skip
+        if isinstance(error, kind):
+            return WorkerFailed(end, why)
     return WorkerFailed("error", "error")
 
 
