@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,13 @@ from router.decision import Estimates, Floats
 from router.fleet import Fleet, Flight
 from router.pricing import MOST_USE
 
+# What the costliest requests may use at least of the slack between idle and limit, where many are
+# rejected. So cheap ones go on when not all can: by work, the cluster then serves the most
+# requests, and an idle one anybody.
+LEAST_SLACK = 0.2
+# Of the workers' time, what goes to prompts that each make more than one other late; so that long
+# ones are delayed, but never kept out for good.
+BLOCKING_SHARE = 0.05
 # Longer prompts, in seconds of their own, are no flood yet when they come one at a time.
 _LONG_PROMPT_S = 0.25
 
@@ -67,9 +75,7 @@ class Evaluation:
         """Workers that are busy and would miss one or the other, or make too many others miss."""
         missing = (self.late_s > 0) | (self.slow_s > 0) | self.full
         rejected: NDArray[np.bool_] = missing & ~self.idle
-        if self.budget_wait_s > 0:
-            rejected |= self.blocks
-        return rejected
+        return rejected | self.blocks if self.budget_wait_s > 0 else rejected
 
     @property
     def blocks(self) -> NDArray[np.bool_]:
@@ -97,80 +103,58 @@ class Evaluation:
         return why, float(wait_s[soonest])
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionRule:
-    """Admits what is expected to start, and then to go on, within its objective.
+class Limits(NamedTuple):
+    """TTFT on the median worker with nothing else to do; the latest TTFT, and the longest time per
+    output token, within the objective."""
 
-    TTFT within max(floor_s, ttft_factor x idle), TPOT within tpot_factor x idle. The idle TTFT is
-    the median over the workers of loading what the best holder has and computing the rest. The
-    defaults are the objective itself. least_slack: what the costliest requests may use at least of
-    the slack between idle and limit, where many are rejected. So cheap ones go on when not all can:
-    by work, the cluster then serves the most requests, and an idle one anybody. blocking_share: of
-    the workers' time, what goes to prompts that each make more than one other late; so that long
-    ones are delayed, but never kept out for good.
-    """
+    idle_s: float
+    ttft_s: float
+    tpot_s: float
 
-    floor_s: float = TTFT_FLOOR_S
-    ttft_factor: float = TTFT_IDLE_FACTOR
-    tpot_factor: float = TPOT_IDLE_FACTOR
-    least_slack: float = 0.2
-    blocking_share: float = 0.05
 
-    def __post_init__(self) -> None:
-        if not 0 < self.blocking_share <= 1:
-            raise ValueError(
-                f"blocking_share is {self.blocking_share}: give a share above 0, at most 1"
-            )
+def limits(fleet: Fleet, estimates: Estimates) -> Limits:
+    """The objective of one request, by the median over the workers of loading what the best holder
+    has and computing the rest."""
+    held = float((estimates.device_tokens + estimates.cached_tokens).max())
+    ttft_s, tpot_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, held)
+    idle_s = float(np.median(ttft_s))
+    floor_s = TTFT_FLOOR_S * float(np.median(fleet.of_each(estimates.slots, "dilation")))
+    limit_s = max(floor_s, TTFT_IDLE_FACTOR * idle_s)
+    return Limits(idle_s, limit_s, TPOT_IDLE_FACTOR * float(np.median(tpot_s)))
 
-    def limits_s(self, fleet: Fleet, estimates: Estimates) -> tuple[float, float, float]:
-        """TTFT on the median worker with nothing else to do; the latest TTFT, and the longest time
-        per output token, within the objective."""
-        held = float((estimates.device_tokens + estimates.cached_tokens).max())
-        ttft_s, tpot_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, held)
-        idle_s = float(np.median(ttft_s))
-        floor_s = self.floor_s * float(np.median(fleet.of_each(estimates.slots, "dilation")))
-        limit_s = max(floor_s, self.ttft_factor * idle_s)
-        return idle_s, limit_s, self.tpot_factor * float(np.median(tpot_s))
 
-    def evaluate(
-        self, fleet: Fleet, estimates: Estimates, lateness: Lateness, demand: Demand
-    ) -> Evaluation:
-        """Each worker against the request's limits."""
-        now_s = estimates.now_s
-        late_s = np.array([lateness.late_s(worker, now_s) for worker in estimates.workers])
-        long = estimates.work_s > _LONG_PROMPT_S * fleet.of_each(estimates.slots, "dilation")
-        # Prompts delay the tokens of what decodes beside them: by how much they
-        # did is how much they will.
-        expected_s = np.array(
-            [
-                lateness.token_s(worker, now_s, float(alone), long=bool(is_long))
-                for worker, alone, is_long in zip(
-                    estimates.workers, alone_s(estimates), long, strict=True
-                )
-            ]
-        )
-        work_s = float(estimates.work_s.min())
-        share = demand.slack_share(work_s, self.least_slack)
-        idle_s, ttft_s, tpot_s = self.limits_s(fleet, estimates)
-        return Evaluation(
-            late_s=estimates.ttft_s + late_s - _within(ttft_s, self.ttft_factor, share),
-            slow_s=expected_s - _within(tpot_s, self.tpot_factor, share),
-            token_s=expected_s,
-            # Without a free slot it waits until another ends, which no prediction has priced.
-            full=estimates.in_flight >= fleet.of_each(estimates.slots, "max_sequences"),
-            idle=estimates.in_flight == 0,
-            blocked=demand.blocked(now_s, estimates.compute_s),
-            budget_wait_s=demand.budget_wait_s(now_s, self.blocking_share * len(estimates)),
-            slack_s=max(ttft_s - idle_s, 0.0),
-            work_s=work_s,
-            output_tokens=estimates.expected_output_tokens,
-        )
+def evaluate(fleet: Fleet, estimates: Estimates, lateness: Lateness, demand: Demand) -> Evaluation:
+    """Each worker against the request's limits."""
+    now_s, slots = estimates.now_s, estimates.slots
+    late_s = np.array([lateness.late_s(worker, now_s) for worker in estimates.workers])
+    long = estimates.work_s > _LONG_PROMPT_S * fleet.of_each(slots, "dilation")
+    # Prompts delay the tokens of what decodes beside them: by how much they did is how much they
+    # will.
+    rows = zip(estimates.workers, alone_s(estimates), long, strict=True)
+    expected_s = np.array(
+        [lateness.token_s(w, now_s, float(alone), long=bool(is_long)) for w, alone, is_long in rows]
+    )
+    work_s = float(estimates.work_s.min())
+    share = demand.slack_share(work_s)
+    limit = limits(fleet, estimates)
+    return Evaluation(
+        late_s=estimates.ttft_s + late_s - _within(limit.ttft_s, TTFT_IDLE_FACTOR, share),
+        slow_s=expected_s - _within(limit.tpot_s, TPOT_IDLE_FACTOR, share),
+        token_s=expected_s,
+        # Without a free slot it waits until another ends, which no prediction has priced.
+        full=estimates.in_flight >= fleet.of_each(slots, "max_sequences"),
+        idle=estimates.in_flight == 0,
+        blocked=demand.blocked(now_s, estimates.compute_s),
+        budget_wait_s=demand.budget_wait_s(now_s, BLOCKING_SHARE * len(estimates)),
+        slack_s=max(limit.ttft_s - limit.idle_s, 0.0),
+        work_s=work_s,
+        output_tokens=estimates.expected_output_tokens,
+    )
 
 
 def _within(limit_s: float, factor: float, share: float) -> float:
     """A limit of `factor` times idle, for one that may use a share of what is beyond idle."""
-    slack_s = limit_s * (1 - 1 / max(factor, 1.0))
-    return limit_s - (1 - share) * slack_s
+    return limit_s - (1 - share) * (limit_s * (1 - 1 / factor))
 
 
 def delay_s(estimates: Estimates) -> Floats:
@@ -193,8 +177,7 @@ def alone_s(estimates: Estimates) -> Floats:
 # -- recent demand: who goes first when not all can -----------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Evaluated:
+class _Evaluated(NamedTuple):
     at_s: float
     work_s: float
     slack_s: float
@@ -220,17 +203,17 @@ class Demand:
         alike = sum(other.work_s == work_s for other in self._last)
         return (cheaper + 0.5 * alike) / max(len(self._last), 1)
 
-    def slack_share(self, work_s: float, least: float) -> float:
+    def slack_share(self, work_s: float) -> float:
         """What a request of this cost may use of the slack between idle and its limit, 0 to 1.
 
         While nobody is rejected, all of it. The fewer are admitted, the sooner it falls with the
-        cost rank, down to `least` for the costliest: so the cheapest are admitted, as many as there
-        is room for. (A threshold at the share that is admitted would hold itself down; a power does
-        not.)
+        cost rank, down to `LEAST_SLACK` for the costliest: so the cheapest are admitted, as many as
+        there is room for. (A threshold at the share that is admitted would hold itself down; a
+        power does not.)
         """
         rejected = sum(not other.admitted for other in self._last) / max(len(self._last), 1)
         power = 1.0 / max(rejected, _NONE_REJECTED)
-        return 1.0 - (1.0 - least) * self.cost_rank(work_s) ** power
+        return 1.0 - (1.0 - LEAST_SLACK) * self.cost_rank(work_s) ** power
 
     def blocked(self, now_s: float, block_s: Floats) -> Floats:
         """Requests that would be late for one that computes for `block_s` before them.
@@ -278,6 +261,9 @@ class _Outcomes:
     waiting: dict[str, Flight] = field(default_factory=dict)
 
 
+_NONE = _Outcomes()
+
+
 class Lateness:
     """Outcomes against predictions, by worker.
 
@@ -303,10 +289,9 @@ class Lateness:
 
     def first_token(self, flight: Flight, now_s: float) -> None:
         outcomes = self._workers.get(flight.worker)
-        if outcomes is None or outcomes.waiting.pop(flight.request_id, None) is None:
-            return
-        outcomes.late_s.append(_overdue_s(flight, now_s))
-        outcomes.late_at_s = now_s
+        if outcomes is not None and outcomes.waiting.pop(flight.request_id, None) is not None:
+            outcomes.late_s.append(_overdue_s(flight, now_s))
+            outcomes.late_at_s = now_s
 
     def ended(self, flight: Flight, now_s: float, tokens: int) -> None:
         """It is over, whole with so many tokens; 0 if they give no measure."""
@@ -330,15 +315,12 @@ class Lateness:
         Four of five recent ones came no later; and no request has waited longer than this for
         nothing.
         """
-        outcomes = self._workers.get(worker)
-        if outcomes is None:
-            return 0.0
+        outcomes = self._workers.get(worker, _NONE)
         age_s = max(now_s - outcomes.late_at_s, 0.0)
         faded = math.exp(-age_s / (_FADE_S * outcomes.dilation))
         learnt_s = _typical(outcomes.late_s, 0.0, _LATE_QUANTILE) * faded
         oldest = next(iter(outcomes.waiting.values()), None)
-        overdue_s = _overdue_s(oldest, now_s) if oldest is not None else 0.0
-        return max(learnt_s, overdue_s, 0.0)
+        return max(learnt_s, 0.0 if oldest is None else _overdue_s(oldest, now_s), 0.0)
 
     def token_s(self, worker: str, now_s: float, alone_s: float, *, long: bool = False) -> float:
         """Seconds per token to expect there, where it is `alone_s` without prompts in between."""
@@ -347,19 +329,15 @@ class Lateness:
 
     def slowdown(self, worker: str) -> float:
         """How many times longer than expected recent tokens took there; 1 if there were none."""
-        outcomes = self._workers.get(worker)
-        if outcomes is None:
-            return 1.0
-        return min(max(_typical(outcomes.slowdowns, 1.0), _LEAST_SLOWDOWN), _MOST_SLOWDOWN)
+        typical = _typical(self._workers.get(worker, _NONE).slowdowns, 1.0)
+        return min(max(typical, _LEAST_SLOWDOWN), _MOST_SLOWDOWN)
 
     def prompt_share(self, worker: str, now_s: float, *, long: bool = False) -> float:
         """Delay by the prompts sent there, in seconds per second: of the last 3, or of the last 12.
 
         In the long view a prompt of a second is not yet a flood.
         """
-        outcomes = self._workers.get(worker)
-        if outcomes is None:
-            return 0.0
+        outcomes = self._workers.get(worker, _NONE)
         share, window_s = (outcomes.long, _LONG_S) if long else (outcomes.short, _SHORT_S)
         age_s = max(now_s - outcomes.sent_at_s, 0.0)
         return share * math.exp(-age_s / (window_s * outcomes.dilation))
@@ -378,7 +356,4 @@ def _stretched_s(alone_s: float, share: float) -> float:
 
 def _typical(samples: deque[float], without: float, quantile: float = 0.5) -> float:
     """A quantile of the samples, the middle by default; `without` any there is that instead."""
-    if not samples:
-        return without
-    ordered = sorted(samples)
-    return ordered[int(quantile * len(ordered))]
+    return sorted(samples)[int(quantile * len(samples))] if samples else without

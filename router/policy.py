@@ -7,16 +7,19 @@
   the cache is, nor at the queue (except to break ties): kept as explanation and baseline.
 * `least_backlog`: least queued work; what is left when nothing is known of the request.
 
-What other systems do is in `benchmarks.baselines.routing`; `router.policies` finds any by name.
+What other systems do is in `benchmarks.baselines.routing`; `policy_named` finds any by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from kappa.compiled import compiled
+from kappa.plugins import ROUTING_POLICIES, installed
 from router.decision import ESTIMATE, Choice, Estimates, Fetch, Floats
 
 # A busy period is not longer than recent use reaches back.
@@ -84,8 +87,8 @@ class Priced(Stateless):
 
     def choose(self, estimates: Estimates) -> Choice:
         score = _score_s(estimates.rows)
-        index = least(score, estimates.in_flight, -estimates.h2d_bytes_per_s)
-        fetching = estimates.fetching
+        soonest = _soonest(estimates, score)
+        index, fetching = soonest.index, estimates.fetching
         if fetching is not None:
             # It must gain the request itself more than the transfer takes of two cards: what is
             # only to spread those that decode, or saves little, fills the nodes that others fetch
@@ -99,7 +102,7 @@ class Priced(Stateless):
             tokens = fetching.cached_tokens[best] - estimates.cached_tokens[best]
             if tokens > 0 and fetched[best] < score[index]:
                 return Choice(best, "peer_fetch", Fetch(fetching.fetch_from, int(tokens)))
-        return Choice(index, reason(estimates, score, index))
+        return soonest
 
 
 @compiled
@@ -162,9 +165,7 @@ class LeastTtft(Stateless):
     name = "ttft"
 
     def choose(self, estimates: Estimates) -> Choice:
-        score = estimates.ttft_s + estimates.tpot_impact_s
-        index = least(score, estimates.in_flight, -estimates.h2d_bytes_per_s)
-        return Choice(index, reason(estimates, score, index))
+        return _soonest(estimates, estimates.ttft_s + estimates.tpot_impact_s)
 
 
 class LeastBacklog(Stateless):
@@ -177,28 +178,29 @@ class LeastBacklog(Stateless):
         return Choice(least(estimates.backlog_s, *ties), "least_backlog")
 
 
-def reason(estimates: Estimates, score: Floats, index: int) -> str:
-    """What set row `index` apart from the second best by `score`."""
+def _soonest(estimates: Estimates, score: Floats) -> Choice:
+    """The row of the least score, and what set it apart from the second best: seconds of queue,
+    load, compute and delay; no reason names the overhead besides them."""
+    index = least(score, estimates.in_flight, -estimates.h2d_bytes_per_s)
     if len(estimates) == 1:
-        return "only_worker"
+        return Choice(index, "only_worker")
     others = score.copy()
     others[index] = np.inf
     second = int(others.argmin())
     if others[second] - score[index] <= 1e-9:
-        return "tie"
-    ours, theirs = _parts(estimates.rows[index]), _parts(estimates.rows[second])
-    gains = [lost - got for got, lost in zip(ours, theirs, strict=True)]
-    return _REASONS[gains.index(max(gains))]
+        return Choice(index, "tie")
+    lost, got = _parts_s(estimates.rows[second]), _parts_s(estimates.rows[index])
+    gains_s = [other_s - own_s for other_s, own_s in zip(lost, got, strict=True)]
+    return Choice(index, _REASONS[gains_s.index(max(gains_s))])
 
 
-_REASONS = ("shorter_queue", "faster_load", "less_compute", "less_harm")
-
-
-def _parts(row: np.void) -> tuple[float, float, float, float]:
-    """Seconds of queue, load, compute and delay; no reason names the overhead besides them."""
+def _parts_s(row: np.void) -> tuple[float, float, float, float]:
     load_s, compute_s = float(row["load_s"]), float(row["compute_s"])
     queue_s = float(row["ttft_s"]) - load_s - compute_s - float(row["fixed_s"])
     return queue_s, load_s, compute_s, float(row["tpot_impact_s"])
+
+
+_REASONS = ("shorter_queue", "faster_load", "less_compute", "less_harm")
 
 
 def least(score: Floats, *ties: Floats) -> int:
@@ -212,3 +214,31 @@ def least(score: Floats, *ties: Floats) -> int:
         among = tie[rows]
         rows = rows[among == among.min()]
     return int(rows[0])
+
+
+OURS: dict[str, Callable[[], Policy]] = {
+    "priced": Priced,
+    "priced_fetch": partial(Priced, "priced_fetch", fetches=True),
+    "ttft": LeastTtft,
+    "threshold": Threshold,
+    "least_backlog": LeastBacklog,
+}
+"""Name to a maker of a fresh one."""
+
+
+def policy_named(spec: str, seed: int = 0) -> Policy:
+    """The policy called `spec`, fresh; `name:key=value,...` sets parameters of an installed one.
+
+    An entry point of `kappa.routing_policies` is a function of the spec and the seed.
+
+    Raises:
+        ValueError: lists those that exist, or the parameters that the named one takes.
+    """
+    if spec in OURS:
+        return OURS[spec]()
+    others = installed(ROUTING_POLICIES)
+    entry = others.get(spec.partition(":")[0])
+    if entry is None:
+        raise ValueError(f"unknown policy {spec!r}: choose one of {sorted([*OURS, *others])}")
+    made: Policy = entry.load()(spec, seed)
+    return made

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kappa.protocol import Announcement, Arrival, WorkerReport
 from router import pricing
-from router.admission import AdmissionRule, Demand, Lateness, alone_s, delay_s
+from router.admission import Demand, Lateness, alone_s, delay_s, evaluate
 from router.calibration import Calibration, OutputLengths, engine_speed
 from router.decision import (
     Decision,
@@ -75,10 +75,11 @@ class RouterConfig:
 
     forecast_workers: up to so many workers are forecast step by step for every decision; of more,
     queues are arithmetic (`router.pricing`), which costs microseconds. calibrate_requests: after so
-    many first tokens nothing is learnt any more. admission: which requests are rejected; none:
-    none. first: where the order of workers begins, from 0 to below 1; ingresses that share workers
-    take different ones, so that ties are broken differently. planner_of: makes the load planner
-    that a worker announces; without one such workers are refused.
+    many first tokens nothing is learnt any more. admission: reject requests that would miss their
+    objective (`router.admission`). first: where the order of workers begins, from 0 to below 1;
+    ingresses that share workers take different ones, so that ties are broken differently.
+    planner_of: makes the load planner that a worker announces; without one such workers are
+    refused.
     """
 
     policy: Policy
@@ -88,7 +89,7 @@ class RouterConfig:
     calibrate: bool = True
     calibrate_requests: int | None = None
     forecast_workers: int = 4
-    admission: AdmissionRule | None = None
+    admission: bool = False
     first: float = 0.0
     planner_of: PlannerOf = no_planner
 
@@ -405,9 +406,8 @@ class Router:
             if remote is not None:
                 self._finish(remote, now_s)
         decision = self._decide(request, now_s)
-        admission = self.config.admission
-        if admission is not None and request.sized and not request.retry:
-            decision = self._admitted(admission, request, decision)
+        if self.config.admission and request.sized and not request.retry:
+            decision = self._admitted(request, decision)
         estimates, index = decision.priced, decision.index
         flight = self._reserve(decision.request_id, estimates, index)
         flight.own, flight.sent_s = True, now_s
@@ -415,7 +415,7 @@ class Router:
         self.reservations += 1
         if decision.informed:
             self.config.policy.routed(estimates, index)
-        if admission is not None:
+        if self.config.admission:
             flight.tpot_s = float(alone_s(estimates)[index])
             self._lateness.sent(flight, now_s, float(delay_s(estimates)[index]))
         return decision
@@ -451,14 +451,12 @@ class Router:
             fetch=choice.fetch,
         )
 
-    def _admitted(
-        self, admission: AdmissionRule, request: RouteRequest, decision: Decision
-    ) -> Decision:
+    def _admitted(self, request: RouteRequest, decision: Decision) -> Decision:
         """The decision if its worker is expected to meet the objective, else one for those that
         are."""
         estimates = decision.priced
         now_s, demand = estimates.now_s, self._demand
-        found = admission.evaluate(self.fleet, estimates, self._lateness, demand)
+        found = evaluate(self.fleet, estimates, self._lateness, demand)
         rejected = found.rejected
         demand.evaluated(now_s, found.work_s, found.slack_s, admitted=not rejected.all())
         if rejected.all():

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from kappa.shapes import model_shape
 from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import BlocksStored
 from router.index.prefix_hash import secret_from_seed
-from router.policies import policy_named
+from router.policy import policy_named
 from router.router import Router, RouterConfig
 
 # About 32 tokens of English; a byte stands for a quarter of a token in the prices.
@@ -34,81 +35,21 @@ _RESERVED_S = 600.0
 
 
 class StandaloneRouter:
-    """Ranks replicas for Ray's router; safe to call from one thread and read from another."""
+    """Ranks replicas for Ray's router; safe to call from one thread and read from another.
+
+    Prices are those of the catalogue's `node` and `model`; ValueError names an unknown one.
+    """
 
     def __init__(
         self, node: str = "h100-pcie5", model: str = "llama-3.1-8b", policy: str = "ttft"
     ) -> None:
-        """Price by the catalogue's `node` and `model`; ValueError names an unknown one."""
-        self._node, self._shape = node_profile(node), model_shape(model)
-        self._router = Router(
-            RouterConfig(
-                policy=policy_named(policy),
-                secret=secret_from_seed(f"standalone {id(self)}"),
-                index_blocks=_INDEX_BLOCKS,
-                stale_after_s=float("inf"),
-                calibrate=False,
-            )
-        )
-        self._routed: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-    def workers(self, names: Iterable[str]) -> None:
-        names = set(names)
-        with self._lock:
-            known = set(self._router.workers)
-            for worker in sorted(names - known):
-                self._router.join(self._announcement(worker), time.time())
-            for worker in sorted(known - names):
-                self._router.leave(worker)
-
-    def rank(self, names: Sequence[str], args: Sequence[Any], request_id: str) -> list[str]:
-        """`names` in order of preference; the first one is reserved until `done`."""
-        with self._lock:
-            now_s = time.time()
-            self._expire(now_s)
-            prompt = _prompt_bytes(args)
-            others_known = frozenset(self._router.workers) - set(names)
-            request = RouteRequest(request_id, prompt, max_tokens=0, exclude=others_known)
-            try:
-                decision = self._router.route(request, now_s)
-            except NoWorkerError:
-                return list(names)
-            self._routed[request_id] = now_s
-            if prompt is not None:
-                self._remember(decision.worker, prompt)
-            others = sorted(decision.candidates, key=lambda c: c.ttft_s + c.tpot_impact_s)
-            order = [decision.worker, *(c.worker for c in others if c.worker != decision.worker)]
-            known = [worker for worker in order if worker in names]
-            return known + [worker for worker in names if worker not in known]
-
-    def done(self, request_id: str) -> None:
-        with self._lock:
-            self._routed.pop(request_id, None)
-            self._router.release(request_id, time.time())
-
-    def _expire(self, now_s: float) -> None:
-        for request_id in [r for r, at_s in self._routed.items() if now_s - at_s > _RESERVED_S]:
-            del self._routed[request_id]
-            self._router.release(request_id, now_s, complete=False)
-
-    def _remember(self, worker: str, prompt: np.ndarray) -> None:
-        hasher = self._router.hasher
-        assert hasher is not None
-        hashes = [int(h) for h in hasher.prefix_hashes(prompt)]
-        tokens = prompt[: len(hashes) * _BLOCK_BYTES]
-        self._router.blocks(
-            [BlocksStored(worker, "device", tuple(hashes), None, tokens, _BLOCK_BYTES, 0)]
-        )
-
-    def _announcement(self, worker: str) -> Announcement:
-        per_byte = 1 / _BYTES_PER_TOKEN
-        return Announcement(
-            worker=worker,
-            model=self._shape.name,
-            node=self._node,
-            step=step_model(self._shape, self._node).per_unit(per_byte),
-            kv_bytes_per_token=kv_bytes_per_token(self._shape) * per_byte,
+        profile, shape, per_byte = node_profile(node), model_shape(model), 1 / _BYTES_PER_TOKEN
+        self._announcement = Announcement(
+            worker="",
+            model=shape.name,
+            node=profile,
+            step=step_model(shape, profile).per_unit(per_byte),
+            kv_bytes_per_token=kv_bytes_per_token(shape) * per_byte,
             emulated_model="",
             fingerprint="standalone",
             block_tokens=_BLOCK_BYTES,
@@ -119,6 +60,63 @@ class StandaloneRouter:
             events_endpoint="",
             snapshot_endpoint="",
         )
+        self._router = Router(
+            RouterConfig(
+                policy=policy_named(policy),
+                secret=secret_from_seed(f"standalone {id(self)}"),
+                index_blocks=_INDEX_BLOCKS,
+                stale_after_s=float("inf"),
+                calibrate=False,
+            )
+        )
+        # When each request was routed.
+        self._routed: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def workers(self, names: Iterable[str]) -> None:
+        """These are the workers now."""
+        with self._lock:
+            now, known = set(names), set(self._router.workers)
+            for worker in sorted(now - known):
+                self._router.join(replace(self._announcement, worker=worker), time.time())
+            for worker in sorted(known - now):
+                self._router.leave(worker)
+
+    def rank(self, names: Sequence[str], args: Sequence[Any], request_id: str) -> list[str]:
+        """`names` in order of preference; the first one is reserved until `done`."""
+        with self._lock:
+            now_s = time.time()
+            for old in [r for r, at_s in self._routed.items() if now_s - at_s > _RESERVED_S]:
+                del self._routed[old]
+                self._router.release(old, now_s, complete=False)
+            prompt = _prompt_bytes(args)
+            exclude = frozenset(self._router.workers) - set(names)
+            try:
+                decision = self._router.route(
+                    RouteRequest(request_id, prompt, exclude=exclude), now_s
+                )
+            except NoWorkerError:
+                return list(names)
+            self._routed[request_id] = now_s
+            if prompt is not None:
+                self._remember(decision.worker, prompt)
+            priced = sorted(decision.candidates, key=lambda c: c.ttft_s + c.tpot_impact_s)
+            # Each once: the chosen one, the others by price, and those that are not known yet.
+            order = dict.fromkeys([decision.worker, *(c.worker for c in priced), *names])
+            return [worker for worker in order if worker in names]
+
+    def done(self, request_id: str) -> None:
+        """A request ended."""
+        with self._lock:
+            self._routed.pop(request_id, None)
+            self._router.release(request_id, time.time())
+
+    def _remember(self, worker: str, prompt: np.ndarray) -> None:
+        hasher = self._router.hasher
+        assert hasher is not None
+        hashes = tuple(hasher.prefix_hashes(prompt).tolist())
+        tokens = prompt[: len(hashes) * _BLOCK_BYTES]
+        self._router.blocks([BlocksStored(worker, "device", hashes, None, tokens, _BLOCK_BYTES, 0)])
 
 
 def _prompt_bytes(args: Sequence[Any]) -> np.ndarray | None:
@@ -127,10 +125,9 @@ def _prompt_bytes(args: Sequence[Any]) -> np.ndarray | None:
     messages = getattr(body, "messages", None)
     if messages is not None:
         plain = [m if isinstance(m, dict) else m.model_dump() for m in messages]
-        text = json.dumps(plain, default=str)[:-1]  # an open bracket: more messages extend it
+        text: Any = json.dumps(plain, default=str)[:-1]  # an open bracket: more extend it
     else:
-        prompt = getattr(body, "prompt", None)
-        if not isinstance(prompt, str):
+        text = getattr(body, "prompt", None)
+        if not isinstance(text, str):
             return None
-        text = prompt
     return np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int64)

@@ -19,8 +19,7 @@ from kappa.cost import load_token_s, step_model
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
-from router.admission import AdmissionRule
-from router.policies import policy_named
+from router.policy import policy_named
 from router.router import Router, RouterConfig
 from scheduler.catalogue import SCHEDULERS, packs
 from simulator.clusters import NodeModel, NodeSpec, SimulatedCluster, check, node_model
@@ -37,10 +36,10 @@ from workload.shapes import Workload
 class SimulationConfig:
     """What to simulate.
 
-    policy: as `router.policies.policy_named` takes it. load: fraction of the capacity bound, or
+    policy: as `router.policy.policy_named` takes it. load: fraction of the capacity bound, or
     rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known already.
     warm: host tiers hold documents and histories at the start. faults: what goes wrong.
-    admission: whom the router refuses; none: nobody. scheduler: the rule of every node.
+    admission: the router rejects what would be late. scheduler: the rule of every node.
     """
 
     cluster: SimulatedCluster
@@ -55,7 +54,7 @@ class SimulationConfig:
     seed: int = 0
     warm: bool = True
     faults: Faults = field(default_factory=Faults)
-    admission: AdmissionRule | None = None
+    admission: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, before any work.

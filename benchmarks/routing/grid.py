@@ -24,8 +24,7 @@ from typing import Any, Literal
 from benchmarks.baselines.routing.catalogue import BASELINES, parameters
 from benchmarks.harness import append_line, read_lines
 from kappa.shapes import model_shape
-from router.admission import AdmissionRule
-from router.policies import policy_named
+from router.policy import policy_named
 from simulator.capacity import capacity_rps
 from simulator.clusters import cluster_named
 from simulator.faults import RESOURCES, Faults, drawn_failures, misprofiled_third
@@ -260,7 +259,7 @@ def simulated(run: Run, settings: Settings) -> Row:
     traffic, base = _traffic(plain, run.seed, settings)
     config = replace(
         base, policy=run.policy, faults=_faults(cell, base, run.seed),
-        admission=AdmissionRule() if cell.admission else None,
+        admission=cell.admission,
     )  # fmt: skip
     start_s = time.perf_counter()
     outcome = simulate(config, traffic=traffic, timer=time.perf_counter)

@@ -13,8 +13,7 @@ import typer
 
 from benchmarks.harness import Json, note, numbers, publish, result, table, usage_errors
 from kappa.shapes import model_shape
-from router.admission import AdmissionRule
-from router.policies import policy_named
+from router.policy import policy_named
 from simulator.clusters import cluster_named
 from simulator.run import SimulationConfig, capacity_of, simulate
 from workload.catalogue import workload_named
@@ -66,7 +65,7 @@ def measure(
     note("computing the capacity bound")
     capacity_rps = capacity_of(config)
     rows = []
-    for admission in (None, AdmissionRule()):
+    for admission in (False, True):
         column = []
         for load in loads:
             note(f"load {load:g}, {'with' if admission else 'without'} admission")
@@ -77,7 +76,7 @@ def measure(
             summary = simulate(run).summary()
             let_in, met = 1 - summary["rejected"] / summary["requests"], summary["slo"]["met"]
             column.append({
-                "admission": admission is not None, "load": summary["load"],
+                "admission": admission, "load": summary["load"],
                 "rate_rps": summary["rate_rps"], "goodput_rps": summary["goodput_rps"],
                 "let_in": let_in, "met": met, "met_of_let_in": met / let_in if let_in else 0.0,
             })  # fmt: skip

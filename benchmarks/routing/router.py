@@ -27,7 +27,7 @@ from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksStored, Tier
-from router.policies import policy_named
+from router.policy import policy_named
 from router.router import Router, RouterConfig
 
 LENGTHS = (512, 4096, 32_768, 131_072)

@@ -26,7 +26,7 @@ from kappa.model import kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.settings.cluster import ClusterSettings
 from router.decision import Decision, RouteRequest
-from router.policies import policy_named
+from router.policy import policy_named
 from router.router import Router, RouterConfig
 from simulator.clusters import NodeModel
 from simulator.dispatch import RouterDispatch

@@ -17,8 +17,7 @@ from rich.progress import Progress
 
 from deploy.commands import console
 from kappa.shapes import model_shape
-from router.admission import AdmissionRule
-from router.policies import policy_named
+from router.policy import policy_named
 from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import cluster_named, scaled
 from simulator.faults import (
@@ -98,7 +97,7 @@ def simulate(
             requests=requests,
             seed=seed,
             warm=warm,
-            admission=AdmissionRule() if admission else None,
+            admission=admission,
         )
         if config.load is not None:
             config = config.replaced(capacity_rps=capacity_of(config))

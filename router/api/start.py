@@ -16,14 +16,13 @@ from pathlib import Path
 
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings, RouterSettings
-from router.admission import AdmissionRule
 from router.api.tenants import Tenants
 from router.index.prefix_hash import secret_from_seed
 from router.live.circuit_breaker import BreakerRule
 from router.live.live_router import LiveRouter
 from router.live.membership import MembershipRule
 from router.load_plans import planner_of
-from router.policies import policy_named
+from router.policy import policy_named
 from router.router import RouterConfig
 
 _POLL_S = 0.05
@@ -60,7 +59,7 @@ def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
         calibrate=given.calibrate,
         calibrate_requests=given.calibrate_requests,
         forecast_workers=given.forecast_workers,
-        admission=AdmissionRule() if given.admission else None,
+        admission=given.admission,
         first=rank % settings.replicas / settings.replicas,
         planner_of=planner_of,
     )

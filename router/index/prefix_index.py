@@ -109,21 +109,12 @@ class PrefixIndex:
 
     # ---- lookups
 
-    def match(self, prefix_hashes: UInt64s, worker: str) -> Match:
-        """Longest prefix `worker` holds; `prefix_hashes` as from `PrefixHasher.prefix_hashes`.
-
-        An unknown worker holds nothing. Marks what it found as recently used.
-        """
-        return self.match_all(prefix_hashes).get(worker, Match(0, 0))
-
-    def match_all(self, prefix_hashes: UInt64s) -> dict[str, Match]:
-        """`match` for every worker that holds anything of this prompt."""
-        device, host = self.match_columns(prefix_hashes).tolist()
-        found = ((w, Match(device[h.bit], host[h.bit])) for w, h in self._holders.items())
-        return {worker: match for worker, match in found if any(match)}
-
     def match_columns(self, prefix_hashes: UInt64s) -> Int64s:
-        """Blocks on device and in host by workers' `column`, shape (2, columns)."""
+        """Leading blocks on the device, and further ones in host, that each worker holds.
+
+        prefix_hashes: as from `PrefixHasher.prefix_hashes`. By workers' `column`, shape
+        (2, columns). Marks what it found as recently used.
+        """
         blocks = np.zeros((2, self._columns), dtype=np.int64)
         for workers, found in self._matches(prefix_hashes):
             _spread(_bytes_of(workers), *found, blocks)
@@ -136,10 +127,6 @@ class PrefixIndex:
     def workers(self) -> tuple[str, ...]:
         """Workers mentioned and not gone, oldest first."""
         return tuple(self._holders)
-
-    def size_blocks(self) -> int:
-        """Distinct blocks kept, at most max_blocks."""
-        return len(self._table)
 
     def index_bytes(self) -> int:
         """Memory of all tables, at their present size, in bytes."""

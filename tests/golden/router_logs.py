@@ -8,8 +8,7 @@ import json
 import lzma
 from pathlib import Path
 
-from router.admission import AdmissionRule
-from router.policies import policy_named
+from router.policy import policy_named
 from router.recording import replay
 from router.router import Router, RouterConfig
 
@@ -26,9 +25,7 @@ def entries(name):
 def router(name):
     """A fresh router, configured as the one that was recorded."""
     config = CONFIGS[name]["config"]
-    admission = AdmissionRule() if config["admission"] else None
-    values = {**config, "policy": policy_named(config["policy"]), "admission": admission}
-    return Router(RouterConfig(secret=7, **values))
+    return Router(RouterConfig(secret=7, **{**config, "policy": policy_named(config["policy"])}))
 
 
 def decisions(name):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from router.load_plans import planner_of
-from router.policies import policy_named
+from router.policy import policy_named
 from router.recording import replay
 from router.router import Router, RouterConfig
 

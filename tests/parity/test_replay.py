@@ -15,7 +15,7 @@ from kappa.protocol import Admission, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
 from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import BlocksRemoved, BlocksStored, WorkerReset
-from router.policies import policy_named
+from router.policy import policy_named
 from router.recording import RecordedRouter, replay
 from router.router import Router, RouterConfig
 

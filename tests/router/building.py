@@ -16,7 +16,8 @@ from router.calibration import Calibration, engine_speed
 from router.decision import PricedPrompt, RouteRequest
 from router.fleet import Fleet
 from router.index.kv_events import BlocksStored
-from router.policies import policy_named
+from router.index.prefix_index import Match
+from router.policy import policy_named
 from router.router import Router, RouterConfig
 
 SIZE = 16
@@ -71,6 +72,18 @@ def stored(worker, token_ids, tier="device"):
         f"{worker}{token_ids[: (i + 1) * SIZE].tobytes()!r}".encode() for i in range(blocks)
     )
     return BlocksStored(worker, tier, names, None, token_ids[: blocks * SIZE], SIZE, 0)
+
+
+def match_all(index, prefix_hashes):
+    """Of each worker that holds any of a prompt: leading blocks on the device, then in host."""
+    device, host = index.match_columns(prefix_hashes).tolist()
+    columns = {worker: index.column(worker) for worker in index.workers()}
+    found = {worker: Match(device[c], host[c]) for worker, c in columns.items()}
+    return {worker: match for worker, match in found.items() if any(match)}
+
+
+def match_worker(index, prefix_hashes, worker):
+    return match_all(index, prefix_hashes).get(worker, Match(0, 0))
 
 
 def join(fleet, announced, now_s=0.0):

@@ -18,7 +18,6 @@ from kappa.hardware import node_profile
 from kappa.keys import digest_of
 from kappa.protocol import Announcement
 from kappa.settings.routing import RouterSettings
-from router.admission import AdmissionRule
 from router.api.app import Access, make_app
 from router.api.endpoints import ROUTES, KappaIngress
 from router.api.metadata import PIN_HEADER
@@ -214,11 +213,10 @@ def tiny_renderer(folder):
 
 
 def overload(live):
-    """From now on each worker has a request in flight, and whoever comes next would be too late."""
+    """From now on each worker has a request that is half a minute late, as the next would be."""
+    live.router.config = replace(live.router.config, admission=True)
     workers = frozenset(live.router.workers)
     for worker in workers:
         busy = RouteRequest(f"on-{worker}", np.arange(16), max_tokens=4, exclude=workers - {worker})
-        live.router.route(busy, live.now_s())
-    strict = AdmissionRule(floor_s=0.0, ttft_factor=0.0)
-    live.router.config = replace(live.router.config, admission=strict)
+        live.router.route(busy, live.now_s() - 30.0)
     return len(workers)

@@ -159,23 +159,6 @@ def test_the_link_scale_is_bounded(real, learnt):
     assert worker.calibration.link_scale == pytest.approx(learnt, rel=0.02)
 
 
-def test_totals_of_a_worker_that_started_anew_teach_nothing():
-    made, worker = cluster()
-    token_s = load_token_s(announcement())
-    lives = [
-        (500, 10_000, 10_000 * token_s),
-        (3, 0, 0.0),
-        # More tokens than before, in less time than before: another life, not a negative time.
-        (900, 50_000, 50_000 * token_s),
-        (4, 60_000, 20_000 * token_s),
-    ] * 4
-    for i, (steps, tokens, seconds) in enumerate(lives):
-        report = WorkerReport("w", 1.0 * i, steps_total=steps, load_tokens_total=tokens,
-                              load_seconds_total=seconds)  # fmt: skip
-        made.report(report, 1.0 * i)
-    assert worker.calibration.link_scale == pytest.approx(1.0)
-
-
 def test_steps_that_fell_are_another_life_though_loads_and_seconds_rose():
     made, worker = cluster()
     token_s = load_token_s(announcement())

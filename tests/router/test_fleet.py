@@ -7,12 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from kappa.cost import step_model
-from kappa.hardware import node_profile
-from router.calibration import Calibration, engine_speed
 from router.decision import PricedPrompt
 from router.fleet import Fleet
-from tests.router.building import NEVER, SHAPE, announcement, estimate, fleet_of, join
+from tests.router.building import NEVER, announcement, estimate, fleet_of, join
 
 
 def test_the_order_may_begin_elsewhere_and_everything_follows_it():
@@ -27,40 +24,6 @@ def test_the_order_may_begin_elsewhere_and_everything_follows_it():
         Fleet(first=1.0)
 
 
-def test_an_idle_prefill_lasts_as_long_as_its_steps():
-    made = fleet_of("h100-pcie5")
-    step = step_model(SHAPE, node_profile("h100-pcie5"))
-    one = estimate(made, tokens=4000)
-    assert one.compute_s[0] == pytest.approx(step.step_s([(4000, 0)]))
-    # 20,000 tokens take three steps: pairs add up to the same triangle.
-    three = estimate(made, tokens=20_000)
-    exact_s = sum(step.step_s([(new, at)]) for new, at in ((8192, 0), (8192, 8192), (3616, 16384)))
-    assert three.compute_s[0] == pytest.approx(exact_s, rel=0.01)
-
-
-def test_a_load_crosses_the_link_at_its_rate():
-    estimates = estimate(fleet_of(), tokens=10_100, cached=10_000)
-    rates = [63e9, 450e9]
-    assert estimates.load_s == pytest.approx([10_000 * 131072 / rate for rate in rates])
-    assert estimates.new_tokens.tolist() == [100.0, 100.0]
-
-
-def test_reserved_work_is_a_queue_until_its_prompt_is_done():
-    made = fleet_of("h100-pcie5")
-    first = estimate(made, tokens=8000, cached=6000)
-    a = made.reserve("a", first, 0)
-    b = made.reserve("b", estimate(made, tokens=8000, cached=6000), 0)
-    queued = estimate(made)
-    assert queued.link_backlog_s[0] == pytest.approx(2 * first.load_s[0])
-    assert queued.gpu_backlog_s[0] == pytest.approx(2 * first.work_s[0])
-    assert queued.waiting[0] == queued.in_flight[0] == 2
-    made.prefilled(a, 1.0)
-    made.prefilled(b, 1.0)
-    done = estimate(made, now_s=1.0)
-    assert done.link_backlog_s[0] == done.gpu_backlog_s[0] == done.waiting[0] == 0
-    assert done.in_flight[0] == 2 and done.resident_tokens[0] == 16_000
-
-
 def test_a_queue_shrinks_with_time_by_no_more_than_the_engine_can_have_done():
     made = fleet_of("h100-pcie5")
     one_s = float(estimate(made, tokens=8000).work_s[0])
@@ -71,22 +34,6 @@ def test_a_queue_shrinks_with_time_by_no_more_than_the_engine_can_have_done():
     assert estimate(made, now_s=50.0).gpu_backlog_s[0] == pytest.approx(one_s)
     made.prefilled(a, 50.0)
     assert estimate(made, now_s=50.0).gpu_backlog_s[0] == pytest.approx(one_s)
-
-
-def test_what_was_priced_does_not_change_when_it_is_reserved():
-    made = fleet_of()
-    estimates = estimate(made)
-    made.reserve("a", estimates, 0)
-    assert estimates.in_flight.tolist() == [0.0, 0.0]
-
-
-def test_an_admission_corrects_what_was_reserved():
-    made = fleet_of("h100-pcie5")
-    a = made.reserve("a", estimate(made, tokens=8000, cached=7000), 0)
-    made.correct(a, 0, 8000)
-    estimates, fresh = estimate(made), estimate(fleet_of("h100-pcie5"), tokens=8000)
-    assert estimates.gpu_backlog_s[0] == pytest.approx(fresh.work_s[0])
-    assert estimates.link_backlog_s[0] == 0 and estimates.queued_tokens[0] == 8000
 
 
 def test_a_correction_of_the_first_in_the_queue_is_what_can_have_been_done():
@@ -115,17 +62,6 @@ def test_interference_counts_less_on_all_alike_when_the_soonest_first_token_is_l
     assert fewer[0] == fewer[1] and 0 < fewer[0] < 0.2
     busy(both, "w0", "w1")
     assert estimate(both).interference_s[0] == pytest.approx(fewer[0] * plain_s[0] / 2, rel=0.1)
-
-
-def test_calibration_scales_prices():
-    made = fleet_of("h100-pcie5")
-    before = estimate(made, tokens=8000, cached=6000)
-    learnt = Calibration(link_scale=3.0, compute_scale=2.0)
-    made.calibrate("w0", engine_speed(announcement("w0"), learnt), 0.5)
-    after = estimate(made, tokens=8000, cached=6000)
-    assert after.load_s == pytest.approx(3 * before.load_s)
-    assert after.compute_s == pytest.approx(2 * before.compute_s)
-    assert after.ttft_s == pytest.approx(0.5 + after.load_s + after.compute_s)
 
 
 def test_places_are_stable_while_others_come_and_go():
@@ -200,11 +136,6 @@ def test_a_fetch_takes_for_ever_where_there_is_no_room_for_it():
     offer = fetched(made)
     assert offer.fetch_s[1] == pytest.approx(4000 * 131072 / 25e9)
     assert np.isinf(fetched(made, 4001.0).ttft_s[1])
-
-
-def test_a_device_holds_one_block_less_than_it_has():
-    # Engines keep the first of 20,001 blocks of 16 tokens empty.
-    assert estimate(fleet_of("h100-pcie5")).capacity_tokens.tolist() == [20_000 * 16]
 
 
 def test_a_transfer_keeps_the_cards_of_both_ends_busy_until_it_is_done():

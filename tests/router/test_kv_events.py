@@ -17,6 +17,7 @@ from router.index.kv_events import (
 )
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.prefix_index import Match, PrefixIndex
+from tests.router.building import match_worker
 
 
 def batch(*events, ts=1.5):
@@ -173,7 +174,7 @@ def test_decodes_what_vllm_encodes():
         assert not skipped
 
     def ask(salt):
-        return index.match(hasher.prefix_hashes(tokens, salt_of(salt)), "w")
+        return match_worker(index, hasher.prefix_hashes(tokens, salt_of(salt)), "w")
 
     device, host = kv_events.MEDIUM_GPU, kv_events.MEDIUM_CPU
     send(

@@ -19,7 +19,7 @@ from router.decision import NoWorkerError, RouteRequest
 from router.live.live_router import LiveRouter
 from router.live.record_file import RecordFile
 from router.live.replica_registry import ReplicaRegistry
-from router.policies import policy_named
+from router.policy import policy_named
 from router.router import RouterConfig
 from tests.router.stream_worker import until
 

@@ -5,17 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.plans.planners import Cached, Planning, kappa_eff, room_left
 from kappa.plans.rates import FORMAT, rates_from_measured
-from kappa.protocol import Announcement
-from kappa.shapes import model_shape
 from router.decision import RouteRequest
-from router.index.kv_events import BlocksStored
 from router.load_plans import LoadPlanner, planner_of
-from router.policies import policy_named
-from router.router import Router, RouterConfig
+from tests.router import building
 
 SIZE = 16
 TOKENS = np.arange(64 * SIZE + 5)
@@ -38,31 +33,21 @@ def rates(load_token_s=4e-7, token_s=3e-5):
     }  # fmt: skip
 
 
-def said(worker="w", planner="", **figures):
+def planning(worker="w", planner="", **figures):
+    """A worker on a node of these rates, which plans its loads if it names a planner."""
     measured = rates(**figures)
-    link = rates_from_measured(measured).h2d_bytes_per_s
-    node = replace(node_profile("h100-pcie5"), h2d_bytes_per_s=link)
-    plan = {"planner": planner, "act_share": 0.0, "rates": measured} if planner else {}
-    step = rates_from_measured(measured).step
-    return Announcement(
-        worker=worker, model="m", node=node, step=step if planner else
-        step_model(model_shape("llama-3.1-8b"), node), kv_bytes_per_token=131072.0,
-        emulated_model="", fingerprint="f", block_tokens=SIZE, device_blocks=20_001,
-        host_blocks=1000, max_batch_tokens=8192, max_context_tokens=200_000, events_endpoint="",
-        snapshot_endpoint="", engine="torch" if planner else "vllm", load_plan=plan,
-    )  # fmt: skip
+    read = rates_from_measured(measured)
+    node = replace(node_profile("h100-pcie5"), h2d_bytes_per_s=read.h2d_bytes_per_s)
+    if not planner:
+        return building.announcement(worker, node)
+    plan = {"planner": planner, "act_share": 0.0, "rates": measured}
+    return building.announcement(worker, node, step=read.step, engine="torch", load_plan=plan)
 
 
 def router(*announcements, forecast=0):
-    config = RouterConfig(
-        policy=policy_named("ttft"), secret=1, forecast_workers=forecast, planner_of=planner_of
-    )
-    made = Router(config)
+    made = building.router(*announcements, forecast_workers=forecast, planner_of=planner_of)
     for each in announcements:
-        made.join(each, 0.0)
-        hashes = tuple(range(64))
-        tokens = tuple(TOKENS[: 64 * SIZE].tolist())
-        made.blocks([BlocksStored(each.worker, "host", hashes, None, tokens, SIZE, salt=0)])
+        made.blocks([building.stored(each.worker, TOKENS, "host")])
     return made
 
 
@@ -72,14 +57,13 @@ def priced(made, worker="w"):
 
 
 def planned(name, **figures):
-    planning = Planning(SIZE, rates_from_measured(rates(**figures)))
-    return planning.named(name)(Cached(64 * SIZE, 5))
+    return Planning(SIZE, rates_from_measured(rates(**figures))).named(name)(Cached(64 * SIZE, 5))
 
 
 @pytest.mark.parametrize("name", ["kv", "recompute", "auto"])
 @pytest.mark.parametrize("forecast", [0, 4])
 def test_a_planned_worker_is_priced_by_its_own_plan(name, forecast):
-    chosen, plan = priced(router(said(planner=name), forecast=forecast)), planned(name)
+    chosen, plan = priced(router(planning(planner=name), forecast=forecast)), planned(name)
     assert chosen.plan == plan.kind
     assert (chosen.load_s, chosen.compute_s) == pytest.approx((plan.load_s, plan.compute_s))
     assert chosen.ttft_s == pytest.approx(plan.ttft_s, rel=0.25)
@@ -88,19 +72,19 @@ def test_a_planned_worker_is_priced_by_its_own_plan(name, forecast):
 
 def test_a_slow_link_is_relieved_by_computing_part_of_what_is_cached():
     slow = {"load_token_s": 4e-6, "token_s": 3e-5}
-    auto, load = (priced(router(said(planner=name, **slow))) for name in ("auto", "kv"))
+    auto, load = (priced(router(planning(planner=name, **slow))) for name in ("auto", "kv"))
     assert auto.plan == "recompute+load"
     assert auto.ttft_s < load.ttft_s and auto.load_s < load.load_s
 
 
 def test_a_worker_without_a_plan_loads_first_and_computes_then():
-    chosen = priced(router(said()))
+    chosen = priced(router(planning()))
     assert chosen.plan == ""
     assert chosen.ttft_s >= chosen.load_s + chosen.compute_s
 
 
 def test_its_job_in_the_forecast_computes_what_it_does_not_load():
-    made = router(said(planner="recompute"), forecast=4)
+    made = router(planning(planner="recompute"), forecast=4)
     decision = made.route(RouteRequest("r", TOKENS, 8), 1.0)
     plan = decision.estimates.plans[0]
     assert plan.crossing_tokens == 0 and plan.hidden_s == pytest.approx(0.0)
@@ -110,25 +94,25 @@ def test_its_job_in_the_forecast_computes_what_it_does_not_load():
 
 
 def test_a_worker_that_came_back_without_a_plan_has_none():
-    made = router(said(planner="kv"))
+    made = router(planning(planner="kv"))
     assert made.workers["w"].planner.kappa_eff() > 0
-    made.join(said(), 1.0)
+    made.join(planning(), 1.0)
     assert made.workers["w"].planner is None and priced(made).plan == ""
 
 
 def test_a_router_without_planners_refuses_workers_that_plan():
-    made = Router(RouterConfig(policy=policy_named("ttft"), secret=1))
-    with pytest.raises(ValueError, match="worker w plans its loads"):
-        made.join(said(planner="kv"), 0.0)
-    assert not made.workers
+    made = building.router("a")
+    with pytest.raises(ValueError, match=r"worker w plans its loads.*planner_of"):
+        made.join(planning(planner="kv"), 0.0)
+    assert list(made.workers) == ["a"]
 
 
 def test_a_ratio_that_is_never_reached_is_none_and_not_infinity():
-    assert LoadPlanner(said(planner="auto", load_token_s=1e-25)).kappa_eff() is None
+    assert LoadPlanner(planning(planner="auto", load_token_s=1e-25)).kappa_eff() is None
 
 
 def test_rates_that_cannot_be_used_are_refused_at_the_door():
-    bad = said(planner="kv")
+    bad = planning(planner="kv")
     poor = {**bad.load_plan["rates"], "load": {"tokens": [1, 2, 3, 4], "seconds": [5, 1, 4, 2]}}
     with pytest.raises(ValueError, match="load"):
         LoadPlanner(replace(bad, load_plan={**bad.load_plan, "rates": poor}))
@@ -138,7 +122,7 @@ def test_rates_that_cannot_be_used_are_refused_at_the_door():
 
 def tailed(dilation=1.0, load_token_s=4e-6, planner="tail"):
     """A worker with an engine of vLLM on a slow link, which computes the back of a hit."""
-    made = said(planner=planner, load_token_s=load_token_s)
+    made = planning(planner=planner, load_token_s=load_token_s)
     paced = {"source": "paced", "dilation": dilation} if dilation > 1 else {}
     step = replace(made.step, dilation=dilation)
     rates_of = {**made.load_plan["rates"], "overlap": 0.0}
@@ -199,27 +183,27 @@ def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():
         "tokens": sizes, "seconds": [4e-7 * n for n in sizes], "h2d_bytes_per_s": 32e9,
         "share_while_loading": 0.9,
     }  # fmt: skip
-    announced = said(planner="auto")
+    announced = planning(planner="auto")
     plan = {**announced.load_plan, "rates": measured, "cpu_room_share": 600 / 20_001}
     tight = replace(announced, load_plan=plan)
     fits, stays = priced(router(announced)), priced(router(replace(tight, device_blocks=800)))
     assert (fits.plan, stays.plan) == ("recompute+load", "cpu+load")
     # The first token waits for what loading takes: what stays crosses once, too.
-    loaded = priced(router(said(planner="kv")))
+    loaded = priced(router(planning(planner="kv")))
     assert stays.ttft_s == pytest.approx(loaded.ttft_s, rel=0.01)
     assert priced(router(tight)).plan == fits.plan
-    planning = Planning(SIZE, rates_from_measured(measured), cpu=True)
+    in_engine = Planning(SIZE, rates_from_measured(measured), cpu=True)
     room = room_left(int(600 / 20_001 * 800) * SIZE, 0, 5)
-    assert planning.named("auto")(Cached(64 * SIZE, 5, room=room)).kind == "cpu+load"
+    assert in_engine.named("auto")(Cached(64 * SIZE, 5, room=room)).kind == "cpu+load"
     all_stay = replace(tight, load_plan={**plan, "planner": "cpu"})
     assert priced(router(all_stay)).plan == "cpu"
     with pytest.raises(ValueError, match="cpu_threads"):
-        LoadPlanner(said(planner="cpu"))
+        LoadPlanner(planning(planner="cpu"))
 
 
 @pytest.mark.parametrize(("act_share", "policy"), [(0.99, "recompute"), (1.0, "mixed")])
 def test_a_ratio_counts_on_activations_only_where_all_blocks_have_them(act_share, policy):
-    made = said(planner="auto", load_token_s=4e-6)
+    made = planning(planner="auto", load_token_s=4e-6)
     small = {**made.load_plan["rates"], "activation_bytes_per_token": 32768}
     plan = {**made.load_plan, "rates": small, "act_share": act_share}
     planner = LoadPlanner(replace(made, load_plan=plan))

@@ -12,7 +12,7 @@ from router.live.live_router import LiveRouter
 from router.live.membership import Member, MembershipRule, progress_of
 from router.live.replica_registry import ReplicaRegistry
 from router.live.waiting import WorkerLostError
-from router.policies import policy_named
+from router.policy import policy_named
 from router.router import RouterConfig
 from tests.router.stream_worker import SIZE, until
 

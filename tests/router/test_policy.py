@@ -10,8 +10,7 @@ import pytest
 from kappa.cost import TokenCounts
 from kappa.hardware import NodeProfile
 from router.decision import COMPUTE, MEMORY, PricedWorker
-from router.policies import policy_named
-from router.policy import Priced, _score_s, fetch_externality_s
+from router.policy import Priced, _score_s, fetch_externality_s, policy_named
 from tests.router.offering import estimates
 
 THRESHOLD, TTFT, BACKLOG, PRICED = (

@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kappa.protocol import Admission, WorkerReport
 from router.decision import NoWorkerError, RouteRequest, without_candidates
-from router.policies import policy_named
-from router.policy import LeastTtft
+from router.policy import LeastTtft, policy_named
 from router.router import Router, RouterConfig
 from tests.router.building import (
     KV_BYTES,
@@ -366,7 +365,6 @@ _FIRST_REQUEST = """
 import sys
 import numpy as np
 from numba.core.dispatcher import Dispatcher
-from router.admission import AdmissionRule
 from router.decision import RouteRequest
 from tests.router.building import ask, prompt, router
 
@@ -377,7 +375,7 @@ def loops():
         for key, value in vars(module).items() if isinstance(value, Dispatcher)
     }
 
-options = {"policy": "priced_fetch", "admission": AdmissionRule(), "forecast_workers": 0}
+options = {"policy": "priced_fetch", "admission": True, "forecast_workers": 0}
 made = router("w0", "w1", "w2", **options)
 before = loops()
 assert sum(before.values()) > 5, before

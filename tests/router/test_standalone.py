@@ -39,10 +39,6 @@ def alone(clock):
     return made
 
 
-def test_all_names_are_ranked_once(alone):
-    assert sorted(alone.rank(NAMES, completion("hello"), "r")) == NAMES
-
-
 @pytest.mark.parametrize("body", [lambda s: chat(s, "and?"), lambda s: completion(s + " and?")])
 def test_a_prefix_returns_to_the_worker_that_saw_it(alone, clock, body):
     first = {}

@@ -33,7 +33,7 @@ def by_name(spans):
     return {span.name: span for span in spans}
 
 
-def test_a_served_request_is_split_into_its_stations():
+def test_a_served_request_is_split_into_its_stages():
     spans = by_name(spans_of(served(), EngineShare(0.5, 0.3, 64, 320, 116)))
     assert list(spans) == [
         "ingress", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
@@ -61,7 +61,7 @@ def test_an_answer_that_is_not_streamed_had_its_first_token_before_it_came_back(
     assert early["first_token"].seconds == 0.0
 
 
-def test_without_the_workers_word_the_wait_is_one_span():
+def test_without_a_report_of_the_worker_the_wait_is_one_span():
     names = [span.name for span in spans_of(served())]
     assert names == ["ingress", "tokenize", "decide", "first_token", "stream"]
 

@@ -123,7 +123,7 @@ def test_a_failed_request_is_an_error_span():
     assert not root.status.is_ok and root.status.description == "engine_error"
 
 
-def test_spans_wait_for_the_workers_word_off_the_path():
+def test_spans_wait_for_the_workers_report_off_the_path():
     exporter, words = InMemorySpanExporter(), {}
 
     async def run():

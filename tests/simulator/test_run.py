@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from router.admission import AdmissionRule
 from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import ClusterError, SimulatedCluster
 from simulator.faults import Failure, Faults, Straggler, misprofiled_third
@@ -106,7 +105,7 @@ def test_an_idle_cluster_meets_the_objective(config):
 def test_admission_rejects_what_an_overloaded_cluster_would_serve_late(config):
     flood = config.replaced(rate_rps=200.0, requests=250)
     unguarded = simulate(flood).summary()
-    guarded = simulate(flood.replaced(admission=AdmissionRule()))
+    guarded = simulate(flood.replaced(admission=True))
     assert ended_once(guarded) < 250
     summary = guarded.summary()
     assert summary["completed"] + summary["rejected"] == summary["requests"] == 200

@@ -9,6 +9,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from router.index.kv_events import decode_batch
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.prefix_index import PrefixIndex
+from tests.router.building import match_worker
 from workers.mirror import KvMirror
 
 pytestmark = pytest.mark.vllm
@@ -69,7 +70,7 @@ class Pair:
 
 
 def match(index, tokens, salt=None):
-    return index.match(HASHER.prefix_hashes(tokens, salt_of(salt) if salt else 0), "w")
+    return match_worker(index, HASHER.prefix_hashes(tokens, salt_of(salt) if salt else 0), "w")
 
 
 LONG = list(range(5 * SIZE))

@@ -13,7 +13,7 @@ from kappa.hardware import node_profile
 from kappa.protocol import Announcement
 from router.decision import RouteRequest
 from router.index.kv_events import decode_batch
-from router.policies import policy_named
+from router.policy import policy_named
 from router.router import Router, RouterConfig
 from workers.vllm.host_tier_manager import PersistentTierManager
 from workers.vllm.options import LinkPace

@@ -21,7 +21,7 @@ from benchmarks.routing.peers.wire import Handler, prompt_tokens, serve
 from kappa.protocol import Announcement, WorkerReport
 from router.decision import RouteRequest
 from router.index.kv_events import decode_batch
-from router.policies import policy_named
+from router.policy import policy_named
 from router.router import Router, RouterConfig
 
 

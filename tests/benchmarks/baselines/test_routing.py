@@ -7,7 +7,7 @@ from benchmarks.baselines.routing.catalogue import BASELINES, baseline_named, pa
 from benchmarks.baselines.routing.dynamo import Dynamo
 from benchmarks.baselines.routing.llm_d import LlmD
 from kappa.plugins import ROUTING_POLICIES, installed
-from router.policies import policy_named
+from router.policy import policy_named
 from tests.benchmarks.baselines.prompts import BLOCK, offer
 
 EVERY = [
