@@ -103,7 +103,7 @@ class Evaluation:
         return why, float(wait_s[soonest])
 
 
-class Limits(NamedTuple):
+class RequestLimits(NamedTuple):
     """TTFT on the median worker with nothing else to do; the latest TTFT, and the longest time per
     output token, within the objective."""
 
@@ -112,7 +112,7 @@ class Limits(NamedTuple):
     tpot_s: float
 
 
-def limits(fleet: Fleet, estimates: Estimates) -> Limits:
+def limits(fleet: Fleet, estimates: Estimates) -> RequestLimits:
     """The objective of one request, by the median over the workers of loading what the best holder
     has and computing the rest."""
     held = float((estimates.device_tokens + estimates.cached_tokens).max())
@@ -120,7 +120,7 @@ def limits(fleet: Fleet, estimates: Estimates) -> Limits:
     idle_s = float(np.median(ttft_s))
     floor_s = TTFT_FLOOR_S * float(np.median(fleet.of_each(estimates.slots, "dilation")))
     limit_s = max(floor_s, TTFT_IDLE_FACTOR * idle_s)
-    return Limits(idle_s, limit_s, TPOT_IDLE_FACTOR * float(np.median(tpot_s)))
+    return RequestLimits(idle_s, limit_s, TPOT_IDLE_FACTOR * float(np.median(tpot_s)))
 
 
 def evaluate(fleet: Fleet, estimates: Estimates, lateness: Lateness, demand: Demand) -> Evaluation:
