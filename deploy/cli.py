@@ -51,17 +51,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command()(serve.serve)
-app.command()(demo.demo)
-app.command()(profile.profile)
-app.command()(explain.tables)
-app.command()(explain.explain)
-app.command()(roofline.roofline)
-app.command()(simulate.simulate)
-app.command()(workload.workload)
-app.command()(replay.replay)
-app.command()(power.power)
-app.command()(why.why)
-app.command()(dashboards.dashboards)
+for _command in (
+    serve.serve, demo.demo, profile.profile, explain.tables, explain.explain, roofline.roofline,
+    simulate.simulate, workload.workload, replay.replay, power.power, why.why,
+    dashboards.dashboards,
+):  # fmt: skip
+    app.command()(_command)
 app.add_typer(keys.app, name="keys")
 app.add_typer(lmcache.app, name="lmcache")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import msgspec
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -45,18 +46,17 @@ PARTS = ("queue_s", "load_s", "compute_s")
 TOKENS = ("device_tokens", "cached_tokens", "new_tokens")
 _BATCH = 8192
 
+_TYPES: dict[Any, Any] = {
+    str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean,
+    int | None: pl.Int64, float | None: pl.Float64,
+    list[float]: pl.List(pl.Float64), list[str]: pl.List(pl.String),
+}  # fmt: skip
 # As recorded, and what the endpoint reported of each request.
 _RECORDED: dict[str, Any] = {
-    "session": pl.String, "turn": pl.Int64, "tenant": pl.String, "attempt": pl.Int64,
-    "scheduled_s": pl.Float64, "sent_s": pl.Float64, "first_token_s": pl.Float64,
-    "last_token_s": pl.Float64, "ended_s": pl.Float64,
-    "input_tokens": pl.Int64, "output_tokens": pl.Int64, "generated_tokens": pl.Int64,
-    "prompt_tokens": pl.Int64, "cached_tokens": pl.Int64, "new_tokens": pl.Int64,
-    "gaps_s": pl.List(pl.Float64), "status": pl.Int64, "error": pl.String,
-    "error_detail": pl.String, "retried": pl.List(pl.String), "request_id": pl.String,
-    "node": pl.String, "paced": pl.Boolean, "reason": pl.String, "ratio": pl.Float64,
-    "crit": pl.Float64, "predicted_ttft_s": pl.Float64,
-}  # fmt: skip
+    field.name: _TYPES[field.type]
+    for field in msgspec.structs.fields(RequestRecord)
+    if field.name not in ("predicted", "actual")
+}
 _REPORTED: dict[str, Any] = {
     **{f"predicted_{name}": pl.Float64 for name in PARTS},
     **{f"predicted_{name}": pl.Int64 for name in TOKENS},

@@ -82,8 +82,14 @@ def print_table(
 
 
 def seconds(value: float | None) -> str:
-    """In ms below 10 s; `-` for none."""
-    return "-" if value is None else f"{value * 1e3:,.1f} ms" if value < 10 else f"{value:,.1f} s"
+    """To three figures, in the unit that fits; `-` for none."""
+    if value is None:
+        return "-"
+    if value < 0.9995e-3:
+        return f"{1e6 * value:.0f} µs"
+    if value < 0.9995:
+        return f"{1e3 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
 
 
 def number(value: float | None) -> str:

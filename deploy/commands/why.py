@@ -14,7 +14,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, print_text
+from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, print_text, seconds
 from loadtest.client import bearer
 
 _WIDTH = 48
@@ -85,7 +85,7 @@ def picture(account: Mapping[str, Any], width: int = _WIDTH) -> Iterator[str]:
         note = f"  {facts['tokens']:,} tokens" if isinstance(facts.get("tokens"), int) else ""
         if facts.get("kappa.node") and kind in ("first_token", "given_up"):
             note += f"  on {facts['kappa.node']}"
-        yield f"{name:<18} {_time(span['seconds']):>8} │{_bar(offset, share, width)}│{note}"
+        yield f"{name:<18} {seconds(span['seconds']):>8} │{_bar(offset, share, width)}│{note}"
     if any(span["derived"] for span in spans):
         yield "* how long is the worker's measurement; when is derived"
     # The longest part until the first token, in words.
@@ -99,7 +99,7 @@ def picture(account: Mapping[str, Any], width: int = _WIDTH) -> Iterator[str]:
     share = longest["seconds"] / total_s if total_s > 0 else 0.0
     before = "Until the first token" if account.get("actual", {}).get("ttft_s") else "In all"
     cause = _SPANS.get(longest["name"], ("", longest["name"]))[1]
-    yield f"{before}, {share:.0%} of {_time(total_s)} went to {cause}."
+    yield f"{before}, {share:.0%} of {seconds(total_s)} went to {cause}."
 
 
 def _foreseen(account: Mapping[str, Any]) -> Iterator[str]:
@@ -112,17 +112,17 @@ def _foreseen(account: Mapping[str, Any]) -> Iterator[str]:
     real_s = actual.get("ttft_s")
     if real_s is not None:
         parts = ", ".join(
-            f"{part} {_time(predicted[f'{part}_s'])} → {_time(actual[f'{part}_s'])}"
+            f"{part} {seconds(predicted[f'{part}_s'])} → {seconds(actual[f'{part}_s'])}"
             for part in ("queue", "load", "compute")
             if actual.get(f"{part}_s") is not None
         )
-        split = f" ({parts})" if parts else ""
-        yield f"first token: predicted {_time(predicted['ttft_s'])}, real {_time(real_s)}{split}"
+        whole = f"predicted {seconds(predicted['ttft_s'])}, real {seconds(real_s)}"
+        yield f"first token: {whole} ({parts})" if parts else f"first token: {whole}"
     shadow = account.get("shadow")
     if shadow:
         yield (
             f"steered by Ray's rule; ours would have taken {shadow['chosen_node']} "
-            f"({_time(shadow['predicted_ttft_s'])} predicted)"
+            f"({seconds(shadow['predicted_ttft_s'])} predicted)"
         )
 
 
@@ -132,9 +132,3 @@ def _bar(offset: float, share: float, width: int) -> str:
     eighths = min(max(round(share * width * 8), 1), (width - start) * 8)
     whole, rest = divmod(eighths, 8)
     return (" " * start + "█" * whole + (_EIGHTHS[rest] if rest else "")).ljust(width)
-
-
-def _time(seconds: float) -> str:
-    if seconds < 0.9995e-3:
-        return f"{1e6 * seconds:.0f} µs"
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

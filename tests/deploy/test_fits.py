@@ -98,74 +98,81 @@ def machine(name="m", labels=None, **offers):
     return Machine(name, offers, labels or {})
 
 
-def test_a_worker_demands_its_replica_and_its_engines():
-    assert worker_demand(pool()) == {"CPU": 2.0}
-    assert worker_demand(pool(placement={"gpus": 2, "cpus": 3})) == {"CPU": 5.0, "GPU": 2.0}
-    assert worker_demand(pool(placement=GPU)) == {"CPU": 2.0, "GPU": 1.0, "pool-gh200": 1.0}
+LABEL = {"ray.io/node-group": "gh200"}
+LABELLED = pool(placement={"labels": LABEL})
+TWO = pool(replicas=2)
+SMALL, ON_GPU = pool(), pool("b", placement={"gpus": 1})
+LARGE, BOUND = pool(placement={"cpus": 6}), pool("b", placement={"gpus": 1, "cpus": 2})
+MIXED = [machine("gpu", CPU=2, GPU=1), machine("cpu", CPU=2)]
+ROOMY = [machine("gpu", CPU=8, GPU=1), machine("cpu", CPU=8)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "demand"),
+    [
+        ({}, {"CPU": 2.0}),
+        ({"gpus": 2, "cpus": 3}, {"CPU": 5.0, "GPU": 2.0}),
+        (GPU, {"CPU": 2.0, "GPU": 1.0, "pool-gh200": 1.0}),
+    ],
+)
+def test_a_worker_demands_its_replica_and_its_engines(changes, demand):
+    assert worker_demand(pool(placement=changes)) == demand
 
 
 def test_a_machine_is_read_from_what_ray_reports():
     node = {
-        "NodeManagerHostname": "h", "Resources": {"CPU": 4.0, "GPU": 1.0},
-        "Labels": {"ray.io/node-group": "gh200"}, "Alive": True,
+        "NodeManagerHostname": "h", "Resources": {"CPU": 4.0, "GPU": 1.0}, "Labels": LABEL,
+        "Alive": True,
     }  # fmt: skip
-    assert Machine.of_ray(node) == machine("h", {"ray.io/node-group": "gh200"}, CPU=4.0, GPU=1.0)
+    assert Machine.of_ray(node) == machine("h", LABEL, CPU=4.0, GPU=1.0)
 
 
-def test_what_fits_is_not_mentioned():
-    assert misfits([pool(replicas=2)], [machine(CPU=4)]) == []
-    assert misfits([pool(replicas=2)], [machine("a", CPU=2), machine("b", CPU=3)]) == []
+@pytest.mark.parametrize(
+    ("pools", "machines"),
+    [
+        ([TWO], [machine(CPU=4)]),
+        ([TWO], [machine("a", CPU=2), machine("b", CPU=3)]),
+        ([LABELLED], [machine(labels=LABEL, CPU=8)]),
+        # The most demanding pool is placed first, and before it one that few machines suit.
+        ([SMALL, ON_GPU], MIXED),
+        ([ON_GPU, SMALL], MIXED),
+        ([LARGE, BOUND], ROOMY),
+        ([BOUND, LARGE], ROOMY),
+        # Fractions of a CPU add up as Ray counts them.
+        ([pool(replicas=5, placement={"cpus": 0.2})], [machine(CPU=6)]),
+        # The demo on the cluster that is started for it.
+        (load_settings().all_pools, [machine(CPU=2 * len(load_settings().all_pools) + 2)]),
+    ],
+)
+def test_what_fits_is_not_mentioned(pools, machines):
+    assert misfits(pools, machines) == []
 
 
-def test_a_pool_that_fits_no_machine_is_reported_with_its_place_and_the_nearest_machines():
-    machines = [machine("cpu", CPU=8), machine("gpu", CPU=8, GPU=1)]
-    (fault,) = misfits([pool(), pool("b", placement=GPU)], machines)
-    assert fault.startswith("pools.1.placement: pool b fits none of 2 machine(s): gpu has")
-    assert "gpu has pool-gh200 0 of 1; cpu has GPU 0 of 1, pool-gh200 0 of 1" in fault
-
-
-def test_a_label_that_no_machine_carries_is_reported():
-    labelled = pool(placement={"labels": {"ray.io/node-group": "gh200"}})
-    (fault,) = misfits([labelled], [machine(labels={"ray.io/node-group": "h100"}, CPU=8)])
-    assert "label ray.io/node-group=h100, not gh200" in fault
-    assert misfits([labelled], [machine(labels={"ray.io/node-group": "gh200"}, CPU=8)]) == []
-
-
-def test_without_machines_nothing_fits():
-    (fault,) = misfits([pool()], [])
-    assert "fits none of 0 machine(s): there is none" in fault
-
-
-def test_machines_that_are_too_few_are_reported_by_pool():
-    (fault,) = misfits([pool(replicas=3)], [machine(CPU=4)])
-    assert "room for 2 of 3 workers" in fault
-
-
-def test_the_most_demanding_pool_is_placed_first():
-    machines = [machine("gpu", CPU=2, GPU=1), machine("cpu", CPU=2)]
-    small, large = pool(), pool("b", placement={"gpus": 1})
-    assert misfits([small, large], machines) == []
-    assert misfits([large, small], machines) == []
+@pytest.mark.parametrize(
+    ("pools", "machines", "fault"),
+    [
+        (
+            # With its place in the settings, and the nearest machines first.
+            [pool(), pool("b", placement=GPU)],
+            [machine("cpu", CPU=8), machine("gpu", CPU=8, GPU=1)],
+            "pools.1.placement: pool b fits none of 2 machine(s): gpu has pool-gh200 0 of 1; "
+            "cpu has GPU 0 of 1, pool-gh200 0 of 1",
+        ),
+        (
+            [LABELLED],
+            [machine(labels={"ray.io/node-group": "h100"}, CPU=8)],
+            "label ray.io/node-group=h100, not gh200",
+        ),
+        ([pool()], [], "fits none of 0 machine(s): there is none"),
+        ([pool(replicas=3)], [machine(CPU=4)], "pool a: room for 2 of 3 workers"),
+        ([pool(replicas=6, placement={"cpus": 0.2})], [machine(CPU=6)], "room for 5 of 6"),
+    ],
+)
+def test_what_does_not_fit_is_reported_with_what_is_missing(pools, machines, fault):
+    (found,) = misfits(pools, machines)
+    assert fault in found
 
 
 def test_every_pool_at_fault_is_reported_at_once():
     pools = [pool(placement={"cpus": 64}), pool("b", placement=GPU), pool("c", replicas=9)]
     assert len(misfits(pools, [machine(CPU=4)])) == 3
-
-
-def test_the_demo_fits_the_cluster_that_is_started_for_it():
-    pools = load_settings().all_pools
-    assert misfits(pools, [machine(CPU=2 * len(pools) + 2)]) == []
-
-
-def test_a_pool_that_few_machines_suit_is_placed_before_a_larger_one():
-    machines = [machine("gpu", CPU=8, GPU=1), machine("cpu", CPU=8)]
-    large, bound = pool(placement={"cpus": 6}), pool("b", placement={"gpus": 1, "cpus": 2})
-    assert misfits([large, bound], machines) == []
-    assert misfits([bound, large], machines) == []
-
-
-def test_fractions_of_a_cpu_add_up_as_ray_counts_them():
-    assert misfits([pool(replicas=5, placement={"cpus": 0.2})], [machine(CPU=6)]) == []
-    (fault,) = misfits([pool(replicas=6, placement={"cpus": 0.2})], [machine(CPU=6)])
-    assert "room for 5 of 6" in fault

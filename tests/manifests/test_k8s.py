@@ -47,11 +47,8 @@ def ray_service(rendered):
     return changed
 
 
-def test_there_is_an_overlay_for_cpus_and_one_for_unlike_gpus():
+def test_one_command_renders_an_overlay_for_cpus_and_one_for_unlike_gpus(tmp_path):
     assert render.overlays() == ["cpu-demo", "gpu-mixed"]
-
-
-def test_one_command_renders_all(tmp_path):
     assert render.main(["--out", str(tmp_path)]) == 0
     for name in render.overlays():
         found = list(yaml.safe_load_all((tmp_path / f"{name}.yaml").read_text()))
@@ -157,10 +154,13 @@ GPU_WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GPU_WRONG)
-def test_what_is_wrong_between_pools_and_pods_is_found(name, ray_service):
-    change, message = GPU_WRONG[name]
-    found = ray_service("gpu-mixed", change)
+FAULTS = [("cpu-demo", *fault) for fault in WRONG.values()]
+FAULTS += [("gpu-mixed", *fault) for fault in GPU_WRONG.values()]
+
+
+@pytest.mark.parametrize(("overlay", "change", "message"), FAULTS, ids=[*WRONG, *GPU_WRONG])
+def test_what_is_wrong_is_found(overlay, change, message, ray_service):
+    found = ray_service(overlay, change)
     assert any(message in fault for fault in found), found
 
 
@@ -172,13 +172,6 @@ def test_only_the_head_that_scales_may_ask_kubernetes(rendered):
         "get", "list", "watch", "patch",
     }  # fmt: skip
     assert not [d for d in rendered["cpu-demo"] if d["kind"] in ("Role", "RoleBinding")]
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_found(name, ray_service):
-    change, message = WRONG[name]
-    found = ray_service("cpu-demo", change)
-    assert any(message in fault for fault in found), found
 
 
 @pytest.mark.parametrize(
