@@ -76,27 +76,25 @@ def lint(text: str, root: Path = ROOT) -> list[str]:
 
 
 def _step_faults(step: BuildStep, root: Path) -> Iterator[str]:
-    if step.word not in _INSTRUCTIONS:
-        yield f"{step.word} is no instruction used here"
-    if step.word == "FROM":
-        image = step.text.split()[0]
-        if ":" not in image or image.endswith(":latest"):
-            yield f"FROM {image}: name a version"
-    if step.word == "COPY" and not step.text.startswith("--from="):
-        for source in step.text.split()[:-1]:
-            if not (root / source).exists():
-                yield f"COPY {source}: there is no such file"
-    if step.word != "RUN":
+    word, text = step.word, step.text
+    if word not in _INSTRUCTIONS:
+        yield f"{word} is no instruction used here"
+    if word == "FROM" and not re.match(r"\S+:(?!latest\b)", text):
+        yield f"FROM {text.split()[0]}: name a version"
+    if word == "COPY" and not text.startswith("--from="):
+        missing = [source for source in text.split()[:-1] if not (root / source).exists()]
+        yield from (f"COPY {source}: there is no such file" for source in missing)
+    if word != "RUN":
         return
-    if "apt-get install" in step.text:
+    if "apt-get install" in text:
         for wanted in ("--no-install-recommends", "--yes", "rm -rf /var/lib/apt/lists/*"):
-            if wanted not in step.text:
+            if wanted not in text:
                 yield f"apt-get install without {wanted}"
-    if re.search(r"\b(sudo|curl|wget)\b", step.text):
+    if re.search(r"\b(sudo|curl|wget)\b", text):
         yield "fetches or runs what no lock names (sudo, curl, wget)"
-    if re.search(r"pip install\b.*(\s-e\s|--editable)", step.text):
+    if re.search(r"pip install\b.*(\s-e\s|--editable)", text):
         yield "installs the working tree: install the wheel"
-    for command in re.findall(r"pip install[^&;]*", step.text):
+    for command in re.findall(r"pip install[^&;]*", text):
         if not re.search(r"(-r |\.whl)", command):
             yield f"{command.strip()}: install from a lock, which names version and hash"
         elif "--no-deps" not in command:
