@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Fault, Section, SettingsError, checked
@@ -62,17 +62,11 @@ class ClusterSettings(Section):
     def _engine_by_its_kind(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value
 
-    @field_validator("nodes", mode="wrap")
+    @field_validator("nodes", "pools", mode="wrap")
     @classmethod
-    def _names_differ(cls, value: Any, handler: Handler) -> tuple[NodeSettings, ...]:
-        made: tuple[NodeSettings, ...] = checked(handler, value, node_faults(value))
-        return made
-
-    @field_validator("pools", mode="wrap")
-    @classmethod
-    def _pools_agree(cls, value: Any, handler: Handler) -> tuple[PoolSettings, ...]:
-        made: tuple[PoolSettings, ...] = checked(handler, value, pool_faults(value))
-        return made
+    def _agree(cls, value: Any, handler: Handler, info: ValidationInfo) -> Any:
+        faults = node_faults if info.field_name == "nodes" else pool_faults
+        return checked(handler, value, faults(value))
 
     @model_validator(mode="wrap")
     @classmethod
