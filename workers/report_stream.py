@@ -89,7 +89,7 @@ class ReportStream:
             self._wake = self._woken = -1
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # It is full: the thread will wake.
+        with contextlib.suppress(OSError):  # It is full, and the thread will wake; or closed.
             os.write(self._wake, b"!")
 
     def _run(self) -> None:
