@@ -208,27 +208,25 @@ def setting(name: str) -> Setting:
     return SETTINGS[name]
 
 
-def _opt(layers: int, hidden: int, heads: int, vocab: int, positions: int) -> dict[str, Any]:
+def _config(kind: str, layers: int, hidden: int, heads: int, vocab: int, **more: Any) -> Any:
     return {
-        "model_type": "opt", "num_hidden_layers": layers, "hidden_size": hidden,
-        "num_attention_heads": heads, "ffn_dim": 4 * hidden, "vocab_size": vocab,
-        "max_position_embeddings": positions, "word_embed_proj_dim": hidden,
-        "do_layer_norm_before": True, "activation_function": "relu", "dtype": "float32",
+        "model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden,
+        "num_attention_heads": heads, "vocab_size": vocab, "dtype": "float32", **more,
     }  # fmt: skip
 
 
-def _llama(layers: int, hidden: int, heads: int, inner: int, vocab: int) -> dict[str, Any]:
-    return {
-        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden,
-        "num_attention_heads": heads, "num_key_value_heads": 2, "intermediate_size": inner,
-        "vocab_size": vocab, "max_position_embeddings": 131_072, "rope_theta": 500_000.0,
-        "hidden_act": "silu", "rms_norm_eps": 1e-5, "dtype": "float32",
-    }  # fmt: skip
-
-
+_OPT = {"do_layer_norm_before": True, "activation_function": "relu"}
+_LLAMA = {
+    "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rope_theta": 500_000.0,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5,
+}  # fmt: skip
 _MODELS = {
-    "opt-small": _opt(6, 256, 4, 2_000, 2_048), "opt-tiny": _opt(3, 64, 4, 96, 1_024),
-    "llama-small": _llama(6, 256, 8, 768, 2_000), "llama-tiny": _llama(3, 64, 4, 96, 96),
+    "opt-small": _config("opt", 6, 256, 4, 2_000, ffn_dim=1024, max_position_embeddings=2_048,
+                         word_embed_proj_dim=256, **_OPT),
+    "opt-tiny": _config("opt", 3, 64, 4, 96, ffn_dim=256, max_position_embeddings=1_024,
+                        word_embed_proj_dim=64, **_OPT),
+    "llama-small": _config("llama", 6, 256, 8, 2_000, intermediate_size=768, **_LLAMA),
+    "llama-tiny": _config("llama", 3, 64, 4, 96, intermediate_size=96, **_LLAMA),
 }  # fmt: skip
 
 

@@ -82,14 +82,9 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        forward: ScheduledForward,
-        placement: Placement,
-        *,
-        order: Order = "row",
-        split: Split | None = None,
-        cpu: Split | None = None,
-    ) -> None:
+        self, forward: ScheduledForward, placement: Placement, *, order: Order = "row",
+        split: Split | None = None, cpu: Split | None = None,
+    ) -> None:  # fmt: skip
         self.forward, self.placement, self.order, self.split = forward, placement, order, split
         self.cpu = cpu
         self.batches: list[list[Decoding]] = []
@@ -129,8 +124,12 @@ class Decoder:
         logits = self.forward.run_all(steps, self.order)
         for index, scores in enumerate(logits):
             self._take(index, scores)
-        for decoding, block in leaving:
-            self._leave(decoding, block)
+        # Blocks that have gone to host memory give their device blocks back.
+        for decoding, index in leaving:
+            for type in decoding.kept[index].filling:
+                column = decoding.pages.column(type, "device")
+                self._free(type, "device", column[index : index + 1])
+                column[index] = -1
         return logits
 
     def tokens(self) -> list[Ids]:
@@ -153,15 +152,12 @@ class Decoder:
         decoding = Decoding(tokens, Pages())
         for _ in range(-(-tokens // bt)):
             self._open(decoding)
-        full = tokens // bt
-        to_host: dict[tuple[BlockType, Place], list[int]] = {}
-        on_device: dict[tuple[BlockType, Place], list[int]] = {}
+        where: dict[tuple[BlockType, Place], list[int]] = {}
         for index, kept in enumerate(decoding.kept):
-            gone = index < full and bool(kept.full)
+            gone = index < tokens // bt and bool(kept.full)
             for type in kept.full if gone else kept.filling:
-                where = to_host if gone else on_device
                 where.setdefault((type, "host" if gone else "device"), []).append(index)
-        for (type, place), indices in (*to_host.items(), *on_device.items()):
+        for (type, place), indices in where.items():
             ids = self.forward.arena.pools[type, place].allocate(len(indices))
             decoding.pages.put(len(decoding.kept), type, place, [])
             decoding.pages.column(type, place)[indices] = ids
@@ -191,17 +187,8 @@ class Decoder:
             leaving.append((decoding, index))
         decoding.length += 1
         # Which token it is, only the device knows yet.
-        row = StepRow(
-            [0], joined([*spans, TokenSpan(Source.NEW, length, length + 1)]), decoding.pages
-        )
-        return Store(row, full=full)
-
-    def _leave(self, decoding: Decoding, index: int) -> None:
-        """A block that has gone to host memory gives its device blocks back."""
-        for type in decoding.kept[index].filling:
-            column = decoding.pages.column(type, "device")
-            self._free(type, "device", column[index : index + 1])
-            column[index] = -1
+        spans = joined([*spans, TokenSpan(Source.NEW, length, length + 1)])
+        return Store(StepRow([0], spans, decoding.pages), full=full)
 
     def _free(self, type: BlockType, place: Place, ids: Ids) -> None:
         self.forward.arena.pools[type, place].free(int(i) for i in ids)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -26,8 +27,10 @@ from engine.weights import Layer, Weights
 
 Order = Literal["row", "column"]
 Item = tuple[int, int]  # layer, step
-Traced = tuple[str, int, int]  # what was begun, layer, step
 Copies = list[tuple[Tensor, Tensor]]
+Outgoing = tuple[Tensor, list[tuple[int, int, int]]] | None
+"""Rows or blocks to send to host memory, and runs of them: from, to, how many."""
+
 _KV_FIRST = ("kv", "kv_bias", "k_norm")
 
 
@@ -71,59 +74,50 @@ class WeightStream:
         # The layer in each buffer, and the copies that bring it.
         self._held = [-1, -1]
         self._events: list[list[Event]] = [[], []]
-        self._newest = 1
-        self._loading = -1
+        self._newest, self._loading = 1, -1
         like = weights.layers[0].tensors()
         self._there = [
             Layer(**{name: torch.empty_like(x, device=weights.device) for name, x in like.items()})
             for _ in self._held
         ]
 
-    def has(self, index: int) -> bool:
-        """Whether the layer is there or on its way."""
-        return index in self._held
-
-    def load_kv(self, index: int, after: Event) -> None:
+    def load_kv(self, index: int, after: Event) -> bool:
         """Begin to copy what keys and values are made with, over the layer before the last one.
 
-        A layer that is there (of a model of one or two) is not copied again.
+        False for a layer that is there or on its way (of a model of one or two): it is not copied
+        again.
         """
         self._loading = -1
-        if not self.has(index):
-            self._loading = index
-            self._newest = 1 - self._newest
-            self._held[self._newest], self._events[self._newest] = index, []
-            self._load([pair for name, pair in self._pairs().items() if name in _KV_FIRST], after)
+        if index in self._held:
+            return False
+        self._loading, self._newest = index, 1 - self._newest
+        self._held[self._newest], self._events[self._newest] = index, []
+        self._load([pair for name, pair in self._pairs().items() if name in _KV_FIRST], after)
+        return True
 
-    def load_rest(self, index: int, piece: int, pieces: int) -> None:
+    def load_rest(self, index: int, piece: int = 0, pieces: int = 1) -> None:
         """Begin to copy one of `pieces` parts of the rest: as many rows of every tensor."""
-        if self._loading == index:
-            parts = []
-            for name, pair in self._pairs().items():
-                rows = np.array_split(np.arange(len(pair[0])), pieces)[piece]
-                if name not in _KV_FIRST and len(rows):
-                    here = slice(int(rows[0]), int(rows[-1]) + 1)
-                    parts.append((pair[0][here], pair[1][here]))
-            self._load(parts, None)
+        if self._loading != index:
+            return
+        parts = []
+        for name, (target, source) in self._pairs().items():
+            rows = np.array_split(np.arange(len(target)), pieces)[piece]
+            if name not in _KV_FIRST and len(rows):
+                here = slice(int(rows[0]), int(rows[-1]) + 1)
+                parts.append((target[here], source[here]))
+        self._load(parts, None)
 
-    def wait_kv(self, index: int) -> Layer:
-        """The layer, of which only the first part need have arrived."""
-        return self._wait(index, 0)
-
-    def wait(self, index: int) -> Layer:
-        """The layer, all of it."""
+    def wait(self, index: int, *, kv_only: bool = False) -> Layer:
+        """The layer once it has arrived, all of it or what keys and values are made with."""
+        slot = self._held.index(index)
         # Copies of one direction end in order.
-        return self._wait(index, -1)
+        self._mover.wait(self._events[slot][0 if kv_only else -1])
+        return self._there[slot]
 
     def _pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         source = self._layers[self._loading].tensors()
         target = self._there[self._newest].tensors()
         return {name: (target[name], source[name]) for name in source}
-
-    def _wait(self, index: int, which: int) -> Layer:
-        slot = self._held.index(index)
-        self._mover.wait(self._events[slot][which])
-        return self._there[slot]
 
     def _load(self, copies: Copies, after: Event | None) -> None:
         self._events[self._newest].append(self._mover.h2d(copies, after))
@@ -146,79 +140,52 @@ class Store:
 
 
 @dataclass(slots=True)
-class Outgoing:
+class Sent:
     """Copies to host of an item: their sources must stay until the event."""
 
     sources: list[Tensor] = field(default_factory=list)
     event: Event | None = None
 
 
-@dataclass(slots=True)
-class _Stores:
-    """Of a step: rows of the buffer and of the activations, and device blocks, with their targets.
-
-    Each is (sources, runs of them to host rows or blocks).
-    """
-
-    kv: tuple[Tensor, list[tuple[int, int, int]]] | None = None
-    act: tuple[Tensor, list[tuple[int, int, int]]] | None = None
-    full_kv: tuple[Tensor, list[tuple[int, int, int]]] | None = None
-    full_act: tuple[Tensor, list[tuple[int, int, int]]] | None = None
-
-    def __bool__(self) -> bool:
-        return any((self.kv, self.act, self.full_kv, self.full_act))
-
-
-def _stores(step: DeviceStep, stores: Sequence[Store], bt: int, device: torch.device) -> _Stores:
+def _outgoing(
+    step: DeviceStep, stores: Sequence[Store], bt: int, device: torch.device
+) -> tuple[Outgoing, ...]:
+    """Of a step: rows of the buffer, rows of the activations, blocks of KV, of activations."""
     kv: list[tuple[Ids, Ids]] = []
     act: list[tuple[Ids, Ids]] = []
     index = 0
     for store in stores:
-        row = store.row
-        positions = np.concatenate(
-            [np.arange(s.start, s.stop) for s in row.spans if s.source is Source.NEW]
-        )
+        new_spans = [span for span in store.row.spans if span.source is Source.NEW]
+        positions = np.concatenate([np.arange(span.start, span.stop) for span in new_spans])
         new = index + np.arange(len(positions))
         index += len(positions)
         if store.from_token is None:
             continue
-        late = positions >= store.from_token
-        positions, new = positions[late], new[late]
-        for type, source in (("kv", Source.KV_HOST), ("act", Source.ACT_HOST)):
-            blocks = row.pages.of(source, positions // bt)
-            there = blocks >= 0
-            blocks, offsets, mine = blocks[there], positions[there] % bt, new[there]
-            if type == "kv":
-                target = blocks * (2 * bt) + offsets
-                k = step.first_new_row + 2 * mine
-                kv += [(target, k), (target + bt, k + 1)]
+        for source in (Source.KV_HOST, Source.ACT_HOST):
+            blocks = store.row.pages.of(source, positions // bt)
+            there = (blocks >= 0) & (positions >= store.from_token)
+            block, offset, mine = blocks[there], positions[there] % bt, new[there]
+            if source is Source.ACT_HOST:
+                act.append((block * bt + offset, mine))
             else:
-                act.append((blocks * bt + offsets, mine))
-    return _Stores(
-        _ordered(kv, device), _ordered(act, device),
-        _full(stores, "kv", device), _full(stores, "act", device),
-    )  # fmt: skip
+                target, k = block * (2 * bt) + offset, step.first_new_row + 2 * mine
+                kv += [(target, k), (target + bt, k + 1)]
+    full = [_full(stores, "kv"), _full(stores, "act")]
+    return tuple(_ordered(pairs, device) for pairs in (kv, act, *full))
 
 
-def _full(
-    stores: Sequence[Store], type: BlockType, device: torch.device
-) -> tuple[Tensor, list[tuple[int, int, int]]] | None:
-    pairs = [
-        (column_host[i], column_device[i])
-        for store in stores
-        for column_host, column_device in [
-            (store.row.pages.column(type, "host"), store.row.pages.column(type, "device"))
-        ]
-        for i in store.full
-        if i < min(len(column_host), len(column_device))
-    ]
-    table = np.array([p for p in pairs if min(p) >= 0], np.int64).reshape(-1, 2)
-    return _ordered([(table[:, 0], table[:, 1])], device)
+def _full(stores: Sequence[Store], type: BlockType) -> list[tuple[Ids, Ids]]:
+    """Host and device blocks of those that are completed, where a sequence has both."""
+    pairs = []
+    for store in stores:
+        host, device = (store.row.pages.column(type, place) for place in ("host", "device"))
+        there = [i for i in store.full if i < min(len(host), len(device))]
+        pairs += [(host[i], device[i]) for i in there if min(host[i], device[i]) >= 0]
+    table = np.array(pairs, np.int64).reshape(-1, 2)
+    return [(table[:, 0], table[:, 1])]
 
 
-def _ordered(
-    pairs: list[tuple[Ids, Ids]], device: torch.device
-) -> tuple[Tensor, list[tuple[int, int, int]]] | None:
+def _ordered(pairs: list[tuple[Ids, Ids]], device: torch.device) -> Outgoing:
     """Copies in the order of their targets, so that neighbours are copied at once."""
     target = np.concatenate([t for t, _ in pairs]) if pairs else np.empty(0, np.int64)
     if not len(target):
@@ -235,14 +202,14 @@ def _ordered(
 class ScheduledForward(Forward):
     """A model whose weights may be streamed, and whose passes may store and serve several steps.
 
-    `trace`, if set to a list, collects what was begun, in order.
+    `trace`, if set to a list, collects what was begun, in order: what, layer, step.
     """
 
     def __init__(
         self, weights: Weights, arena: Arena, mover: LinkMover, cpu_threads: int = 0
     ) -> None:
         super().__init__(weights, arena, mover, cpu_threads)
-        self.trace: list[Traced] | None = None
+        self.trace: list[tuple[str, int, int]] | None = None
         self._stream: WeightStream | None = None
         self._restart()
         # Host blocks written by a pass are there before a later one reads them.
@@ -270,22 +237,28 @@ class ScheduledForward(Forward):
         """
         bt, device = self.arena.block_tokens, self.weights.device
         running = [self._begin(step) for step, _ in steps]
-        stores = [_stores(step, rows, bt, device) for step, rows in steps]
-        count, depth = len(steps), self.config.layers
-        items = [(layer, which) for which in range(count) for layer in range(depth)]
+        outgoing = [_outgoing(step, stores, bt, device) for step, stores in steps]
+        items = [(layer, i) for i in range(len(steps)) for layer in range(self.config.layers)]
         if order == "column":
             items.sort()
+        # Column by column each step of a layer brings a piece of the next layer's weights.
+        pieces = len(steps) if order == "column" else 1
         try:
             self._reserve(
                 max(step.buffer_rows for step, _ in steps),
                 max(step.loaded_act_blocks for step, _ in steps),
             )
             self._load_first(items[0], running)
-            for index, item in enumerate(items):
-                following = items[index + 1] if index + 1 < len(items) else None
-                share = (item[1], count) if order == "column" else (0, 1)
-                self._load_next(index, item, following, running, share)
-                self._finish_item(index, item, running[item[1]], stores[item[1]])
+            for index, (item, following) in enumerate(pairwise([*items, None])):
+                assert item is not None
+                layer, which = item
+                self._load_next(index, item, following, running, (which % pieces, pieces))
+                self._note("compute", item)
+                buffer, sent = self._buffers[index % 2], self._sent[index % 2]
+                a = self._compute(layer, running[which], buffer)
+                if any(outgoing[which]):
+                    self._note("store", item)
+                    self._send(sent, layer, outgoing[which], buffer, a)
             self._settle()
         except BaseException:
             self._abandon()
@@ -298,15 +271,17 @@ class ScheduledForward(Forward):
         return super()._weights(layer) if self._stream is None else self._stream.wait(layer)
 
     def _kv_weights(self, layer: int) -> Layer:
-        return super()._kv_weights(layer) if self._stream is None else self._stream.wait_kv(layer)
+        if self._stream is None:
+            return super()._kv_weights(layer)
+        return self._stream.wait(layer, kv_only=True)
 
     def _restart(self) -> None:
-        self._outgoing = [Outgoing(), Outgoing()]
+        self._sent = [Sent(), Sent()]
         if isinstance(self.weights, StreamedWeights):
             self._stream = WeightStream(self.weights, self.mover)
 
     def _abandon(self) -> None:
-        old = (self._outgoing, self._stream)
+        old = (self._sent, self._stream)
         try:
             super()._abandon()
         except BaseException:
@@ -323,13 +298,11 @@ class ScheduledForward(Forward):
 
     def _load_first(self, item: Item, running: list[RunningStep]) -> None:
         stream, layer = self._stream, item[0]
-        missing = stream is not None and not stream.has(layer)
-        if stream is not None and missing:
+        if stream is not None and stream.load_kv(layer, self.mover.mark()):
             self._note("load_weight", item)
-            stream.load_kv(layer, self.mover.mark())
         self._load_item(0, item, running)
-        if stream is not None and missing:
-            stream.load_rest(layer, 0, 1)
+        if stream is not None:
+            stream.load_rest(layer)
 
     def _load_next(
         self, index: int, item: Item, following: Item | None, running: list[RunningStep],
@@ -355,48 +328,36 @@ class ScheduledForward(Forward):
             # All until now: those stores, and the buffer's last use. Copies of one direction
             # happen in order, so that the first to wait is enough.
             buffer.free, self._wrote = self.mover.mark(), False
-        if step.act_runs:
-            self._note("load_act", item)
-        if step.kv_runs:
-            self._note("load_cache", item)
+        for what, loads in (("load_act", step.act_runs), ("load_cache", step.kv_runs)):
+            if loads:
+                self._note(what, item)
         self._load(item[0], step, buffer)
 
-    def _finish_item(self, index: int, item: Item, running: RunningStep, stores: _Stores) -> None:
-        buffer = self._buffers[index % 2]
-        self._note("compute", item)
-        a = self._compute(item[0], running, buffer)
-        if stores:
-            self._note("store", item)
-            self._send_out(self._outgoing[index % 2], item[0], stores, buffer, a)
-
-    def _send_out(
-        self, outgoing: Outgoing, layer: int, stores: _Stores, buffer: Buffer, a: Tensor
+    def _send(
+        self, sent: Sent, layer: int, outgoing: tuple[Outgoing, ...], buffer: Buffer, a: Tensor
     ) -> None:
         """Begin to copy to host what this item made, and what it completed."""
         arena = self.arena
-        if outgoing.event is not None:
-            self.mover.wait(outgoing.event)
-        outgoing.sources.clear()
-        width, hidden = self.config.kv_width, self.config.hidden
+        if sent.event is not None:
+            self.mover.wait(sent.event)
+        sent.sources.clear()
+        kv, act = arena.kv_host[layer], arena.act_host[layer]
+        rows = kv.view(-1, self.config.kv_width), act.view(-1, self.config.hidden)
+        sources = (buffer.rows, a, arena.kv_device[layer], arena.act_device[layer])
         copies: Copies = []
-        for out, source, host in (
-            (stores.kv, buffer.rows, arena.kv_host[layer].view(-1, width)),
-            (stores.full_kv, arena.kv_device[layer], arena.kv_host[layer]),
-            (stores.act, a, arena.act_host[layer].view(-1, hidden)),
-            (stores.full_act, arena.act_device[layer], arena.act_host[layer]),
-        ):
+        for out, source, host in zip(outgoing, sources, (*rows, kv, act), strict=True):
             if out is not None:
                 gathered = source.index_select(0, out[0])
-                outgoing.sources.append(gathered)
+                sent.sources.append(gathered)
                 copies += [(host[t : t + n], gathered[s : s + n]) for s, t, n in out[1]]
-        outgoing.event = self.mover.d2h(copies)
+        sent.event = self.mover.d2h(copies)
         buffer.free = self.mover.mark()
 
     def _settle(self) -> None:
         """Let what is computed next come after the stores."""
-        for outgoing in self._outgoing:
-            if outgoing.event is not None:
-                self.mover.wait(outgoing.event)
+        for sent in self._sent:
+            if sent.event is not None:
+                self.mover.wait(sent.event)
                 self._wrote = True
-            outgoing.event = None
-            outgoing.sources.clear()
+            sent.event = None
+            sent.sources.clear()

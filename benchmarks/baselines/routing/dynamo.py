@@ -65,7 +65,8 @@ class Dynamo(Baseline):
     def routed(self, estimates: Estimates, index: int) -> None:
         self._active.add(estimates, index)
         held = estimates.device_tokens[index] + self.host_credit * estimates.cached_tokens[index]
-        self._prefills.add(estimates, index, max(estimates.prompt_tokens - float(held), 0.0))
+        tokens = max(estimates.prompt_tokens - float(held), 0.0)
+        self._prefills.add(estimates.workers[index], tokens)
 
     def left(self, worker: str) -> None:
         self._active.left(worker)
@@ -76,38 +77,26 @@ class PrefillQueues:
     """Tokens to prefill that were sent to each worker, of the latest as many as wait there."""
 
     def __init__(self) -> None:
-        self._roster = Roster()
-        self._sent: defaultdict[int, deque[float]] = defaultdict(deque)
-        self._counts: Floats = np.zeros(8)
-        self._tokens: Floats = np.zeros(8)
+        self._sent: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._tokens: defaultdict[str, float] = defaultdict(float)
 
     def tokens(self, estimates: Estimates) -> Floats:
-        roster = self._roster
-        roster.read(estimates)
-        self._counts, self._tokens = roomy(roster, self._counts), roomy(roster, self._tokens)
-        for row in np.flatnonzero(self._counts[roster.columns] > estimates.waiting).tolist():
-            bit = roster.bits[row]
-            sent = self._sent[bit]
-            while len(sent) > estimates.waiting[row]:
-                sent.popleft()
-            self._counts[bit], self._tokens[bit] = len(sent), sum(sent)
-        return self._tokens[roster.columns]
+        for worker, waiting in zip(estimates.workers, estimates.waiting.tolist(), strict=True):
+            sent = self._sent.get(worker)
+            if sent and len(sent) > waiting:
+                while len(sent) > waiting:
+                    sent.popleft()
+                self._tokens[worker] = sum(sent)
+        return np.array([self._tokens.get(worker, 0.0) for worker in estimates.workers])
 
-    def add(self, estimates: Estimates, index: int, tokens: float) -> None:
-        """A prompt was sent to row `index`, and this much of it is to be computed."""
-        roster = self._roster
-        roster.read(estimates)
-        self._counts, self._tokens = roomy(roster, self._counts), roomy(roster, self._tokens)
-        bit = roster.bits[index]
-        self._sent[bit].append(tokens)
-        self._counts[bit] += 1
-        self._tokens[bit] += tokens
+    def add(self, worker: str, tokens: float) -> None:
+        """A prompt was sent to a worker, and this much of it is to be computed."""
+        self._sent[worker].append(tokens)
+        self._tokens[worker] += tokens
 
     def left(self, worker: str) -> None:
-        bit = self._roster.left(worker)
-        if bit is not None and bit in self._sent:
-            del self._sent[bit]
-            self._counts[bit] = self._tokens[bit] = 0.0
+        self._sent.pop(worker, None)
+        self._tokens.pop(worker, None)
 
 
 class ActiveBlocks:
@@ -120,18 +109,17 @@ class ActiveBlocks:
         self._tree = RunTree()
         self._roster = Roster()
         self._sent: defaultdict[int, deque[UInt64s]] = defaultdict(deque)
-        self._counts: Floats = np.zeros(8)
-        self._blocks: Floats = np.zeros(8)
 
     def decode_blocks(self, estimates: Estimates) -> Floats:
         """For each worker: different active blocks if this request went there."""
-        roster, total = self._roster, len(estimates.prefix_hashes)
+        roster, hashes = self._roster, estimates.prefix_hashes
         roster.read(estimates)
-        self._settle(estimates)
-        blocks = self._blocks[roster.columns] + total
-        for workers, shared in longest_of_each(
-            self._tree.walk(estimates.prefix_hashes), roster.mask
-        ):
+        for bit, in_flight in zip(roster.bits, estimates.in_flight.tolist(), strict=True):
+            # The oldest have ended where more is remembered than is in flight.
+            while len(self._sent[bit]) > in_flight:
+                self._remove(bit, self._sent[bit].popleft())
+        blocks = np.array([self._tree.size(bit) + len(hashes) for bit in roster.bits], float)
+        for workers, shared in longest_of_each(self._tree.walk(hashes), roster.mask):
             if workers:
                 blocks[roster.rows(workers)] -= shared
         return blocks
@@ -139,8 +127,6 @@ class ActiveBlocks:
     def add(self, estimates: Estimates, index: int) -> None:
         """A request is active on row `index`."""
         self._roster.read(estimates)
-        self._counts = roomy(self._roster, self._counts)
-        self._blocks = roomy(self._roster, self._blocks)
         bit, hashes, depth = self._roster.bits[index], estimates.prefix_hashes, 0
         last: Run | None = None
         for run, depth in self._tree.walk(hashes):
@@ -149,40 +135,17 @@ class ActiveBlocks:
         if depth < len(hashes):
             self._tree.mark(self._tree.append(last, hashes, depth, first=bit), bit, 1)
         self._sent[bit].append(hashes)
-        self._counts[bit] += 1
-        self._blocks[bit] = self._tree.size(bit)
 
     def left(self, worker: str) -> None:
         bit = self._roster.left(worker)
         if bit is not None and bit in self._sent:
-            self._tree.forget(bit)
             del self._sent[bit]
-            self._counts[bit] = self._blocks[bit] = 0.0
-
-    def _settle(self, estimates: Estimates) -> None:
-        """Let go the oldest where more is remembered than is in flight."""
-        self._counts = roomy(self._roster, self._counts)
-        self._blocks = roomy(self._roster, self._blocks)
-        over = self._counts[self._roster.columns] > estimates.in_flight
-        if not over.any():
-            return
-        for row in np.flatnonzero(over).tolist():
-            bit = self._roster.bits[row]
-            while self._counts[bit] > estimates.in_flight[row]:
-                self._remove(bit, self._sent[bit].popleft())
-            self._blocks[bit] = self._tree.size(bit)
+            self._tree.forget(bit)
 
     def _remove(self, bit: int, hashes: UInt64s) -> None:
-        self._counts[bit] -= 1
         for run, _ in self._tree.walk(hashes):
             count = run.marks[bit] - 1
             if count:
                 run.marks[bit] = count
             else:
                 self._tree.unmark(run, bit)
-
-
-def roomy(roster: Roster, cells: Floats) -> Floats:
-    """`cells`, with zeros added until every worker on offer has one."""
-    short = roster.highest + 1 - len(cells)
-    return np.concatenate([cells, np.zeros(short + len(cells))]) if short > 0 else cells

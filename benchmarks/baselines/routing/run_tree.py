@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from router.decision import Estimates
 from router.index.prefix_hash import UInt64s
 
@@ -167,20 +165,16 @@ class Roster:
         self._names: list[str] = []
         self._rows: dict[int, int] = {}
         self.bits: list[int] = []
-        self.columns = np.empty(0, dtype=np.intp)
         self.mask = 0
-        self.highest = -1
 
     def read(self, estimates: Estimates) -> None:
-        """Take over the estimates' workers; `bits`, `columns`, `mask`, `highest` are theirs."""
+        """Take over the estimates' workers; `bits` and `mask` are theirs."""
         if estimates.workers == self._names:
             return
         self._names = list(estimates.workers)
         self.bits = [self._bit(worker) for worker in self._names]
-        self.columns = np.array(self.bits, dtype=np.intp)
         self._rows = {bit: row for row, bit in enumerate(self.bits)}
         self.mask = sum(1 << bit for bit in self.bits)
-        self.highest = max(self.bits)
 
     def rows(self, workers: int) -> list[int]:
         """Rows of a set of workers, all of them in the estimates read last."""

@@ -6,7 +6,6 @@ computed counts as generated.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
@@ -18,22 +17,22 @@ _QUANTUM_TOKENS = 4096
 _INPUT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0
 
 
-class TokenCharged(Queue, ABC):
-    """What rules share that charge tenants by tokens, input at admission and output as it comes."""
+class TokenCharged(Queue):
+    """What both share. balances: of tenants, in tokens over their weights; a charge adds to it, or
+    takes from it where `sign` is below zero."""
 
     timed = True
+    sign = 1.0
 
     def __init__(self, config: FairConfig | None = None) -> None:
         super().__init__(config)
+        self.balances: dict[str, float] = {}
         # Input tokens charged at admission that have not run yet.
         self._prepaid: dict[str, int] = {}
 
-    def weight(self, tenant: str) -> float:
-        return self.config.weights.get(tenant, self.config.default_weight)
-
-    @abstractmethod
     def _charge(self, tenant: str, tokens: float) -> None:
-        """So many weighed tokens were given to a tenant."""
+        weight = self.config.weights.get(tenant, self.config.default_weight)
+        self.balances[tenant] = self.balances.get(tenant, 0.0) + self.sign * tokens / weight
 
     def _prepay(self, work: Work, quote: Quote) -> int:
         """Note the tokens that it will compute, whose charge is not the output's; how many."""
@@ -66,7 +65,6 @@ class Vtc(TokenCharged):
 
     def __init__(self, config: FairConfig | None = None) -> None:
         super().__init__(config)
-        self.counters: dict[str, float] = {}
         self._queues: dict[str, dict[Work, None]] = {}
         self._last = ""
 
@@ -74,10 +72,9 @@ class Vtc(TokenCharged):
         """Lifts the counter of a tenant that comes back."""
         tenant = work.tenant
         if tenant not in self._queues:
-            floor = min((self.counters[t] for t in self._queues), default=None)
-            if floor is None:
-                floor = self.counters.get(self._last, 0.0)
-            self.counters[tenant] = max(self.counters.get(tenant, 0.0), floor)
+            waiting = self._queues or {self._last: {}}
+            floor = min(self.balances.get(t, 0.0) for t in waiting)
+            self.balances[tenant] = max(self.balances.get(tenant, 0.0), floor)
         self._queues.setdefault(tenant, {})[work] = None
         return super().add(work, now_s)
 
@@ -91,7 +88,7 @@ class Vtc(TokenCharged):
             }
             if not heads:
                 return
-            work = heads[min(heads, key=lambda t: (self.counters[t], heads[t].seq))]
+            work = heads[min(heads, key=lambda t: (self.balances[t], heads[t].seq))]
             seen.add(work)
             yield work
 
@@ -102,15 +99,11 @@ class Vtc(TokenCharged):
 
     def _leave(self, work: Work) -> None:
         queue = self._queues.get(work.tenant)
-        if queue is None:
-            return
-        queue.pop(work, None)
-        if not queue:
-            del self._queues[work.tenant]
-            self._last = work.tenant
-
-    def _charge(self, tenant: str, tokens: float) -> None:
-        self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / self.weight(tenant)
+        if queue is not None:
+            queue.pop(work, None)
+            if not queue:
+                del self._queues[work.tenant]
+                self._last = work.tenant
 
     def returned(self, work: Work, now_s: float) -> None:
         """First of its tenant's."""
@@ -137,10 +130,7 @@ class Dlpm(TokenCharged):
     """
 
     name = "dlpm"
-
-    def __init__(self, config: FairConfig | None = None) -> None:
-        super().__init__(config)
-        self.deficits: dict[str, float] = {}
+    sign = -1.0
 
     def _order(self, memory: Memory, now_s: float) -> Iterator[Work]:
         found: dict[Work, int] = {}
@@ -149,16 +139,12 @@ class Dlpm(TokenCharged):
             found[work] = 0 if quote is None else quote.device_tokens + quote.host_tokens
         left = sorted(found, key=lambda w: (-found[w], w.seq))
         while left:
-            while not any(self.deficits.get(w.tenant, 0.0) > 0 for w in left):
+            while not any(self.balances.get(w.tenant, 0.0) > 0 for w in left):
                 for tenant in {w.tenant for w in left}:
-                    self.deficits[tenant] = self.deficits.get(tenant, 0.0) + _QUANTUM_TOKENS
-            work = next(w for w in left if self.deficits.get(w.tenant, 0.0) > 0)
+                    self.balances[tenant] = self.balances.get(tenant, 0.0) + _QUANTUM_TOKENS
+            work = next(w for w in left if self.balances.get(w.tenant, 0.0) > 0)
             left.remove(work)
             yield work
 
     def _admitted(self, work: Work, quote: Quote) -> None:
         self._charge(work.tenant, _INPUT_WEIGHT * self._prepay(work, quote))
-
-    def _charge(self, tenant: str, tokens: float) -> None:
-        spent = tokens / self.weight(tenant)
-        self.deficits[tenant] = self.deficits.get(tenant, 0.0) - spent

@@ -36,7 +36,7 @@ def test_vtc_serves_the_tenant_with_the_lowest_counter_and_charges_cached_tokens
     memory.cached[heavy[0]] = (9, 0)
     # 10, then 30 for the other, then two more of 10 before its second.
     assert admitted(rule, memory) == [heavy[0], light[0], heavy[1], heavy[2], light[1]]
-    assert rule.counters == {"h": 30.0, "l": 60.0}
+    assert rule.balances == {"h": 30.0, "l": 60.0}
 
 
 def test_vtc_divides_by_weight():
@@ -48,9 +48,9 @@ def test_vtc_divides_by_weight():
 def test_vtc_lifts_who_comes_back_to_the_lowest_of_those_that_wait():
     rule, memory = rule_of("vtc", [Work(100, 0.0, tenant="a") for _ in range(3)])
     admitted(rule, memory, budget=150)
-    assert rule.counters["a"] == 200.0 and len(rule) == 1
+    assert rule.balances["a"] == 200.0 and len(rule) == 1
     rule.add(Work(10, 1.0, tenant="b"), 1.0)
-    assert rule.counters["b"] == 200.0
+    assert rule.balances["b"] == 200.0
 
 
 def test_vtc_charges_generated_tokens_twice_as_they_come():
@@ -58,10 +58,10 @@ def test_vtc_charges_generated_tokens_twice_as_they_come():
     core.add(Work(60, 0.0, tenant="a"), 0.0)
     core.step(0.0, 0)
     core.ran(0.1, 1, 0.1)
-    assert core.rule.counters["a"] == 60.0
+    assert core.rule.balances["a"] == 60.0
     core.step(0.1, 1)
     core.ran(0.5, 5, 0.6)
-    assert core.rule.counters["a"] == 70.0
+    assert core.rule.balances["a"] == 70.0
 
 
 def test_dlpm_takes_the_longest_prefix_among_tenants_not_in_deficit():
@@ -78,7 +78,7 @@ def test_dlpm_does_not_charge_cached_tokens():
     rule, memory = rule_of("dlpm", works)
     memory.cached[works[0]] = (4990, 0)
     admitted(rule, memory)
-    assert rule.deficits == {"a": 4086.0, "b": 3996.0}
+    assert rule.balances == {"a": 4086.0, "b": 3996.0}
 
 
 def test_hrrn_ages_by_tokens_over_uncached_ones():
