@@ -149,19 +149,20 @@ class _Builder:
         if len(groups) == 1:
             alone = groups[0].rows.numpy()
             groups[0].in_order = len(alone) == self.first[-1] and _is_range(alone)
-        positions, logit_rows = list[Ids](), list[int]()
+        tokens, positions, logit_rows = list[int](), list[int](), list[int]()
         for row, first, end in zip(self.rows, self.first, self.first[1:], strict=False):
+            tokens.extend(row.tokens)
             for source, start, stop in row.spans:
                 if source is Source.NEW:
-                    positions.append(np.arange(start, stop))
+                    positions += range(start, stop)
             logit_rows += range(first if row.wanted == "all" else end - 1, end)
         kv_host, act_host = self.loaded[Source.KV_HOST], self.loaded[Source.ACT_HOST]
         act_rows, act_device = self._joined("act_host"), self._joined("act_device")
         in_order = len(act_rows) == len(act_host) * self.bt and _is_range(act_rows)
         act_positions = self._joined("host_positions"), self._joined("device_positions")
         return DeviceStep(
-            tokens=ids(np.concatenate([row.tokens for row in self.rows])),
-            positions=ids(np.concatenate(positions)),
+            tokens=ids(tokens),
+            positions=ids(positions),
             logit_rows=ids(logit_rows),
             groups=groups,
             act_positions=ids(np.concatenate(act_positions)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,8 +22,9 @@ from engine.settings import EngineOptions
 from engine.sparse.forward import sparse_forward
 from engine.sparse.settings import SparseSettings
 from engine.transfer import Copies, CpuMover, Direction, mover_for
+from kappa.hardware import node_profile
 from kappa.plans.planners import Planning
-from kappa.plans.rates import PlanRates
+from kappa.plans.rates import PlanRates, rates_from_law
 from tests.engine import hf
 from tests.engine.rig import weights
 
@@ -115,10 +117,22 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, hf.VOCAB, length).tolist()
 
 
-def evict_device(made) -> None:
-    """Fill the device with something else, so that only host memory knows the past."""
-    for seed in range(6):
-        generate(made, prompt(46, seed=100 + seed), count=1)
+LONG = prompt(40, seed=5)
+
+
+def even_rates(**costs: float) -> PlanRates:
+    """A link and a gpu that are alike to OPT, so that a prefix comes half each way."""
+    shape = weights("opt", torch.float64, "cpu").config.shape
+    node = node_profile("h100-pcie5")
+    law = rates_from_law(shape, node)
+    flops_per_s = node.flops_per_s * law.project_token_s / law.load_token_s
+    return rates_from_law(shape, replace(node, flops_per_s=flops_per_s, **costs))
+
+
+def evict_device(made: Engine) -> None:
+    """Only host memory knows the past."""
+    device = made.memory.device
+    device.release(device.take(device.pool.count))
     assert made.stats().link["h2d_bytes"] == 0
 
 

@@ -1,18 +1,16 @@
 """Loads have a bound: on what they compute at once, on how long others wait, and on their end."""
 
-from dataclasses import replace
-
 import pytest
 
 from engine.arena import ArenaSize
 from engine.computing import Computer
 from engine.transfer import WAIT_S, TransferFailed
-from kappa.hardware import node_profile
 from kappa.plans.planners import fixed
-from kappa.plans.rates import PlanRates, rates_from_law
 from tests.engine.engines import (
     BLOCK,
+    LONG,
     engine,
+    even_rates,
     evict_device,
     expected,
     finish,
@@ -22,14 +20,7 @@ from tests.engine.engines import (
     submit,
 )
 
-LONG = prompt(40, seed=5)
 OTHER = prompt(40, seed=6)
-
-
-def forget(made) -> None:
-    """What is on the device; host memory still has it."""
-    device = made.memory.device
-    device.release(device.take(device.pool.count))
 
 
 def decoding(made):
@@ -38,17 +29,6 @@ def decoding(made):
     while not beside.output_tokens:
         made.step()
     return beside
-
-
-def even_rates() -> PlanRates:
-    """A link and a gpu that are alike to OPT, so that a prefix comes half each way."""
-    with engine("opt") as made:
-        shape = made.arena.shape
-    node = node_profile("h100-pcie5")
-    law = rates_from_law(shape, node)
-    flops_per_s = node.flops_per_s * law.project_token_s / law.load_token_s
-    alike = replace(node, flops_per_s=flops_per_s, step_fixed_s=0.0, load_fixed_s=0.0)
-    return rates_from_law(shape, alike)
 
 
 @pytest.mark.parametrize("both_at_once", [False, True])
@@ -65,7 +45,7 @@ def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypat
     with engine(budget_tokens=18) as made:
         generate(made, LONG)
         generate(made, OTHER)
-        forget(made)
+        evict_device(made)
         computed.clear()
         prompts = [[*LONG, 5], [*OTHER, 5]][: 1 + both_at_once]
         handles = [submit(made, tokens, 6, planner=fixed(30)) for tokens in prompts]
@@ -80,11 +60,11 @@ def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypat
 
 @pytest.mark.parametrize("others", [False, True])
 def test_a_plan_that_would_hold_others_up_for_long_is_loaded_beside_them(others: bool) -> None:
-    rates = even_rates()
+    rates = even_rates(step_fixed_s=0.0, load_fixed_s=0.0)
     settings = {"rates": rates, "act_share": 1.0, "budget_tokens": 4}
     with engine("opt", **settings) as made:
         generate(made, LONG)
-        forget(made)
+        evict_device(made)
         beside = decoding(made) if others else None
         handle = submit(made, [*LONG, 5], 6)
         named = submit(made, [*LONG[:24], 7], 6, planner="kvpr", salt="")
@@ -106,7 +86,7 @@ def test_a_preempted_request_counts_its_tokens_once() -> None:
     with engine(size=ArenaSize(16, 96, block_tokens=BLOCK), scheduler="fcfs") as made:
         for each in prompts:
             generate(made, each, count=1)
-        forget(made)
+        evict_device(made)
         handles = [submit(made, each, 20) for each in prompts]
         finish(made)
         loads, preempted = made.stats().loads, made.stats().preemptions
@@ -126,7 +106,7 @@ def test_a_link_that_is_stuck_is_told_rather_than_waited_for() -> None:
     with engine() as made:
         made._clock = lambda: now_s[0]
         generate(made, LONG)
-        forget(made)
+        evict_device(made)
         decoding(made)
         link_of(made).open.clear()
         handle = submit(made, [*LONG, 5], 6)

@@ -1,22 +1,21 @@
 """The loop says what the model says, however it batches, chunks, preempts, reuses and loads."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from engine.arena import ArenaSize
 from engine.sampling import Sampling
 from engine.sequence import RequestRefused
-from kappa.hardware import node_profile
 from kappa.plans.planners import fixed
-from kappa.plans.rates import rates_from_law
 from kappa.protocol import Charge
 from scheduler.catalogue import SCHEDULERS
 from scheduler.config import FairConfig
 from tests.engine.engines import (
     BLOCK,
+    LONG,
     engine,
+    even_rates,
     evict_device,
     expected,
     finish,
@@ -28,7 +27,6 @@ from tests.engine.engines import (
 from tests.engine.rig import DEVICES
 
 LENGTHS = (1, 4, 17, 30, 9)
-LONG = prompt(40, seed=5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -153,7 +151,8 @@ def stages(made):
     link.open.set()
     finish(made)
     ready = submit(made, [*LONG, 6], 6, planner=fixed(4, 0))
-    made.memory.device.release(made.memory.device.take(made.memory.device.pool.count))
+    device = made.memory.device
+    device.release(device.take(device.pool.count))
     made.step()
     assert ready in made.batcher.ready and ready.load is not None
     yield "to be loaded with its first chunk", ready
@@ -231,13 +230,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 
 def test_predictions_stand_beside_what_was_measured() -> None:
-    with engine("opt") as plain:
-        shape = plain.arena.shape
-    node = node_profile("h100-pcie5")
-    rates = rates_from_law(shape, node)
-    # A link and a gpu that are alike to it, so that half of the prefix comes each way.
-    alike = node.flops_per_s * rates.project_token_s / rates.load_token_s
-    rates = rates_from_law(shape, replace(node, flops_per_s=alike))
+    rates = even_rates()
     with engine("opt", rates=rates, act_share=1.0, planner="kvpr") as made:
         generate(made, LONG)
         evict_device(made)

@@ -6,9 +6,7 @@ from engine.memory import fit
 from engine.sequence import EngineRequest, Sequence
 from kappa.plans.load_plan import LoadPlan, layout
 from scheduler.work import Quote
-from tests.engine.engines import BLOCK, SIZE, engine, generate, prompt, submit
-
-LONG = prompt(40, seed=5)
+from tests.engine.engines import BLOCK, LONG, SIZE, engine, evict_device, generate, prompt, submit
 
 
 def request(tokens: list[int], **options) -> Sequence:
@@ -18,8 +16,7 @@ def request(tokens: list[int], **options) -> Sequence:
 def host_only(made) -> None:
     """LONG in host memory and nothing on the device."""
     generate(made, LONG, count=1)
-    device = made.memory.device
-    device.release(device.take(device.pool.count))
+    evict_device(made)
 
 
 def test_a_quote_says_what_is_taken() -> None:
