@@ -115,12 +115,12 @@ def test_an_evicted_prefix_comes_back_with_equal_log_probabilities(setting):
     assert load["tokens"] == warm["cached"] and load["bytes"] > 0 and load["took_s"] > 0
 
 
-def test_what_it_holds_is_told_before_it_is_asked_for_and_tenants_are_kept_apart(setting):
+def test_what_it_holds_is_announced_before_it_is_wanted_and_tenants_are_kept_apart(setting):
     setting.engine.reports()
     for salt in ("alice", "bob"):
         assert setting.engine.ask(prompt(3), salt)["cached"] == 0
     time.sleep(0.2)
-    setting.engine.ask(prompt(4, 40))  # a step, with which the news travel
+    setting.engine.ask(prompt(4, 40))  # a step, with which events travel
     events = setting.engine.reports()["events"]
     blocks = 600 // BLOCK
     stored = [e for e in events if e["type"] == "BlockStored" and e["medium"] == "CPU"]

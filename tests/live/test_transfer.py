@@ -55,7 +55,7 @@ def test_what_is_handed_over_is_not_computed_again_and_decodes_the_same(pair):
     assert list(files.iterdir()) == []
 
 
-def test_what_was_handed_over_is_the_taker_s_own_from_then_on(pair):
+def test_what_was_handed_over_is_the_receiver_s_own_from_then_on(pair):
     prefill, decode, _ = pair
     known = prompt(2)
     decode.ask(known, params=given(prefill, known))

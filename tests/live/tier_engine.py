@@ -32,7 +32,7 @@ from workers.vllm.arguments import (
 )
 from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 
-# What the engine's processes have said of a prompt is here so soon after its answer.
+# What the engine's processes report of a prompt is here so soon after its answer.
 _NEWS_S = 0.5
 ROOT = Path(__file__).parents[2]
 BLOCK, CONTEXT = 32, 1184
@@ -69,7 +69,7 @@ class Listener:
     def take(self):
         messages, self._messages = self._messages, []
         events, self._events = self._events, []
-        told = [
+        named = [
             {
                 "type": type(event).__name__,
                 "medium": getattr(event, "medium", None),
@@ -77,7 +77,7 @@ class Listener:
             }
             for event in events
         ]
-        return {"messages": messages, "events": told}
+        return {"messages": messages, "events": named}
 
 
 class TierEngine:

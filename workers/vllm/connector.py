@@ -3,8 +3,8 @@
 It loads less than it could where computing the rest anew is faster
 (`workers.vllm.tail_recompute`). It keeps what a waiting request will load from being evicted. It
 reports what each request took from where. It names the request of each load, so that the host tier
-can tell what a request's load took. And it carries the news of stores that the host tier gave up
-from the worker to the scheduler, where vLLM knows success only.
+can tell what a request's load took. And it names the stores that the host tier gave up to the
+scheduler, where vLLM knows success only.
 """
 
 from __future__ import annotations

@@ -209,5 +209,5 @@ class MeteredCPUWorker(Metered, CPUWorker):
 
 class MeteredGPUWorker(Metered, Worker):
     """vLLM's GPU worker, metered. A step's seconds are those until its tokens are sampled; with
-    vLLM's asynchronous scheduling that is when they were asked for, not when the device had
+    vLLM's asynchronous scheduling that is when they were submitted, not when the device had
     computed them."""

@@ -131,20 +131,21 @@ class FairScheduler(AsyncScheduler):
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        now_s, sums = time.monotonic(), dict[str, int]()
+        now_s, rule = time.monotonic(), self._rule
         iteration = self._log.ended(now_s)
-        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
-            work = self._works.get(request_id)
-            if work is not None:
-                work.ran(self.block_size)
-                sums[work.tenant] = sums.get(work.tenant, 0) + tokens
-        if iteration is not None and sums:
-            self._rule.ran(iteration.step_s, sums, now_s)
+        if iteration is not None and rule.works:
+            by_tenant: dict[str, int] = {}
+            for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+                work = self._works.get(request_id)
+                if work is not None:  # else it is gone
+                    work.ran(self.block_size)
+                    by_tenant[work.tenant] = by_tenant.get(work.tenant, 0) + tokens
+            if by_tenant:
+                rule.ran(iteration.step_s, by_tenant, now_s)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         idle = not self.requests
         self.kv_event_publisher.flush(now_s, idle=idle)
         if self._log.due(now_s, idle):
-            rule = self._rule
             self._log.publish(now_s, self._counts(), rule.errors_total, rule.charges())
         return outputs
 

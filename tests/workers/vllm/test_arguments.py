@@ -73,7 +73,7 @@ def test_an_engine_schedules_by_a_rule_or_by_its_own():
     assert options["tenant_required"] is False, "only a replica behind our ingress demands one"
 
 
-def test_a_paced_engine_is_told_what_its_loads_take_in_its_own_seconds():
+def test_a_paced_engine_knows_what_its_loads_take_in_its_own_seconds():
     node = paced("pcie", dilation=30.0)
     pace = Pace(model_shape("llama-3.1-8b"), node)
     given = engine_kwargs(LIMITS, ENDPOINTS, pace, EngineScheduler("fair"))
@@ -82,7 +82,7 @@ def test_a_paced_engine_is_told_what_its_loads_take_in_its_own_seconds():
     assert set(link) == {"token_s", "fixed_s"}
 
 
-def test_every_rank_writes_a_log_of_its_own_and_orders_its_link_as_told():
+def test_every_rank_writes_a_log_of_its_own_and_orders_its_link_as_configured():
     scheduler = EngineScheduler("fair", link={"duplex": "half"}, log="/logs/iterations.jsonl")
     given = engine_kwargs(LIMITS, ENDPOINTS, None, scheduler.for_rank(2))
     assert given["additional_config"]["kappa_scheduler"]["log"] == "/logs/iterations-2.jsonl"

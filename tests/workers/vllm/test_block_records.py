@@ -23,21 +23,23 @@ def a_block(name, parent=None, salt=""):
     return StoredBlock(name.encode(), parent, tuple(range(len(name), len(name) + TOKENS)), salt)
 
 
-def test_what_was_written_is_there_again_oldest_first(tmp_path):
-    path = tmp_path / "records"
-    first = opened(path)
-    first.write(3, a_block("a", salt="tenant"))
-    first.write(0, a_block("b", parent=b"a"))
-    first.write(5, a_block("c", parent=b""))
-    again = opened(path)
-    assert again.valid() == [
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "records"
+
+
+def test_what_was_written_is_there_again_oldest_first(path):
+    written = [
         (3, a_block("a", salt="tenant")), (0, a_block("b", parent=b"a")),
         (5, a_block("c", parent=b"")),
+        (2, StoredBlock(b"k" * 64, b"p" * 64, (2**31 - 1,) * TOKENS, "s" * 180)),
     ]  # fmt: skip
+    records = opened(path)
+    assert all(records.write(slot, block) for slot, block in written)
+    assert opened(path).valid() == written
 
 
-def test_a_killed_writer_leaves_what_it_had_written(tmp_path):
-    path = tmp_path / "records"
+def test_a_killed_writer_leaves_what_it_had_written(path):
     program = (
         "import os, signal; from pathlib import Path\n"
         "from workers.vllm.persistent_tier import *\n"
@@ -50,36 +52,32 @@ def test_a_killed_writer_leaves_what_it_had_written(tmp_path):
     assert opened(path).valid() == [(2, StoredBlock(b"k", None, (1, 2, 3, 4)))]
 
 
-def test_a_slot_is_invalid_until_it_is_whole_again(tmp_path):
-    path = tmp_path / "records"
+def test_a_slot_is_invalid_until_it_is_whole_again(path):
     records = opened(path)
     records.write(1, a_block("old"))
     records.invalidate(1)
     assert opened(path).valid() == []
     records.write(1, a_block("new"))
-    assert [k.key for _, k in opened(path).valid()] == [b"new"]
+    assert opened(path).valid() == [(1, a_block("new"))]
 
 
-def test_of_two_slots_with_one_key_the_newer_counts(tmp_path):
-    records = opened(tmp_path / "records")
-    records.write(4, a_block("a"))
-    records.write(1, a_block("a", salt="later"))
-    assert records.valid() == [(1, a_block("a", salt="later"))]
+def test_of_two_slots_with_one_key_the_newer_counts_in_its_own_place(path):
+    records = opened(path)
+    for slot, block in ((4, a_block("a")), (3, a_block("b")), (1, a_block("a", salt="later"))):
+        records.write(slot, block)
+    assert records.valid() == [(3, a_block("b")), (1, a_block("a", salt="later"))]
 
 
-def test_order_goes_on_after_a_restart(tmp_path):
-    path = tmp_path / "records"
-    opened(path).write(0, a_block("a"))
-    opened(path).write(1, a_block("b"))
-    opened(path).write(0, a_block("c"))
-    assert [k.key for _, k in opened(path).valid()] == [b"b", b"c"]
+def test_order_goes_on_after_a_restart(path):
+    for slot, name in ((0, "a"), (1, "b"), (0, "c")):
+        opened(path).write(slot, a_block(name))
+    assert [block.key for _, block in opened(path).valid()] == [b"b", b"c"]
 
 
 @pytest.mark.parametrize(
     "other", [{"slots": SLOTS + 1}, {"tokens": TOKENS + 1}, {"seed": "another"}]
 )
-def test_records_of_another_tier_are_not_read(tmp_path, other):
-    path = tmp_path / "records"
+def test_records_of_another_tier_are_not_read(path, other):
     opened(path).write(0, a_block("a"))
     assert opened(path, **other).valid() == []
 
@@ -92,22 +90,15 @@ def test_records_of_another_tier_are_not_read(tmp_path, other):
         StoredBlock(b"k", None, (1, 2, 3, 4), "s" * 400),
     ],
 )  # fmt: skip
-def test_what_a_record_has_no_room_for_is_not_written(tmp_path, block):
-    records = opened(tmp_path / "records")
+def test_what_a_record_has_no_room_for_is_not_written(path, block):
+    records = opened(path)
     records.write(0, a_block("before"))
     assert not records.write(0, block)
     assert records.valid() == []
 
 
-def test_the_longest_keys_salts_and_token_ids_have_room(tmp_path):
-    path = tmp_path / "records"
-    longest = StoredBlock(b"k" * 64, b"p" * 64, (2**31 - 1,) * TOKENS, "s" * 180)
-    assert opened(path).write(5, longest)
-    assert opened(path).valid() == [(5, longest)]
-
-
 @settings(max_examples=60, deadline=None)
-@given(st.integers(8, 8 + SLOTS * 100 - 1), st.integers(1, 255), st.binary(max_size=40))
+@given(st.integers(0, 8 + SLOTS * 300), st.integers(1, 255), st.binary(max_size=40))
 def test_a_damaged_file_never_yields_a_block_that_was_not_written(tmp_path_factory, at, by, tail):
     path = tmp_path_factory.mktemp("damaged") / "records"
     records = opened(path)

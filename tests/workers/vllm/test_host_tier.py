@@ -1,4 +1,4 @@
-"""The host tier's copy engine: bytes, order, waiting and pace, on real tensors and threads."""
+"""The host tier's copy engine and manager: bytes, order, waiting and pace, on real tensors."""
 
 from types import SimpleNamespace
 
@@ -35,123 +35,117 @@ BLOCKS, BLOCK_TOKENS = 24, 16
 WIDTHS = (64, 192)
 
 
-class HostIds(BlockIDsLoadStoreSpec):
-    pass
-
-
-def device_ids(ids):
-    return GPULoadStoreSpec(list(ids), group_sizes=(len(ids),), block_indices=(0,))
-
-
 @pytest.fixture
 def stats(tmp_path):
     """An endpoint and a function that returns the next message sent there."""
     endpoint = f"ipc://{tmp_path}/stats"
-    context = zmq.Context()
-    socket = context.socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVTIMEO, 20_000)
-    socket.bind(endpoint)
-    yield endpoint, lambda: msgspec.msgpack.decode(socket.recv())
-    context.destroy(linger=0)
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        socket.bind(endpoint)
+        yield endpoint, lambda: msgspec.msgpack.decode(socket.recv())
+
+
+class Copies:
+    """A worker's copy engine between a device cache and host memory."""
+
+    def __init__(self, endpoint, pace, host_blocks, rules):
+        generator = torch.Generator().manual_seed(3)
+        self.device = [
+            torch.randint(-128, 128, (BLOCKS, width), dtype=torch.int8, generator=generator)
+            for width in WIDTHS
+        ]
+        tensors = [CanonicalKVCacheTensor(t, t.shape[1]) for t in self.device]
+        caches = CanonicalKVCaches(tensors=tensors, group_data_refs=[])
+        size = TierSize(host_blocks, BLOCK_TOKENS)
+        self.worker = HostTierWorker(caches, size, pace, StatsSender(endpoint), rules)
+
+    def store(self, job, device_ids, host_ids):
+        source = GPULoadStoreSpec(
+            list(device_ids), group_sizes=(len(device_ids),), block_indices=(0,)
+        )
+        assert self.worker.submit_store(job, source, BlockIDsLoadStoreSpec(host_ids))
+
+    def load(self, job, host_ids, device_ids):
+        target = GPULoadStoreSpec(
+            list(device_ids), group_sizes=(len(device_ids),), block_indices=(0,)
+        )
+        assert self.worker.submit_load(job, BlockIDsLoadStoreSpec(host_ids), target)
+
+    def finished(self, *jobs):
+        """Wait for jobs; what has finished, by job."""
+        self.worker.wait(set(jobs))
+        return {done.job_id: done for done in self.worker.get_finished()}
 
 
 @pytest.fixture
 def tier(stats):
-    generator = torch.Generator().manual_seed(3)
-    tensors = [
-        torch.randint(-128, 128, (BLOCKS, width), dtype=torch.int8, generator=generator)
-        for width in WIDTHS
-    ]
-    caches = CanonicalKVCaches(
-        tensors=[CanonicalKVCacheTensor(t, t.shape[1]) for t in tensors], group_data_refs=[]
-    )
     made = []
 
     def make(pace=LinkPace(), host_blocks=40, rules=LinkRules()):
-        size = TierSize(host_blocks, BLOCK_TOKENS)
-        worker = HostTierWorker(caches, size, pace, StatsSender(stats[0]), rules)
-        made.append(worker)
-        return worker, tensors
+        made.append(Copies(stats[0], pace, host_blocks, rules))
+        return made[-1]
 
     yield make
-    for worker in made:
-        worker.shutdown()
-        assert worker not in LOAD_SOURCES
+    for one in made:
+        one.worker.shutdown()
+        assert one.worker not in LOAD_SOURCES
 
 
 def test_blocks_come_back_byte_for_byte_wherever_they_are_put(tier):
-    worker, device = tier()
-    rng = np.random.default_rng(5)
-    before = [tensor.clone() for tensor in device]
+    copies, rng = tier(), np.random.default_rng(5)
+    before = [tensor.clone() for tensor in copies.device]
     stored, kept = rng.permutation(BLOCKS)[:10], rng.permutation(40)[:10]
-    assert worker.submit_store(1, device_ids(stored), HostIds(kept))
-    worker.wait({1})
-    for tensor in device:
+    copies.store(1, stored, kept)
+    copies.finished(1)
+    for tensor in copies.device:
         tensor.zero_()
     # Half of them, in another order, to other places.
     order, places = rng.permutation(10)[:5], rng.permutation(BLOCKS)[:5]
-    assert worker.submit_load(2, HostIds(kept[order]), device_ids(places))
-    worker.wait({2})
-    for tensor, old in zip(device, before, strict=True):
+    copies.load(2, kept[order], places)
+    copies.finished(2)
+    for tensor, old in zip(copies.device, before, strict=True):
         assert torch.equal(tensor[places], old[stored[order]])
-        untouched = np.setdiff1d(np.arange(BLOCKS), places)
-        assert not tensor[untouched].any()
+        assert not tensor[np.setdiff1d(np.arange(BLOCKS), places)].any()
 
 
-def test_a_finished_transfer_is_reported_once_with_its_bytes(tier):
-    worker, _ = tier()
-    worker.submit_store(7, device_ids([0, 1, 2]), HostIds([5, 6, 7]))
-    worker.wait({7})
-    (done,) = worker.get_finished()
-    assert (done.job_id, done.success) == (7, True)
-    assert done.transfer_size == 3 * sum(WIDTHS)
-    assert done.transfer_time >= 0
-    assert worker.get_finished() == []
+def test_a_transfer_is_reported_once_with_its_bytes_and_tokens(tier, stats):
+    copies = tier()
+    copies.store(7, [0, 1, 2], [5, 6, 7])
+    (done,) = copies.finished(7).values()
+    assert (done.job_id, done.success, done.transfer_size) == (7, True, 3 * sum(WIDTHS))
+    assert done.transfer_time >= 0 and copies.worker.get_finished() == []
+    report, waited = sorted((stats[1](), stats[1]()), key=lambda message: message["kind"])
+    assert (report["kind"], waited["kind"]) == ("store", "wait")
+    assert (report["tokens"], report["bytes"]) == (3 * BLOCK_TOKENS, 3 * sum(WIDTHS))
+    assert report["took_s"] >= report["copy_s"] >= 0
+    assert report["pace_s"] == 0 and waited["took_s"] >= 0
 
 
 def test_loads_end_in_the_order_they_were_asked_for(tier):
-    worker, _ = tier()
-    jobs = list(range(20))
-    for job in jobs:
-        worker.submit_load(job, HostIds([job]), device_ids([job]))
-    worker.wait(set(jobs))
-    assert [done.job_id for done in worker.get_finished()] == jobs
+    copies = tier()
+    for job in range(20):
+        copies.load(job, [job], [job])
+    assert list(copies.finished(*range(20))) == list(range(20))
 
 
 def test_the_seconds_of_a_requests_loads_are_taken_once(tier):
-    worker, _ = tier()
-    worker.submit_store(1, device_ids([0, 1]), HostIds([0, 1]))
-    worker.wait({1})
+    copies = tier()
     for job, request in ((2, "a"), (3, "a"), (4, "b")):
-        worker.loading(job, request)
-        worker.submit_load(job, HostIds([0, 1]), device_ids([4, 5]))
-    worker.wait({2, 3, 4})
-    done = {done.job_id: done.transfer_time for done in worker.get_finished()}
-    assert worker.take_load_s("a") == pytest.approx(done[2] + done[3])
-    assert worker.take_load_s("b") == pytest.approx(done[4])
-    assert worker.take_load_s("a") == worker.take_load_s("unknown") == 0.0
-
-
-def test_every_transfer_is_reported_with_its_tokens_and_bytes(tier, stats):
-    worker, _ = tier()
-    worker.submit_store(1, device_ids([0, 1]), HostIds([0, 1]))
-    worker.wait({1})
-    report, waited = sorted((stats[1](), stats[1]()), key=lambda message: message["kind"])
-    assert (report["kind"], waited["kind"]) == ("store", "wait")
-    assert report["tokens"] == 2 * BLOCK_TOKENS
-    assert report["bytes"] == 2 * sum(WIDTHS)
-    assert report["took_s"] >= report["copy_s"] >= 0
-    assert report["pace_s"] == 0
-    assert waited["took_s"] >= 0
+        copies.worker.loading(job, request)
+        copies.load(job, [0, 1], [4, 5])
+    took = {job: done.transfer_time for job, done in copies.finished(2, 3, 4).items()}
+    take = copies.worker.take_load_s
+    assert take("a") == pytest.approx(took[2] + took[3])
+    assert take("b") == pytest.approx(took[4])
+    assert take("a") == take("unknown") == 0.0
 
 
 def test_a_paced_load_lasts_at_least_its_pace(tier, stats):
-    pace = LinkPace(token_s=1e-3, store_token_s=5e-4, fixed_s=0.01)
-    worker, _ = tier(pace)
-    worker.submit_load(1, HostIds([0, 1, 2]), device_ids([3, 4, 5]))
-    worker.submit_load(2, HostIds([3]), device_ids([6]))
-    worker.wait({1, 2})
-    worker.submit_store(3, device_ids([0]), HostIds([0]))
+    copies = tier(LinkPace(token_s=1e-3, store_token_s=5e-4, fixed_s=0.01))
+    copies.load(1, [0, 1, 2], [3, 4, 5])
+    copies.load(2, [3], [6])
+    copies.finished(1, 2)
+    copies.store(3, [0], [0])
     messages = [stats[1]() for _ in range(4)]
     loads = [m for m in messages if m["kind"] == "load"]
     (store,) = (m for m in messages if m["kind"] == "store")
@@ -163,77 +157,61 @@ def test_a_paced_load_lasts_at_least_its_pace(tier, stats):
     assert loads[1]["queued_s"] <= loads[0]["took_s"]
 
 
-def test_waiting_for_what_is_not_there_returns(tier):
-    worker, _ = tier()
-    worker.wait({99})
-    assert worker.wait_for_load(60.0) is False
-
-
-def test_waiting_for_a_load_ends_with_the_load(tier):
-    worker, _ = tier(LinkPace(token_s=1e-3))
-    worker.submit_load(1, HostIds([0]), device_ids([0]))
-    # True: a load was in flight. It may end while we look, so ask until it is told.
-    while worker.wait_for_load(60.0) and not (done := worker.get_finished()):
+def test_waiting_for_what_is_not_there_returns_and_for_a_load_ends_with_it(tier):
+    copies = tier(LinkPace(token_s=1e-3))
+    assert copies.finished(99) == {} and copies.worker.wait_for_load(60.0) is False
+    copies.load(1, [0], [0])
+    # True: a load was in flight. It may end while we look, so ask until it is there.
+    while copies.worker.wait_for_load(60.0) and not (done := copies.worker.get_finished()):
         pass
     assert [d.job_id for d in done] == [1]
 
 
+def test_an_engine_that_only_stores_naps_but_learns_that_no_load_is_there(tier):
+    copies = tier(LinkPace(token_s=1e-3, store_token_s=1e-3))
+    copies.store(1, [0], [0])
+    assert copies.worker.wait_for_load(60.0) is False
+
+
 def test_a_transfer_that_cannot_be_made_is_reported_as_failed(tier):
-    worker, _ = tier(host_blocks=4)
-    worker.submit_load(1, HostIds([400]), device_ids([0]))
-    worker.submit_load(2, HostIds([1]), device_ids([1]))
-    worker.wait({1, 2})
-    assert [(d.job_id, d.success) for d in worker.get_finished()] == [(1, False), (2, True)]
+    copies = tier(host_blocks=4)
+    copies.load(1, [400], [0])
+    copies.load(2, [1], [1])
+    assert {job: d.success for job, d in copies.finished(1, 2).items()} == {1: False, 2: True}
+
+
+@pytest.mark.parametrize(("duplex", "links"), [(FULL, 2), (HALF, 1)])
+def test_a_half_duplex_link_is_one_server(tier, duplex, links):
+    assert len(tier(rules=LinkRules(duplex=duplex)).worker.links) == links
 
 
 def test_what_was_not_dropped_comes_back_as_it_was_stored(tier):
     """On a busy shared link; half of the stores are overwritten as soon as `wait` allows."""
     pace = LinkPace(token_s=2e-5, store_token_s=5e-4, fixed_s=2e-4)
-    worker, device = tier(
-        pace, host_blocks=200, rules=LinkRules(duplex=HALF, late_wait_s=0.0)
-    )  # fmt: skip
-    rng = np.random.default_rng(11)
-    stored, results, dropped = {}, {}, set()
-
-    def collect():
-        results.update({done.job_id: done.success for done in worker.get_finished()})
-        dropped.update(worker.take_dropped())
-
+    copies = tier(pace, host_blocks=200, rules=LinkRules(duplex=HALF, late_wait_s=0.0))
+    rng, stored, results, dropped = np.random.default_rng(11), {}, {}, set()
     for job in range(16):
         source = rng.permutation(20)[: rng.integers(4, 10)]
         kept = list(range(10 * job, 10 * job + len(source)))
-        worker.submit_load(1000 + job, HostIds([199]), device_ids([23]))
-        stored[job] = (source, kept, [tensor[source].clone() for tensor in device])
-        worker.submit_store(job, device_ids(source), HostIds(kept))
+        copies.load(1000 + job, [199], [23])
+        stored[job] = (kept, [tensor[source].clone() for tensor in copies.device])
+        copies.store(job, source, kept)
         if job % 2:
-            worker.wait({job})
-            collect()
+            results |= copies.finished(job)
         while job not in results:
-            collect()
-        for tensor in device:
+            results |= copies.finished()
+        dropped |= copies.worker.take_dropped()
+        for tensor in copies.device:
             tensor[source] = torch.randint(-128, 128, tensor[source].shape, dtype=torch.int8)
-    assert all(results[job] for job in stored)
+    assert all(results[job].success for job in stored)
     assert dropped and dropped <= {job for job in stored if job % 2}
     for job in set(stored) - dropped:
-        source, kept, before = stored[job]
-        places = list(range(len(source)))
-        worker.submit_load(3000 + job, HostIds(kept), device_ids(places))
-        worker.wait({3000 + job})
-        for tensor, old in zip(device, before, strict=True):
+        kept, before = stored[job]
+        places = list(range(len(kept)))
+        copies.load(3000 + job, kept, places)
+        copies.finished(3000 + job)
+        for tensor, old in zip(copies.device, before, strict=True):
             assert torch.equal(tensor[places], old), job
-
-
-@pytest.mark.parametrize(("duplex", "links"), [(FULL, 2), (HALF, 1)])
-def test_a_half_duplex_link_is_one_server(tier, duplex, links):
-    worker, _ = tier(rules=LinkRules(duplex=duplex))
-    assert len(worker.links) == links
-
-
-def test_an_engine_that_only_stores_naps_but_is_told_that_no_load_is_there(tier):
-    worker, _ = tier(LinkPace(token_s=1e-3, store_token_s=1e-3))
-    worker.submit_store(1, device_ids([0]), HostIds([0]))
-    assert worker.wait_for_load(60.0) is False
-    worker.wait({1})
 
 
 # -- the manager: what may be looked up -----------------------------------------------------------
@@ -241,41 +219,45 @@ def test_an_engine_that_only_stores_naps_but_is_told_that_no_load_is_there(tier)
 WHO = ReqContext(req_id="r")
 
 
-@pytest.fixture
-def manager():
+def manager(backlog_s=1.0, **pace):
+    """A manager of eight blocks, and what it reports."""
     reports = []
-
-    def make(backlog_s=1.0, **pace):
-        made = HostTierManager(
-            num_blocks=8, enable_events=True, pace=LinkPace(**pace), block_tokens=BLOCK_TOKENS,
-            backlog_s=backlog_s, report=reports.append,
-        )  # fmt: skip
-        made.reports = reports
-        return made
-
-    return make
+    made = HostTierManager(
+        num_blocks=8, enable_events=True, pace=LinkPace(**pace), block_tokens=BLOCK_TOKENS,
+        backlog_s=backlog_s, report=reports.append,
+    )  # fmt: skip
+    return made, reports
 
 
-def keys(*names):
+def keys(names):
     return [name.encode() for name in names]
 
 
-def test_a_store_that_was_given_up_is_never_found_nor_announced(manager):
-    tier = manager()
-    tier.prepare_store(keys("a", "b"), WHO)
+def begun(tier, names):
+    """The names of those that are to be stored."""
+    return b"".join(tier.prepare_store(keys(names), WHO).keys_to_store).decode()
+
+
+def done(tier, names):
+    tier.complete_store(keys(names), WHO)
+
+
+def test_a_store_that_was_given_up_is_never_found_nor_announced():
+    tier, _ = manager()
+    begun(tier, "ab")
     assert tier.lookup(b"a", WHO) == LookupResult.HIT_PENDING
-    tier.stores_lost(keys("a", "b"), 0.0)
-    tier.complete_store(keys("a", "b"), WHO)
-    assert [tier.lookup(key, WHO) for key in keys("a", "b")] == [LookupResult.MISS] * 2
+    tier.stores_lost(keys("ab"), 0.0)
+    done(tier, "ab")
+    assert [tier.lookup(key, WHO) for key in keys("ab")] == [LookupResult.MISS] * 2
     assert list(tier.take_events()) == []
     # Its room is free again, and the next attempt counts.
-    assert len(tier.prepare_store(keys("a", *"cdefghi"), WHO).keys_to_store) == 8
-    tier.complete_store(keys("a", *"cdefghi"), WHO)
+    assert begun(tier, "acdefghi") == "acdefghi"
+    done(tier, "acdefghi")
     assert tier.lookup(b"a", WHO) == LookupResult.HIT
 
 
-def test_what_a_waiting_request_will_load_is_evicted_last(manager):
-    tier = manager()
+def test_what_a_waiting_request_will_load_is_evicted_last():
+    tier, _ = manager()
     old, new, fresh = (
         [make_offload_key(f"{name}{i}".encode(), 0) for i in range(4)]
         for name in ("old", "new", "fresh")
@@ -296,50 +278,40 @@ def test_what_a_waiting_request_will_load_is_evicted_last(manager):
     assert set(tier.prepare_store(fresh, WHO).evicted_keys) == set(new)
 
 
-def test_stores_are_refused_while_too_many_seconds_are_queued(manager):
-    tier = manager(backlog_s=1.0, store_token_s=0.02, fixed_s=0.1)  # 0.42 s for one block
-    assert tier.prepare_store(keys("a"), WHO).keys_to_store == keys("a")
-    assert tier.prepare_store(keys("b"), WHO).keys_to_store == keys("b")
-    assert tier.prepare_store(keys("c", "d"), WHO).keys_to_store == []
+def test_stores_are_refused_while_too_many_seconds_are_queued():
+    tier, reports = manager(1.0, store_token_s=0.02, fixed_s=0.1)  # 0.42 s for one block
+    assert (begun(tier, "a"), begun(tier, "b"), begun(tier, "cd")) == ("a", "b", "")
     assert tier.lookup(b"c", WHO) == LookupResult.MISS
-    assert tier.reports == [
+    assert reports == [
         {"kind": "store_dropped", "blocks": 2, "tokens": 2 * BLOCK_TOKENS, "why": "backlog"}
     ]
-    tier.complete_store(keys("a"), WHO)
-    assert tier.prepare_store(keys("c"), WHO).keys_to_store == keys("c")
+    done(tier, "a")
+    assert begun(tier, "c") == "c"
 
 
-def test_a_store_longer_than_the_bound_goes_when_nothing_else_waits(manager):
-    tier = manager(backlog_s=0.1, store_token_s=0.02)
-    assert tier.prepare_store(keys("a", "b"), WHO).keys_to_store == keys("a", "b")
+def test_a_store_longer_than_the_bound_goes_when_nothing_else_waits():
+    assert begun(manager(0.1, store_token_s=0.02)[0], "ab") == "ab"
 
 
-def test_what_is_stored_already_is_no_backlog(manager):
-    tier = manager(backlog_s=0.5, store_token_s=0.02)
-    tier.prepare_store(keys("a"), WHO)
-    tier.complete_store(keys("a"), WHO)
-    tier.prepare_store(keys("b"), WHO)
-    assert tier.prepare_store(keys("a"), WHO).keys_to_store == []
-    assert tier.reports == []
+def test_what_is_stored_already_is_no_backlog():
+    tier, reports = manager(0.5, store_token_s=0.02)
+    begun(tier, "a"), done(tier, "a"), begun(tier, "b")
+    assert begun(tier, "a") == "" and reports == []
 
 
-def test_without_a_pace_the_measured_copy_bounds_the_stores(manager):
-    tier = manager(backlog_s=1.0)
-    for name in "abc":
-        tier.prepare_store(keys(name), WHO)
-    assert tier.reports == []
+def test_without_a_pace_the_measured_copy_bounds_the_stores():
+    tier, reports = manager(1.0)
+    assert [begun(tier, name) for name in "abc"] == ["a", "b", "c"] and reports == []
     tier.reset_cache()
     tier.stores_lost([], 0.6)
-    for name in "abc":
-        tier.prepare_store(keys(name), WHO)
-    assert len(tier.reports) == 2
+    assert [begun(tier, name) for name in "abc"] == ["a", "", ""] and len(reports) == 2
 
 
-def test_after_a_reset_nothing_counts_as_queued_or_lost(manager):
-    tier = manager(backlog_s=0.5, store_token_s=0.02)
-    tier.prepare_store(keys("a"), WHO)
+def test_after_a_reset_nothing_counts_as_queued_or_lost():
+    tier, _ = manager(0.5, store_token_s=0.02)
+    begun(tier, "a")
     tier.stores_lost(keys("a"), 0.0)
     tier.reset_cache()
-    assert tier.prepare_store(keys("a"), WHO).keys_to_store == keys("a")
-    tier.complete_store(keys("a"), WHO)
+    assert begun(tier, "a") == "a"
+    done(tier, "a")
     assert tier.lookup(b"a", WHO) == LookupResult.HIT

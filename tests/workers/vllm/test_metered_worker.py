@@ -16,8 +16,6 @@ from workers.vllm.metered_worker import MeteredCPUWorker, StepMeter, mark_genera
 
 pytestmark = pytest.mark.vllm
 
-_PATIENCE_MS = 20_000
-
 
 def new(req_id, prompt, context=0, name=None):
     params = SamplingParams(extra_args={"kappa_request_id": name or f"ours-{req_id}"})
@@ -28,7 +26,7 @@ def new(req_id, prompt, context=0, name=None):
     )  # fmt: skip
 
 
-def scheduled(tokens, fresh=(), cached=(), finished=()):
+def scheduled(tokens, *fresh, cached=(), finished=()):
     """One step: `tokens` by request, `fresh` requests, `cached` ones as (id, context)."""
     return SchedulerOutput(
         scheduled_new_reqs=list(fresh),
@@ -43,21 +41,34 @@ def scheduled(tokens, fresh=(), cached=(), finished=()):
     )  # fmt: skip
 
 
-def test_a_prompt_in_one_step_is_finished_by_it():
-    work, prefilled = StepMeter().work(scheduled({"a": 10}, [new("a", 10)]))
-    assert (work, prefilled) == ([(10, 0)], ["ours-a"])
+@pytest.fixture
+def meter():
+    return StepMeter()
 
 
-def test_a_prompt_in_chunks_is_finished_by_the_last_one():
-    meter = StepMeter()
-    assert meter.work(scheduled({"a": 6}, [new("a", 10, context=1)])) == ([(6, 1)], [])
+@pytest.mark.parametrize(
+    ("prompt", "context", "tokens", "prefilled"),
+    [
+        (10, 0, 10, ["ours-a"]),
+        (10, 0, 9, []),
+        (66, 64, 2, ["ours-a"]),  # cached tokens are context, not work
+    ],
+)
+def test_a_prompt_is_finished_by_the_step_that_computes_the_last_of_it(
+    meter, prompt, context, tokens, prefilled
+):
+    step = scheduled({"a": tokens}, new("a", prompt, context))
+    assert meter.work(step) == ([(tokens, context)], prefilled)
+
+
+def test_a_prompt_in_chunks_is_finished_by_the_last_one(meter):
+    assert meter.work(scheduled({"a": 6}, new("a", 10, context=1))) == ([(6, 1)], [])
     assert meter.work(scheduled({"a": 3}, cached=[("a", 7)])) == ([(3, 7)], ["ours-a"])
     assert meter.work(scheduled({"a": 1}, cached=[("a", 10)])) == ([(1, 10)], [])
 
 
-def test_a_prompt_has_taken_the_steps_that_computed_it_and_no_others():
-    meter = StepMeter()
-    meter.work(scheduled({"a": 6, "b": 2}, [new("a", 10), new("b", 2)]))
+def test_a_prompt_has_taken_the_steps_that_computed_it_and_no_others(meter):
+    meter.work(scheduled({"a": 6, "b": 2}, new("a", 10), new("b", 2)))
     assert meter.took(0.5) == [("b", "ours-b", 0.5)]
     meter.work(scheduled({"a": 4, "b": 1}, cached=[("a", 6), ("b", 2)]))
     assert meter.took(0.25) == [("a", "ours-a", 0.75)]
@@ -65,36 +76,26 @@ def test_a_prompt_has_taken_the_steps_that_computed_it_and_no_others():
     assert meter.took(0.25) == []
 
 
-def test_a_request_that_ends_in_its_prompt_leaves_nothing_behind():
-    meter = StepMeter()
-    meter.work(scheduled({"a": 6}, [new("a", 10)]))
+def test_a_request_that_ends_in_its_prompt_leaves_nothing_behind(meter):
+    meter.work(scheduled({"a": 6}, new("a", 10)))
     meter.took(1.0)
-    meter.work(scheduled({"a": 5}, [new("a", 5)], finished=["a"]))
-    meter.work(scheduled({"a": 10}, [new("a", 10)]))
+    meter.work(scheduled({"a": 5}, new("a", 5), finished=["a"]))
+    meter.work(scheduled({"a": 10}, new("a", 10)))
     assert meter.took(0.5) == [("a", "ours-a", 0.5)]
 
 
-def test_cached_tokens_are_context_not_work():
-    work, prefilled = StepMeter().work(scheduled({"a": 2}, [new("a", 66, context=64)]))
-    assert (work, prefilled) == ([(2, 64)], ["ours-a"])
+def test_decodes_and_prompts_share_a_step(meter):
+    meter.work(scheduled({"a": 4}, new("a", 4)))
+    step = scheduled({"a": 1, "b": 5}, new("b", 9), cached=[("a", 4)], finished=["z"])
+    work, prefilled = meter.work(step)
+    assert (sorted(work), prefilled) == ([(1, 4), (5, 0)], [])
 
 
-def test_decodes_and_prompts_share_a_step():
-    meter = StepMeter()
-    meter.work(scheduled({"a": 4}, [new("a", 4)]))
-    work, prefilled = meter.work(
-        scheduled({"a": 1, "b": 5}, [new("b", 9)], cached=[("a", 4)], finished=["z"])
-    )
-    assert sorted(work) == [(1, 4), (5, 0)]
-    assert prefilled == []
-
-
-def test_a_finished_requests_id_may_come_again():
-    meter = StepMeter()
-    meter.work(scheduled({"a": 4}, [new("a", 4)]))
+def test_a_finished_requests_id_may_come_again(meter):
+    meter.work(scheduled({"a": 4}, new("a", 4)))
     meter.work(scheduled({}, finished=["a"]))
     assert meter._prompts == {}
-    assert meter.work(scheduled({"a": 4}, [new("a", 4, name="second")]))[1] == ["second"]
+    assert meter.work(scheduled({"a": 4}, new("a", 4, name="second")))[1] == ["second"]
 
 
 def test_requests_without_our_id_have_an_empty_one():
@@ -102,34 +103,31 @@ def test_requests_without_our_id_have_an_empty_one():
 
 
 @pytest.fixture
-def worker(tmp_path):
-    """A worker without vLLM's own parts, and a function that returns its next report."""
-    context = zmq.Context()
-    socket = context.socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
-    socket.bind(f"ipc://{tmp_path}/stats")
+def run(tmp_path):
+    """A function that runs steps on a worker without vLLM's own parts; returns their reports."""
+    endpoint = f"ipc://{tmp_path}/stats"
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        socket.bind(endpoint)
 
-    def make(model):
-        made = object.__new__(MeteredCPUWorker)
-        made._kappa_step_model = model
-        made._kappa_stats = StatsSender(f"ipc://{tmp_path}/stats")
-        made._kappa_meter, made._kappa_step, made._kappa_last_end_s = StepMeter(), None, 0.0
-        return made, lambda: msgspec.msgpack.decode(socket.recv())
+        def play(model, *steps):
+            worker = object.__new__(MeteredCPUWorker)
+            worker._kappa_step_model, worker._kappa_stats = model, StatsSender(endpoint)
+            worker._kappa_meter, worker._kappa_step = StepMeter(), None
+            worker._kappa_last_end_s = 0.0
+            for step in steps:
+                worker._kappa_begin(step)
+                worker._kappa_end()
+            worker._kappa_stats.flush()
+            full = [step for step in steps if step.total_num_scheduled_tokens]
+            return [msgspec.msgpack.decode(socket.recv()) for _ in full]
 
-    yield make
-    context.destroy(linger=0)
+        yield play
 
 
-def run(worker, output):
-    worker._kappa_begin(output)
-    worker._kappa_end()
-
-
-def test_a_paced_step_lasts_its_pace(worker):
+def test_a_paced_step_lasts_its_pace(run):
     model = StepModel(token_s=1e-3, pair_s=0.0, weights_s=0.0, context_token_s=0.0, dilation=2.0)
-    made, report = worker(model)
-    run(made, scheduled({"a": 20}, [new("a", 20)]))
-    step = report()
+    (step,) = run(model, scheduled({"a": 20}, new("a", 20)))
     assert step["pace_s"] == pytest.approx(0.04)
     assert step["announced"] == pytest.approx([0.04, 0.0, 0.0])
     assert step["took_s"] >= step["pace_s"]
@@ -138,47 +136,41 @@ def test_a_paced_step_lasts_its_pace(worker):
     assert step["overrun"] is False
 
 
-def test_a_step_slower_than_its_pace_is_an_overrun(worker):
-    made, report = worker(StepModel(1e-12, 0.0, 0.0, 0.0))
-    run(made, scheduled({"a": 1}, [new("a", 1)]))
-    step = report()
+def test_a_step_slower_than_its_pace_is_an_overrun(run):
+    (step,) = run(StepModel(1e-12, 0.0, 0.0, 0.0), scheduled({"a": 1}, new("a", 1)))
     assert step["overrun"] is True and step["took_s"] >= step["real_s"] > step["pace_s"]
 
 
-def test_an_unpaced_step_is_reported_and_never_an_overrun(worker):
-    made, report = worker(None)
-    run(made, scheduled({"a": 1}, [new("a", 1)]))
-    step = report()
+def test_an_unpaced_step_is_reported_and_never_an_overrun(run):
+    (step,) = run(None, scheduled({"a": 1}, new("a", 1)))
     assert (step["pace_s"], step["announced"], step["overrun"]) == (0.0, None, False)
 
 
-def test_steps_back_to_back_keep_the_pace_together(worker):
+def test_steps_back_to_back_keep_the_pace_together(run):
     model = StepModel(token_s=5e-3, pair_s=0.0, weights_s=0.0, context_token_s=0.0)
-    made, report = worker(model)
-    for context in range(5):
-        fresh = [new("a", 1)] if not context else []
-        cached = [("a", context)] if context else []
-        run(made, scheduled({"a": 1}, fresh, cached))
-    made._kappa_stats.flush()
-    steps = [report() for _ in range(5)]
+    later = [scheduled({"a": 1}, cached=[("a", context)]) for context in range(1, 5)]
+    steps = run(model, scheduled({"a": 1}, new("a", 1)), *later)
     assert all(step["took_s"] >= step["pace_s"] for step in steps)
 
 
-def test_steps_that_complete_no_prompt_are_reported_together(worker, monkeypatch):
-    made, _ = worker(None)
-    sent = []
-    monkeypatch.setattr(made._kappa_stats, "send", lambda _, urgent: sent.append(urgent))
-    run(made, scheduled({"a": 1}, [new("a", 2)]))
-    run(made, scheduled({"a": 1}, (), [("a", 1)]))
-    run(made, scheduled({"a": 1}, (), [("a", 2)]))
-    assert sent == [False, True, False]
+def test_steps_that_complete_no_prompt_are_reported_together(run, monkeypatch):
+    urgencies, send = [], StatsSender.send
+
+    def noted(sender, step, *, urgent=True):
+        urgencies.append(urgent)
+        send(sender, step, urgent=urgent)
+
+    monkeypatch.setattr(StatsSender, "send", noted)
+    later = [scheduled({"a": 1}, cached=[("a", context)]) for context in (1, 2)]
+    run(None, scheduled({"a": 1}, new("a", 2)), *later)
+    assert urgencies == [False, True, False]
 
 
-def test_an_empty_step_reports_nothing(worker):
-    made, report = worker(None)
-    run(made, scheduled({}, finished=["x"]))
-    run(made, scheduled({"a": 1}, [new("a", 1, name="next")]))
-    assert report()["prefilled"] == ["next"]
+def test_an_empty_step_reports_nothing(run):
+    (step,) = run(
+        None, scheduled({}, finished=["x"]), scheduled({"a": 1}, new("a", 1, name="next"))
+    )
+    assert step["prefilled"] == ["next"]
 
 
 def test_what_a_step_of_an_unfinished_prompt_drew_from_its_seed_is_taken_back():

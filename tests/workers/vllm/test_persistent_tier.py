@@ -38,12 +38,12 @@ DEVICE_BLOCKS, HOST_BLOCKS, TOKENS, WIDTH = 16, 6, 4, 64
 CONTEXT = ReqContext(req_id="r")
 
 
-class HostIds(BlockIDsLoadStoreSpec):
-    pass
-
-
 def key_of(n):
     return make_offload_key(bytes([n]) * 32, 0)
+
+
+def on_device(*ids):
+    return GPULoadStoreSpec(list(ids), group_sizes=(len(ids),), block_indices=(0,))
 
 
 class Life:
@@ -62,7 +62,6 @@ class Life:
             self.tier, num_blocks=HOST_BLOCKS, enable_events=True, pace=LinkPace(),
             block_tokens=TOKENS, backlog_s=10.0, report=lambda _: None,
         )  # fmt: skip
-        self.jobs = 0
 
     def store(self, *numbers, success=True, complete=True):
         """Copy device block n as key n; a chain in the order given."""
@@ -72,22 +71,17 @@ class Life:
             salt = "alice" if parent is None else ""
             self.tier.storing(StoredBlock(bytes(key_of(n)), before, (n,) * TOKENS, salt))
         output = self.manager.prepare_store(keys, CONTEXT)
-        slots = HostIds(output.store_spec.block_ids)
-        self.jobs += 1
-        ids = [int.from_bytes(bytes(k)[:1], "big") for k in output.keys_to_store]
-        device = GPULoadStoreSpec(ids, group_sizes=(len(ids),), block_indices=(0,))
-        self.worker.submit_store(self.jobs, device, slots)
-        self.worker.wait({self.jobs})
+        ids = [bytes(key)[0] for key in output.keys_to_store]
+        slots = BlockIDsLoadStoreSpec(output.store_spec.block_ids)
+        self.worker.submit_store(1, on_device(*ids), slots)
+        self.worker.wait({1})
         if complete:
             self.manager.complete_store(output.keys_to_store, CONTEXT, success)
 
-    def load(self, number, into):
-        assert self.manager.lookup(key_of(number), CONTEXT) == LookupResult.HIT
+    def load(self, number, into=9):
         spec = self.manager.prepare_load([key_of(number)], CONTEXT)
-        self.jobs += 1
-        target = GPULoadStoreSpec([into], group_sizes=(1,), block_indices=(0,))
-        self.worker.submit_load(self.jobs, HostIds(spec.block_ids), target)
-        self.worker.wait({self.jobs})
+        self.worker.submit_load(2, BlockIDsLoadStoreSpec(spec.block_ids), on_device(into))
+        self.worker.wait({2})
         self.manager.complete_load([key_of(number)], CONTEXT)
         return self.device[into].clone()
 
@@ -96,6 +90,13 @@ class Life:
             n for n in range(DEVICE_BLOCKS)
             if self.manager.lookup(key_of(n), CONTEXT) == LookupResult.HIT
         }  # fmt: skip
+
+    def assert_holds(self, numbers, before):
+        """These are found, with the bytes of an earlier life's device blocks."""
+        assert self.held() == set(numbers)
+        self.device.zero_()
+        for n in numbers:
+            assert torch.equal(self.load(n), before[n]), n
 
     def end(self):
         self.worker.shutdown()
@@ -117,28 +118,16 @@ def life(tmp_path):
         lives.pop().end()
 
 
-def test_a_successor_finds_the_blocks_and_their_bytes(life):
+def test_a_successor_finds_the_blocks_their_bytes_tokens_parents_and_salt(life):
     first = life()
     first.store(1, 2, 3)
-    before = first.device.clone()
     second = life()
-    assert second.held() == {1, 2, 3}
-    second.device.zero_()
-    for n in (1, 2, 3):
-        assert torch.equal(second.load(n, into=9), before[n])
-
-
-def test_found_blocks_are_announced_with_tokens_parents_and_salt(life):
-    first = life()
-    first.store(1, 2)
-    second = life()
-    batches = announcement(
-        second.tier.found, TOKENS, "CPU", lambda key: bytes(key)[:-4], lambda parent: parent
-    )
+    second.assert_holds({1, 2, 3}, first.device.clone())
+    batches = announcement(second.tier.found, TOKENS, "CPU", lambda key: key[:-4], lambda p: p)
     events = [event for batch in batches for event in decode_batch(batch, "w")]
     stored = [e for e in events if isinstance(e, BlocksStored) and e.tier == "host"]
-    assert [list(e.token_ids) for e in stored] == [[1] * TOKENS, [2] * TOKENS]
-    assert [e.parent_engine_hash for e in stored] == [None, bytes([1]) * 32]
+    assert [list(e.token_ids) for e in stored] == [[n] * TOKENS for n in (1, 2, 3)]
+    assert [e.parent_engine_hash for e in stored] == [None, bytes([1]) * 32, bytes([2]) * 32]
     salted = [e for e in events if isinstance(e, BlocksStored) and e.tier == "device"]
     assert salted[0].salt
 
@@ -148,14 +137,11 @@ def test_what_was_evicted_overwritten_or_failed_is_not_found(life):
     first.store(1, 2, 3, 4)
     first.store(5, 6, 7)  # one of the first four has to go
     first.store(8, success=False)
-    held = first.held()
+    held, before = first.held(), first.device.clone()
     assert len(held) <= HOST_BLOCKS and 8 not in held and 7 in held
-    before = first.device.clone()
     second = life()
     assert held <= second.held() <= held | {1, 2, 3, 4}
-    second.device.zero_()
-    for n in second.held():
-        assert torch.equal(second.load(n, into=9), before[n]), n
+    second.assert_holds(second.held(), before)
 
 
 def test_a_store_that_the_engines_end_cut_short_is_not_found(life):
@@ -181,32 +167,31 @@ def test_a_reset_leaves_nothing(life):
     assert life().held() == set()
 
 
-def test_blocks_of_another_hash_seed_are_not_found(life):
-    life(seed="a").store(1)
-    assert life(seed="b").held() == set()
-
-
-def test_a_tier_of_another_width_starts_empty(life):
+@pytest.mark.parametrize("other", [{"seed": "another"}, {"width": WIDTH // 2}])
+def test_blocks_of_another_hash_seed_or_width_are_not_found(life, other):
     life().store(1)
-    assert life(width=WIDTH // 2).held() == set()
+    assert life(**other).held() == set()
 
 
 def test_stores_are_recorded_with_their_requests_and_special_ones_are_not():
     storing, tracked = [], []
     tracker = SimpleNamespace(record_store=lambda *args: tracked.append(args))
     record_stores(tracker, SimpleNamespace(storing=storing.append))
-    request = SimpleNamespace(
-        lora_request=None, mm_features=[], cache_salt="alice", all_token_ids=list(range(12)),
-        block_hashes=[b"a", b"b", b"c"],
-    )  # fmt: skip
-    group = SimpleNamespace(sliding_window_size_in_chunks=None, tokens_per_chunk=TOKENS)
-    tracker.record_store(request, group, 0, OffloadKey(b"k0"))
-    tracker.record_store(request, group, 2, OffloadKey(b"k2"))
-    for special in ({"lora_request": "adapter"}, {"mm_features": ["image"]}):
-        other = SimpleNamespace(**{**vars(request), **special})
-        tracker.record_store(other, group, 0, OffloadKey(b"no"))
-    window = SimpleNamespace(sliding_window_size_in_chunks=3, tokens_per_chunk=TOKENS)
-    tracker.record_store(request, window, 0, OffloadKey(b"no"))
+    plain = {
+        "lora_request": None, "mm_features": [], "cache_salt": "alice",
+        "all_token_ids": list(range(12)), "block_hashes": [b"a", b"b", b"c"],
+    }  # fmt: skip
+
+    def record(chunk, key, window=None, **special):
+        group = SimpleNamespace(sliding_window_size_in_chunks=window, tokens_per_chunk=TOKENS)
+        request = SimpleNamespace(**plain | special)
+        tracker.record_store(request, group, chunk, OffloadKey(key))
+
+    record(0, b"k0")
+    record(2, b"k2")
+    record(0, b"no", lora_request="adapter")
+    record(0, b"no", mm_features=["image"])
+    record(0, b"no", window=3)
     assert storing == [
         StoredBlock(b"k0", None, (0, 1, 2, 3), "alice"), StoredBlock(b"k2", b"b", (8, 9, 10, 11)),
     ]  # fmt: skip

@@ -54,7 +54,7 @@ def config(tmp_path_factory):
 
 
 @pytest.fixture
-def heard(config):
+def reports(config):
     """A function that returns the next message of the stats channel."""
     endpoint = config.kv_transfer_config.kv_connector_extra_config["kappa_stats"]
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
@@ -63,18 +63,10 @@ def heard(config):
         yield lambda: msgspec.msgpack.decode(socket.recv())
 
 
-@pytest.fixture(params=[STOCK, "fair"])
-def engine(config, request):
-    """vLLM's own scheduler, and ours inside it."""
-    ours = EngineScheduler(request.param)
-    config.additional_config = {SCHEDULER_KEY: msgspec.to_builtins(ours.options("", None))}
-    return Played(config, request.param)
-
-
 class Played:
-    """vLLM's scheduler, with an engine that samples the same token at every step."""
+    """vLLM's scheduler, or ours inside it, with an engine that samples the same token each step."""
 
-    def __init__(self, config, rule):
+    def __init__(self, config, rule, **options):
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -88,6 +80,8 @@ class Played:
 
         from workers.vllm.scheduler import FairScheduler
 
+        ours = EngineScheduler(rule, **options).options("", None)
+        config.additional_config = {SCHEDULER_KEY: msgspec.to_builtins(ours)}
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         spec = FullAttentionSpec(
@@ -99,26 +93,31 @@ class Played:
         scheduler = Scheduler if rule == STOCK else FairScheduler
         self.scheduler = scheduler(config, cache, StructuredOutputManager(config), BLOCK)
 
-    def add(self, name, params, tokens=PROMPT, count=4, first=100, **extra):
+    def add(self, name, params=None, tokens=PROMPT, count=4, first=100, **extra):
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        asked = SamplingParams(
+        sampling = SamplingParams(
             max_tokens=count, ignore_eos=True, extra_args={"kv_transfer_params": params, **extra}
         )
-        asked.update_from_generation_config({}, 0)
+        sampling.update_from_generation_config({}, 0)
         prompt = list(range(first, first + tokens))
         self.scheduler.add_request(
-            Request(name, prompt, asked, pooling_params=None, block_hasher=self._hasher)
+            Request(name, prompt, sampling, pooling_params=None, block_hasher=self._hasher)
         )
 
-    def step(self, **connector):
-        """One step; tokens by request, what the connector's workers are told, and the answers."""
+    def step(self, lost=(), **connector):
+        """One step; tokens by request, what the connector's workers get, and the answers.
+
+        connector: what they report. lost: blocks that did not come, of this step's transfers.
+        """
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         planned = self.scheduler.schedule()
-        names = list(planned.num_scheduled_tokens)
-        told = self.scheduler.update_from_output(
+        names, meta = list(planned.num_scheduled_tokens), planned.kv_connector_metadata
+        if lost:
+            connector["invalid_block_ids"] = {i for r in meta.receives for i in r.block_ids}
+        outputs = self.scheduler.update_from_output(
             planned,
             ModelRunnerOutput(
                 req_ids=names,
@@ -127,10 +126,15 @@ class Played:
                 kv_connector_output=KVConnectorOutput(**connector) if connector else None,
             ),
         )
-        answers = [answer for group in told.values() for answer in group.outputs]
-        return planned.num_scheduled_tokens, planned.kv_connector_metadata, answers
+        answers = [answer for group in outputs.values() for answer in group.outputs]
+        return planned.num_scheduled_tokens, meta, answers
 
-    def taking(self):
+    def abort(self, name):
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def receiving(self):
         """Requests that wait for their KV."""
         found = self.scheduler.requests.values()
         return {r.request_id for r in found if r.status.name == "WAITING_FOR_REMOTE_KVS"}
@@ -140,7 +144,12 @@ class Played:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
-def test_a_prefill_is_answered_with_its_place_and_given_in_the_next_step(engine):
+@pytest.fixture(params=[STOCK, "fair"])
+def engine(config, request):
+    return Played(config, request.param)
+
+
+def test_a_prefill_is_answered_with_its_place_and_sent_in_the_next_step(engine):
     engine.add("p", {"do_remote_decode": True}, count=1)
     tokens, meta, (answer,) = engine.step()
     assert tokens == {"p": PROMPT} and meta.sends == []
@@ -149,81 +158,72 @@ def test_a_prefill_is_answered_with_its_place_and_given_in_the_next_step(engine)
     # The engine would go to sleep without work: the step that copies must come by itself.
     assert engine.scheduler.has_requests()
     tokens, meta, _ = engine.step()
-    (give,) = meta.sends
-    assert tokens == {} and give.name == place["transfer_name"]
-    assert len(give.block_ids) == WHOLE // BLOCK == len(set(give.block_ids))
+    (send,) = meta.sends
+    assert tokens == {} and send.name == place["transfer_name"]
+    assert len(send.block_ids) == WHOLE // BLOCK == len(set(send.block_ids))
     assert engine.step()[1].sends == []
 
 
-def test_a_prompt_that_was_not_asked_for_is_not_given(engine):
+def test_a_prompt_that_nobody_wants_is_not_sent(engine):
     engine.add("p", {"do_remote_decode": False}, count=1)
     (answer,) = engine.step()[2]
     assert answer.kv_transfer_params is None and engine.step()[1].sends == []
 
 
-def test_what_is_taken_is_not_computed(engine):
+def test_what_is_received_is_not_computed(engine):
     engine.add("d", PLACE)
     tokens, meta, _ = engine.step(finished_recving={"d"})
-    (take,) = meta.receives
-    assert tokens == {} and (take.request_id, take.name) == ("d", PLACE["transfer_name"])
-    assert (take.start, take.tokens, len(take.block_ids)) == (0, WHOLE, WHOLE // BLOCK)
+    (receive,) = meta.receives
+    assert tokens == {} and (receive.request_id, receive.name) == ("d", PLACE["transfer_name"])
+    assert (receive.start, receive.tokens) == (0, WHOLE)
+    assert len(receive.block_ids) == WHOLE // BLOCK
     tokens, meta, _ = engine.step()
     assert tokens == {"d": PROMPT - WHOLE} and meta.receives == []
     assert engine.step()[0] == {"d": 1}
 
 
-def test_what_is_taken_is_told_as_loaded(engine, heard):
-    engine.add("before", None, tokens=BLOCK + 1, count=1)
+@pytest.mark.parametrize("held", [1, 3])
+def test_only_what_the_device_does_not_hold_is_received_and_reported_as_loaded(
+    engine, reports, held
+):
+    engine.add("before", tokens=held * BLOCK + 1, count=1)
     engine.step()
     engine.add("d", PLACE)
-    engine.step(finished_recving={"d"})
-    engine.step()
-    # Engines of other tests tell late, now that somebody listens.
-    while (told := heard())["device_tokens"] != BLOCK:
-        assert told["kind"] == "admit"
-    assert (told["host_tokens"], told["new_tokens"]) == (WHOLE - BLOCK, PROMPT - WHOLE)
-
-
-def test_only_what_the_device_does_not_hold_is_taken(engine):
-    engine.add("before", None, tokens=3 * BLOCK + 1, count=1)
-    engine.step()
-    engine.add("d", PLACE)
-    (take,) = engine.step(finished_recving={"d"})[1].receives
-    assert (take.start, take.tokens) == (3, WHOLE - 3 * BLOCK)
+    (receive,) = engine.step(finished_recving={"d"})[1].receives
+    assert (receive.start, receive.tokens) == (held, WHOLE - held * BLOCK)
     assert engine.step()[0] == {"d": PROMPT - WHOLE}
+    # Engines of other tests report late, now that somebody listens.
+    while (report := reports())["device_tokens"] != held * BLOCK:
+        assert report["kind"] == "admit"
+    assert (report["host_tokens"], report["new_tokens"]) == (receive.tokens, PROMPT - WHOLE)
 
 
 def test_what_does_not_come_is_computed(engine):
     engine.add("d", PLACE)
-    planned = engine.scheduler.schedule()
-    (take,) = planned.kv_connector_metadata.receives
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-    lost = KVConnectorOutput(finished_recving={"d"}, invalid_block_ids=set(take.block_ids))
-    nothing = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=lost)
-    engine.scheduler.update_from_output(planned, nothing)
+    engine.step(lost=True, finished_recving={"d"})
     tokens, meta, _ = engine.step()
-    assert tokens == {"d": PROMPT} and meta.receives == [], "asked once, not again"
+    assert tokens == {"d": PROMPT} and meta.receives == [], "tried once, not again"
 
 
-@pytest.mark.parametrize("claimed", [0, -64, "many", None, 1 << 40])
-def test_a_claim_beyond_the_prompt_or_no_number_does_no_harm(engine, claimed):
+@pytest.mark.parametrize("claimed", [0, -64, "many", None])
+def test_a_claim_that_is_no_number_of_tokens_does_no_harm(engine, claimed):
     engine.add("d", {**PLACE, "remote_tokens": claimed})
-    tokens, meta, _ = engine.step(finished_recving={"d"} if claimed == 1 << 40 else None)
-    if claimed == 1 << 40:
-        assert [take.tokens for take in meta.receives] == [WHOLE]
-    else:
-        assert meta.receives == [] and tokens == {"d": PROMPT}
+    tokens, meta, _ = engine.step()
+    assert meta.receives == [] and tokens == {"d": PROMPT}
 
 
-def test_a_request_that_is_aborted_while_it_takes_leaves_nothing(engine):
-    from vllm.v1.request import RequestStatus
+def test_a_claim_beyond_the_prompt_is_cut_to_it(engine):
+    engine.add("d", {**PLACE, "remote_tokens": 1 << 40})
+    (receive,) = engine.step(finished_recving={"d"})[1].receives
+    assert receive.tokens == WHOLE
 
+
+def test_a_request_that_is_aborted_while_it_receives_leaves_nothing(engine):
     free = engine.free_blocks
     engine.add("d", PLACE)
     engine.step()
     assert engine.free_blocks < free
-    engine.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
+    engine.abort("d")
     # Its blocks are being written to: they are free once the transfer has ended.
     assert engine.free_blocks < free
     engine.step(finished_recving={"d"})
@@ -232,7 +232,7 @@ def test_a_request_that_is_aborted_while_it_takes_leaves_nothing(engine):
 
 
 def test_an_answer_that_found_no_room_holds_no_longer(engine):
-    """Asked again, the device and the host tier may hold so much that nothing is taken."""
+    """Asked again, the device and the host tier may hold so much that nothing is received."""
     connector = engine.scheduler.connector
     engine.add("d", PLACE)
     (request,) = engine.scheduler.requests.values()
@@ -245,14 +245,14 @@ NO_MAPPINGS = ["x", "", 7, 0, -1.5, float("nan"), True, [1, 2], [], [["do_remote
 ODD = ["", "x", 7, -1, 2**63, 10**400, -1.5, float("nan"), float("inf"), True, [], [[1]], {"a": 1}]
 
 
-@pytest.mark.parametrize("params", NO_MAPPINGS, ids=repr)
-def test_transfer_parameters_that_are_no_mapping_are_ignored(engine, params):
-    engine.add("p", params, count=1)
-    engine.add("honest", {"do_remote_decode": True}, count=1, first=1000)
-    tokens, _, answers = engine.step()
-    assert tokens == {"p": PROMPT, "honest": PROMPT}
-    places = {answer.request_id: answer.kv_transfer_params for answer in answers}
-    assert places["p"] is None and places["honest"]["do_remote_prefill"]
+def test_transfer_parameters_that_are_no_mapping_are_ignored(engine):
+    for i, params in enumerate(NO_MAPPINGS):
+        engine.add("p", params, count=1, first=2000 * i)
+        engine.add("honest", {"do_remote_decode": True}, count=1, first=2000 * i + 1000)
+        tokens, _, answers = engine.step()
+        assert tokens == {"p": PROMPT, "honest": PROMPT}, params
+        places = {answer.request_id: answer.kv_transfer_params for answer in answers}
+        assert places["p"] is None and places["honest"]["do_remote_prefill"], params
 
 
 @pytest.mark.parametrize(
@@ -263,10 +263,10 @@ def test_transfer_parameters_that_are_no_mapping_are_ignored(engine, params):
 def test_transfer_parameters_of_any_content_end_no_engine(engine, key):
     for i, value in enumerate([*ODD, [{"medium": 7}], [{"locality": []}]]):
         engine.add(f"d{i}", {**PLACE, key: value}, count=1, first=1000 * i)
-        engine.add(f"honest{i}", None, tokens=BLOCK - 1, count=1, first=1000 * i + 500)
+        engine.add(f"honest{i}", tokens=BLOCK - 1, count=1, first=1000 * i + 500)
         answers = engine.step()[2]
-        taking = engine.taking()
-        answers += engine.step(**({"finished_recving": taking} if taking else {}))[2]
+        receiving = engine.receiving()
+        answers += engine.step(**({"finished_recving": receiving} if receiving else {}))[2]
         answers += engine.step()[2]
         done = {answer.request_id for answer in answers if answer.finished}
         assert done == {f"d{i}", f"honest{i}"}
@@ -288,7 +288,7 @@ HINT_VALUES = [
 def test_what_the_ingress_sends_along_may_be_anything_without_harm(engine, key):
     """Hints: without them a request is priced by what is measured, and charged to nobody else."""
     for i, value in enumerate(HINT_VALUES):
-        engine.add(f"r{i}", None, tokens=BLOCK + 1, count=1, first=1000 * i, **{key: value})
+        engine.add(f"r{i}", tokens=BLOCK + 1, count=1, first=1000 * i, **{key: value})
         answers = engine.step()[2]
         assert [(answer.request_id, answer.finished) for answer in answers] == [(f"r{i}", True)]
     rule = getattr(engine.scheduler, "_rule", None)
@@ -296,46 +296,38 @@ def test_what_the_ingress_sends_along_may_be_anything_without_harm(engine, key):
     assert not engine.scheduler.requests
 
 
-class Refusing(Played):
+@pytest.fixture
+def refusing(config):
     """Our scheduler in a worker behind our ingress."""
-
-    def __init__(self, config):
-        ours = EngineScheduler("fair", tenant_required=True)
-        config.additional_config = {SCHEDULER_KEY: msgspec.to_builtins(ours.options("", None))}
-        super().__init__(config, "fair")
+    return Played(config, "fair", tenant_required=True)
 
 
 @pytest.mark.parametrize("tenant", [None, "", 7, ["a"], {"a": 1}, float("nan")], ids=repr)
-def test_a_request_without_a_tenant_is_ended_with_an_error_and_alone(config, tenant):
+def test_a_request_without_a_tenant_is_ended_with_an_error_and_alone(refusing, tenant):
     from vllm.v1.engine import FinishReason
 
-    engine = Refusing(config)
-    free = engine.free_blocks
-    engine.add("nobody's", None, **({} if tenant is None else {"kappa_tenant": tenant}))
-    engine.add("alice's", None, tokens=BLOCK, count=1, kappa_tenant="alice")
-    tokens, _, answers = engine.step()
+    scheduler, free = refusing.scheduler, refusing.free_blocks
+    refusing.add("nobody's", **({} if tenant is None else {"kappa_tenant": tenant}))
+    refusing.add("alice's", tokens=BLOCK, count=1, kappa_tenant="alice")
+    tokens, _, answers = refusing.step()
     assert tokens == {"alice's": BLOCK}, "it is never scheduled"
     reasons = {answer.request_id: answer.finish_reason for answer in answers}
     assert reasons == {"nobody's": FinishReason.ERROR, "alice's": FinishReason.LENGTH}
-    assert engine.free_blocks == free and not engine.scheduler.requests
-    assert not engine.scheduler._works and "default" not in engine.scheduler._rule.charges()
+    assert refusing.free_blocks == free and not scheduler.requests
+    assert not scheduler._works and "default" not in scheduler._rule.charges()
 
 
-def test_a_refused_request_alone_keeps_the_engine_stepping_until_it_is_answered(config):
-    engine = Refusing(config)
-    engine.add("nobody's", None)
-    assert engine.scheduler.has_requests()
-    (answer,) = engine.step()[2]
+def test_a_refused_request_alone_keeps_the_engine_stepping_until_it_is_answered(refusing):
+    refusing.add("nobody's")
+    assert refusing.scheduler.has_requests()
+    (answer,) = refusing.step()[2]
     assert (answer.request_id, str(answer.finish_reason)) == ("nobody's", "error")
-    engine.step()
-    assert not engine.scheduler.has_requests()
+    refusing.step()
+    assert not refusing.scheduler.has_requests()
 
 
-def test_a_refused_request_whose_client_leaves_is_gone(config):
-    from vllm.v1.request import RequestStatus
-
-    engine = Refusing(config)
-    engine.add("nobody's", None)
-    engine.scheduler.finish_requests("nobody's", RequestStatus.FINISHED_ABORTED)
-    assert engine.step()[2] == [] and not engine.scheduler.requests
-    assert not engine.scheduler._works
+def test_a_refused_request_whose_client_leaves_is_gone(refusing):
+    refusing.add("nobody's")
+    refusing.abort("nobody's")
+    assert refusing.step()[2] == [] and not refusing.scheduler.requests
+    assert not refusing.scheduler._works

@@ -81,7 +81,7 @@ def test_an_eviction_withdraws_a_chunk_under_every_salt():
         made.hold(Run(tokens, hashes, 0, 3))
     state = held(made.take())
     evicted = chunk_hashes(1)(one[0], None)[1]
-    made.evicted([evicted, b"never heard of"])
+    made.evicted([evicted, b"unknown"])
     assert held(made.take(), state) == {*one[1], *other[1]} - {one[1][1], other[1][1]}
     assert len(made) == 4
 
@@ -96,7 +96,7 @@ def test_chunks_of_several_blocks_come_and_go_whole():
     assert held(made.take(), state) == set(hashes) - {hashes[2], hashes[3], hashes[6]}
 
 
-def test_a_look_up_that_misses_and_a_server_that_is_gone_withdraw_what_was_said():
+def test_a_look_up_that_misses_and_a_server_that_is_gone_withdraw_what_was_announced():
     made = contents()
     tokens, hashes = prompt("a", 4)
     made.hold(Run(tokens, hashes, 0, 4))

@@ -12,16 +12,16 @@ pytestmark = pytest.mark.vllm
 
 
 class Contents:
-    """Keeps what it is told, in order."""
+    """Notes what happens to it, in order."""
 
     def __init__(self):
-        self.told = []
+        self.events = []
 
     def evicted(self, hashes):
-        self.told += list(hashes)
+        self.events += list(hashes)
 
     def clear(self):
-        self.told.append("cleared")
+        self.events.append("cleared")
 
 
 def batch(cursor, *hashes, incarnation=1, lost=False, enabled=True, kind="removed"):
@@ -32,7 +32,7 @@ def batch(cursor, *hashes, incarnation=1, lost=False, enabled=True, kind="remove
 
 
 def followed(*subscriptions, monkeypatch):
-    """Follow a server that answers each subscription so; (what was told, the cursors asked)."""
+    """Follow a server that answers each subscription so; what the contents noted, the cursors."""
     monkeypatch.setattr(lmcache_scheduler, "_RESUBSCRIBE_S", 0.0)
     asked, answers, over = [], list(subscriptions), threading.Event()
 
@@ -54,35 +54,35 @@ def followed(*subscriptions, monkeypatch):
     assert over.wait(20.0)
     feed.join(20.0)
     assert not feed.is_alive()
-    return contents.told, asked
+    return contents.events, asked
 
 
 def test_a_subscription_that_ended_goes_on_where_it_was(monkeypatch):
-    told, asked = followed(
+    events, cursors = followed(
         [batch(3, b"a"), batch(5, b"b", b"c")], [batch(7, b"d")], monkeypatch=monkeypatch
     )
-    assert told == [b"a", b"b", b"c", b"d"]
-    assert asked == [0, 5, 7]
+    assert events == [b"a", b"b", b"c", b"d"]
+    assert cursors == [0, 5, 7]
 
 
 def test_what_was_lost_or_came_from_another_server_withdraws_everything(monkeypatch):
-    told, _ = followed(
+    events, _ = followed(
         # A log that was trimmed before we came has lost us nothing.
         [batch(3, b"a", lost=True), batch(9, b"b", lost=True)],
         [batch(2, b"c", incarnation=2)],
         monkeypatch=monkeypatch,
     )
-    assert told == [b"a", "cleared", b"b", "cleared", b"c"]
+    assert events == [b"a", "cleared", b"b", "cleared", b"c"]
 
 
 def test_a_log_that_breaks_withdraws_everything_and_is_followed_anew(monkeypatch):
-    told, asked = followed(
+    events, cursors = followed(
         [batch(3, b"a")], ConnectionError("gone"), [batch(4, b"b")], monkeypatch=monkeypatch
     )
-    assert told == [b"a", "cleared", b"b"]
-    assert asked == [0, 3, 3, 4]
+    assert events == [b"a", "cleared", b"b"]
+    assert cursors == [0, 3, 3, 4]
 
 
-def test_what_was_stored_is_not_taken_for_an_eviction(monkeypatch):
-    told, _ = followed([batch(3, b"a", kind="stored")], monkeypatch=monkeypatch)
-    assert told == []
+def test_a_store_is_no_eviction(monkeypatch):
+    events, _ = followed([batch(3, b"a", kind="stored")], monkeypatch=monkeypatch)
+    assert events == []

@@ -1,4 +1,4 @@
-"""Where LMCache is, what is started, and what is said when it is not there."""
+"""Where LMCache is, what is started, and the remedy where it is not there."""
 
 import os
 import subprocess
@@ -70,9 +70,9 @@ def test_a_server_of_ones_own_is_started_and_ended(tmp_path, path_restored):
         server.close()
     assert server.process.poll() is not None
     server.close()  # twice is fine
-    said = log.read_text()
-    assert "--chunk-size 64" in said and "--l1-size-gb 3.0" in said
-    assert f"--port {server.url.rsplit(':', 1)[1]}" in said
+    command = log.read_text()
+    assert "--chunk-size 64" in command and "--l1-size-gb 3.0" in command
+    assert f"--port {server.url.rsplit(':', 1)[1]}" in command
 
 
 def test_a_server_that_ignores_the_polite_way_is_killed(tmp_path, monkeypatch):
