@@ -65,7 +65,7 @@ class Engine:
 
     speed: EngineSpeed
     requests: list[Request]
-    asked_s: float
+    probed_s: float
     now_s: float = 0.0
     link_free_s: float = 0.0
     polled_s: float = 0.0
@@ -94,7 +94,7 @@ class Engine:
                 continue
             r.context, r.decoded = r.context + 1, r.decoded + 1
             # Ends that were not reported are not taken for granted before the forecast is made.
-            if self.now_s > self.asked_s and r.decoded >= r.output:
+            if self.now_s > self.probed_s and r.decoded >= r.output:
                 self.requests.remove(r)
 
     def schedule(self):
@@ -187,19 +187,19 @@ def test_forecasts_equal_those_of_an_engine_stepped_one_by_one(block):
 
 
 def test_an_idle_worker_takes_the_load_and_then_the_chunks():
-    asked = job("x", 5.0, host=300, new=200)
+    probe = job("x", 5.0, host=300, new=200)
     expected = 5.0 + SPEED.load_s(300) + prompt_s(SPEED, 200, 300)
-    assert EngineQueue(SPEED).first_token_s(asked, 5.0) == pytest.approx(expected)
+    assert EngineQueue(SPEED).first_token_s(probe, 5.0) == pytest.approx(expected)
 
 
 def test_loads_queue_on_one_link():
     queue = EngineQueue(SPEED)
     for name in "ab":
         queue.submit(job(name, 0.0, host=1000, new=1), 0.0)
-    asked = job("x", 0.0, host=1000, new=1)
+    probe = job("x", 0.0, host=1000, new=1)
     alone_s = 3 * SPEED.load_s(1000) + prompt_s(SPEED, 1, 1000)
     # It may land within a step of those before it: the next one sees it, the one after runs it.
-    assert 0 <= queue.first_token_s(asked, 0.0) - alone_s < 0.2
+    assert 0 <= queue.first_token_s(probe, 0.0) - alone_s < 0.2
     link_s, gpu_s = queue.backlog_s(0.0)
     assert link_s == pytest.approx(2 * SPEED.load_s(1000))
     assert gpu_s == pytest.approx(2 * STEP.real_s([(1, 1000)]))
@@ -252,20 +252,20 @@ def test_many_small_advances_equal_a_big_one():
             by_and_by.advance(at_s)
             by_and_by.first_token_s(job("other", at_s), at_s)
             at_s += rng.uniform(0.001, 0.7)
-        asked = job("x", end_s, host=20, new=30)
-        assert by_and_by.first_token_s(asked, end_s) == pytest.approx(
-            at_once.first_token_s(asked, end_s), abs=1e-6
+        probe = job("x", end_s, host=20, new=30)
+        assert by_and_by.first_token_s(probe, end_s) == pytest.approx(
+            at_once.first_token_s(probe, end_s), abs=1e-6
         )
 
 
 def test_a_forecast_changes_neither_the_queue_nor_the_job():
     queue = EngineQueue(SPEED)
     queue.submit(job("a", 0.0, host=50, new=100), 0.0)
-    asked = job("x", 1.0, host=10)
-    before = replace(asked)
-    first = queue.first_token_s(asked, 1.0)
-    assert [queue.first_token_s(asked, 1.0) for _ in range(3)] == [first] * 3
-    assert asked == before
+    probe = job("x", 1.0, host=10)
+    before = replace(probe)
+    first = queue.first_token_s(probe, 1.0)
+    assert [queue.first_token_s(probe, 1.0) for _ in range(3)] == [first] * 3
+    assert probe == before
     assert len(queue) == 1 and "x" not in inside(queue)
 
 
@@ -325,8 +325,8 @@ def test_a_load_that_was_not_needed_moves_up_those_behind_it():
     assert inside(queue)["b"].loaded_s == pytest.approx(one)
     assert inside(queue)["c"].loaded_s == pytest.approx(2 * one)
     assert queue.backlog_s(0.1)[0] == pytest.approx(2 * one - 0.1)
-    asked = job("x", 0.1, host=1000, new=1)
-    assert 0 <= queue.first_token_s(asked, 0.1) - 3 * one - prompt_s(SPEED, 1, 1000) < 0.1
+    probe = job("x", 0.1, host=1000, new=1)
+    assert 0 <= queue.first_token_s(probe, 0.1) - 3 * one - prompt_s(SPEED, 1, 1000) < 0.1
 
 
 def test_a_larger_load_than_thought_moves_back_those_behind_it():
@@ -371,8 +371,8 @@ def test_a_correction_to_what_was_forecast_keeps_the_progress():
         queue.submit(job("a", 0.0, host=100, new=640), 0.0)
     at_s = SPEED.load_s(100) + prompt_s(SPEED, 192, 100) + 1e-6
     reported.correct("a", 0, 100, 640, at_s)
-    asked = job("x", at_s)
-    assert reported.first_token_s(asked, at_s) == silent.first_token_s(asked, at_s)
+    probe = job("x", at_s)
+    assert reported.first_token_s(probe, at_s) == silent.first_token_s(probe, at_s)
     assert inside(reported)["a"].prefilled_tokens == 192
 
 
@@ -462,7 +462,7 @@ def test_any_sequence_of_events_keeps_the_forecast_sound(actions, capacity):
                 queue.finish(name, now_s)
                 assert name not in inside(queue)
             case _:
-                at_s = queue.first_token_s(job("asked", now_s, host=50, new=70), now_s)
+                at_s = queue.first_token_s(job("probe", now_s, host=50, new=70), now_s)
                 assert now_s < at_s < math.inf
         assert queue._now_s <= now_s
         assert min(queue.backlog_s(now_s)) >= 0

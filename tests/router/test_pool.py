@@ -197,9 +197,9 @@ def test_remote_request_is_worth_what_the_same_one_of_ours_is(forecast):
     ours.route(RouteRequest("r", np.arange(4000), max_tokens=8), 1.0)
     others.report(report(arrived=(arrival(max_tokens=8),)), 1.0)
     assert others.backlogs_s(1.0)["a"] == pytest.approx(ours.backlogs_s(1.0)["a"])
-    told = report(admitted=(Admission("r", 0, 0, 1000),))
+    admission = report(admitted=(Admission("r", 0, 0, 1000),))
     for made in (ours, others):
-        made.report(told, 1.0)
+        made.report(admission, 1.0)
     assert others.backlogs_s(1.0)["a"] == pytest.approx(ours.backlogs_s(1.0)["a"])
 
 

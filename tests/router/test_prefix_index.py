@@ -409,7 +409,7 @@ def test_a_worker_has_a_column_before_it_holds_anything():
 
 
 def test_a_prompt_whose_holders_change_at_every_block_is_followed_to_its_end():
-    # More changes than one walk tells of, and more sets than one tally counts.
+    # More changes than one walk returns, and more sets than one tally counts.
     index, blocks = PrefixIndex(HASHER, 10_000), 700
     prompt = np.random.default_rng(1).integers(1, 2**64, blocks, dtype=np.uint64)
     for worker in range(1, blocks + 1):

@@ -52,23 +52,23 @@ async def test_a_pin_that_has_gone_fails_the_request_instead_of_sending_it_anywh
 
 
 def test_a_death_is_told_as_one_and_a_disappearance_is_not(monkeypatch):
-    registry, heard = ReplicaRegistry(), []
+    registry, received = ReplicaRegistry(), []
     monkeypatch.setattr(router.live.replica_registry, "REGISTRY", registry)
-    registry.subscribe(lambda deployment, posted, died: heard.append((set(posted), set(died))))
+    registry.subscribe(lambda deployment, posted, died: received.append((set(posted), set(died))))
     registry.publish("d", {"a": {}, "b": {}})
     registry.remove("d", "a")
     registry.publish("d", {})
-    assert heard == [({"a", "b"}, set()), ({"b"}, {"a"}), (set(), set())]
+    assert received == [({"a", "b"}, set()), ({"b"}, {"a"}), (set(), set())]
 
 
 def test_an_unsubscribed_listener_is_called_no_more():
-    registry, heard = ReplicaRegistry(), []
+    registry, received = ReplicaRegistry(), []
 
     def listener(*what):
-        heard.append(what)
+        received.append(what)
 
     registry.subscribe(listener)
     registry.unsubscribe(listener)
     registry.unsubscribe(listener)
     registry.publish("d", {"a": {}})
-    assert heard == []
+    assert received == []

@@ -92,8 +92,8 @@ def test_an_idle_worker_is_priced_by_load_and_compute():
     counts = chosen.counts
     assert (counts.device_tokens, counts.cached_tokens, counts.new_tokens) == (160, 160, 80)
     assert chosen.load_s == pytest.approx(160 * KV_BYTES / 63e9)
-    said = announcement("a")
-    assert chosen.compute_s == pytest.approx(said.step.real_s([(80, 320)]))
+    announced = announcement("a")
+    assert chosen.compute_s == pytest.approx(announced.step.real_s([(80, 320)]))
     assert chosen.ttft_s == pytest.approx(chosen.load_s + chosen.compute_s, abs=1e-6)
     assert chosen.queue_s == pytest.approx(0.0, abs=1e-6)
     assert (chosen.tpot_impact_s, chosen.backlog_s, chosen.in_flight) == (0.0, 0.0, 0)
@@ -149,17 +149,17 @@ def test_the_prediction_includes_the_overhead():
 
 
 def test_explaining_reserves_nothing_and_changes_no_prediction():
-    asked, quiet = router("a", "b"), router("a", "b")
+    explained, quiet = router("a", "b"), router("a", "b")
     for i in range(8):
         at_s = 1.0 + 0.003 * i
-        for made in (asked, quiet):
+        for made in (explained, quiet):
             made.route(ask(f"r{i}", tokens=3000, seed=i), at_s)
         for k in range(5):
-            asked.explain(ask("other", tokens=500 * k + 1, seed=99), at_s + 0.0005 * k)
-        assert asked.reservations == quiet.reservations == i + 1
-    for worker, state in asked.workers.items():
-        assert len(state.queue) == asked.in_flight_on(worker) == quiet.in_flight_on(worker)
-    ours, theirs = (m.explain(ask("x", seed=50), 1.05) for m in (asked, quiet))
+            explained.explain(ask("other", tokens=500 * k + 1, seed=99), at_s + 0.0005 * k)
+        assert explained.reservations == quiet.reservations == i + 1
+    for worker, state in explained.workers.items():
+        assert len(state.queue) == explained.in_flight_on(worker) == quiet.in_flight_on(worker)
+    ours, theirs = (m.explain(ask("x", seed=50), 1.05) for m in (explained, quiet))
     assert [c.ttft_s for c in ours.candidates] == pytest.approx(
         [c.ttft_s for c in theirs.candidates], abs=1e-9
     )

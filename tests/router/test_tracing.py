@@ -95,13 +95,13 @@ def test_a_collector_gets_the_request_as_one_trace(suffix):
 def test_the_clients_trace_goes_on():
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     tracing, timelines, exporter = remembered(trace_share=0.0)
-    serve(timelines, "told", traceparent=parent)
-    serve(timelines, "not told")
+    serve(timelines, "sampled", traceparent=parent)
+    serve(timelines, "without a parent")
     serve(timelines, "unsampled", traceparent=parent[:-1] + "0")
     serve(timelines, "nonsense", traceparent="x" * 300)
     tracing.close()
     roots = [s for s in exporter.get_finished_spans() if s.name == "ingress"]
-    assert [s.attributes["kappa.request_id"] for s in roots] == ["told"]
+    assert [s.attributes["kappa.request_id"] for s in roots] == ["sampled"]
     assert f"{roots[0].context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
     assert f"{roots[0].parent.span_id:016x}" == "b7ad6b7169203331"
 

@@ -1,0 +1,258 @@
+"""What admission learns: the cost of recent requests, and how late recent first tokens came."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission import Demand, Lateness
+from router.fleet import Flight
+
+
+def sent(lateness, name, worker, now_s, ttft_s, delay_s=0.0, tpot_s=0.0, dilation=1.0):
+    """A request goes to a worker; its TTFT, and its time per token, are predicted."""
+    flight = Flight(name, worker, 0, 0.0, 0.0, 1, 1)
+    flight.sent_s, flight.tpot_s = now_s, tpot_s
+    flight.chosen = SimpleNamespace(ttft_s=ttft_s, node=SimpleNamespace(dilation=dilation))
+    lateness.sent(flight, now_s, delay_s)
+    return flight
+
+
+def first_token(lateness, flight, now_s):
+    flight.first_token_s = now_s
+    lateness.first_token(flight, now_s)
+
+
+# -- recent demand -------------------------------------------------------------------------------
+
+_works = st.floats(0.0, 1e3, allow_nan=False)
+
+
+def demand(works, admitted):
+    made = Demand()
+    for work_s, inside in zip(works, admitted, strict=True):
+        made.evaluated(0.0, work_s, 1.0, admitted=inside)
+    return made
+
+
+def test_before_any_request_nothing_is_costly():
+    assert Demand().cost_rank(5.0) == 0.0 and Demand().slack_share(5.0) == 1.0
+
+
+def test_the_cost_rank_counts_equals_half():
+    made = demand([1.0, 2.0, 2.0, 9.0], [True] * 4)
+    assert [made.cost_rank(w) for w in (0.5, 1.0, 2.0, 5.0, 99.0)] == [0.0, 0.125, 0.5, 0.75, 1.0]
+
+
+def test_while_nothing_is_rejected_only_the_costliest_have_less_than_all_the_slack():
+    made = demand(range(100), [True] * 100)
+    assert made.slack_share(99.0) > 0.99
+    assert made.slack_share(1e9) == pytest.approx(0.2), "costlier than any that came"
+
+
+@given(st.lists(st.tuples(_works, st.booleans()), max_size=200), _works, _works)
+def test_the_slack_share_is_bounded_and_never_larger_for_the_costlier(history, one, other):
+    made = demand(*zip(*history, strict=True)) if history else Demand()
+    shares = [made.slack_share(w) for w in sorted((one, other))]
+    assert 0.2 - 1e-9 <= shares[1] <= shares[0] <= 1.0
+
+
+def test_what_was_spent_is_refilled_at_its_rate_and_never_twice():
+    made = Demand()
+    assert made.budget_wait_s(10.0, 0.5) == 0.0
+    made.spend(1.0), made.spend(2.0)
+    assert made.budget_wait_s(10.0, 0.5) == 6.0
+    assert made.budget_wait_s(14.0, 0.5) == pytest.approx(2.0)
+    assert made.budget_wait_s(12.0, 0.5) == pytest.approx(2.0), "a clock set back refills nothing"
+    assert made.budget_wait_s(99.0, 0.5) == 0.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9)), max_size=40),
+    st.lists(st.floats(0, 20), min_size=1, max_size=5),
+)
+def test_blocking_is_the_plain_sum(requests, blocks_s):
+    requests = sorted(requests)
+    made = Demand()
+    for at_s, slack_s in requests:
+        made.evaluated(at_s, 1.0, slack_s, admitted=True)
+    got = made.blocked(50.0, np.array(blocks_s))
+    for block_s, count in zip(blocks_s, got, strict=True):
+        window_s = max(block_s, 50.0 - requests[0][0] if requests else 0.0)
+        over_s = sum(max(block_s - slack_s, 0.0) for _, slack_s in requests)
+        expected = over_s / window_s / len(blocks_s) if window_s else 0.0
+        assert count == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rejected", "work_s", "share"),
+    [
+        # Half of four rejected: the power is 2. The rank of 1, 2, 3, 4 is 1/8, 3/8, 5/8, 7/8.
+        (2, 1.0, 1 - 0.8 * 0.125**2),
+        (2, 3.0, 1 - 0.8 * 0.625**2),
+        # All rejected: the power is 1, and the share falls evenly.
+        (4, 2.0, 1 - 0.8 * 0.375),
+        (4, 9.0, 0.2),
+    ],
+)
+def test_the_slack_share_by_hand(rejected, work_s, share):
+    made = demand([1.0, 2.0, 3.0, 4.0], [i >= rejected for i in range(4)])
+    assert made.slack_share(work_s) == pytest.approx(share)
+
+
+def test_the_last_128_count_and_not_one_more():
+    made = demand([1.0] * 128, [True] * 128)
+    assert made.cost_rank(2.0) == 1.0
+    for count in range(1, 65):
+        made.evaluated(0.0, 9.0, 1.0, admitted=True)
+        assert made.cost_rank(2.0) == (128 - count) / 128
+
+
+# -- recent outcomes -----------------------------------------------------------------------------
+
+
+def test_without_outcomes_nothing_is_added():
+    lateness = Lateness()
+    assert (lateness.late_s("a", 5.0), lateness.prompt_share("a", 5.0)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("dilation", [1.0, 30.0])
+def test_an_outcome_counts_for_a_third_after_half_a_second_of_the_workers_own(dilation):
+    lateness = Lateness()
+    first_token(lateness, sent(lateness, "r", "a", 0.0, 0.0, dilation=dilation), 1.0)
+    late_s = [lateness.late_s("a", 1.0 + seconds * dilation) for seconds in (-1.0, 0.0, 0.5, 1.0)]
+    assert late_s == pytest.approx([1.0, 1.0, math.exp(-1), math.exp(-2)])
+    assert lateness.late_s("b", 1.0) == 0.0
+
+
+def test_an_overdue_first_token_counts_at_once():
+    lateness = Lateness()
+    first = sent(lateness, "first", "a", 0.0, 0.5)
+    sent(lateness, "second", "a", 1.0, 0.5)
+    assert lateness.late_s("a", 0.4) == 0.0
+    assert lateness.late_s("a", 2.0) == pytest.approx(1.5)
+    lateness.ended(first, 2.0, 0)
+    assert lateness.late_s("a", 2.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("long", "window_s"), [(False, 3.0), (True, 12.0)])
+@pytest.mark.parametrize("dilation", [1.0, 30.0])
+def test_work_of_prompts_adds_up_and_fades_with_its_window(long, window_s, dilation):
+    lateness = Lateness()
+    for i in range(4):
+        sent(lateness, f"r{i}", "a", 10.0, 0.1, 0.1 * window_s * dilation, dilation=dilation)
+    assert lateness.prompt_share("a", 10.0, long=long) == pytest.approx(0.4)
+    later_s = 10.0 + window_s * dilation
+    assert lateness.prompt_share("a", later_s, long=long) == pytest.approx(0.4 / math.e)
+    assert lateness.prompt_share("a", 9.0, long=long) == pytest.approx(0.4), (
+        "a clock may run backwards"
+    )
+
+
+def test_nothing_is_kept_of_a_worker_that_left():
+    lateness = Lateness()
+    flight = sent(lateness, "r", "b", 0.0, 0.1, 0.1)
+    lateness.left("b")
+    assert lateness.late_s("b", 99.0) == lateness.prompt_share("b", 0.0) == 0.0
+    first_token(lateness, flight, 9.0)
+    lateness.ended(flight, 9.0, 10)
+    assert lateness.late_s("b", 9.0) == 0.0 and lateness.slowdown("b") == 1.0
+
+
+def test_one_that_was_sent_before_outcomes_were_compared_tells_nothing():
+    lateness = Lateness()
+    sent(lateness, "r", "a", 0.0, 0.5)
+    unknown = Flight("u", "a", 0, 0.0, 0.0, 1, 1)
+    first_token(lateness, unknown, 9.0)
+    lateness.ended(unknown, 99.0, 10)
+    assert lateness.late_s("a", 0.5) == 0.0 and lateness.slowdown("a") == 1.0
+
+
+def slowed(lateness, expected_s, actual_s, tokens=11, count=20):
+    for i in range(count):
+        flight = sent(lateness, f"p{i}", "a", 0.0, 0.0, 0.0, expected_s)
+        first_token(lateness, flight, 0.0)
+        lateness.ended(flight, actual_s * (tokens - 1), tokens)
+
+
+@pytest.mark.parametrize(
+    ("actual_s", "factor"), [(0.03, 1.5), (0.02, 1.0), (0.014, 0.7), (9.0, 2.0), (0.001, 0.6)]
+)
+def test_tokens_are_expected_as_slow_as_recent_ones_within_bounds(actual_s, factor):
+    lateness = Lateness()
+    slowed(lateness, 0.02, actual_s)
+    assert lateness.slowdown("a") == pytest.approx(factor)
+    assert lateness.slowdown("b") == 1.0
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_what_was_cut_short_tells_nothing_of_the_slowdown(tokens):
+    lateness = Lateness()
+    slowed(lateness, 0.02, 0.03)
+    slowed(lateness, 0.02, 9.0, tokens=tokens)
+    assert lateness.slowdown("a") == pytest.approx(1.5)
+
+
+def test_prompts_that_came_meanwhile_are_no_slowdown():
+    # Each token took twice as long as alone, and prompts took half of the time.
+    lateness = Lateness()
+    flights = [sent(lateness, f"p{i}", "a", 0.0, 0.0, 0.0, 0.02) for i in range(20)]
+    for flight in flights:
+        first_token(lateness, flight, 0.0)
+    for i in range(20):
+        sent(lateness, f"prompt{i}", "a", 0.4, 0.0, 1.5 / 20)
+    assert lateness.prompt_share("a", 0.4) == pytest.approx(0.5)
+    for flight in flights:
+        lateness.ended(flight, 0.4, 11)
+    assert lateness.slowdown("a") == pytest.approx(1.0)
+
+
+def test_without_a_predicted_time_per_token_the_outcome_tells_nothing():
+    lateness = Lateness()
+    flight = sent(lateness, "r", "a", 0.0, 0.1)
+    first_token(lateness, flight, 0.1)
+    lateness.ended(flight, 9.0, 11)
+    assert lateness.slowdown("a") == 1.0
+
+
+def late(lateness, seconds):
+    for i, late_s in enumerate(seconds):
+        flight = sent(lateness, f"l{i}", "a", -late_s, 0.0)
+        first_token(lateness, flight, 0.0)
+        lateness.ended(flight, 0.0, 0)
+    return lateness.late_s("a", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected_s"),
+    [
+        ([3.0], 3.0),
+        # What comes sooner than predicted earns nothing.
+        ([-0.2] * 5, 0.0),
+        # Of five the fourth is passed by one: the place int(0.8·5) = 4 of 0, 1, 2, 3, 4.
+        ([4.0, 0.0, 3.0, 1.0, 2.0], 4.0),
+        ([*range(10)], 8.0),
+        # The last 16 are 4 to 19: the place int(12.8) = 12 of them is 16.
+        ([*range(20)], 16.0),
+    ],
+)
+def test_lateness_is_what_four_of_five_of_the_last_sixteen_did_not_exceed(seconds, expected_s):
+    assert late(Lateness(), seconds) == expected_s
+
+
+def test_two_tokens_are_enough_and_the_middle_one_of_the_last_sixteen_counts():
+    lateness = Lateness()
+    for i, factor in enumerate([0.7, 1.2, 1.6]):
+        flight = sent(lateness, f"p{i}", "a", 0.0, 0.0, 0.0, 0.5)
+        first_token(lateness, flight, 1.0)
+        lateness.ended(flight, 1.0 + 0.5 * factor, 2)
+    assert lateness.slowdown("a") == pytest.approx(1.2)
+    # 0.5 s alone, 1.2 times that here, and prompts that take a quarter of the time: 0.6 / 0.75.
+    sent(lateness, "prompt", "a", 5.0, 0.0, 0.75)
+    assert lateness.token_s("a", 5.0, 0.5) == pytest.approx(0.8)
+    assert lateness.token_s("a", 5.0, 0.5, long=True) == pytest.approx(0.6 / (1 - 0.75 / 12))
