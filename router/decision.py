@@ -20,7 +20,7 @@ MEMORY, COMPUTE = "memory", "compute"
 Floats = NDArray[np.float64]
 Slots = NDArray[np.intp]
 
-_NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
+NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
 
 
 class NoWorkerError(Exception):
@@ -86,7 +86,7 @@ class PricedPrompt:
     tokens: int
     output_tokens: int
     block_tokens: int = 1
-    prefix_hashes: UInt64s = field(default_factory=lambda: _NO_HASHES)
+    prefix_hashes: UInt64s = field(default_factory=lambda: NO_HASHES)
     session: str = ""
 
 
@@ -199,12 +199,12 @@ class Estimates:
     def candidate(self, index: int) -> PricedWorker:
         """Row `index`, as plain numbers."""
         row = dict(zip(ESTIMATE.names or (), self.rows[index].item(), strict=True))
-        tokens = (int(row[name]) for name in ("device_tokens", "cached_tokens", "new_tokens"))
+        device, cached, new = row["device_tokens"], row["cached_tokens"], row["new_tokens"]
         plan = self.plans.get(index)
         return PricedWorker(
             worker=self.workers[index],
             node=self.nodes[index],
-            counts=TokenCounts(*tokens),
+            counts=TokenCounts(int(device), int(cached), int(new)),
             kappa_crit=row["kappa_crit"],
             queue_s=max(row["ttft_s"] - row["load_s"] - row["compute_s"] - row["fixed_s"], 0.0),
             load_s=row["load_s"],

@@ -251,6 +251,8 @@ class Fleet:
             fresh = now_s - self._records["seen_s"][slots] <= stale_after_s
             if not fresh.all():
                 slots = slots[fresh]
+        if not exclude:
+            return slots
         out = [self._slots[worker] for worker in exclude if worker in self._slots]
         return slots[~np.isin(slots, out)] if out else slots
 

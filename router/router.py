@@ -25,6 +25,7 @@ from router import pricing
 from router.admission import Demand, Lateness, alone_s, delay_s, evaluate
 from router.calibration import Calibration, OutputLengths, engine_speed
 from router.decision import (
+    NO_HASHES,
     Decision,
     Estimates,
     Floats,
@@ -481,11 +482,12 @@ class Router:
         policy fetches, also with the longest prefix brought from its holder first."""
         assert self.hasher is not None
         expected, size = self.outputs.guess(request.max_tokens), self.hasher.block_tokens
-        prompt = PricedPrompt(request.tokens, expected, size, session=request.session)
+        hashes = request.prefix_hashes
         if request.token_ids is not None:
-            prompt.prefix_hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
-        elif request.prefix_hashes is not None:
-            prompt.prefix_hashes = request.prefix_hashes
+            hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
+        elif hashes is None:
+            hashes = NO_HASHES
+        prompt = PricedPrompt(request.tokens, expected, size, hashes, request.session)
         device, cached = self._held_tokens(prompt, slots)
         if request.handed_tokens:
             most = prompt.tokens - 1
