@@ -216,8 +216,8 @@ async def test_an_answer_that_may_be_approximate_counts_its_approximate_tokens(s
     (sparse,) = await answered(started, body)
     assert sparse.choices[0].text == exact.choices[0].text
     assert 0 < sparse.usage.approximate_tokens < 40
-    stats = started.engine._runner.stats().result(20)
-    assert stats["sparse"]["moved"] == 1 and stats["sparse"]["slots"] == 0
+    stats = started.engine._runner._engine.stats()
+    assert stats.sparse["moved"] == 1 and stats.sparse["slots"] == 0
     options = {"stream": True, "stream_options": {"include_usage": True}}
     body = completion(tokens, "approx", max_tokens=8, **options)
     body.vllm_xargs["kappa_approx"] = "ok"
