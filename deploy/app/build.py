@@ -11,11 +11,15 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from deploy.app.fits import contradictions
 from deploy.app.model import Model, StartError
 from deploy.app.plan import pool_config, pool_deployment
 from kappa.keys import digest_of, new_key
 from kappa.settings.cluster import ClusterSettings
+
+log = structlog.get_logger(__name__)
 
 OWN_TENANT = "kappa-own"
 
@@ -33,6 +37,11 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     wrong = contradictions(settings)
     if wrong:
         raise StartError("\n".join(wrong))
+    if settings.tenants.keys_in_clear:
+        log.warning(
+            "keys_in_clear", keys=settings.tenants.keys_in_clear,
+            remedy="replace each by what 'kappa keys hash' makes of it",
+        )  # fmt: skip
     from ray import serve
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 

@@ -2,6 +2,7 @@
 
 import pytest
 import ray
+from structlog.testing import capture_logs
 
 from deploy.app.build import build_app
 from deploy.app.cluster import Cluster
@@ -32,6 +33,15 @@ def test_every_contradiction_is_reported_at_once():
     with pytest.raises(StartError) as caught:
         build_app(settings, MODEL)
     assert str(caught.value).splitlines() == found
+
+
+def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
+    keys = {"sk-bob-cannot-be-guessed": "bob", f"sha256:{64 * 'a'}": "carol"}
+    with capture_logs() as logged:
+        build_app(cluster({"name": "a"}, tenants={"by_key": keys}), MODEL)
+    (warning,) = [line for line in logged if line["event"] == "keys_in_clear"]
+    assert warning["keys"] == 1 and "kappa keys hash" in warning["remedy"]
+    assert "bob" not in str(warning)
 
 
 @pytest.mark.parametrize(
