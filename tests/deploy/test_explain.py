@@ -90,7 +90,7 @@ def test_explain_plans_with_what_an_engine_measured(tmp_path: Path) -> None:
     data = _json(*args, "--rates", str(path))
     plans = {row["plan"]: row for row in data["plans"]}
     assert plans["activations + load"]["ttft_s"] < plans["load"]["ttft_s"]
-    assert "rates.json" in _run(*args, "--rates", str(path))
+    assert "rates.json" in _run(*args, "--rates", str(path)).replace("\n", "")
     none = _json(*args, "--rates", str(path), "--no-activations")["plans"]
     assert any("none are stored" in row["refused"] for row in none)
     path.write_text("{}")

@@ -218,5 +218,6 @@ def overload(live):
     workers = frozenset(live.router.workers)
     for worker in workers:
         busy = RouteRequest(f"on-{worker}", np.arange(16), max_tokens=4, exclude=workers - {worker})
-        live.router.route(busy, live.now_s() - 30.0)
+        live.router.route(busy, live.now_s())
+        live.router.flights[busy.request_id].sent_s -= 30.0
     return len(workers)
