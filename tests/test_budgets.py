@@ -54,9 +54,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 53_600),  # goal: 33,000
-        (("benchmarks",), 13_600),  # goal: 8,000
-        (("tests",), 48_900),  # goal: 30,000
+        (PRODUCT, 48_900),  # goal: 33,000
+        (("benchmarks",), 11_600),  # goal: 8,000
+        (("tests",), 46_700),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
@@ -66,9 +66,9 @@ def test_code_stays_within_its_budget_of_lines(packages, most):
 @pytest.mark.parametrize(
     ("module", "most"),
     [
-        ("router.router", 23),  # goal: 20
-        ("router.api.request_path", 70),  # goal: 40
-        ("engine.loop", 60),
+        ("router.router", 20),
+        ("router.api.request_path", 51),  # goal: 40
+        ("engine.loop", 53),
     ],
 )
 def test_few_files_have_to_be_read_to_follow_a_module(module, most):
@@ -97,7 +97,7 @@ def test_functions_are_short_and_take_few_parameters():
         for path, f in found
         if not path.startswith("deploy/commands/") and parameters(f) > MOST_PARAMETERS
     ]
-    assert len(wide) <= 6, wide  # goal: 0
+    assert len(wide) <= 4, wide  # goal: 0
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
