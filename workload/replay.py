@@ -286,7 +286,7 @@ def _played(
             reuse, of_copy = _empty(workload, options), copy
         shape = copied(workload.sessions[place], copy)
         made = tuple(
-            _request(workload, shape, turn, arrival_s, (copy, place), reuse, options)
+            _request(workload, shape, turn, (arrival_s, copy, place), reuse, options)
             for turn in range(_fitting(shape, options))
         )
         if made:
@@ -316,16 +316,14 @@ def _request(
     workload: Workload,
     session: SessionShape,
     turn: int,
-    arrival_s: float,
-    origin: tuple[int, int],
+    placed: _Placed,
     reuse: Reuse,
     options: ReplayOptions,
 ) -> Request:
-    shape = session.turns[turn]
+    shape, (arrival_s, copy, place) = session.turns[turn], placed
     cached_tokens = reuse.visit(session, turn)
     make_prompt: Callable[[], Prompt]
     if options.texts and workload.texts is not None:
-        copy, place = origin
         make_prompt = partial(workload.texts.messages, place, turn, copy)
     elif options.as_text:
         make_prompt = partial(prompt_words, session, turn, workload.block_tokens, salt=options.salt)
