@@ -153,13 +153,14 @@ def test_a_request_that_ended_as_the_ingress_stops_is_let_go():
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_with_the_collector_down_requests_end_as_ever_and_closing_is_bounded(protocol, caplog):
     settings = ObservingSettings(otlp_endpoint="http://127.0.0.1:9", otlp_protocol=protocol)
+    before = set(threading.enumerate())
     tracing = Tracing(settings, lambda _: SHARE)
     timelines = noting(tracing)
     for i in range(3000):  # more than the queue holds
         serve(timelines, str(i))
     assert timelines.timeline("2999").end == "done"
     tracing.close(timeout_s=0.2)
-    spans = [t for t in threading.enumerate() if t.name == "spans" and t.is_alive()]
+    spans = [t for t in threading.enumerate() if t.name == "spans" and t not in before]
     for thread in spans:
         thread.join(5)
     assert not any(thread.is_alive() for thread in spans)

@@ -123,12 +123,13 @@ def test_blocks_of_another_shape_are_refused_before_anything_is_written(handed):
 
 
 def test_a_mover_that_has_stopped_is_asked_no_more(tmp_path):
+    before = set(threading.enumerate())
     made = Mover(TransferFiles(TransferOptions(str(tmp_path), 1, 0.1)))
     assert made in LOAD_SOURCES
     made.receive(Receive("r", NAME, [0], 0, 16), cache(2))
     made.shutdown()
     assert made not in LOAD_SOURCES
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("kappa-receive")]
+    assert not set(threading.enumerate()) - before
 
 
 def test_an_engine_with_a_host_tier_sends_and_receives():
