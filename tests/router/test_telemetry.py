@@ -44,6 +44,7 @@ def test_a_served_request_is_split_into_its_stages():
         "queue": 0.2, "load": 0.5, "prefill": 0.3, "stream": 0.87,
     }  # fmt: skip
     assert spans["load"].attributes == {"tokens": 320}
+    assert spans["tokenize"].attributes == {"tokens": 500}
     assert spans["queue"].parent == "first_token" and spans["first_token"].parent == "ingress"
     assert [name for name, span in spans.items() if span.derived] == ["queue", "load", "prefill"]
     assert spans["ingress"].attributes["kappa.tenant"] == "alice"
