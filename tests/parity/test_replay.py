@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
@@ -119,3 +120,8 @@ def test_a_changed_log_does_not_replay_to_the_same_decisions() -> None:
     drive(RecordedRouter(config(), log.append), seed=1)
     without_blocks = [entry for entry in log if entry["call"] != "blocks"]
     assert any(then != now for then, now in replay(without_blocks, Router(config())) if then)
+
+
+def test_a_log_with_a_call_that_no_router_has_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="unknown call 'forget' in a router log"):
+        replay([{"call": "forget", "now_s": 1.0}], Router(config()))
