@@ -56,7 +56,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 48_900),  # goal: 33,000
         (("benchmarks",), 11_600),  # goal: 8,000
-        (("tests",), 46_700),  # goal: 30,000
+        (("tests",), 46_800),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
