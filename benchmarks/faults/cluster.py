@@ -303,22 +303,30 @@ def launch(config: Path, errors: Path, added: Mapping[str, str]) -> subprocess.P
         )  # fmt: skip
 
 
+def first_line(process: subprocess.Popen[str], begins: str, timeout_s: float) -> str:
+    """The first line of its output that begins so; empty: it ended, or printed none in time."""
+    assert process.stdout is not None
+    deadline_s = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while time.monotonic() < deadline_s and process.poll() is None:
+            if selector.select(timeout=1.0):
+                line = process.stdout.readline()
+                if line.startswith(begins):
+                    return line
+    return ""
+
+
 def ready_line(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:
     """What `kappa serve --json` prints once it serves; `errors`: where its log goes.
 
     Raises:
         FaultsError: it ended, or did not serve in time; with its last output.
     """
-    assert process.stdout is not None
-    deadline_s = time.monotonic() + _START_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while time.monotonic() < deadline_s and process.poll() is None:
-            if selector.select(timeout=1.0):
-                line = process.stdout.readline()
-                if line.startswith("{"):
-                    ready: dict[str, Any] = json.loads(line)
-                    return ready
+    line = first_line(process, "{", _START_S)
+    if line:
+        ready: dict[str, Any] = json.loads(line)
+        return ready
     last = errors.read_text(encoding="utf-8", errors="replace")[-2000:]
     raise FaultsError(f"the cluster did not start (exit code {process.poll()}):\n{last}")
 

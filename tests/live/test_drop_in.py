@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import selectors
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import psutil
 import pytest
+
+from benchmarks.faults.cluster import first_line
 
 pytestmark = pytest.mark.live
 
@@ -43,16 +43,9 @@ def plain_app() -> Iterator[str]:
 
 
 def _url(app: subprocess.Popen[str]) -> str:
-    assert app.stdout is not None
-    deadline = time.monotonic() + _START_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(app.stdout, selectors.EVENT_READ)
-        while time.monotonic() < deadline and app.poll() is None:
-            if selector.select(timeout=1.0):
-                line = app.stdout.readline()
-                if line.startswith("http://"):
-                    return line.strip()
-    raise AssertionError(f"the plain app did not start (exit code {app.poll()})")
+    line = first_line(app, "http://", _START_S)
+    assert line, f"the plain app did not start (exit code {app.poll()})"
+    return line.strip()
 
 
 def test_prompts_return_to_the_replica_that_holds_them(plain_app: str) -> None:
