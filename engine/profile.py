@@ -74,8 +74,8 @@ def cached_profile(
     A file that cannot be read counts as none, and is written over.
     """
     settings = settings or ProfileSettings()
-    asked = json.loads(json.dumps(asdict(settings)))  # as it looks once read back
-    subject = {**_subject(forward), "settings": asked}
+    stored = json.loads(json.dumps(asdict(settings)))  # as it looks once read back
+    subject = {**_subject(forward), "settings": stored}
     digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(folder) / f"load-rates-{digest}.json"
     try:
@@ -84,7 +84,7 @@ def cached_profile(
             return known
     except (OSError, ValueError, AttributeError):
         pass
-    measured = {**profile(forward, settings), "settings": asked}
+    measured = {**profile(forward, settings), "settings": stored}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(measured, indent=1), encoding="utf-8")

@@ -263,9 +263,9 @@ def unfit_workers(
         return unfit
     context = max(one.max_context_tokens for one in workers)
     if needed > context:
-        asked = f" and {max_tokens} to generate" if max_tokens > 0 else ""
+        output = f" and {max_tokens} to generate" if max_tokens > 0 else ""
         raise errors.CONTEXT_TOO_LONG(
-            limit_tokens=context, needed=needed, parts=f"{prompt_tokens} in the prompt{asked}"
+            limit_tokens=context, needed=needed, parts=f"{prompt_tokens} in the prompt{output}"
         )
     largest = max(workers, key=lambda one: usable_blocks(one) * one.block_tokens)
     fault = errors.ANSWER_TOO_LARGE if max_tokens > 0 else errors.PROMPT_TOO_LARGE
