@@ -49,9 +49,9 @@ class Observer(Protocol):
         ...
 
     def iterated(
-        self, engine: Engine, seconds: float, tokens: int, prefilled: Run[Sequence]
+        self, engine: Engine, seconds: float, chunks: Run[Chunk], prefilled: Run[Sequence]
     ) -> None:
-        """An iteration of so many tokens ended, and with it the prompts of `prefilled`."""
+        """An iteration ended that computed these chunks, and the last ones of these prompts."""
         ...
 
 
@@ -285,8 +285,7 @@ class Engine:
         if self.sparse is not None:
             self._change_slots(self.sparse, end_s)
         if self._observer is not None:
-            count = sum(chunk.stop - chunk.start for chunk in chunks.values())
-            self._observer.iterated(self, seconds, count, prefilled)
+            self._observer.iterated(self, seconds, list(chunks.values()), prefilled)
 
     def _change_slots(self, sparse: SparseServing, now_s: float) -> None:
         """Who lost a slot is computed again, exactly; who may be computed sparsely gets one."""

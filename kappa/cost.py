@@ -78,6 +78,16 @@ def decode_work(requests: N, context_tokens: N) -> StepWork[N]:
     return StepWork(requests, context_tokens + 0.5 * requests, context_tokens + requests)
 
 
+def batch_work(chunks: Iterable[tuple[int, int]]) -> StepWork[float]:
+    """What one step over [(new tokens, context tokens before them)] has to do."""
+    tokens, pairs, reads = 0, 0.0, 0
+    for new, context in chunks:
+        tokens += new
+        pairs += new * (context + 0.5 * new)
+        reads += context + new
+    return StepWork(tokens, pairs, reads)
+
+
 class StepParts(NamedTuple, Generic[N]):
     """Seconds that steps consist of: the longer of computing and reading, then the fixed cost."""
 

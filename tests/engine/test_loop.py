@@ -290,8 +290,9 @@ class Watcher:
         cached = sequence.load.plan.cached_tokens if sequence.load else 0
         self.admissions.append((sequence.request.name, sequence.account.device_tokens, cached))
 
-    def iterated(self, made, seconds, tokens, prefilled) -> None:
+    def iterated(self, made, seconds, chunks, prefilled) -> None:
         assert seconds > 0
+        tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         self.iterations.append((tokens, [sequence.request.name for sequence in prefilled]))
 
 

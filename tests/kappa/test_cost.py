@@ -88,6 +88,13 @@ def test_infinite_kappa_eff_means_never_memory_bound(
         assert law.load_s(shape, node, c) < law.compute_s(shape, node, n, c)
 
 
+def test_the_work_of_a_batch_makes_the_step_that_its_chunks_make() -> None:
+    model, chunks = StepModel(1e-5, 1e-9, 1e-3, 1e-7, 1e-4), [(7, 30), (1, 500), (512, 0)]
+    work = law.batch_work(chunks)
+    assert work == (520, 7 * 33.5 + 500.5 + 512 * 256.0, 37 + 501 + 512)
+    assert model.parts(work).step_s == pytest.approx(model.step_s(chunks))
+
+
 def test_kappa_eff_is_zero_where_the_fixed_load_cost_rules() -> None:
     slow_start = dataclasses.replace(PCIE, load_fixed_s=10.0)
     assert law.kappa_eff(LLAMA, slow_start, 100) == 0

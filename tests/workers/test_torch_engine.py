@@ -159,6 +159,9 @@ async def test_what_a_request_did_is_reported_as_by_a_vllm_engine(started):
     steps = started.told("step", lambda found: any("second" in m["prefilled"] for m in found))
     spent = {name: compute_s for m in steps for name, _, compute_s in m["spent"]}
     assert spent["first"] > 0 and all(not m["overrun"] for m in steps)
+    works = [m["work"] for m in steps]
+    # The prompt in one step, then a token over 101 tokens of context.
+    assert works[0] == [100, 5000.0, 100, 1] and [1, 100.5, 101, 1] in works
     totals = started.told("iterations")[-1]
     assert totals["charges"]["alice"][1] > 0
 

@@ -15,9 +15,11 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
+from engine.computing import Chunk
 from engine.loop import Engine
 from engine.prefix import CacheEvent, StoredBlocks
 from engine.sequence import Sequence
+from kappa.cost import batch_work
 from workers.iteration_log import Iteration, IterationLog
 from workers.stats_channel import StatsSender
 
@@ -118,13 +120,16 @@ class EngineReports:
         )
 
     def iterated(
-        self, engine: Engine, seconds: float, tokens: int, prefilled: Run[Sequence]
+        self, engine: Engine, seconds: float, chunks: Run[Chunk], prefilled: Run[Sequence]
     ) -> None:
-        """An iteration ended that computed so many tokens, and the last ones of these prompts."""
+        """An iteration ended that computed these chunks, and the last ones of these prompts."""
+        work = batch_work((chunk.stop - chunk.start, chunk.start) for chunk in chunks)
+        tokens = int(work.tokens)
         named = [sequence for sequence in prefilled if sequence.request.name]
         step = {
             "kind": "step",
             "tokens": tokens,
+            "work": (*work, len(chunks)),
             "prefilled": [sequence.request.name for sequence in named],
             "spent": [(s.request.name, s.account.load_s, s.account.compute_s) for s in named],
             "took_s": seconds,

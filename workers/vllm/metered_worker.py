@@ -16,7 +16,7 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from kappa.cost import StepModel
+from kappa.cost import StepModel, batch_work
 from workers.request_metadata import request_id_of
 from workers.stats_channel import StatsSender
 from workers.vllm.load_sources import LOAD_SOURCES
@@ -137,6 +137,8 @@ class Metered:
         self._kappa_step = {
             "kind": "step",
             "tokens": tokens,
+            # Its work (`kappa.cost.StepWork`), then how many requests share it.
+            "work": (*batch_work(work), len(work)),
             "prefilled": [request_id for request_id in prefilled if request_id],
             "pace_s": parts.step_s if parts else 0.0,
             "announced": parts,

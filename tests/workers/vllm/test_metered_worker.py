@@ -146,6 +146,15 @@ def test_an_unpaced_step_is_reported_and_never_an_overrun(run):
     assert (step["pace_s"], step["announced"], step["overrun"]) == (0.0, None, False)
 
 
+@pytest.mark.parametrize("model", [None, StepModel(1e-6, 0.0, 0.0, 0.0)])
+def test_every_step_reports_its_work_paced_or_not(run, model):
+    later = scheduled({"a": 1, "b": 6}, new("b", 9, context=3), cached=[("a", 4)])
+    first, second = run(model, scheduled({"a": 4}, new("a", 4)), later)
+    # Tokens, pairs, tokens of context that are read, requests.
+    assert first["work"] == [4, 8.0, 4, 1]
+    assert second["work"] == [7, 1 * 4.5 + 6 * 6.0, 5 + 9, 2]
+
+
 def test_steps_back_to_back_keep_the_pace_together(run):
     model = StepModel(token_s=5e-3, pair_s=0.0, weights_s=0.0, context_token_s=0.0)
     later = [scheduled({"a": 1}, cached=[("a", context)]) for context in range(1, 5)]
