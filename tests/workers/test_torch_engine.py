@@ -161,7 +161,7 @@ async def test_what_a_request_did_is_reported_as_by_a_vllm_engine(started):
     assert spent["first"] > 0 and all(not m["overrun"] for m in steps)
     works = [m["work"] for m in steps]
     # The prompt in one step, then a token over 101 tokens of context.
-    assert works[0] == [100, 5000.0, 100, 1] and [1, 100.5, 101, 1] in works
+    assert [100, 5000.0, 100, 1] in works and [1, 100.5, 101, 1] in works
     totals = started.told("iterations")[-1]
     assert totals["charges"]["alice"][1] > 0
 
