@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from deploy.app.fits import contradictions
-from deploy.app.model import Model, StartError
+from deploy.app.model import Model, PreflightError
 from deploy.app.plan import pool_config, pool_deployment
 from kappa.keys import digest_of, new_key
 from kappa.settings.cluster import ClusterSettings
@@ -32,11 +32,11 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     `stream_host`: where workers offer their report streams; empty: each on its machine's address.
 
     Raises:
-        StartError: settings that do not go together, and what to change.
+        PreflightError: settings that do not go together, and what to change.
     """
     wrong = contradictions(settings)
     if wrong:
-        raise StartError("\n".join(wrong))
+        raise PreflightError("\n".join(wrong))
     if settings.tenants.keys_in_clear:
         log.warning(
             "keys_in_clear", keys=settings.tenants.keys_in_clear,

@@ -12,15 +12,16 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import httpx
 
 from deploy.app.build import build_app, own_headers
-from deploy.app.fits import contradictions, misfits
-from deploy.app.model import Model, StartError, prepare_model
+from deploy.app.machine import Machine
+from deploy.app.model import Model, PreflightError, StartError, prepare_model
+from deploy.app.preflight import all_problems
 from deploy.app.ray_cluster import APP, JoinedRay, OwnRay, check_port, machines, reachable
 from kappa.settings.access import HttpSettings, open_door
 from kappa.settings.cluster import ClusterSettings
@@ -73,17 +74,14 @@ class Cluster:
         if http.port and not self._ray.joined:
             check_port(http.host, http.port)  # before seconds are spent on what cannot be reached
         foreseen = self._ray.foreseen()
-        wrong = contradictions(self.settings)
-        wrong += misfits(self.settings.all_pools, foreseen) if foreseen else []
-        if wrong:
-            raise StartError("\n".join(wrong))
+        self._check(None, foreseen)  # a model may take minutes to come
         self._progress("preparing the model")
         model = prepare_model(self.settings)
+        self._check(model, foreseen)
         self._progress("joining Ray" if self._ray.joined else "starting Ray")
         self._ray.start(self.settings.log_level)
-        unplaced = misfits(self.settings.all_pools, machines())
-        if unplaced:
-            raise StartError("\n".join(unplaced))
+        if self._ray.joined:
+            self._check(model, machines())
         host, port = self._ray.serve_on(http.host, http.port)
         # A Ray Serve that ran there before us listens where others chose.
         refused = open_door(self.settings.tenants, self.settings.access, HttpSettings(host=host))
@@ -94,6 +92,11 @@ class Cluster:
         self.url = f"http://{reachable(host)}:{port}"
         self._progress("warming up")
         self._warm_up()
+
+    def _check(self, model: Model | None, machines: Sequence[Machine]) -> None:
+        found = all_problems(self.settings, model, machines)
+        if found:
+            raise PreflightError("\n".join(fault for faults in found.values() for fault in faults))
 
     def _deploy(self, model: Model) -> None:
         from ray import serve

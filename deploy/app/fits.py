@@ -7,10 +7,9 @@ error, with what is missing and what there is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
+from deploy.app.machine import Machine
 from deploy.app.plan import worker_demand
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.pools import PoolSettings
@@ -76,38 +75,10 @@ def _of_roles(settings: ClusterSettings) -> Iterator[str]:
 # -- pools and machines ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A Ray node: what it offers in all (CPU, GPU, custom resources) and how it is labelled."""
-
-    name: str
-    offers: Mapping[str, float]
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of_ray(cls, node: Mapping[str, Any]) -> Machine:
-        """From an entry of `ray.nodes()`."""
-        return cls(str(node["NodeManagerHostname"]), node["Resources"], node.get("Labels") or {})
-
-    def lacks(self, pool: PoolSettings) -> list[str]:
-        """Why a worker of the pool cannot run here, empty if it can."""
-        short = [
-            f"{name} {self.offers.get(name, 0):g} of {wanted:g}"
-            for name, wanted in worker_demand(pool).items()
-            if self.offers.get(name, 0) < wanted
-        ]
-        other = [
-            f"label {name}={self.labels.get(name, '(none)')}, not {wanted}"
-            for name, wanted in pool.placement.labels.items()
-            if self.labels.get(name) != wanted
-        ]
-        return short + other
-
-
-def misfits(pools: Sequence[PoolSettings], machines: Sequence[Machine]) -> list[str]:
-    """Every pool that fits no machine, and how many workers of the others find no place; with the
-    place in the settings and what to change."""
-    faults, fitting = [], []
+def misfits(pools: Sequence[PoolSettings], machines: Sequence[Machine]) -> dict[str, str]:
+    """Every pool that fits no machine, and how many workers of the others find no place: by the
+    pool's name, with the place in the settings and what to change."""
+    faults, fitting = {}, []
     for number, pool in enumerate(pools):
         lacking = sorted(
             ((machine.lacks(pool), machine.name) for machine in machines),
@@ -118,14 +89,16 @@ def misfits(pools: Sequence[PoolSettings], machines: Sequence[Machine]) -> list[
             continue
         reasons = dict.fromkeys(f"{name} has {', '.join(lacks)}" for lacks, name in lacking)
         why = "; ".join(list(reasons)[:_REASONS_SHOWN]) or "there is none"
-        faults.append(
+        faults[pool.name] = (
             f"pools.{number}.placement: pool {pool.name} fits none of {len(lacking)} machine(s): "
             f"{why}. Change its placement, or add a machine that offers it"
         )
-    return [*faults, *_without_place(fitting, machines)]
+    return faults | dict(_without_place(fitting, machines))
 
 
-def _without_place(pools: Iterable[PoolSettings], machines: Sequence[Machine]) -> Iterator[str]:
+def _without_place(
+    pools: Iterable[PoolSettings], machines: Sequence[Machine]
+) -> Iterator[tuple[str, str]]:
     """Pools whose workers do not all find a place when those are placed first that the fewest
     machines suit, and of them the most demanding."""
     free = [dict(machine.offers) for machine in machines]
@@ -146,7 +119,5 @@ def _without_place(pools: Iterable[PoolSettings], machines: Sequence[Machine]) -
                 for name, wanted in demand.items():
                     offers[name] -= wanted
         if placed < pool.least:
-            yield (
-                f"pool {pool.name}: room for {placed} of {pool.least} workers beside the others: "
-                "lower its number, or add machines"
-            )
+            room = f"room for {placed} of {pool.least} workers beside the others"
+            yield pool.name, f"pool {pool.name}: {room}: lower its number, or add machines"

@@ -17,6 +17,14 @@ from workload.sessions import demo_sessions_path, read_sessions
 class StartError(RuntimeError):
     """The cluster could not be started; the message says why and what to do."""
 
+    exit_code = 1
+
+
+class PreflightError(StartError):
+    """Found before anything was started: settings, model or machine are at fault."""
+
+    exit_code = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Model:

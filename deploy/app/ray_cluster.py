@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import socket
 from typing import Any
 
 import psutil
 
-from deploy.app.fits import Machine
+from deploy.app.machine import Machine, read_machine
 from deploy.app.model import StartError
 
 APP = "kappa"
@@ -47,8 +46,8 @@ class OwnRay:
         self._log_level = "WARNING"
 
     def foreseen(self) -> list[Machine]:
-        """What the cluster will offer, as far as that is known before it runs: GPUs are not."""
-        return [Machine("this machine", {"CPU": float(self._cpus), "GPU": math.inf})]
+        """What the cluster will offer."""
+        return [read_machine(self._cpus)]
 
     def start(self, log_level: str) -> None:
         """Start Ray.

@@ -108,7 +108,7 @@ def settings_or_exit(
 def running(
     settings: ClusterSettings, cluster_type: type | None = None, address: str | None = None
 ) -> Iterator[Any]:
-    """A running cluster, with progress on stderr; start errors exit with 1.
+    """A running cluster, with progress on stderr; what keeps it from starting ends the command.
 
     `cluster_type` is `deploy.app.cluster.Cluster` or a subclass of it.
     """
@@ -128,7 +128,7 @@ def running(
             finally:
                 warn("stopping …", "dim")
     except StartError as error:
-        fail(str(error))
+        fail(str(error), error.exit_code)
 
 
 def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:

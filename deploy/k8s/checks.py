@@ -20,7 +20,8 @@ from typing import Any
 
 import yaml
 
-from deploy.app.fits import Machine, misfits
+from deploy.app.fits import misfits
+from deploy.app.machine import Machine
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings
 
@@ -213,7 +214,7 @@ def _unfit(document: Document, settings: ClusterSettings) -> Iterator[str]:
     pods = sum(group.get("replicas", 0) for group in groups)
     if pods != settings.workers:
         yield f"{pods} worker pods at start for {settings.workers} workers in args"
-    yield from misfits(pools, _machines(groups, "replicas"))
+    yield from misfits(pools, _machines(groups, "replicas")).values()
     growing = ", ".join(pool.name for pool in pools if pool.most > pool.least)
     if growing and not cluster.get("enableInTreeAutoscaling"):
         yield (
@@ -222,7 +223,7 @@ def _unfit(document: Document, settings: ClusterSettings) -> Iterator[str]:
         )
     elif growing:
         most = [p.model_copy(update={"replicas": p.most, "autoscaling": None}) for p in pools]
-        for fault in misfits(most, _machines(groups, "maxReplicas")):
+        for fault in misfits(most, _machines(groups, "maxReplicas")).values():
             yield f"with every pool at its most: {fault}"
     for group in groups:
         yield from (f"group {group['groupName']}: {fault}" for fault in _group(group, settings))

@@ -6,7 +6,8 @@ from structlog.testing import capture_logs
 
 from deploy.app.build import build_app
 from deploy.app.cluster import Cluster
-from deploy.app.fits import Machine, contradictions, misfits
+from deploy.app.fits import contradictions, misfits
+from deploy.app.machine import GpuFacts, Machine
 from deploy.app.model import Model, StartError
 from deploy.app.plan import worker_demand
 from kappa.settings.cluster import load_settings
@@ -134,7 +135,7 @@ def test_a_machine_is_read_from_what_ray_reports():
         "NodeManagerHostname": "h", "Resources": {"CPU": 4.0, "GPU": 1.0}, "Labels": LABEL,
         "Alive": True,
     }  # fmt: skip
-    assert Machine.of_ray(node) == machine("h", LABEL, CPU=4.0, GPU=1.0)
+    assert Machine.of_ray(node) == Machine("h", node["Resources"], LABEL, gpus=(GpuFacts("GPU"),))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_a_machine_is_read_from_what_ray_reports():
     ],
 )
 def test_what_fits_is_not_mentioned(pools, machines):
-    assert misfits(pools, machines) == []
+    assert misfits(pools, machines) == {}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_what_fits_is_not_mentioned(pools, machines):
     ],
 )
 def test_what_does_not_fit_is_reported_with_what_is_missing(pools, machines, fault):
-    (found,) = misfits(pools, machines)
+    (found,) = misfits(pools, machines).values()
     assert fault in found
 
 

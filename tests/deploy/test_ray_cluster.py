@@ -81,7 +81,6 @@ def joined(monkeypatch):
         monkeypatch.setattr(ray.serve, "status", lambda: SimpleNamespace(applications={}))
         monkeypatch.setattr(deploy.app.cluster, "prepare_model", lambda _: None)
         monkeypatch.setattr(deploy.app.cluster, "machines", lambda: [])
-        monkeypatch.setattr(deploy.app.cluster, "misfits", lambda *_: [])
         cluster = Cluster(load_settings(None, **sections), address="auto")
         cluster._ray = Joined()
         monkeypatch.setattr(cluster, "_deploy", lambda _: deployed.append(True))

