@@ -2,13 +2,14 @@
 
 For clusters that others start (KubeRay's RayService, `serve deploy`). `args` holds the same keys as
 the file of `kappa serve --config`, save `http`, which is the config file's own `http_options`.
-`python -m deploy.serve_app [SETTINGS]` makes the model of the demo, when the settings name no
-other, where each machine will look for it.
+`python -m deploy.serve_app [SETTINGS]` makes the model of the demo, or fetches `smollm2-135m` if
+the settings name that, where each machine will look for it.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 from deploy.app.build import build_app
@@ -49,7 +50,7 @@ def app(args: dict[str, Any]) -> Any:
 def main() -> None:
     """Make, or check, the model that the settings name."""
     path = sys.argv[1] if len(sys.argv) > 1 else None
-    print(prepare_model(load_settings(path)).source)
+    print(prepare_model(load_settings(path), partial(print, file=sys.stderr)).source)
 
 
 if __name__ == "__main__":

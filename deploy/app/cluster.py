@@ -76,7 +76,7 @@ class Cluster:
         foreseen = self._ray.foreseen()
         self._check(None, foreseen)  # a model may take minutes to come
         self._progress("preparing the model")
-        model = prepare_model(self.settings)
+        model = prepare_model(self.settings, self._progress)
         self._check(model, foreseen)
         self._progress("joining Ray" if self._ray.joined else "starting Ray")
         self._ray.start(self.settings.log_level)

@@ -1,10 +1,11 @@
-"""The model that a cluster serves: found on disk or on the hub, or the tiny one made here.
+"""The model that a cluster serves: found on disk, on the hub or the package index, or made here.
 
 `StartError` is what every step of a start raises that the user can mend.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kappa.model import ModelShape
@@ -35,10 +36,20 @@ class Model:
     chat_template: str
 
 
-def prepare_model(settings: ClusterSettings) -> Model:
-    """Find the configured model, or make the tiny one (once; cached under `KAPPA_HOME`)."""
+def prepare_model(
+    settings: ClusterSettings, progress: Callable[[str], None] = lambda _: None
+) -> Model:
+    """Find the configured model, or make the tiny one or SmolLM2 (once; cached in `KAPPA_HOME`).
+
+    Raises:
+        StartError: it cannot be had, or not be read.
+    """
+    from deploy.app import smollm2
+
     source = settings.model.source
-    if source is None:
+    if source == smollm2.NAME:
+        source = str(smollm2.smollm2(home() / "models", progress))
+    elif source is None:
         turns = (turn for s in read_sessions(demo_sessions_path()) for turn in s.turns)
         corpus = (text for turn in turns for text in (turn.input_text, turn.output_text))
         folder = home() / "models" / f"tiny-{settings.model.seed}"

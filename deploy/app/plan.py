@@ -50,7 +50,7 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model) -> 
         arguments.setdefault("tensor_parallel_size", place.gpus)
     dropped = ("VLLM_CPU_", "OMP_") if place.gpus else ()
     environment = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
-    is_fetched = source.source is not None and not Path(source.source).exists()
+    is_fetched = not Path(model.source).exists()
     number: dict[str, Any] = {"num_replicas": pool.least}
     if pool.autoscaling is not None:
         number = {"autoscaling_config": autoscaling(pool.autoscaling)}

@@ -185,7 +185,9 @@ class ModelSettings(Section):
     """Which model is served. Without a `source` a tiny random one is made from `seed`."""
 
     id: str = Field("kappa-tiny", min_length=1, description="name that clients use")
-    source: str | None = Field(None, description="folder or Hugging Face name; none: made here")
+    source: str | None = Field(
+        None, description="folder, Hugging Face name or smollm2-135m; none: made"
+    )
     seed: int = Field(0, ge=0, description="seed of the made model")
     emulate: Annotated[str, AfterValidator(_known_model)] = Field(
         "llama-3.1-8b", description="model whose cost a paced node emulates"
