@@ -21,12 +21,17 @@ from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
 from workers.vllm.arguments import (
+    Endpoints,
     EngineLimits,
     EngineScheduler,
     EngineTier,
+    Pace,
     TierChoice,
+    engine_kwargs,
     fingerprint,
+    hand_over,
 )
+from workers.vllm.options import PERSIST_KEY
 from workers.vllm.tail_recompute import TAIL, tail_rates
 
 
@@ -121,6 +126,24 @@ class WorkerPlan:
             "intermediate": 4 * self.served.hidden,
             "dtype": self.limits.dtype,
         }
+
+
+def configure_vllm(
+    config: Any, plan: WorkerPlan, rank: int, endpoints: Endpoints, tier: EngineTier, folder: str
+) -> None:
+    """Put what this replica's engine is started with into `config`, Ray Serve LLM's.
+
+    folder: where the host tier outlives the engine; empty: it does not.
+    """
+    node = plan.node(rank)
+    pace = Pace(plan.emulated, node) if node.source == "paced" else None
+    scheduler = replace(plan.scheduler.for_rank(rank), tenant_required=True)
+    arguments = engine_kwargs(plan.limits, endpoints, pace, scheduler, tier, plan.gpus)
+    if folder:
+        arguments["kv_transfer_config"]["kv_connector_extra_config"][PERSIST_KEY] = folder
+    if plan.transfer is not None:
+        hand_over(plan.transfer, arguments, pace)
+    config.update_engine_kwargs(**arguments)
 
 
 def measured_node(node: NodeProfile, measured: Mapping[str, Any]) -> NodeProfile:

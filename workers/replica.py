@@ -27,21 +27,13 @@ from ray.serve.llm.deployment import LLMServer
 from kappa.logging import configure
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
 from workers.host_memory import prepare_host_memory
-from workers.identity import Profile, ReplicaId, WorkerPlan, announce
+from workers.identity import Profile, ReplicaId, WorkerPlan, announce, configure_vllm
 from workers.power import power_reporter
 from workers.reaper import HangWatch, hang_patience_s, own_engines, process_age_s, watch_engine
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
-from workers.vllm.arguments import (
-    LMCACHE,
-    Endpoints,
-    EngineTier,
-    Pace,
-    engine_kwargs,
-    hand_over,
-)
+from workers.vllm.arguments import LMCACHE, Endpoints, EngineTier
 from workers.vllm.lmcache.server import LmcacheServer, prepare_lmcache
-from workers.vllm.options import PERSIST_KEY
 from workers.vllm_plugin import LOG_ENV, log_setting
 
 log = structlog.get_logger(__name__)
@@ -115,17 +107,9 @@ class KappaServer(LLMServer):
             from workers.own_engine.emulated import EmulatedEngine
 
             return EmulatedEngine
-        node = plan.node(self._rank)
-        pace = Pace(plan.emulated, node) if node.source == "paced" else None
         self._tier = self._prepare_tier()
-        scheduler = replace(plan.scheduler.for_rank(self._rank), tenant_required=True)
-        arguments = engine_kwargs(plan.limits, endpoints, pace, scheduler, self._tier, plan.gpus)
-        if self._tier_folder is not None:
-            extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
-            extra[PERSIST_KEY] = str(self._tier_folder.folder)
-        if plan.transfer is not None:
-            hand_over(plan.transfer, arguments, pace)
-        llm_config.update_engine_kwargs(**arguments)
+        folder = "" if self._tier_folder is None else str(self._tier_folder.folder)
+        configure_vllm(llm_config, plan, self._rank, endpoints, self._tier, folder)
         return None
 
     def _prepare_tier(self) -> EngineTier:
