@@ -32,6 +32,7 @@ from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManage
 from workers.vllm.options import STATS_KEY
 from workers.vllm.persistent_tier import announcement, record_stores
 from workers.vllm.tail_recompute import TailRecompute
+from workers.vllm.versions.installed import note_use
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -107,8 +108,7 @@ class HostTierConnector(OffloadingConnector):
         super().on_new_request(request)
         status = self._kappa_status(request)
         status.update_offload_keys()
-        assert self.connector_scheduler is not None
-        self.connector_scheduler._touch(status)
+        note_use(self.connector_scheduler, status)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

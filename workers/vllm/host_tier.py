@@ -28,7 +28,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from scheduler.link_order import HALF, LOADS_FIRST
 from workers.stats_channel import StatsSender
@@ -45,6 +44,7 @@ from workers.vllm.options import (
     read_options,
 )
 from workers.vllm.persistent_tier import PersistentTier, persistent_tensor
+from workers.vllm.versions.installed import SpecNames
 
 # An engine with nothing to do but stores under way must not poll as fast as it can, nor be late.
 _STORE_POLL_S = 0.002
@@ -99,7 +99,14 @@ class HostTierWorker(OffloadingWorker, LoadSource):
         assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
         return self._stores.submit(STORE, job_id, src_spec.block_ids, dst_spec.block_ids)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """As vLLM's; loads come in the link's order, which `expedited` (0.33) does not change."""
         assert isinstance(src_spec, BlockIDsLoadStoreSpec)
         return self._loads.submit(LOAD, job_id, src_spec.block_ids, dst_spec.block_ids)
 
@@ -156,7 +163,7 @@ class HostTierWorker(OffloadingWorker, LoadSource):
             self._stats.send(message)
 
 
-class HostTierSpec(CPUOffloadingSpec):
+class HostTierSpec(SpecNames):
     """vLLM's CPU offloading spec with our copy engine in place of the CUDA one."""
 
     _manager: OffloadingManager | None
@@ -179,7 +186,7 @@ class HostTierSpec(CPUOffloadingSpec):
                 f"{self._rules.order}"
             )
         path = Path(folder) if folder else None
-        self._size = TierSize(self.num_blocks, self.tokens_per_block[0], path)
+        self._size = TierSize(self.host_blocks, self.tokens_per_block[0], path)
 
     def get_manager(self) -> OffloadingManager:
         """vLLM's own manager for its own order, or else one that bounds the stores."""
@@ -187,7 +194,7 @@ class HostTierSpec(CPUOffloadingSpec):
             return super().get_manager()
         size = self._size
         options: dict[str, Any] = {
-            "num_blocks": self.num_blocks,
+            "num_blocks": self.host_blocks,
             "cache_policy": self.eviction_policy,
             "cache_policy_module_path": self.cache_policy_module_path,
             "enable_events": self.kv_events_config.enable_kv_cache_events,

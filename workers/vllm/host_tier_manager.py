@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 
 from workers.vllm.options import LinkPace
 from workers.vllm.persistent_tier import PersistentTier
+from workers.vllm.versions.installed import ManagerNames
 
 
-class HostTierManager(CPUOffloadingManager):
+class HostTierManager(ManagerNames):
     """Refuses stores that the link has no time for.
 
     A refused store is reported as "store_dropped"; vLLM takes it for stored, asks no more, and
@@ -96,15 +95,7 @@ class PersistentTierManager(HostTierManager):
         super().__init__(**options)
         self.tier = tier
         # Blocks that were found count as stored ones, the oldest first to be evicted.
-        for slot, block in tier.found:
-            key, status = OffloadKey(block.key), BlockStatus(slot)
-            self._policy.insert(key, status)
-            status.ref_cnt = 0
-            self._policy.mark_evictable(key)
-        taken = {slot for slot, _ in tier.found}
-        self._num_allocated_blocks = self._num_blocks
-        self._free_list = [slot for slot in range(self._num_blocks) if slot not in taken]
-        self._num_evictable_cache_blocks = len(taken)
+        self.adopt({OffloadKey(block.key): slot for slot, block in tier.found})
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -112,9 +103,7 @@ class PersistentTierManager(HostTierManager):
         """As `HostTierManager`'s; the slots hold nothing for a successor from now on."""
         output = super().prepare_store(keys, req_context)
         for key in output.keys_to_store if output is not None else ():
-            block = self._policy.get(key)
-            assert block is not None
-            self.tier.invalidate(block.block_id)
+            self.tier.invalidate(self.slot(key))
         return output
 
     def complete_store(
@@ -126,7 +115,7 @@ class PersistentTierManager(HostTierManager):
             # A store that a worker gave up has left no block, whatever `success` says.
             block = self._policy.get(key)
             if block is not None and block.is_ready:
-                self.tier.stored(bytes(key), block.block_id)
+                self.tier.stored(bytes(key), self.slot(key))
         self.tier.forget(bytes(key) for key in keys)
 
     def reset_cache(self) -> None:

@@ -3,7 +3,7 @@
 Configured by `additional_config["kappa_scheduler"]` (`workers.vllm.options`). Before an iteration
 the rule says what is admitted; vLLM's own `schedule()` then sees only that, and what has been
 loaded, in its two queues, and the rest is put back. Should the rule fail, both queues are as vLLM
-would have them, and it runs in its own order. Private names of vLLM:
+would have them, and it runs in its own order. Private names of vLLM: `workers.vllm.versions`, and
 tests/workers/vllm/test_scheduler_contract.py.
 """
 
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import structlog
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
@@ -26,19 +25,17 @@ from workers.vllm.engine_view import EngineMemory, EngineWork
 from workers.vllm.held_events import HeldEvents
 from workers.vllm.options import SchedulerOptions
 from workers.vllm.rule_guard import GuardedRule
+from workers.vllm.versions.installed import SchedulerNames
 
 log = structlog.get_logger(__name__)
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-class FairScheduler(AsyncScheduler):
+class FairScheduler(SchedulerNames):
     """Any rule of ours in vLLM, or (`STOCK`) vLLM's own order with the same records. Between
-    iterations `waiting` holds what the rule knows to wait, `skipped_waiting` what is blocked,
-    loading, or just loaded."""
-
-    waiting: Any
-    skipped_waiting: Any
+    iterations `waiting` holds what the rule knows to wait, `held` what is blocked, loading, or just
+    loaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,13 +60,12 @@ class FairScheduler(AsyncScheduler):
         extra = getattr(request.sampling_params, "extra_args", None)
         refused = self._options.tenant_required and not tenant_of(extra)
         if refused:
-            # Blocked, it is never scheduled; vLLM ends it as one whose grammar does not compile.
-            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-            request.structured_output_request = None
+            # Blocked, it is never scheduled.
+            self.block(request)
         super().add_request(request)
         if refused:
             log.warning("request_without_tenant_refused", request_id=request.request_id)
-            self.grammar_compile_error_reqs.add(request.request_id)
+            self.refuse(request)
 
     def _enqueue_waiting_request(self, request: Request) -> None:
         now_s = time.monotonic()
@@ -78,7 +74,8 @@ class FairScheduler(AsyncScheduler):
             work = self._works[request.request_id] = EngineWork(request, now_s)
             self._rule.charged_elsewhere(*charges_of(work.extra, work.tenant), now_s)
         if request.num_computed_tokens:  # a session that goes on, with its blocks
-            return self.skipped_waiting.add_request(request)
+            self.held.add_request(request)
+            return
         super()._enqueue_waiting_request(request)
         if not self._is_blocked_waiting_status(request.status):
             self._rule.add(work, now_s)
@@ -114,12 +111,12 @@ class FairScheduler(AsyncScheduler):
                 self._rule.failed("translate", error)
         now.plan_s = time.monotonic() - now_s
         now.stock = chosen is None
-        if chosen is None or not (self.waiting or self.skipped_waiting):
+        if chosen is None or not (self.waiting or self.held):
             output = super().schedule(throttle_prefills)
+            self.regroup()
         else:
-            queues, (going, plan) = (self.waiting, self.skipped_waiting), chosen
-            self.waiting = type(self.waiting)(work.request for work, _ in plan.admitted)
-            self.skipped_waiting = type(self.skipped_waiting)(going)
+            going, plan = chosen
+            queues = self.offer((work.request for work, _ in plan.admitted), going)
             output = super().schedule(throttle_prefills)
             self._put_back(queues, going, plan, now_s)
         now.capacity_blocks = self._memory.capacity_blocks
@@ -151,14 +148,14 @@ class FairScheduler(AsyncScheduler):
 
     def _counts(self) -> tuple[int, int, int]:
         """Requests that wait, load and run."""
-        loading = sum(request.status == LOADING for request in self.skipped_waiting)
-        return len(self.waiting) + len(self.skipped_waiting) - loading, loading, len(self.running)
+        loading = sum(request.status == LOADING for request in self.held)
+        return len(self.waiting) + len(self.held) - loading, loading, len(self.running)
 
     # -- what the rule says -------------------------------------------------------------------
 
     def _choose(self, now_s: float) -> tuple[list[Request], Any] | None:
         """Loaded requests that fit, and the rule's plan for the others; None: vLLM's own order."""
-        loaded, rule = self._promote(now_s) if self.skipped_waiting else [], self._rule
+        loaded, rule = self._promote(now_s) if self.held else [], self._rule
         if not rule.works:
             rule.restart([self._works[request.request_id] for request in self.waiting], now_s)
         if not rule.agrees(len(self.waiting)):
@@ -180,10 +177,9 @@ class FairScheduler(AsyncScheduler):
     def _promote(self, now_s: float) -> list[Request]:
         """Sort out what vLLM skipped: blocked requests stay, others wait; returns loaded ones."""
         loaded = []
-        for request in reversed(list(self.skipped_waiting)):
+        for request in reversed(list(self.held)):
             was_loading = request.status == LOADING
-            blocked = self._is_blocked_waiting_status(request.status)
-            if blocked and not self._try_promote_blocked_waiting_request(request):
+            if not self.is_ready(request):
                 continue
             work = self._works[request.request_id]
             if was_loading:
@@ -193,7 +189,7 @@ class FairScheduler(AsyncScheduler):
                 if was_loading:
                     self._rule.landed(work, now_s)
             else:  # it may be planned now; or its load has failed
-                self.skipped_waiting.remove(request)
+                self.held.remove(request)
                 self.waiting.prepend_request(request)
                 self._rule.returned(work, now_s)
         return loaded[::-1]
@@ -218,7 +214,7 @@ class FairScheduler(AsyncScheduler):
                 decode_blocks += blocks
         if free_blocks < 0:
             return [], None
-        slots = self.max_num_running_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        slots = self.most_running - len(self.running) - self.num_waiting_for_streaming_input
         going: list[Request] = []
         for request in loaded:
             blocks = self._request_remaining_blocks(request)
@@ -237,12 +233,11 @@ class FairScheduler(AsyncScheduler):
     def _put_back(self, queues: Any, going: list[Request], plan: Any, now_s: float) -> None:
         """Join what vLLM left in its queues with what was kept from it; report what became of it.
 
-        queues: `waiting` and `skipped_waiting` as they were before.
+        queues: as they were before.
         """
-        left, skipped = self.waiting, self.skipped_waiting
-        self.waiting, self.skipped_waiting = queues
+        left, deferred = self.withdraw(queues)
         for request in (r for r in going if r.status == RequestStatus.RUNNING):
-            self.skipped_waiting.remove(request)
+            self.held.remove(request)
         planned = {work.request for work, _ in plan.admitted}
         for request in (r for r in reversed(left) if r not in planned):
             self.waiting.prepend_request(request)  # just preempted
@@ -250,14 +245,14 @@ class FairScheduler(AsyncScheduler):
             request = work.request
             if request.status not in (RequestStatus.RUNNING, LOADING):
                 self._now.returned += 1
-                if request in skipped:
+                if request in deferred:
                     self._memory.put_off(work)
                 self._rule.returned(work, now_s)
                 continue
             self._now.admitted += 1
             self.waiting.remove(request)
             if request.status == LOADING:
-                self.skipped_waiting.append(request)
+                self.held.append(request)
             elif quote.host_tokens:
                 self._rule.landed(work, now_s)  # there was nothing to load after all
         self._now.passed = plan.passed

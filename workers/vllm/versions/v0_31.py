@@ -1,0 +1,136 @@
+"""vLLM 0.31 to 0.33: requests that hold KV wait in a queue that is drained first (vLLM's pull
+request 57841), blocked ones without KV among all others; the host tier counts chunks.
+
+The rule must not see blocked requests. They are kept among those that hold KV, where 0.29 had them:
+vLLM passes them over there, and puts them back among the others, which `regroup` undoes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.request import Request, RequestStatus
+
+
+class Scheduler31(AsyncScheduler):
+    """Private names of vLLM's scheduler."""
+
+    waiting: Any
+    kv_holding_waiting: Any
+    deferred_waiting: set[Request]
+
+    @property
+    def held(self) -> Any:
+        """The queue of requests that are blocked, load, or have just loaded."""
+        return self.kv_holding_waiting
+
+    @property
+    def most_running(self) -> int:
+        """Requests that may run at a time."""
+        return int(self.max_num_active_reqs)
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        if self._is_blocked_waiting_status(request.status):
+            self.deferred_waiting.add(request)
+            self.held.add_request(request)
+        else:
+            super()._enqueue_waiting_request(request)
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether a held request may run or be planned: it is unblocked if its time has come."""
+        return bool(self._handle_blocked_waiting_request(request))
+
+    def offer(self, waiting: Iterable[Request], held: Iterable[Request]) -> tuple[Any, Any]:
+        """Have the coming iteration see only these; returns both queues, for `withdraw`."""
+        queues = self.waiting, self.kv_holding_waiting
+        self.waiting, self.kv_holding_waiting = type(self.waiting)(waiting), type(self.held)(held)
+        self.deferred_waiting.difference_update(self.waiting)
+        return queues
+
+    def withdraw(self, queues: tuple[Any, Any]) -> tuple[Any, Collection[Request]]:
+        """Undo `offer`; returns what is left of `waiting`, and whom vLLM deferred."""
+        left = self.waiting
+        self.waiting, self.kv_holding_waiting = queues
+        return left, self.deferred_waiting
+
+    def regroup(self) -> None:
+        """Restore which queue a request waits in after an iteration in vLLM's own order."""
+        for request in self.deferred_waiting:
+            blocked = self._is_blocked_waiting_status(request.status)
+            if blocked and request in self.waiting:
+                self.waiting.remove(request)
+                self.kv_holding_waiting.add_request(request)
+
+    def refuse(self, request: Request) -> None:
+        """End a request with an error before it runs: as one whose grammar does not compile."""
+        errors: Any = self.grammar_compile_error_reqs
+        if isinstance(errors, set):  # until 0.32
+            errors.add(request.request_id)
+            return
+        from vllm.outputs import RequestError
+
+        errors[request.request_id] = RequestError(
+            code="validation_error", message="the request names no tenant"
+        )
+
+    def block(self, request: Request) -> None:
+        """Keep a request that is about to be refused from being scheduled."""
+        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        request.structured_output_request = None
+
+
+def note_use(offloading: Any, status: Any) -> None:
+    """What a request may load counts as used now; vLLM counts it when the request ends.
+
+    offloading: vLLM's scheduler side of the connector; status: its state of the request.
+    """
+    for group in status.group_states:
+        offloading.manager.touch(group.offload_keys, status.req_context)
+
+
+class Spec31(CPUOffloadingSpec):
+    """Private names of vLLM's description of host memory."""
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks that it holds, where a chunk is one."""
+        return int(self.num_chunks)
+
+
+class Manager31(CPUOffloadingManager):
+    """Private names of vLLM's manager of host memory."""
+
+    def __init__(self, num_blocks: int, **options: Any) -> None:
+        super().__init__(num_chunks=num_blocks, **options)
+
+    def slot(self, key: OffloadKey) -> int:
+        """Where in host memory a block is, or is being stored."""
+        chunk = self._policy.get(key)
+        assert chunk is not None
+        return int(chunk.chunk_id)
+
+    def adopt(self, slots: Mapping[OffloadKey, int]) -> None:
+        """Take these blocks for stored ones, the first to be evicted first; all else is free."""
+        insert: Any = self._policy.insert
+        # 0.33 wants to know for whom: for nobody yet.
+        context = (
+            (ReqContext(req_id=""),)
+            if "req_context" in inspect.signature(insert).parameters
+            else ()
+        )
+        for key, slot in slots.items():
+            chunk = ChunkStatus(slot)
+            insert(key, chunk, *context)
+            chunk.ref_cnt = 0
+            self._policy.mark_evictable(key)
+        taken = set(slots.values())
+        self._num_allocated_chunks = self._num_chunks
+        self._free_list = [slot for slot in range(self._num_chunks) if slot not in taken]
+        self._num_evictable_cache_chunks = len(slots)
