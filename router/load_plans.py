@@ -13,8 +13,8 @@ import math
 import numpy as np
 
 from kappa.plans.load_plan import LoadPlan, bounded, layout
+from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning, Policy, kappa_eff, room_left
-from kappa.plans.rates import rates_from_measured
 from kappa.protocol import Announcement
 from router.decision import PlannedLoad
 

@@ -15,7 +15,7 @@ from kappa.cost import step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.clo import HeadProfile
-from kappa.plans.rates import rates_from_measured
+from kappa.plans.measured import rates_from_measured
 from kappa.protocol import Announcement
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings

@@ -27,7 +27,8 @@ from engine.config import ModelConfig
 from engine.profile import ProfileSettings, profile
 from engine.transfer import Copies, CpuMover, Direction, Event
 from engine.weights import Weights, random_weights
-from kappa.plans.rates import PlanRates, rates_from_measured
+from kappa.plans.measured import rates_from_measured
+from kappa.plans.rates import PlanRates
 
 LINK = "link-alone"
 """The arm that copies what the baseline loads, with nothing else to do."""

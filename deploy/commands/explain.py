@@ -20,8 +20,9 @@ from kappa import cost, paper
 from kappa.cost import TokenCounts
 from kappa.hardware import DEMO_NODES, NodeProfile, node_profile
 from kappa.model import ModelShape
+from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import alternatives, decoding
-from kappa.plans.rates import LineFit, rates_from_law, rates_from_measured
+from kappa.plans.rates import LineFit, rates_from_law
 from kappa.shapes import model_shape
 
 _SEGMENTS = {"K": "load", "A": "activations", "R": "recompute", "C": "stays in host memory"}

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from deploy.commands import explain, roofline
 from kappa.cost import TokenCounts
 from kappa.hardware import node_profile
-from kappa.plans.rates import as_measured, rates_from_law
+from kappa.plans.measured import as_measured
+from kappa.plans.rates import rates_from_law
 from kappa.shapes import model_shape
 
 EXPLAIN_KEYS = {

@@ -20,8 +20,9 @@ from engine.profile import ProfileSettings, cached_profile, device_name, profile
 from engine.transfer import Copies, CpuMover, Direction, TransferFailed
 from engine.weights import random_weights
 from kappa.plans.decoding import attention_refused
+from kappa.plans.measured import fit_line, rates_from_measured
 from kappa.plans.planners import choose
-from kappa.plans.rates import LEAST_R2, fit_line, rates_from_measured
+from kappa.plans.rates import LEAST_R2
 from kappa.plans.split import Costs
 
 SETTINGS = ProfileSettings(

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kappa.hardware import node_profile
+from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning, kappa_eff, room_left
-from kappa.plans.rates import FORMAT, rates_from_measured
+from kappa.plans.rates import FORMAT
 from router.decision import RouteRequest
 from router.load_plans import LoadPlanner, planner_of
 from tests.router import building

@@ -17,7 +17,7 @@ from engine.sparse.settings import SparseSettings
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
 from kappa.plans.clo import CloConfig
-from kappa.plans.rates import rates_from_measured
+from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
 from workers.identity import SparsePlan, WorkerPlan
 from workers.own_engine.server import OwnPlan

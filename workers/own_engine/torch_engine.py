@@ -27,8 +27,9 @@ from engine.weights import DTYPES, load_weights
 from kappa.model import ModelShape
 from kappa.plans.architecture import architecture_from_config
 from kappa.plans.clo import equal_heads, layer_seconds, persistent_heads, prefetchable_heads
+from kappa.plans.measured import as_measured, rates_from_measured
 from kappa.plans.planners import Planning
-from kappa.plans.rates import PlanRates, as_measured, rates_from_law, rates_from_measured
+from kappa.plans.rates import PlanRates, rates_from_law
 from scheduler.config import FairConfig
 from workers.identity import WorkerPlan, measured_node
 from workers.own_engine.reports import EngineReports, KvPublisher

@@ -17,8 +17,9 @@ import msgspec
 
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
+from kappa.plans.measured import as_measured, rates_from_measured
 from kappa.plans.planners import Cached, Planning
-from kappa.plans.rates import as_measured, rates_from_law, rates_from_measured
+from kappa.plans.rates import rates_from_law
 from workers.vllm.options import TAIL_KEY, read_options
 
 TAIL, LOAD_ALL = "tail", "kv"

@@ -13,18 +13,8 @@ from numpy.random import default_rng
 from kappa.cost import StepModel, compute_s
 from kappa.hardware import NodeProfile
 from kappa.model import activation_bytes_per_token, kv_bytes, projection_flops
-from kappa.plans.rates import (
-    FORMAT,
-    LEAST_R2,
-    ComputeGrid,
-    LineFit,
-    PlanRates,
-    as_measured,
-    fit_line,
-    fit_step,
-    rates_from_law,
-    rates_from_measured,
-)
+from kappa.plans.measured import as_measured, fit_grid, fit_line, rates_from_measured
+from kappa.plans.rates import FORMAT, LEAST_R2, ComputeGrid, LineFit, PlanRates, rates_from_law
 from kappa.shapes import SHAPES, model_shape
 from tests.kappa.plans.profiles import opt_rates, random_rates
 
@@ -261,7 +251,7 @@ def test_samples_without_a_line_are_refused(sizes: Any, seconds: Any, problem: s
 def test_the_law_is_recovered_from_its_own_grid(step: StepModel) -> None:
     new, context = (1.0, 16.0, 64.0, 256.0, 1024.0, 4096.0), (0.0, 512.0, 2048.0, 8192.0, 32768.0)
     seconds = tuple(tuple(step.step_s([(int(t), int(s))]) for s in context) for t in new)
-    fitted = fit_step(ComputeGrid(new, context, seconds)).to_dict()
+    fitted = fit_grid(ComputeGrid(new, context, seconds)).step.to_dict()
     assert fitted == pytest.approx(step.to_dict(), rel=0.02, abs=1e-10)
     assert min(fitted.values()) >= 0.0
 
@@ -271,7 +261,7 @@ def test_the_law_is_in_seconds_of_the_steps_that_compute_longer_than_they_read()
     new, context = (1.0, 100.0, 200.0, 400.0), (0.0, 1000.0)
     reads = tuple(8.0 + 0.001 * (s + 1.0) for s in context)
     computed = tuple(tuple(1.0 + 0.25 * t for _ in context) for t in new[1:])
-    step = fit_step(ComputeGrid(new, context, (reads, *computed)))
+    step = fit_grid(ComputeGrid(new, context, (reads, *computed))).step
     assert (step.token_s, step.fixed_s) == pytest.approx((0.25, 1.0))
     # The reads' row has the fixed second inside.
     assert (step.weights_s, step.context_token_s) == pytest.approx((8.0 - 1.0, 0.001))

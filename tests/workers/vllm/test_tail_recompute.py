@@ -6,8 +6,9 @@ import pytest
 
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
+from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning
-from kappa.plans.rates import rates_from_law, rates_from_measured
+from kappa.plans.rates import rates_from_law
 from kappa.shapes import model_shape
 from workers.vllm.tail_recompute import TailOptions, TailRecompute, tail_rates
 
