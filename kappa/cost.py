@@ -27,14 +27,16 @@ from kappa.model import ModelShape, attention_flops, attention_lines, kv_bytes, 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """A request's prompt on one node: held in VRAM, held in a slower tier, still to compute."""
+    """A request's prompt on one node: held in VRAM, held in a slower tier, still to compute; and of
+    those in a slower tier, those on disk alone."""
 
     device_tokens: int
     cached_tokens: int
     new_tokens: int
+    disk_tokens: int = 0
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "device_tokens", "cached_tokens", "new_tokens")
+        check_not_negative(self, "device_tokens", "cached_tokens", "new_tokens", "disk_tokens")
 
     @property
     def ratio(self) -> float:

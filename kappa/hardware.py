@@ -34,7 +34,8 @@ class NodeProfile:
     ``attention_flops_per_s`` of zero mean the same as their counterparts. Nodes that share a
     switch or a NUMA node's link name the same ``link_group``; their backlog is common.
     ``dilation`` above one belongs to a paced node only: every emulated second lasts that many.
-    ``cost_per_hour`` of zero means that no price was given.
+    ``cost_per_hour`` of zero means that no price was given, ``disk_bytes_per_s`` of zero that KV is
+    not kept on disk; what is read there still has to cross the link.
     """
 
     name: str
@@ -52,6 +53,7 @@ class NodeProfile:
     source: ProfileSource = "catalogue"
     dilation: float = 1.0
     cost_per_hour: float = 0.0
+    disk_bytes_per_s: float = 0.0
     reference: str = ""
 
     def __post_init__(self) -> None:
@@ -62,7 +64,7 @@ class NodeProfile:
         check_positive(self, "h2d_bytes_per_s", "flops_per_s", "hbm_bytes_per_s")
         check_not_negative(
             self, "hbm_bytes", "d2h_bytes_per_s", "load_fixed_s", "step_fixed_s",
-            "attention_flops_per_s", "cost_per_hour",
+            "attention_flops_per_s", "cost_per_hour", "disk_bytes_per_s",
         )  # fmt: skip
         if self.source not in get_args(ProfileSource):
             raise refusal(self, "source", self.source, f"use one of {get_args(ProfileSource)}")

@@ -32,14 +32,15 @@ ERROR_EVENT = 'data: {"error"'
 
 # Under these keys the ingress' request metadata travels in vLLM's `SamplingParams.extra_args`:
 # its request id; the tenant and its weight; how many tokens the prompt has, and how many of them it
-# expects to find on the device and in the host tier; JSON of what other workers charged ({tenant:
-# [vram_s, gpu_s, link_s]}, cumulative).
+# expects to find on the device, in the tiers behind it, and of these on disk alone; JSON of what
+# other workers charged ({tenant: [vram_s, gpu_s, link_s]}, cumulative).
 REQUEST_ID_KEY = "kappa_request_id"
 TENANT_KEY = "kappa_tenant"
 WEIGHT_KEY = "kappa_weight"
 PROMPT_TOKENS_KEY = "kappa_prompt_tokens"
 DEVICE_TOKENS_KEY = "kappa_device_tokens"
 HOST_TOKENS_KEY = "kappa_host_tokens"
+DISK_TOKENS_KEY = "kappa_disk_tokens"
 CHARGES_KEY = "kappa_charges"
 # Seconds that the router predicts the request to take of the worker's link and gpu.
 LINK_S_KEY = "kappa_link_s"
@@ -71,10 +72,12 @@ class Announcement:
 
     worker: the replica's unique id. node: its profile (measured, catalogue or paced). step: the
     constants of an engine step. kv_bytes_per_token: M of the model it serves, or emulates.
-    load_s = load_fixed_s + tokens * kv_bytes_per_token / node.h2d_bytes_per_s. fingerprint: hash of
-    everything two workers must share for their KV blocks to mean the same. net_bytes_per_s: how
-    fast it can fetch blocks from another worker's host tier; 0 when it cannot. packs: its scheduler
-    goes on past a request that does not fit, and starts loads just in time. engine: its kind.
+    load_s = load_fixed_s + tokens * kv_bytes_per_token / node.h2d_bytes_per_s, and as much again at
+    node.disk_bytes_per_s for those of them on disk. disk_blocks: of its disk tier, else 0.
+    fingerprint: hash of everything two workers must share for their KV blocks to mean the same.
+    net_bytes_per_s: how fast it can fetch blocks from another worker's host tier; 0 when it cannot.
+    packs: its scheduler goes on past a request that does not fit, and starts loads just in time.
+    engine: its kind.
     load_plan: how it brings cached prefixes back, {"planner": name, "cpu_room_share": as in the
     settings, where its CPU attends to host memory, "act_share": share of stored blocks kept as
     activations, "rates": as `kappa.plans.rates` reads them}; empty if it loads them whole and
@@ -111,6 +114,7 @@ class Announcement:
     pool: str = ""
     role: str = "both"
     max_sequences: int = 0
+    disk_blocks: int = 0
     protocol: int = PROTOCOL
 
     @property
@@ -142,20 +146,24 @@ class _ReportRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Admission(_ReportRow, frozen=True):
-    """The engine admitted a request: its prompt's tokens by source, for good."""
+    """The engine admitted a request: its prompt's tokens by source, for good.
+
+    disk_tokens: of `host_tokens`, those that came from disk.
+    """
 
     request_id: str
     device_tokens: int
     host_tokens: int
     new_tokens: int
+    disk_tokens: int = 0
 
 
 class Arrival(_ReportRow, frozen=True):
     """A request is at the worker, whichever ingress sent it, with what that ingress expected.
 
     Tokens of the prompt by source, as expected; all zero where the ingress knew nothing of it.
-    max_tokens: the client's bound on generated tokens, 0 if it gave none. prefilled: its prompt is
-    done.
+    disk_tokens: of `host_tokens`. max_tokens: the client's bound on generated tokens, 0 if it gave
+    none. prefilled: its prompt is done.
     """
 
     request_id: str
@@ -164,6 +172,7 @@ class Arrival(_ReportRow, frozen=True):
     new_tokens: Count = 0
     max_tokens: Count = 0
     prefilled: bool = False
+    disk_tokens: Count = 0
 
 
 class Spent(_ReportRow, frozen=True):

@@ -112,6 +112,13 @@ def load_token_s(announced: Announcement) -> float:
     return node.dilation * announced.kv_bytes_per_token / node.h2d_bytes_per_s
 
 
+def disk_token_s(announced: Announcement) -> float:
+    """Real seconds that a token on disk takes besides, as announced."""
+    node = announced.node
+    rate = node.disk_bytes_per_s
+    return node.dilation * announced.kv_bytes_per_token / rate if rate else 0.0
+
+
 def engine_speed(announced: Announcement, calibration: Calibration) -> EngineSpeed:
     """The announced speeds, calibrated. Computing is corrected in FLOPs; memory is as it was."""
     node = announced.node
@@ -119,6 +126,7 @@ def engine_speed(announced: Announcement, calibration: Calibration) -> EngineSpe
         step=announced.step.computing_scaled(calibration.compute_scale),
         load_token_s=load_token_s(announced) * calibration.link_scale,
         load_fixed_s=node.load_fixed_s * node.dilation,
+        disk_token_s=disk_token_s(announced),
         budget_tokens=announced.max_batch_tokens,
         capacity_tokens=(announced.device_blocks - 1) * announced.block_tokens,
         packs=announced.packs,

@@ -79,6 +79,15 @@ class RouteRequest:
         return max(self.prompt_tokens if self.token_ids is None else len(self.token_ids), 1)
 
 
+class Held(NamedTuple):
+    """Leading tokens that workers hold, shape (workers,) each: on the device, behind it, and of
+    these on disk alone."""
+
+    device: Floats
+    cached: Floats
+    disk: Floats
+
+
 @dataclass(slots=True)
 class PricedPrompt:
     """What is priced: tokens of a prompt and of its answer, its blocks, its conversation."""
@@ -145,6 +154,8 @@ class Estimates:
     device_tokens = Column()
     cached_tokens = Column()
     new_tokens = Column()
+    # Of the cached ones, those on disk alone.
+    disk_tokens = Column()
     # The request's own seconds: of the link (whole, and per token), of the gpu.
     load_s = Column()
     load_token_s = Column()
@@ -204,7 +215,7 @@ class Estimates:
         return PricedWorker(
             worker=self.workers[index],
             node=self.nodes[index],
-            counts=TokenCounts(int(device), int(cached), int(new)),
+            counts=TokenCounts(int(device), int(cached), int(new), int(row["disk_tokens"])),
             kappa_crit=row["kappa_crit"],
             queue_s=max(row["ttft_s"] - row["load_s"] - row["compute_s"] - row["fixed_s"], 0.0),
             load_s=row["load_s"],

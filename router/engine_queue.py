@@ -31,7 +31,7 @@ Work = list[tuple[int, int]]
 class EngineSpeed:
     """What an engine can do: steps, link, token budget and VRAM, in real seconds.
 
-    packs: as `kappa.protocol.Announcement`.
+    disk_token_s: what a token on disk takes besides. packs: as `kappa.protocol.Announcement`.
     """
 
     step: StepModel
@@ -40,17 +40,20 @@ class EngineSpeed:
     budget_tokens: int
     capacity_tokens: int
     packs: bool = False
+    disk_token_s: float = 0.0
 
-    def load_s(self, tokens: int) -> float:
-        """Real seconds of link time for `tokens` tokens; none costs nothing."""
-        return transfer_s(tokens, self.load_token_s, self.load_fixed_s)
+    def load_s(self, tokens: int, disk_tokens: int = 0) -> float:
+        """Real seconds of link time for `tokens`, some of them on disk; none costs nothing."""
+        link_s = transfer_s(tokens, self.load_token_s, self.load_fixed_s)
+        return link_s + min(disk_tokens, tokens) * self.disk_token_s
 
 
 @dataclass(slots=True)
 class EngineJob:
     """One request in the queue.
 
-    context_tokens: tokens in the cache before the next new one (device and host hits).
+    disk_tokens: of those in host. context_tokens: tokens in the cache before the next new one
+    (device and host hits).
     new_tokens: prompt tokens still to compute. output_tokens: what it is expected to decode.
     The rest is the forecast's own: queued_s is when it was admitted, its load put on the link,
     loaded_s when that lands (never before it is admitted); prefilled_tokens are what it has
@@ -63,6 +66,7 @@ class EngineJob:
     context_tokens: int
     new_tokens: int
     output_tokens: int
+    disk_tokens: int = 0
     queued_s: float = 0.0
     loaded_s: float = _NEVER
     admitted: bool = False
@@ -106,8 +110,11 @@ class EngineQueue:
         self.advance(now_s)
         self._jobs[job.request_id] = replace(job)
 
-    def correct(self, request_id: str, device: int, host: int, new: int, now_s: float) -> None:
-        """The engine admitted it, and reported what it really took; other loads move up or back."""
+    def correct(
+        self, request_id: str, device: int, host: int, new: int, now_s: float, disk: int = 0
+    ) -> None:
+        """The engine admitted it, and reported what it really took (`disk` of `host` from disk);
+        other loads move up or back."""
         self.advance(now_s)
         job = self._jobs.get(request_id)
         if job is None or job.decoding:
@@ -115,10 +122,12 @@ class EngineQueue:
         # An engine computes at least a prompt's last token.
         new = max(new, 1)
         if not job.admitted:
-            job.host_tokens, job.context_tokens, job.new_tokens = host, device + host, new
+            job.host_tokens, job.disk_tokens = host, disk
+            job.context_tokens, job.new_tokens = device + host, new
             self._admit_at(job, now_s)
             return
-        load_s = self.speed.load_s(host)
+        load_s = self.speed.load_s(host, disk)
+        before_s, job.disk_tokens = self._load_s(job), disk
         if host == job.host_tokens and device + host == job.context_tokens - job.prefilled_tokens:
             if job.loads and not job.prefilled_tokens:
                 # Its load was put on the link only now, which may be later than was thought.
@@ -128,7 +137,7 @@ class EngineQueue:
                 self._land(job, free_s + load_s)
             return
         if host != job.host_tokens and job.loads:
-            start_s = max(job.loaded_s - self.speed.load_s(job.host_tokens), job.queued_s)
+            start_s = max(job.loaded_s - before_s, job.queued_s)
             job.host_tokens = host
             self._land(job, start_s + load_s)
             if host <= 0:
@@ -197,7 +206,7 @@ class EngineQueue:
             if job.decoding:
                 continue
             if not job.admitted:
-                link_s += self.speed.load_s(job.host_tokens)
+                link_s += self._load_s(job)
             gpu_s += self.speed.step.real_s([(job.new_tokens, job.context_tokens)])
         return link_s, gpu_s
 
@@ -334,7 +343,10 @@ class EngineQueue:
         job.admitted, job.queued_s, job.loaded_s = True, at_s, at_s
         if job.loads:
             start_s = max(at_s, self._link_free_s)
-            job.loaded_s = self._link_free_s = start_s + self.speed.load_s(job.host_tokens)
+            job.loaded_s = self._link_free_s = start_s + self._load_s(job)
+
+    def _load_s(self, job: EngineJob) -> float:
+        return self.speed.load_s(job.host_tokens, job.disk_tokens)
 
     def _land(self, job: EngineJob, at_s: float) -> None:
         """A load lands at another time than was thought: those behind it on the link follow."""
@@ -344,7 +356,7 @@ class EngineQueue:
         for other in sorted(others, key=lambda other: other.loaded_s):
             if other.loaded_s > was_s:
                 start_s = max(free_s, other.queued_s)
-                other.loaded_s = start_s + self.speed.load_s(other.host_tokens)
+                other.loaded_s = start_s + self._load_s(other)
             free_s = max(free_s, other.loaded_s)
         self._link_free_s = free_s
 

@@ -16,7 +16,7 @@ from kappa.hardware import NodeProfile
 from kappa.protocol import Announcement
 from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from router import pricing
-from router.decision import ESTIMATE, Estimates, Floats, PricedPrompt, PricedWorker, Slots
+from router.decision import ESTIMATE, Estimates, Floats, Held, PricedPrompt, PricedWorker, Slots
 from router.engine_queue import EngineSpeed
 
 USE_WINDOW_S = 20.0
@@ -84,12 +84,14 @@ class Fleet:
     def _compile(self) -> None:
         """Call each loop once, now rather than while the first request waits."""
         nothing, records = np.empty(0), self._records
-        estimates = self.estimate(self._active, 0.0, PricedPrompt(1, 1), nothing, nothing)
+        estimates = self.estimate(
+            self._active, 0.0, PricedPrompt(1, 1), Held(nothing, nothing, nothing)
+        )
         self.idle_s(self._active, 1, 0.0)
         pricing.queued_s(records[0], 0.0)
         row = np.zeros(1, dtype=estimates.rows.dtype)
         pricing.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
-        pricing.correct(records, 0, (0, 0, 0), (0.0, 0.0, 0), True)
+        pricing.correct(records, 0, (0, 0, 0, 0), (0.0, 0.0, 0), True)
         pricing.finish_prompt(records, 0, (0.0, 0.0, 0), 0.0)
         pricing.decode(records, 0, 0, 0)
         pricing.depart(records, 0, 0)
@@ -142,6 +144,7 @@ class Fleet:
             capacity_tokens=speed.capacity_tokens,
             load_token_s=speed.load_token_s,
             load_fixed_s=speed.load_fixed_s,
+            disk_token_s=speed.disk_token_s,
             token_s=step.token_s * step.dilation,
             pair_s=step.pair_s * step.dilation,
             weights_s=step.weights_s * step.dilation,
@@ -193,16 +196,18 @@ class Fleet:
             self.transfer(ends, float(row["fetch_s"]), now_s)
         return flight
 
-    def correct(self, flight: Flight, host_tokens: int, new_tokens: int) -> None:
-        """The engine admitted a request, with these tokens instead of the expected ones."""
+    def correct(
+        self, flight: Flight, host_tokens: int, new_tokens: int, disk_tokens: int = 0
+    ) -> None:
+        """The engine admitted a request, with these tokens instead of the expected ones;
+        `disk_tokens` of those in host came from disk."""
         if flight.prefilled or flight.new_tokens == new_tokens:
             return
         slot, before = flight.slot, (flight.link_s, flight.gpu_s, flight.new_tokens)
         first = next(iter(self._prompts[slot].values())) is flight
         context_tokens = flight.prompt_tokens - new_tokens
-        flight.link_s, flight.gpu_s = pricing.correct(
-            self._records, slot, (host_tokens, new_tokens, context_tokens), before, first
-        )
+        found = host_tokens, new_tokens, context_tokens, disk_tokens
+        flight.link_s, flight.gpu_s = pricing.correct(self._records, slot, found, before, first)
         flight.new_tokens = new_tokens
 
     def prefilled(self, flight: Flight, now_s: float) -> None:
@@ -261,19 +266,17 @@ class Fleet:
         slots: Slots,
         now_s: float,
         prompt: PricedPrompt,
-        device_tokens: Floats,
-        cached_tokens: Floats,
+        held: Held,
         fetch: tuple[str, Floats] | None = None,
     ) -> Estimates:
         """What a request costs on each of `slots`.
 
-        device_tokens, cached_tokens: leading tokens in each tier. fetch: a worker, and how many of
-        the cached tokens have to come from it first. A transfer occupies the network cards of both
-        ends, and takes for ever where the host tier has no spare room for it beside what was
-        promised to others.
+        held: leading tokens in each tier. fetch: a worker, and how many of the cached tokens have
+        to come from it first. A transfer occupies the network cards of both ends, and takes for
+        ever where the host tier has no spare room for it beside what was promised to others.
         """
         rows = np.zeros(len(slots), dtype=ESTIMATE)
-        rows["device_tokens"], rows["cached_tokens"] = device_tokens, cached_tokens
+        rows["device_tokens"], rows["cached_tokens"], rows["disk_tokens"] = held
         fetch_from, source = "", -1
         if fetch is not None:
             fetch_from, rows["fetch_tokens"] = fetch

@@ -20,9 +20,10 @@ from router.decision import Floats, Slots
 
 # One worker's record; all are floats.
 _IDENTITY = (
-    "load_token_s", "load_fixed_s", "token_s", "pair_s", "weights_s", "context_token_s",
-    "step_fixed_s", "overhead_s", "dilation", "budget_tokens", "capacity_tokens", "max_sequences",
-    "kappa_crit", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour", "net_tokens_per_s", "seen_s",
+    "load_token_s", "load_fixed_s", "disk_token_s", "token_s", "pair_s", "weights_s",
+    "context_token_s", "step_fixed_s", "overhead_s", "dilation", "budget_tokens", "capacity_tokens",
+    "max_sequences", "kappa_crit", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour",
+    "net_tokens_per_s", "seen_s",
 )  # fmt: skip
 # Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
 # of its queue; requests and tokens by state; recent use, as of `used_s`; the network card, and the
@@ -53,19 +54,21 @@ Slo = tuple[float, float, float]
 @compiled
 def leading_tokens(
     blocks: NDArray[np.int64], columns: Slots, slots: Slots, usable_blocks: int, block_tokens: int
-) -> tuple[Floats, Floats]:
-    """Leading tokens that each of `slots` has on the device, and further ones in host.
+) -> tuple[Floats, Floats, Floats]:
+    """Leading tokens that each of `slots` has on the device, further ones, and of these on disk.
 
-    blocks: shape (2, the index's columns), on the device and in host, of which `usable_blocks`
-    count together; columns: of each slot.
+    blocks: shape (3, the index's columns), as its `match_columns` gives them, of which
+    `usable_blocks` count together, the deepest last; columns: of each slot.
     """
-    device, host = np.empty(len(slots)), np.empty(len(slots))
+    device, host, disk = np.empty(len(slots)), np.empty(len(slots)), np.empty(len(slots))
     for i in range(len(slots)):
         column = columns[slots[i]]
         here = min(blocks[0, column], usable_blocks)
         device[i] = here * block_tokens
-        host[i] = min(blocks[1, column], usable_blocks - here) * block_tokens
-    return device, host
+        behind = min(blocks[1, column], usable_blocks - here)
+        host[i] = behind * block_tokens
+        disk[i] = min(blocks[2, column], behind) * block_tokens
+    return device, host, disk
 
 
 # -- one worker -----------------------------------------------------------------------------------
@@ -92,11 +95,12 @@ def prefill_s(
 
 
 @compiled
-def load_s(worker: Any, cached_tokens: float) -> float:
-    """The load of a cached prefix; none takes no time."""
+def load_s(worker: Any, cached_tokens: float, disk_tokens: float) -> float:
+    """The load of a cached prefix, some of it from disk; none takes no time."""
     if cached_tokens <= 0:
         return 0.0
-    return cached_tokens * worker.load_token_s + worker.load_fixed_s
+    link_s = cached_tokens * worker.load_token_s + worker.load_fixed_s
+    return link_s + disk_tokens * worker.disk_token_s
 
 
 @compiled
@@ -174,18 +178,18 @@ def reserve(
 
 @compiled
 def correct(
-    workers: Workers, slot: int, found: tuple[int, int, int], before: Prompt, first: bool
+    workers: Workers, slot: int, found: tuple[int, int, int, int], before: Prompt, first: bool
 ) -> tuple[float, float]:
     """Link and gpu seconds of a prompt by what its engine found, put in place of those reserved.
 
-    found: tokens in host, tokens to compute, and those of the context before them; first: it is at
-    the head of the queue.
+    found: tokens in host, tokens to compute, those of the context before them, and of those in
+    host the ones on disk; first: it is at the head of the queue.
     """
     worker = workers[slot]
-    host_tokens, new_tokens, context_tokens = found
+    host_tokens, new_tokens, context_tokens, disk_tokens = found
     pairs = new_tokens * (context_tokens + 0.5 * new_tokens)
     gpu_s = new_tokens * worker.token_s + pairs * worker.pair_s
-    link_s = host_tokens * worker.load_token_s
+    link_s = host_tokens * worker.load_token_s + disk_tokens * worker.disk_token_s
     link_before_s, gpu_before_s, new_before = before
     worker.gpu_reserved_s += gpu_s - gpu_before_s
     worker.link_reserved_s += link_s - link_before_s
@@ -279,9 +283,9 @@ def price(
 ) -> None:  # fmt: skip
     """Price a request on each of `slots`; `rows`, a record each, is filled in.
 
-    `rows` has `device_tokens` and `cached_tokens`, and `fetch_tokens` where they come from the
-    worker in place `source` (-1: nothing is fetched). request: the time, the seconds that recent
-    use looks back, tokens of the prompt, and of the output.
+    `rows` has `device_tokens`, `cached_tokens` and of these `disk_tokens`, and `fetch_tokens` where
+    they come from the worker in place `source` (-1: nothing is fetched). request: the time, the
+    seconds that recent use looks back, tokens of the prompt, and of the output.
     """
     now_s, window_s, prompt_tokens, output_tokens = request
     for i in range(len(slots)):
@@ -310,7 +314,7 @@ def price(
         row.loads_per_s = worker.loads_per_s * left
         row.prefills_per_s = worker.prefills_per_s * left
 
-        row.load_s = load_s(worker, cached)
+        row.load_s = load_s(worker, cached, row.disk_tokens)
         link_s, gpu_s = queued_s(worker, now_s)
         net_free_s, start_s = worker.net_free_s, link_s
         if source >= 0:
@@ -347,6 +351,6 @@ def idle_s(
     for i in range(len(slots)):
         worker = workers[slots[i]]
         compute_s = prefill_s(worker, prompt_tokens, held_tokens, 0.0, 0.0)[2]
-        ttft_s[i] = worker.overhead_s + load_s(worker, held_tokens) + compute_s
+        ttft_s[i] = worker.overhead_s + load_s(worker, held_tokens, 0.0) + compute_s
         tpot_s[i] = reading_step_s(worker, prompt_tokens)
     return ttft_s, tpot_s

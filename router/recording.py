@@ -100,11 +100,13 @@ _CALLS = {
 
 def decided(decision: Decision) -> Entry:
     """What two equal decisions have in common."""
-    chosen = decision.chosen
+    chosen, counts = decision.chosen, asdict(decision.chosen.counts)
+    if not counts["disk_tokens"]:  # as logs have it that were written before there were disks
+        del counts["disk_tokens"]
     return {
         "worker": chosen.worker,
         "reason": decision.reason,
-        "counts": asdict(chosen.counts),
+        "counts": counts,
         "ttft_s": chosen.ttft_s,
         "others": {c.worker: c.ttft_s for c in decision.candidates},
     }

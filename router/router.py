@@ -28,7 +28,7 @@ from router.decision import (
     NO_HASHES,
     Decision,
     Estimates,
-    Floats,
+    Held,
     MismatchError,
     NoWorkerError,
     OverloadedError,
@@ -133,7 +133,7 @@ class Router:
         self._any_planner = self._tiers_shared = False
         self._fingerprint = ""
         # Compiled now rather than while the first request waits.
-        pricing.leading_tokens(np.zeros((2, 0), dtype=np.int64), self._columns, self._columns, 0, 1)
+        pricing.leading_tokens(np.zeros((3, 0), dtype=np.int64), self._columns, self._columns, 0, 1)
 
     # -- workers ------------------------------------------------------------------------------
 
@@ -246,10 +246,12 @@ class Router:
         spare_tokens = report.host_spare_blocks * self.hasher.block_tokens
         self.fleet.reported(report.worker, now_s, spare_tokens)
         for a in report.admitted:
-            state.queue.correct(a.request_id, a.device_tokens, a.host_tokens, a.new_tokens, now_s)
+            state.queue.correct(
+                a.request_id, a.device_tokens, a.host_tokens, a.new_tokens, now_s, a.disk_tokens
+            )
             flight = state.flights.get(a.request_id)
             if flight is not None:
-                self.fleet.correct(flight, a.host_tokens, a.new_tokens)
+                self.fleet.correct(flight, a.host_tokens, a.new_tokens, a.disk_tokens)
         for request_id in report.prefilled:
             self._prefilled(state, request_id, now_s)
         # What has left, and what is missing or new where the worker lists all in flight.
@@ -350,8 +352,9 @@ class Router:
             expected = self.outputs.guess(arrival.max_tokens)
             prompt = PricedPrompt(tokens, expected, self.hasher.block_tokens)
             slots = np.array([self.fleet.slot(worker)], dtype=np.intp)
-            held = np.array([device]), np.array([host])
-            estimates = self.fleet.estimate(slots, now_s, prompt, *held)
+            known = device, host, float(arrival.disk_tokens)
+            held = Held(*(np.array([tokens]) for tokens in known))
+            estimates = self.fleet.estimate(slots, now_s, prompt, held)
             self._plan_loads(estimates)
             self._reserve(arrival.request_id, estimates, 0)
             if arrival.prefilled:
@@ -488,29 +491,29 @@ class Router:
         elif hashes is None:
             hashes = NO_HASHES
         prompt = PricedPrompt(request.tokens, expected, size, hashes, request.session)
-        device, cached = self._held_tokens(prompt, slots)
+        device, cached, disk = held = self._held_tokens(prompt, slots)
         if request.handed_tokens:
             most = prompt.tokens - 1
             handed = float(min(request.handed_tokens, most) // size * size)
             device = np.maximum(device, handed)
             cached = np.minimum(cached, most // size * float(size) - device)
-        estimates = self.fleet.estimate(slots, now_s, prompt, device, cached)
+            held = Held(device, cached, np.minimum(disk, cached))
+        estimates = self.fleet.estimate(slots, now_s, prompt, held)
         if self.config.policy.fetches:
             leading = device + cached
             holder = least(-leading, estimates.net_backlog_s)
             if leading[holder]:
                 everywhere = leading[holder] - device
                 source = estimates.workers[holder], everywhere - cached
-                estimates.fetching = self.fleet.estimate(
-                    slots, now_s, prompt, device, everywhere, source
-                )
+                held = Held(device, everywhere, held.disk)
+                estimates.fetching = self.fleet.estimate(slots, now_s, prompt, held, source)
         self._plan_loads(estimates)
         if self._forecasting:
             self._forecast(estimates)
         return estimates
 
-    def _held_tokens(self, prompt: PricedPrompt, slots: Slots) -> tuple[Floats, Floats]:
-        """Leading tokens that each worker has on the device, and further ones in its host tier.
+    def _held_tokens(self, prompt: PricedPrompt, slots: Slots) -> Held:
+        """Leading tokens that each worker has on the device, and further ones behind it.
 
         Workers that name the same LMCache server announce it. Each reports only what it stored or
         found itself, so what any of them holds, on the device or there, counts as held for all,
@@ -520,12 +523,12 @@ class Router:
         """
         hashes, size = prompt.prefix_hashes, prompt.block_tokens
         if not len(hashes):
-            return np.zeros(len(slots)), np.zeros(len(slots))
+            return Held(np.zeros(len(slots)), np.zeros(len(slots)), np.zeros(len(slots)))
         assert self.index is not None
         # An engine computes at least the last token: a full hit gives its last block back.
         usable = (prompt.tokens - 1) // size
         held = self.index.match_columns(hashes)
-        device, cached = pricing.leading_tokens(held, self._columns, slots, usable, size)
+        device, cached, disk = pricing.leading_tokens(held, self._columns, slots, usable, size)
         servers: dict[str, list[int]] = {}
         for row, slot in enumerate(slots if self._tiers_shared else ()):
             server = self.workers[self.fleet.names[slot]].announcement.shared_tier
@@ -535,7 +538,7 @@ class Router:
             at: NDArray[np.intp] = np.array(rows)
             reach = float((device[at] + cached[at]).max())
             cached[at] = np.maximum(cached[at], reach - device[at])
-        return device, cached
+        return Held(device, cached, disk)
 
     def _plan_loads(self, estimates: Estimates) -> None:
         if not self._any_planner:
@@ -569,5 +572,5 @@ def _job(request_id: str, estimates: Estimates, row: int) -> EngineJob:
         loaded = plan.crossing_tokens
         cached, new = loaded, new + cached - loaded
     context = int(estimates.device_tokens[row]) + cached
-    expected = estimates.expected_output_tokens
-    return EngineJob(request_id, arrival_s, cached, context, new, expected)
+    expected, disk = estimates.expected_output_tokens, int(estimates.disk_tokens[row])
+    return EngineJob(request_id, arrival_s, cached, context, new, expected, disk)

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from kappa.protocol import (
     DEVICE_TOKENS_KEY,
+    DISK_TOKENS_KEY,
     GPU_S_KEY,
     HOST_TOKENS_KEY,
     LINK_S_KEY,
@@ -79,7 +80,8 @@ class InFlight:
         )
         fields = vars(body)
         limit = token_count(fields.get("max_completion_tokens") or fields.get("max_tokens"))
-        arrival = Arrival(request_id, device, host, max(prompt - device - host, 0), limit)
+        new, disk = max(prompt - device - host, 0), token_count(metadata.get(DISK_TOKENS_KEY))
+        arrival = Arrival(request_id, device, host, new, limit, disk_tokens=min(disk, host))
         link_s, gpu_s = seconds_of(metadata.get(LINK_S_KEY)), seconds_of(metadata.get(GPU_S_KEY))
         with self._lock:
             self._fade(now_s)

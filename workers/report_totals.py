@@ -92,7 +92,9 @@ class ReportTotals:
             case "iterations":
                 self._add_iterations(m)
             case "admit":
-                counts = (int(_number(m[f"{name}_tokens"])) for name in ("device", "host", "new"))
+                found = {"disk_tokens": 0, **m}
+                names = ("device", "host", "new", "disk")
+                counts = (int(_number(found[f"{name}_tokens"])) for name in names)
                 self._admitted.append(Admission(str(m["request_id"]), *counts))
             case "load" | "store" as kind:
                 took_s, moved = self._count(m, kind)

@@ -37,6 +37,8 @@ def routed_metadata(decision: Decision, elsewhere: Mapping[str, p.Charge]) -> Me
         sent[p.PROMPT_TOKENS_KEY] = decision.prompt_tokens
         sent[p.DEVICE_TOKENS_KEY] = int(chosen.counts.device_tokens)
         sent[p.HOST_TOKENS_KEY] = int(chosen.counts.cached_tokens - chosen.recomputed_tokens)
+        if chosen.counts.disk_tokens:
+            sent[p.DISK_TOKENS_KEY] = int(chosen.counts.disk_tokens)
     sent[p.LINK_S_KEY] = round(chosen.load_s, 6)
     sent[p.GPU_S_KEY] = round(chosen.compute_s, 6)
     if elsewhere:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kappa import metrics as m
-from kappa.protocol import Charge
+from kappa.protocol import Announcement, Charge
 from router.api.tenants import Tenants
 from router.decision import Decision
 from router.live.charges import credits_s
@@ -119,6 +119,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
             "cost_per_hour": announced.node.cost_per_hour,
             "planner": announced.load_plan.get("planner"),
             "host_tier": announced.tier,
+            "tiers": tiers(announced),
             "host_tier_contents": "estimated" if announced.shared_tier else "told",
             "in_flight": live.router.in_flight_on(worker),
             "others_in_flight": live.router.remote_in_flight_on(worker),
@@ -141,6 +142,14 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
     return rows
 
 
+def tiers(announced: Announcement) -> list[dict[str, Any]]:
+    """Where a worker keeps KV behind its device: blocks, and the bytes/s at which it is read."""
+    node = announced.node
+    host = {"tier": "host", "blocks": announced.host_blocks, "bytes_per_s": node.h2d_bytes_per_s}
+    disk = {"tier": "disk", "blocks": announced.disk_blocks, "bytes_per_s": node.disk_bytes_per_s}
+    return [tier for tier in (host, disk) if tier["blocks"]]
+
+
 def explanation(decision: Decision, *, operator: bool) -> dict[str, Any]:
     """A decision with all its candidates, JSON-ready; what these do for others is for operators
     only, as in /v1/nodes."""
@@ -152,6 +161,7 @@ def explanation(decision: Decision, *, operator: bool) -> dict[str, Any]:
             "paced": c.node.source == "paced",
             "device_tokens": c.counts.device_tokens,
             "cached_tokens": c.counts.cached_tokens,
+            "disk_tokens": c.counts.disk_tokens,
             "new_tokens": c.counts.new_tokens,
             "ratio": c.counts.ratio,
             "kappa_crit": c.kappa_crit,

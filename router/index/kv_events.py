@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from router.index.prefix_hash import salt_of
 
-Tier = Literal["device", "host"]
+Tier = Literal["device", "host", "disk"]
 EngineHash = int | bytes
 
-_TIERS: dict[str, Tier] = {"GPU": "device", "CPU": "host"}
+_TIERS: dict[str, Tier] = {"GPU": "device", "CPU": "host", "STORAGE": "disk"}
 
 
 # eq=False: token arrays have no single truth value, so generated equality would raise.
@@ -57,7 +57,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class TierCleared:
-    """A tier lost everything at once; tier None means both."""
+    """A tier lost everything at once; tier None means all of them."""
 
     worker: str
     tier: Tier | None
@@ -148,8 +148,8 @@ _decode_removed = msgspec.msgpack.Decoder(_Removed).decode
 def decode_batch(payload: bytes, worker: str, skipped: Counter[str] | None = None) -> list[KVEvent]:
     """Events of one published batch, in order, in the name of `worker`.
 
-    AllBlocksCleared clears both tiers: the engine sends it for the device cache and nothing for
-    the host's, which may have been cleared with it.
+    AllBlocksCleared clears all tiers: the engine sends it for the device cache and nothing for
+    the others, which may have been cleared with it.
 
     Args:
         payload: the message's last frame.

@@ -4,8 +4,8 @@ Placing: a block is found by the engine's name for it, or by our own hash of its
 parent that is known, never by guess; what cannot be placed is counted.
 
 Counting: an engine may hold one hash in several device blocks and reports each, so device
-presence is reference-counted. A host tier keeps its chunks by hash and holds a key at most once,
-so host presence is a set: a repeated announcement needs no second removal. (With host chunks of
+presence is reference-counted. A host or disk tier keeps its chunks by hash and holds a key at most
+once, so presence there is a set: a repeated announcement needs no second removal. (With chunks of
 several blocks, a block that two chunks share is forgotten with the first of them.)
 
 Lookup: one compiled loop goes along a prompt's rows and finds where their holders change; the sets
@@ -54,14 +54,17 @@ _SETS_SHARE = 32
 _FEWEST_SETS = 1024
 _NAMES_LOAD = 0.68
 _MASK = (1 << 64) - 1
-_MASKS: dict[Tier | None, int] = {"device": 1, "host": 2, None: 3}
+_TIER_BITS = 3
+_MASKS: dict[Tier | None, int] = {"device": 1, "host": 2, "disk": 4, None: 7}
 
 
 class Match(NamedTuple):
-    """Leading blocks a worker holds: on the device, then how many further ones in host."""
+    """Leading blocks a worker holds: on the device, then how many further ones in its tiers behind
+    that, and how many of these on disk alone."""
 
     device_blocks: int
     host_blocks: int
+    disk_blocks: int = 0
 
 
 class Holder:
@@ -75,8 +78,8 @@ class Holder:
         self.copies: dict[int, int] = {}
 
     def bits(self, tier: Tier | None) -> int:
-        """Its bit in the sets of holders; of no tier: both."""
-        return _MASKS[tier] << 2 * self.bit
+        """Its bit in the sets of holders; of no tier: all of them."""
+        return _MASKS[tier] << _TIER_BITS * self.bit
 
 
 class PrefixIndex:
@@ -100,22 +103,24 @@ class PrefixIndex:
         # Places in the sets of holders: how many were ever taken, which are free again, and the
         # device bits of all that are taken.
         self._columns, self._free_columns, self._device_bits = 0, list[int](), 0
+        # Device bits of the workers that ever held a block on disk: mostly nobody's.
+        self._disk_users = 0
         self._named = 0
         self._counts: Counter[str] = Counter()
         # Compiled now rather than while the first request waits.
-        _spread(_bytes_of(0), 0, 0, np.empty((2, 0), dtype=np.int64))
+        _spread(_bytes_of(0), 0, 0, 0, np.empty((3, 0), dtype=np.int64))
         _rising(NO_ROWS)
         Holder(0)
 
     # ---- lookups
 
     def match_columns(self, prefix_hashes: UInt64s) -> Int64s:
-        """Leading blocks on the device, and further ones in host, that each worker holds.
+        """Leading blocks on the device, further ones behind it, and those of them on disk alone.
 
         prefix_hashes: as from `PrefixHasher.prefix_hashes`. By workers' `column`, shape
-        (2, columns). Marks what it found as recently used.
+        (3, columns). Marks what it found as recently used.
         """
-        blocks = np.zeros((2, self._columns), dtype=np.int64)
+        blocks = np.zeros((3, self._columns), dtype=np.int64)
         for workers, found in self._matches(prefix_hashes):
             _spread(_bytes_of(workers), *found, blocks)
         return blocks
@@ -158,25 +163,31 @@ class PrefixIndex:
         table.next_tick()
         bits = table.sets.bits
         answer: list[tuple[int, Match]] = []
-        # Workers whose device run goes on, and those whose host run does, by where it began.
-        device, hosts = self._device_bits, list[tuple[int, int]]()
+        # Workers whose device run goes on, and those whose run behind it does, by where it began
+        # and how much of it they have on disk alone; those who have the last blocks so.
+        device, hosts = self._device_bits, list[tuple[int, int, int]]()
+        disk_only, since = 0, 0
         at, total, batch, more = 0, len(prefix_hashes), _BATCH, True
         while more and at < total and (device or hosts):
             changes, passed, more = table.walk(prefix_hashes[at : at + batch])
             for start, number in changes:
                 held, here = bits[number], at + start
                 in_host = held >> 1
+                if self._disk_users:
+                    hosts = _counted(hosts, disk_only, here - since)
+                    disk_only = held >> 2 & ~in_host & self._disk_users
+                    in_host, since = in_host | disk_only, here
                 if hosts:
-                    for group, begin in hosts:
+                    for group, begin, disk in hosts:
                         if group & ~in_host:
-                            answer.append((group & ~in_host, Match(begin, here - begin)))
-                    hosts = [(g & in_host, begin) for g, begin in hosts if g & in_host]
+                            answer.append((group & ~in_host, Match(begin, here - begin, disk)))
+                    hosts = [(g & in_host, begin, disk) for g, begin, disk in hosts if g & in_host]
                 ended = device & ~held
                 if ended:
                     device &= held
                     begin = ended & in_host
                     if begin:
-                        hosts.append((begin, here))
+                        hosts.append((begin, here, 0))
                     if here and ended != begin:
                         answer.append((ended ^ begin, Match(here, 0)))
                 if not device and not hosts:
@@ -184,7 +195,8 @@ class PrefixIndex:
             at, batch = at + passed, 2 * batch
         if at and device:
             answer.append((device, Match(at, 0)))
-        answer += ((group, Match(begin, at - begin)) for group, begin in hosts)
+        hosts = _counted(hosts, disk_only, at - since)
+        answer += ((group, Match(begin, at - begin, disk)) for group, begin, disk in hosts)
         return answer
 
     # ---- feeding
@@ -195,7 +207,7 @@ class PrefixIndex:
         Presence only: blocks held twice need one `drop`. Do not mix with events of one worker.
         """
         self._table.next_tick()
-        bit = self._holder(worker).bits(tier)
+        bit = self._bit(self._holder(worker), tier)
         rows, absent = self._table.find(prefix_hashes)
         held = _present(rows, absent)
         if held.size:
@@ -238,6 +250,7 @@ class PrefixIndex:
                 if holder is not None:
                     self._clear(holder, None)
                     self._device_bits &= ~holder.bits("device")
+                    self._disk_users &= ~holder.bits("device")
                     self._free_columns.append(holder.bit)
         self._trim()
 
@@ -251,6 +264,12 @@ class PrefixIndex:
             holder = self._holders[worker] = Holder(self._free_columns.pop())
             self._device_bits |= holder.bits("device")
         return holder
+
+    def _bit(self, holder: Holder, tier: Tier) -> int:
+        """Its bit of a tier in which it is about to hold blocks."""
+        if tier == "disk":
+            self._disk_users |= holder.bits("device")
+        return holder.bits(tier)
 
     def _check(self, event: BlocksStored) -> None:
         tokens = len(event.token_ids)
@@ -277,8 +296,9 @@ class PrefixIndex:
         if absent:
             before = self._place(holder, event, names, rows)
             known = np.concatenate([known, before]) if known.size else before
-        if event.tier == "host":
-            self._table.change(_distinct(known), holder.bits("host"), present=True)
+        if event.tier != "device":
+            bit = self._bit(holder, event.tier)
+            self._table.change(_distinct(known), bit, present=True)
         elif known.size:
             self._gain_on_device(holder, known)
 
@@ -303,9 +323,9 @@ class PrefixIndex:
         self._counts["unknown_removals"] += unknown + len(rows) - changed
 
     def _clear(self, holder: Holder, tier: Tier | None) -> None:
-        """A tier of a worker is empty; of no tier: both, and its names are invalid."""
+        """A tier of a worker is empty; of no tier: all are, and its names are invalid."""
         self._table.clear_bits(holder.bits(tier))
-        if tier != "host":
+        if tier in ("device", None):
             holder.copies.clear()
         if tier is None:
             self._named -= len(holder.names)
@@ -319,7 +339,7 @@ class PrefixIndex:
 
         New rows are held at once.
         """
-        unsalted = event.tier == "host" and event.salt is None
+        unsalted = event.tier != "device" and event.salt is None
         anchor = self._anchor(holder, event, rows) if len(event.token_ids) else None
         first, running, salt = anchor or (len(rows), ROOT, 0)
         unknown = (rows == NO_ROW).nonzero()[0]
@@ -341,7 +361,7 @@ class PrefixIndex:
             self._table.touch(before[before != NO_ROW])
         depths = places + (1 + running.blocks)
         placed = len(found)
-        if not self._add_absent(found, hashes, depths, salt, holder.bits(event.tier)):
+        if not self._add_absent(found, hashes, depths, salt, self._bit(holder, event.tier)):
             # What follows a refused block cannot be placed either.
             placed = int((found == NO_ROW).nonzero()[0][0])
             self._counts["refused"] += len(found) - placed
@@ -501,6 +521,18 @@ def _distinct(rows: Int32s) -> Int32s:
     return distinct
 
 
+def _counted(
+    runs: list[tuple[int, int, int]], disk_only: int, blocks: int
+) -> list[tuple[int, int, int]]:
+    """Groups of workers by run, once those among them in `disk_only` have so many blocks more on
+    disk alone."""
+    if not disk_only:
+        return runs
+    parts = [(g & disk_only, begin, disk + blocks) for g, begin, disk in runs]
+    parts += [(g & ~disk_only, begin, disk) for g, begin, disk in runs]
+    return [part for part in parts if part[0]]
+
+
 def _bytes_of(workers: int) -> NDArray[np.uint8]:
     """Bits of workers as bytes, the lowest first."""
     size = workers.bit_length() // 8 + 1
@@ -519,11 +551,11 @@ def _rising(rows: Int32s) -> bool:
 
 
 @compiled
-def _spread(bits: NDArray[np.uint8], device: int, host: int, blocks: Int64s) -> None:
-    """Fill in what those have whose device bit is set: rows device and host, a column each."""
+def _spread(bits: NDArray[np.uint8], device: int, host: int, disk: int, blocks: Int64s) -> None:
+    """Fill in what those have whose device bit is set: rows as of a `Match`, a column each."""
     for worker in range(blocks.shape[1]):
-        place = 2 * worker
+        place = _TIER_BITS * worker
         if place >> 3 >= len(bits):
             return
         if bits[place >> 3] >> (place & 7) & 1:
-            blocks[0, worker], blocks[1, worker] = device, host
+            blocks[0, worker], blocks[1, worker], blocks[2, worker] = device, host, disk

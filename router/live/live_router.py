@@ -303,7 +303,10 @@ class LiveRouter:
             if record is not None:
                 record.admitted = admission
             self.metrics.inc(m.PROMPT_TOKENS, node.name, "device", by=admission.device_tokens)
-            self.metrics.inc(m.PROMPT_TOKENS, node.name, host, by=admission.host_tokens)
+            loaded = admission.host_tokens - admission.disk_tokens
+            self.metrics.inc(m.PROMPT_TOKENS, node.name, host, by=loaded)
+            if admission.disk_tokens:
+                self.metrics.inc(m.PROMPT_TOKENS, node.name, "disk", by=admission.disk_tokens)
             self.metrics.inc(m.PROMPT_TOKENS, node.name, "new", by=admission.new_tokens)
         for request_id in report.prefilled:
             self.first_token(request_id, worker)

@@ -67,6 +67,7 @@ class DecisionRecord:
             "predicted": {
                 "device_tokens": chosen.counts.device_tokens,
                 "cached_tokens": chosen.counts.cached_tokens,
+                "disk_tokens": chosen.counts.disk_tokens,
                 "new_tokens": chosen.counts.new_tokens,
                 "recomputed_tokens": chosen.recomputed_tokens,
                 "queue_s": chosen.queue_s,
@@ -77,6 +78,7 @@ class DecisionRecord:
             "actual": {
                 "device_tokens": actual.device_tokens if actual else None,
                 "cached_tokens": actual.host_tokens if actual else None,
+                "disk_tokens": actual.disk_tokens if actual else None,
                 "new_tokens": actual.new_tokens if actual else None,
                 "queue_s": queue_s,
                 "load_s": spent.load_s if spent else None,

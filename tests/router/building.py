@@ -13,7 +13,7 @@ from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.api.tenants import Tenants
 from router.calibration import Calibration, engine_speed
-from router.decision import PricedPrompt, RouteRequest
+from router.decision import Held, PricedPrompt, RouteRequest
 from router.fleet import Fleet
 from router.index.kv_events import BlocksStored
 from router.index.prefix_index import Match
@@ -75,10 +75,10 @@ def stored(worker, token_ids, tier="device"):
 
 
 def match_all(index, prefix_hashes):
-    """Of each worker that holds any of a prompt: leading blocks on the device, then in host."""
-    device, host = index.match_columns(prefix_hashes).tolist()
+    """Of each worker that holds any of a prompt: leading blocks on the device, then behind it."""
+    device, host, disk = index.match_columns(prefix_hashes).tolist()
     columns = {worker: index.column(worker) for worker in index.workers()}
-    found = {worker: Match(device[c], host[c]) for worker, c in columns.items()}
+    found = {worker: Match(device[c], host[c], disk[c]) for worker, c in columns.items()}
     return {worker: match for worker, match in found.items() if any(match)}
 
 
@@ -99,11 +99,11 @@ def fleet_of(*nodes):
     return made
 
 
-def estimate(fleet, now_s=0.0, tokens=4000, cached=0, device=0):
+def estimate(fleet, now_s=0.0, tokens=4000, cached=0, device=0, disk=0):
     """What a request costs on all workers of a fleet."""
     slots = fleet.ready(now_s, NEVER, frozenset())
-    device, cached = np.full(len(slots), float(device)), np.full(len(slots), float(cached))
-    return fleet.estimate(slots, now_s, PricedPrompt(tokens, 100), device, cached)
+    held = Held(*(np.full(len(slots), float(tokens)) for tokens in (device, cached, disk)))
+    return fleet.estimate(slots, now_s, PricedPrompt(tokens, 100), held)
 
 
 def tenants_of(by_key, weights=None, **options):

@@ -338,6 +338,18 @@ def test_a_larger_load_than_thought_moves_back_those_behind_it():
     assert inside(queue)["b"].loaded_s == pytest.approx(SPEED.load_s(3000) + SPEED.load_s(1000))
 
 
+def test_a_load_that_came_from_disk_is_longer_by_what_the_disk_takes():
+    disk = replace(SPEED, disk_token_s=0.002)
+    assert disk.load_s(1000, 400) == pytest.approx(0.01 + 1000 * 0.001 + 400 * 0.002)
+    queue = EngineQueue(disk)
+    queue.submit(replace(job("a", 0.0, host=1000), disk_tokens=400), 0.0)
+    queue.submit(job("b", 0.0, host=1000), 0.0)
+    assert queue.backlog_s(0.0)[0] == pytest.approx(disk.load_s(1000, 400) + disk.load_s(1000))
+    queue.correct("a", 0, 1000, 10, 0.0, 1000)
+    assert inside(queue)["a"].loaded_s == pytest.approx(disk.load_s(1000, 1000))
+    assert inside(queue)["b"].loaded_s == pytest.approx(disk.load_s(1000, 1000) + disk.load_s(1000))
+
+
 def test_a_load_nobody_expected_goes_to_the_end_of_the_link():
     queue = EngineQueue(SPEED)
     queue.submit(job("b", 0.0, host=500), 0.0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from router.decision import PricedPrompt
+from kappa.hardware import NodeProfile
+from router.decision import Held, PricedPrompt
 from router.fleet import Fleet
 from tests.router.building import NEVER, announcement, estimate, fleet_of, join
 
@@ -117,9 +119,26 @@ def test_whatever_happens_an_empty_fleet_has_no_queue(seed):
         assert getattr(idle, part) == pytest.approx([0.0, 0.0], abs=1e-6), part
 
 
+def test_a_prefix_on_disk_costs_what_reading_it_takes_besides():
+    disk = NodeProfile("d", "gpu", "link", 50e9, 1e15, 3e12, disk_bytes_per_s=2e9)
+    made = Fleet()
+    join(made, replace(announcement("w0", "h100-pcie5"), node=disk))
+    kv_bytes = announcement("w0", "h100-pcie5").kv_bytes_per_token
+    from_host, half = estimate(made, cached=1000), estimate(made, cached=1000, disk=500)
+    read_s = 500 * kv_bytes / 2e9
+    assert half.load_s - from_host.load_s == pytest.approx(read_s)
+    assert half.ttft_s - from_host.ttft_s == pytest.approx(read_s)
+    assert half.candidate(0).counts.disk_tokens == 500
+    # Admitted with 200 of them on disk after all, the link is free that much sooner.
+    flight = made.reserve("r", half, 0)
+    made.correct(flight, 1000, 3001, 200)
+    assert flight.link_s == pytest.approx(1000 * kv_bytes / 50e9 + 200 * kv_bytes / 2e9)
+
+
 def fetched(made, tokens=4000.0):
     slots, wanted = made.ready(0.0, NEVER, frozenset()), np.array([0.0, tokens])
-    return made.estimate(slots, 0.0, PricedPrompt(5000, 100), np.zeros(2), wanted, ("w0", wanted))
+    held = Held(np.zeros(2), wanted, np.zeros(2))
+    return made.estimate(slots, 0.0, PricedPrompt(5000, 100), held, ("w0", wanted))
 
 
 def with_network():

@@ -74,6 +74,7 @@ def test_media_become_tiers():
     assert (event.parent_engine_hash, event.block_tokens, event.salt) == (b"p", 3, None)
     assert np.array_equal(event.token_ids, range(6))
     assert one(stored(medium="CPU")).tier == "host"
+    assert one(stored(medium="STORAGE")).tier == "disk"
     assert one(removed(1, b"x")) == BlocksRemoved("w", "device", (1, b"x"))
     assert one(removed(1, medium="CPU")) == BlocksRemoved("w", "host", (1,))
 
@@ -96,7 +97,7 @@ def test_skipped_events_are_counted_by_reason():
     skipped = Counter()
     events = [
         {"type": "BlockMoved", "to": 3},
-        stored(medium="STORAGE"),
+        stored(medium="TAPE"),
         stored(medium=None),
         removed(1, medium="CPU", locality="REMOTE"),
         stored(group_idx=1),
@@ -107,7 +108,7 @@ def test_skipped_events_are_counted_by_reason():
     assert decode_batch(batch(*events), "w", skipped) == [BlocksRemoved("w", "device", (1,))]
     assert skipped == {
         "type:BlockMoved": 1,
-        "medium:STORAGE": 1,
+        "medium:TAPE": 1,
         "medium:None": 1,
         "remote": 1,
         "other_group": 1,

@@ -85,7 +85,8 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
     live.release("r", "client_gone")  # only the first end counts
     told = record.to_dict()
     assert told["actual"] == {
-        "device_tokens": 0, "cached_tokens": 32, "new_tokens": 68, "ttft_s": record.ttft_s,
+        "device_tokens": 0, "cached_tokens": 32, "disk_tokens": 0, "new_tokens": 68,
+        "ttft_s": record.ttft_s,
         "queue_s": record.ttft_s - 2e-6 - 1e-6, "load_s": 2e-6, "compute_s": 1e-6,
     }  # fmt: skip
     assert (told["end"], told["node"], told["paced"]) == ("done", "node-w", True)

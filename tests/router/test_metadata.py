@@ -23,9 +23,10 @@ from router.api.tenants import Tenant
 pytestmark = pytest.mark.ray
 
 
-def decision(informed=True, recomputed_tokens=0):
+def decision(informed=True, recomputed_tokens=0, disk_tokens=0):
     chosen = SimpleNamespace(
-        counts=TokenCounts(device_tokens=32, cached_tokens=64, new_tokens=5), load_s=0.25,
+        counts=TokenCounts(device_tokens=32, cached_tokens=64, new_tokens=5,
+                           disk_tokens=disk_tokens), load_s=0.25,
         compute_s=0.5, recomputed_tokens=recomputed_tokens,
     )  # fmt: skip
     return SimpleNamespace(
@@ -48,6 +49,10 @@ def test_an_engine_is_sent_whose_it_is_what_to_find_and_what_others_charged():
         "kappa_device_tokens": 32, "kappa_host_tokens": 64, "kappa_prompt_tokens": 101,
         "kappa_link_s": 0.25, "kappa_gpu_s": 0.5,
     }  # fmt: skip
+
+
+def test_an_engine_is_sent_what_of_the_prompt_is_on_disk():
+    assert metadata(decision(disk_tokens=32))["kappa_disk_tokens"] == 32
 
 
 def test_what_is_not_known_is_not_sent():

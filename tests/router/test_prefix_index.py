@@ -49,10 +49,10 @@ class Model:
     """What one worker holds, by token prefix; every lookup is a linear scan."""
 
     def __init__(self):
-        self.known, self.device, self.host = set(), {}, set()
+        self.known, self.device, self.host, self.disk = set(), {}, set(), set()
 
     def store(self, tokens, tier, start, salt):
-        blind = tier == "host"
+        blind = tier != "device"
         placed = start == 0 and not blind
         if start:
             placed = (tokens[: start * SIZE], salt) in self.known
@@ -65,19 +65,17 @@ class Model:
             if tier == "device":
                 self.device[key] = self.device.get(key, 0) + 1
             else:
-                self.host.add(key)
+                getattr(self, tier).add(key)
 
     def remove(self, key, tier):
-        if tier == "host":
-            self.host.discard(key)
+        if tier != "device":
+            getattr(self, tier).discard(key)
         elif self.device.get(key):
             self.device[key] -= 1
 
     def clear(self, tier):
-        if tier != "host":
-            self.device.clear()
-        if tier != "device":
-            self.host.clear()
+        for name in (tier,) if tier else ("device", "host", "disk"):
+            getattr(self, name).clear()
         if tier is None:
             self.known.clear()
 
@@ -87,9 +85,9 @@ class Model:
         while device < len(keys) and self.device.get(keys[device]):
             device += 1
         host = device
-        while host < len(keys) and keys[host] in self.host:
+        while host < len(keys) and keys[host] in self.host | self.disk:
             host += 1
-        return Match(device, host - device)
+        return Match(device, host - device, len(set(keys[device:host]) - self.host))
 
 
 # Sequences that branch early, midway and late: few blocks, so that operations meet, and long
@@ -101,17 +99,20 @@ SEQUENCES = [TRUNK] + [
 ]
 
 
+TIERS = ("device", "host", "disk")
+
+
 def history(seed, moves):
     """Random moves: mostly stores from the start and single removals; clears are rare."""
     rng, ops = random.Random(seed), []
     for _ in range(moves):
         kind = rng.choices(["store", "remove", "strip", "lose"], [40, 50, 4, 1])[0]
-        worker, tier = rng.choice("ab"), rng.choice(["device", "host"])
+        worker, tier = rng.choice("ab"), rng.choice(TIERS)
         path = rng.choice(SEQUENCES)[: rng.randint(1, DEPTH) * SIZE]
         start = rng.choice([0, 0, rng.randrange(len(path) // SIZE)])
         if kind == "lose":
             kind = rng.choice(["clear", "clear", "reset", "gone"])
-            tier = rng.choice(["device", "host", None])
+            tier = rng.choice([*TIERS, None])
         ops.append((kind, worker, tier, path, start, rng.choice(SALTS)))
     return ops
 
@@ -186,10 +187,11 @@ def test_a_small_index_knows_less_but_nothing_untrue(history, bound):
         assert index.stats()["unheld"] <= bound // 8
         for (tokens, salt), hashes in HASHES.items():
             for worker, model in truth.items():
-                device, host = match_worker(index, hashes, worker)
+                device, host, _ = match_worker(index, hashes, worker)
                 for block in range(device + host):
                     key = (tokens[: (block + 1) * SIZE], salt)
-                    assert model.device.get(key) if block < device else key in model.host
+                    behind = model.host | model.disk
+                    assert model.device.get(key) if block < device else key in behind
     check_rows(index)
 
 
@@ -207,6 +209,34 @@ def test_host_run_starts_where_the_device_run_ends():
     assert match(index, A + B + C + D) == Match(2, 2)
     index.handle(removed(A))
     assert match(index, A + B + C + D) == Match(0, 0)
+
+
+def test_blocks_on_disk_continue_a_run_and_are_counted_where_they_are_there_alone():
+    index = PrefixIndex(HASHER, 100)
+    for worker in ("w", "plain"):
+        index.handle(stored(A + B + C + D, worker))
+        index.handle(stored(A + C, worker, "host"))
+    index.handle(stored(A + B + C, tier="disk"))
+    index.handle(removed(A, A + B, A + B + C, A + B + C + D))
+    # The first block is in host memory and on disk, the next two on disk alone, the last is gone.
+    assert match(index, A + B + C + D) == Match(0, 3, 2)
+    index.handle(stored(A + B, tier="host"))
+    assert match(index, A + B + C + D) == Match(0, 3, 1)
+    index.handle(removed(A + B, tier="disk"))
+    assert match(index, A + B + C + D) == Match(0, 3, 1), "it is in host memory, too"
+    index.handle(TierCleared("w", "disk"))
+    assert match(index, A + B + C + D) == Match(0, 2, 0)
+    assert match(index, A + B + C + D, "plain") == Match(4, 0)
+
+
+def test_a_place_that_a_disks_user_has_left_serves_one_without():
+    index = PrefixIndex(HASHER, 100)
+    index.hold("w", "disk", HASHER.prefix_hashes(A + B))
+    assert match(index, A + B) == Match(0, 2, 2)
+    index.handle(WorkerGone("w"))
+    index.handle(stored(A + B, "v"))
+    assert match(index, A + B, "v") == Match(2, 0, 0)
+    assert not index._disk_users
 
 
 def test_a_hole_hides_what_follows_until_it_is_filled():

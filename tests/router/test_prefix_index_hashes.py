@@ -81,7 +81,7 @@ def test_a_bounded_index_forgets_but_never_claims_too_much(seed, bound):
 
     def check(answers, prompt):
         assert index.stats()["blocks"] <= bound
-        for worker, (device, host) in answers.items():
+        for worker, (device, host, _) in answers.items():
             blocks = [(worker, "device", key) for key in prompt[:device]]
             blocks += [(worker, "host", key) for key in prompt[device : device + host]]
             assert truth.held.issuperset(blocks)
@@ -94,7 +94,7 @@ def test_a_worker_has_a_column_before_it_holds_anything():
     index = PrefixIndex(HASHER, 10_000)
     column = index.column("stranger")
     assert column == index.column("stranger")
-    assert index.match_columns(np.arange(1, 50, dtype=np.uint64))[:, column].tolist() == [0, 0]
+    assert index.match_columns(np.arange(1, 50, dtype=np.uint64))[:, column].tolist() == [0, 0, 0]
 
 
 def test_a_prompt_whose_holders_change_at_every_block_is_followed_to_its_end():

@@ -60,8 +60,15 @@ def test_a_short_prompt_takes_as_long_as_reading_the_weights():
 
 
 def test_a_load_takes_its_tokens_and_what_every_load_takes():
-    assert pricing.load_s(worker(), 400.0) == pytest.approx(0.1 + 400 * 0.001)
-    assert pricing.load_s(worker(), 0.0) == 0.0
+    assert pricing.load_s(worker(), 400.0, 0.0) == pytest.approx(0.1 + 400 * 0.001)
+    assert pricing.load_s(worker(), 0.0, 0.0) == 0.0
+
+
+def test_what_is_loaded_from_disk_is_read_there_and_crosses_the_link():
+    # 400 tokens of which 100 are on disk: 0.1 + 400 x 0.001 + 100 x 0.02 = 2.5.
+    slow = worker(disk_token_s=0.02)
+    assert pricing.load_s(slow, 400.0, 100.0) == pytest.approx(2.5)
+    assert pricing.load_s(slow, 400.0, 0.0) == pytest.approx(0.5)
 
 
 def test_a_fetch_needs_a_network_and_room_in_the_host_tier():
@@ -76,10 +83,11 @@ def test_a_fetch_needs_a_network_and_room_in_the_host_tier():
 
 def test_leading_tokens_on_the_device_and_behind_them_in_host():
     # Columns 2 and 0 of the index; only 5 whole blocks of the prompt count, of 16 tokens each.
-    blocks = np.array([[3, 0, 2], [9, 0, 1]])
-    device, host = pricing.leading_tokens(blocks, np.array([2, 0]), np.array([0, 1]), 5, 16)
+    blocks = np.array([[3, 0, 2], [9, 0, 1], [8, 0, 0]])
+    device, host, disk = pricing.leading_tokens(blocks, np.array([2, 0]), np.array([0, 1]), 5, 16)
     assert device.tolist() == [2 * 16, 3 * 16]
     assert host.tolist() == [1 * 16, 2 * 16]
+    assert disk.tolist() == [0, 2 * 16], "no more than count behind the device's"
 
 
 # -- queues -------------------------------------------------------------------------------------
@@ -307,13 +315,16 @@ def test_without_a_load_none_is_counted():
 def test_an_admission_is_priced_by_what_the_engine_found():
     # 100 new behind 50: pairs 100 x (50 + 50) = 10,000: 1 + 1 s; 40 in host: 0.04 s.
     made = workers(BUSY)
-    found_s = pricing.correct(made, 0, (40, 100, 50), (1.0, 1.5, 300), True)
+    found_s = pricing.correct(made, 0, (40, 100, 50, 0), (1.0, 1.5, 300), True)
     assert found_s == pytest.approx((0.04, 2.0))
     # In place of 1 s of link, 1.5 s of gpu and 300 tokens; it is the first in the queue.
     changed = "link_reserved_s", "link_free_s", "gpu_reserved_s", "queued_tokens", "gpu_head_s"
     assert values(made[0], *changed) == pytest.approx([2.04, 13.04, 3.5, 100.0, 2.0])
-    pricing.correct(made, 0, (40, 100, 50), (0.04, 2.0, 100), False)
+    pricing.correct(made, 0, (40, 100, 50, 0), (0.04, 2.0, 100), False)
     assert values(made[0], "gpu_head_s") == pytest.approx([2.0])
+    # 30 of the 40 from disk, at 0.02 s each: 0.6 s more.
+    made["disk_token_s"] = 0.02
+    assert pricing.correct(made, 0, (40, 100, 50, 30), (0.04, 2.0, 100), False)[0] == 0.64
 
 
 def test_the_last_prompt_that_is_done_leaves_exactly_nothing():
@@ -379,7 +390,7 @@ def test_every_formula_is_that_of_the_cost_model(drawn, requests):
             expected = (step.parts(alone).compute_s, parts.read_s, parts.step_s)
             assert got == pytest.approx(expected, rel=RELATIVE)
             load_s = transfer_s(float(held), load_token_s, load_fixed_s)
-            assert pricing.load_s(made, float(held)) == pytest.approx(load_s, rel=RELATIVE)
+            assert pricing.load_s(made, float(held), 0.0) == pytest.approx(load_s, rel=RELATIVE)
             reading_s = step.parts(StepWork(0.0, 0.0, context)).step_s
             found_s = pricing.reading_step_s(made, float(context))
             assert found_s == pytest.approx(reading_s, rel=RELATIVE)

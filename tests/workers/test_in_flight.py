@@ -36,6 +36,13 @@ def test_a_request_is_reported_as_its_ingress_expects_it_and_when_it_is_over(sce
     assert len(here) == 0
 
 
+def test_of_what_an_ingress_expects_in_host_memory_it_says_what_is_on_disk(scene):
+    here, totals = scene
+    words = {"kappa_prompt_tokens": 100, "kappa_host_tokens": 64, "kappa_disk_tokens": 900}
+    here.arrived(body(**words), 0.0)
+    assert totals.take(1.0).arrived == (Arrival("r", 0, 64, 36, disk_tokens=64),)
+
+
 def test_one_that_came_and_went_between_two_reports_is_no_arrival(scene):
     here, totals = scene
     here.ended(here.arrived(body(), 0.0))
