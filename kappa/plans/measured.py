@@ -84,7 +84,9 @@ def fit_steps(works: Sequence[StepWork[float]], seconds: Sequence[float]) -> Ste
             f"the step fit has {len(works)} steps and {len(y)} times, the shortest "
             f"{min(seconds, default=0.0)} s: measure {_LEAST_STEPS} steps or more, one time each"
         )
-    found = min((_fitted(works, y, first) for first in _guesses(works)), key=lambda fit: fit[0])
+    found = min(
+        (_fitted_steps(works, y, first) for first in _guesses(works)), key=lambda fit: fit[0]
+    )
     token_s, pair_s, weights_s, context_token_s, fixed_s = found[1]
     if token_s <= 0:
         raise ValueError(f"none of {len(y)} steps shows what computing a token takes")
@@ -113,7 +115,7 @@ def _guesses(works: Sequence[StepWork[float]]) -> list[NDArray[np.bool_]]:
     return [tokens > bound for bound in (0.0, *np.unique(tokens)[:-1])]
 
 
-def _fitted(
+def _fitted_steps(
     works: Sequence[StepWork[float]], y: Floats, computes: NDArray[np.bool_]
 ) -> tuple[float, list[float]]:
     """(mean relative error, constants) of the best fit on the way from a guess to where fit and
@@ -202,12 +204,12 @@ def rates_from_measured(
             f"{origin}: format is {data.get('format')!r}, not {FORMAT!r}: profile anew"
         )
     try:
-        return _fitted(data, overlap)
+        return _fitted_rates(data, overlap)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{origin}: lacks or garbles {error}: profile anew") from error
 
 
-def _fitted(data: Mapping[str, Any], overlap: float | None) -> PlanRates:
+def _fitted_rates(data: Mapping[str, Any], overlap: float | None) -> PlanRates:
     layers, alone = int(data["layers"]), float(data["h2d_bytes_per_s"])
 
     def line(name: str, samples: Mapping[str, Any]) -> LineFit:
