@@ -49,7 +49,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     from router.api.start import IngressSettings
 
     pools, limits, replicas = settings.all_pools, settings.router, settings.http.replicas
-    configs = {pool.name: pool_config(settings, pool, model) for pool in pools}
+    configs = {pool.name: pool_config(settings, pool, model.source) for pool in pools}
     workers = {
         pool.name: pool_deployment(settings, pool, model, configs[pool.name], stream_host)
         for pool in pools

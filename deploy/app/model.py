@@ -5,14 +5,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kappa.model import ModelShape
 from kappa.settings.cluster import ClusterSettings, home
 from kappa.shapes import shape_from_config
 from workers.tiny_model import make_tiny_model
 from workload.sessions import demo_sessions_path, read_sessions
+
+# What a folder's name may begin with, and a name on the hub may not.
+_PLACES = ("/", ".", "~")
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
 class StartError(RuntimeError):
@@ -29,11 +35,15 @@ class PreflightError(StartError):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model on disk or by name: where it is, its shape and its chat template."""
+    """A model on disk or by name: where it is, its shape and its chat template.
+
+    no_weights: what its folder lacks of them; empty: nothing, or it is not a folder.
+    """
 
     source: str
     shape: ModelShape
     chat_template: str
+    no_weights: str = ""
 
 
 def prepare_model(
@@ -46,21 +56,65 @@ def prepare_model(
     """
     from deploy.app import smollm2
 
+    if settings.model.source == smollm2.NAME:
+        return _read(str(smollm2.smollm2(home() / "models", progress)), settings)
+    try:
+        return model_here(settings) or _read(str(settings.model.source), settings)
+    except (OSError, ValueError) as error:
+        raise _unread(str(settings.model.source), error) from None
+
+
+def model_here(settings: ClusterSettings) -> Model | None:
+    """The configured model if it can be had without a network; None: it would be fetched.
+
+    Raises:
+        PreflightError: it names a folder that is none, or that cannot be read.
+    """
+    from deploy.app import smollm2
+
     source = settings.model.source
-    if source == smollm2.NAME:
-        source = str(smollm2.smollm2(home() / "models", progress))
-    elif source is None:
+    if source is None:
         turns = (turn for s in read_sessions(demo_sessions_path()) for turn in s.turns)
         corpus = (text for turn in turns for text in (turn.input_text, turn.output_text))
         folder = home() / "models" / f"tiny-{settings.model.seed}"
-        source = str(make_tiny_model(folder, corpus, seed=settings.model.seed))
+        return _read(str(make_tiny_model(folder, corpus, seed=settings.model.seed)), settings)
+    if source == smollm2.NAME:
+        made = smollm2.folder_of(home() / "models")
+        return _read(str(made), settings) if made.exists() else None
+    try:
+        return _read(source, settings, is_offline=True)
+    except (OSError, ValueError) as error:
+        if source.startswith(_PLACES) or Path(source).exists():
+            raise _unread(source, error) from None
+        return None
+
+
+def _unread(source: str, error: Exception) -> PreflightError:
+    why = f"cannot be loaded: {error}"
+    if source.startswith(_PLACES) and not Path(source).exists():
+        why = "is not there: give the model's folder on this machine, or its name on Hugging Face"
+    return PreflightError(f"model.source {source!r} {why}")
+
+
+def _read(source: str, settings: ClusterSettings, *, is_offline: bool = False) -> Model:
     from transformers import AutoConfig, AutoTokenizer
 
-    try:
-        config = AutoConfig.from_pretrained(source).to_dict()
-        template = AutoTokenizer.from_pretrained(source).chat_template or ""
-    except (OSError, ValueError) as error:
-        raise StartError(f"model.source {source!r} cannot be loaded: {error}") from None
+    config = AutoConfig.from_pretrained(source, local_files_only=is_offline).to_dict()
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_offline)
     dtype = settings.engine.dtype
     shape = shape_from_config(config, name=settings.model.id, kv_dtype=dtype, weight_dtype=dtype)
-    return Model(source, shape, str(template))
+    return Model(source, shape, str(tokenizer.chat_template or ""), _no_weights(Path(source)))
+
+
+def _no_weights(folder: Path) -> str:
+    """What a model's folder lacks of its weights."""
+    if not folder.is_dir():
+        return ""
+    for index in sorted(folder.glob("*.index.json")):
+        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        missing = sorted(name for name in named if not (folder / name).exists())
+        if missing:
+            return f"{len(missing)} of the {len(named)} files that {index.name} names: {missing[0]}"
+    if not any(path.suffix in _WEIGHTS for path in folder.iterdir()):
+        return f"any file of weights ({', '.join(sorted(_WEIGHTS))})"
+    return ""

@@ -33,13 +33,13 @@ _LOOK_BACK_S = 20.0
 # -- the deployment -------------------------------------------------------------------------------
 
 
-def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model) -> Any:
-    """Ray Serve LLM's configuration of a pool's deployment."""
+def pool_config(settings: ClusterSettings, pool: PoolSettings, model_source: str) -> Any:
+    """Ray Serve LLM's configuration of a pool's deployment; model_source: a folder, or a name."""
     from ray.serve.llm import LLMConfig
 
     from workers.vllm.arguments import CPU_ENV
 
-    engine, place, source = pool.engine_settings(settings.engine), pool.placement, settings.model
+    engine, place = pool.engine_settings(settings.engine), pool.placement
     bundle = {"CPU": ENGINE_CPUS, **({"GPU": 1} if place.gpus else {})}
     arguments: dict[str, Any] = {
         "enable_prompt_tokens_details": True,
@@ -50,12 +50,12 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model) -> 
         arguments.setdefault("tensor_parallel_size", place.gpus)
     dropped = ("VLLM_CPU_", "OMP_") if place.gpus else ()
     environment = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
-    is_fetched = not Path(model.source).exists()
+    is_fetched = not Path(model_source).exists()
     number: dict[str, Any] = {"num_replicas": pool.least}
     if pool.autoscaling is not None:
         number = {"autoscaling_config": autoscaling(pool.autoscaling)}
     return LLMConfig(
-        model_loading_config={"model_id": source.id, "model_source": model.source},
+        model_loading_config={"model_id": settings.model.id, "model_source": model_source},
         engine_kwargs=arguments,
         accelerator_config={"kind": "gpu" if place.gpus else "cpu"},
         placement_group_config={"bundles": [bundle] * max(place.gpus, 1)},

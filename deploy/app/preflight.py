@@ -90,6 +90,19 @@ def _parts(driver: str) -> tuple[int, ...]:
     return tuple(int(part) for part in driver.split(".") if part.isdigit())
 
 
+def _of_the_weights(
+    settings: ClusterSettings, pool: PoolSettings, model: Model | None, _machine: Machine
+) -> Iterator[str]:
+    engine = pool.engine_settings(settings.engine)
+    # Other loaders have formats of their own, or make weights up.
+    needed = engine.kind != "emulated" and "load_format" not in engine.extra
+    if model is not None and model.no_weights and needed:
+        yield (
+            f"pool {pool.name}: the model's folder {model.source} lacks {model.no_weights}; copy "
+            "the model there whole"
+        )
+
+
 def _of_gpu_memory(
     settings: ClusterSettings, pool: PoolSettings, model: Model | None, machine: Machine
 ) -> Iterator[str]:
@@ -152,4 +165,10 @@ def _gb(count: float) -> str:
     return f"{count / 1e9:,.4g} GB"
 
 
-_CHECKS: tuple[Check, ...] = (_of_the_build, _of_the_driver, _of_gpu_memory, _of_memory)
+_CHECKS: tuple[Check, ...] = (
+    _of_the_build,
+    _of_the_driver,
+    _of_the_weights,
+    _of_gpu_memory,
+    _of_memory,
+)

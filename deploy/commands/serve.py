@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,19 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from deploy.commands.console import fail, print_json, print_table, print_text, warn
+from deploy.commands.console import (
+    bad_parameter,
+    fail,
+    print_json,
+    print_table,
+    print_text,
+    warn,
+)
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
 
 _LOOK_S = 1.0
+_WIDE = 100
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="Cluster file (YAML); default: the demo.")
@@ -47,12 +56,27 @@ def serve(
         str | None,
         typer.Option(help="Ray cluster to join: its head, HOST:PORT, or auto."),
     ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be started, and what is wrong.")
+    ] = False,
+    machine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --dry-run, another machine than this one: gpu=4xH100-80GB,memory=512GB,"
+            "shm=256GB,cpus=64,driver=580.95.05, or a JSON file of its facts. More than one: say "
+            "it again."
+        ),
+    ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when ready, then stay.")
     ] = False,
 ) -> None:
     """Serve a model, on a Ray cluster started here or one that is joined, until Ctrl-C."""
     settings = settings_or_exit(config, policy, port, host, unpaced, log_level, allow_open)
+    if dry and not address:
+        raise typer.Exit(print_dry_run(settings, machine or [], json_output))
+    if dry or machine:
+        fail("--machine goes with --dry-run, which needs no --address: describe its machines", 2)
     signal.signal(signal.SIGTERM, interrupt)
     is_ready = False
     try:
@@ -129,6 +153,55 @@ def running(
                 warn("stopping …", "dim")
     except StartError as error:
         fail(str(error), error.exit_code)
+
+
+def print_dry_run(settings: ClusterSettings, descriptions: list[str], json_output: bool) -> int:
+    """What a start would ask for; returns 1 if something is wrong."""
+    from deploy.app.cluster import set_environment
+    from deploy.app.machine import described
+
+    with bad_parameter():
+        machines = [described(text) for text in descriptions]
+    set_environment(settings.log_level)
+    with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
+        from deploy.app.dry_run import dry_run
+        from deploy.app.ray_cluster import OwnRay
+
+        here = machines or OwnRay(sum(pool.most for pool in settings.all_pools)).foreseen()
+        found = dry_run(settings, here, is_elsewhere=bool(machines))
+    pools = found["pools"]
+    wrong = [*found["problems"], *(fault for pool in pools for fault in pool["problems"])]
+    if json_output:
+        print_json(found)
+        return 1 if wrong else 0
+    rows = [
+        (pool["name"], pool["device"], pool["host_tier"], _ray_demand(pool), _number_of(pool))
+        for pool in pools
+    ]
+    print_table(None, ("pool", "device", "host tier", "a worker of it", "workers"), rows, left=4)
+    for pool in pools:
+        print_text(f"\npool {pool['name']} asks of vLLM:")
+        for name, value in sorted(pool["engine_args"].items()):
+            shown = json.dumps(value)
+            print_text(f"  {name}: {shown if len(shown) <= _WIDE else shown[:_WIDE] + ' …'}")
+        print_text(f"with {' '.join(f'{k}={v}' for k, v in sorted(pool['environment'].items()))}")
+    for note in found["notes"]:
+        warn(note)
+    for fault in wrong:
+        warn(fault, "red")
+    print_text(f"\n{len(wrong)} fault(s)" if wrong else "\nnothing is wrong")
+    return 1 if wrong else 0
+
+
+def _ray_demand(pool: dict[str, Any]) -> str:
+    ray = pool["ray"]
+    labels = [f"on {name}={value}" for name, value in ray["labels"].items()]
+    return ", ".join([*(f"{count:g} {name}" for name, count in ray["worker"].items()), *labels])
+
+
+def _number_of(pool: dict[str, Any]) -> str:
+    least, most = pool["workers"].values()
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:

@@ -1,12 +1,13 @@
 """What is wrong before a start: one sentence a fault, with the figures and the remedy."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deploy.app.machine import GpuFacts, Machine, read_machine
-from deploy.app.model import Model
+from deploy.app.model import Model, _no_weights
 from deploy.app.preflight import CUDA, GPU_SHARE, all_problems, problems
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
@@ -120,6 +121,39 @@ def test_a_vllm_built_for_other_devices_is_refused(gpus, build, remedy):
     assert found(settings, LLAMA_8B, machine(engine_build="cuda" if gpus else "cpu")) == []
 
 
+def folder(path, *names, index=None):
+    """A model's folder, read as one of Llama's architecture would be."""
+    for name in names:
+        (path / name).write_text("")
+    if index is not None:
+        text = json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(index)}})
+        (path / "model.safetensors.index.json").write_text(text)
+    return replace(LLAMA_8B, source=str(path), no_weights=_no_weights(path))
+
+
+@pytest.mark.parametrize(
+    ("names", "index", "lacking"),
+    [
+        (["config.json"], None, "any file of weights (.bin, .gguf, .pt, .pth, .safetensors)"),
+        (
+            ["a.safetensors", "b.safetensors"],
+            ["a.safetensors", "b.safetensors", "c.safetensors"],
+            "1 of the 3 files that model.safetensors.index.json names: c.safetensors",
+        ),
+    ],
+)
+def test_a_model_folder_without_its_weights_is_refused(tmp_path, names, index, lacking):
+    model = folder(tmp_path, *names, index=index)
+    (fault,) = found(cluster(), model)
+    assert fault.endswith(f"{tmp_path} lacks {lacking}; copy the model there whole")
+    # A loader that makes weights up, or reads others' formats, is left alone.
+    assert found(cluster(extra={"load_format": "dummy"}), model) == []
+
+
+def test_a_model_folder_with_its_weights_is_served(tmp_path):
+    assert found(cluster(), folder(tmp_path, "a.safetensors", index=["a.safetensors"])) == []
+
+
 def test_a_gpu_that_is_not_there_is_refused_with_why():
     none = replace(machine(0), no_gpus="NVML: Driver Not Loaded; is NVIDIA's driver installed?")
     (fault,) = all_problems(cluster(), LLAMA_8B, [none])["a"]
@@ -186,7 +220,10 @@ def test_this_machine_is_read_by_nvml_and_by_what_is_visible(monkeypatch, visibl
     nvml = ListedNvml(4)
     here = read_machine(cpus=6, nvml=nvml)
     assert here.gpus == (H100,) * count and here.no_gpus == why and not nvml.open
-    assert here.offers == {"CPU": 6.0, "GPU": float(count)}
+    # As Ray finds them where it starts, its label and resource of the kind included.
+    kind = {"accelerator_type:H100": 1.0} if count else {}
+    assert here.offers == {"CPU": 6.0, "GPU": float(count), **kind}
+    assert here.labels == ({"ray.io/accelerator-type": "H100"} if count else {})
     assert here.engine_build == "cpu" and here.memory_bytes > 0 and here.shm_bytes > 0
 
 

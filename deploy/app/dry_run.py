@@ -1,0 +1,107 @@
+"""What a start would ask of vLLM, Ray and the machine, and what is wrong; nothing is started.
+
+Made by the very functions of the start (`deploy.app.plan`, `workers.identity.configure_vllm`). What
+only a start knows stands in by name: sockets, the port of an LMCache server, rates once measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from deploy.app.machine import Machine
+from deploy.app.model import Model, StartError, model_here
+from deploy.app.plan import pool_config, worker_demand, worker_plan
+from deploy.app.preflight import all_problems
+from kappa.settings.cluster import ClusterSettings
+from kappa.settings.pools import PoolSettings
+from kappa.shapes import model_shape
+
+_STREAM = "tcp://WORKER"
+_LMCACHE = "tcp://127.0.0.1:0"
+_SECRET = ("hf_token",)
+
+
+def dry_run(
+    settings: ClusterSettings, machines: Sequence[Machine], *, is_elsewhere: bool = False
+) -> dict[str, Any]:
+    """`{"pools": [...], "machines": [...], "problems": [...], "notes": [...]}`, JSON-ready.
+
+    is_elsewhere: the machines are others, so a folder that is not on this one is no problem.
+    """
+    wrong: list[str] = []
+    notes: list[str] = []
+    model = None
+    try:
+        model = model_here(settings)
+        if model is None:
+            notes.append(
+                f"model.source {settings.model.source!r} is not on disk: a start fetches it"
+            )
+    except StartError as error:
+        (notes if is_elsewhere else wrong).append(str(error))
+    if model is None and (model := _built_in(settings)) is not None:
+        notes.append(f"sizes are those of the built-in shape {model.shape.name}")
+    elif model is None:
+        notes.append("nothing that depends on the model's shape is checked")
+    found = all_problems(settings, model, machines)
+    return {
+        "pools": [_pool(settings, p, model, found.get(p.name, [])) for p in settings.all_pools],
+        "machines": [asdict(machine) for machine in machines],
+        "problems": wrong + found.get("", []),
+        "notes": notes,
+    }
+
+
+def _built_in(settings: ClusterSettings) -> Model | None:
+    """What is known by its name of a model that is not on disk."""
+    try:
+        shape = model_shape(str(settings.model.source).rstrip("/"))
+    except ValueError:
+        return None
+    return Model(str(settings.model.source), shape, "")
+
+
+def _pool(
+    settings: ClusterSettings, pool: PoolSettings, model: Model | None, wrong: Sequence[str]
+) -> dict[str, Any]:
+    wrong, place = list(wrong), pool.placement
+    config = pool_config(settings, pool, model.source if model else str(settings.model.source))
+    tier = "off"
+    arguments: dict[str, Any] = {}
+    try:
+        if model is not None:
+            tier, arguments = _engine(config, worker_plan(settings, pool, model, ""))
+    except (StartError, ValueError) as error:
+        wrong.append(f"pool {pool.name}: {error}")
+    return {
+        "name": pool.name,
+        "workers": {"least": pool.least, "most": pool.most},
+        "device": "cuda" if place.gpus else "cpu",
+        "host_tier": tier,
+        "engine_args": arguments,
+        "ray": {
+            "worker": worker_demand(pool),
+            "bundles": config.placement_group_config["bundles"],
+            "labels": dict(place.labels),
+        },
+        "environment": dict(config.runtime_env["env_vars"]),
+        "problems": wrong,
+    }
+
+
+def _engine(config: Any, plan: Any) -> tuple[str, dict[str, Any]]:
+    """The host tier of a worker's engine, and its arguments as vLLM, or ours, is given them."""
+    from workers.identity import configure_vllm
+    from workers.vllm.arguments import LMCACHE, Endpoints
+
+    tier = plan.tier.kind if plan.limits.host_bytes else "off"
+    if plan.kind != "vllm":
+        return tier, {"kind": plan.kind, "planner": plan.planner, **asdict(plan.limits)}
+    server = _LMCACHE if plan.tier.kind == LMCACHE and not plan.tier.shared else ""
+    endpoints = Endpoints(f"{_STREAM}-stats", f"{_STREAM}-kv")
+    folder = plan.handover_dir if plan.limits.host_bytes else ""
+    configure_vllm(config, plan, 0, endpoints, plan.engine_tier(0, {}, server), folder)
+    arguments: Mapping[str, Any] = config.get_engine_config().get_initialization_kwargs()
+    return tier, {name: "(hidden)" if name in _SECRET else v for name, v in arguments.items()}
