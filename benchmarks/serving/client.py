@@ -69,9 +69,11 @@ class ClusterClient:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the nodes did over a window: means over nodes of busy shares, and overruns."""
+    """What the nodes did over a window: means over nodes of busy shares, seconds of steps of all
+    of them together, and overruns."""
 
     load: float
+    busy_s: float
     load_by_node: Mapping[str, float]
     link_load: float
     store_load: float
@@ -87,7 +89,7 @@ def usage(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     earlier = {row["worker"]: row["totals"] for row in before}
     gpu: dict[str, float] = {}
     link, store = [], []
-    steps = overruns = 0
+    steps, overruns, busy_s = 0, 0, 0.0
     for row in after:
         old, new = earlier.get(row["worker"]), row["totals"]
         if not old or not new or new["time_s"] <= old["time_s"]:
@@ -95,6 +97,7 @@ def usage(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
         grown = {key: new[key] - old[key] for key in _TOTALS}
         elapsed_s = grown["time_s"]
         gpu[row["node"]] = grown["step_seconds_total"] / elapsed_s
+        busy_s += grown["step_seconds_total"]
         link.append(grown["load_seconds_total"] / elapsed_s)
         store.append(grown["store_seconds_total"] / elapsed_s)
         steps += grown["steps_total"]
@@ -102,6 +105,6 @@ def usage(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     if not gpu:
         raise ValueError("no nodes")
     return Usage(
-        statistics.fmean(gpu.values()), gpu, statistics.fmean(link), statistics.fmean(store),
-        overruns / steps if steps else 0.0,
+        statistics.fmean(gpu.values()), busy_s, gpu, statistics.fmean(link),
+        statistics.fmean(store), overruns / steps if steps else 0.0,
     )  # fmt: skip

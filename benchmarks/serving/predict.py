@@ -15,18 +15,29 @@ from rich.console import Console
 from benchmarks.harness import Json, append_line, note, publish, result, table
 from benchmarks.serving.client import MAX_OVERRUN_SHARE, ClusterClient, usage
 from benchmarks.serving.predict_traffic import Governor, Phase, Player, Size, Traffic, shapes_of
-from benchmarks.serving.prediction_errors import CLASS_DEFINITION, baseline_errors, class_rows
-from deploy.commands.serve import running, settings_or_exit
+from benchmarks.serving.prediction_errors import (
+    CLASS_DEFINITION,
+    PACED_GOAL,
+    REAL_GOAL,
+    class_rows,
+)
+from benchmarks.serving.settings import Config, ModelName, Unpaced, bench_settings
+from deploy.commands.serve import running
 from kappa.settings.cluster import ClusterSettings
 from workload.sessions import demo_sessions_path, read_sessions
 
 _WARM_UP_SEED = 1_000_003
 _MIN_LOAD = 0.6
-# A first guess: what a token costs Llama-3.1-8B at 400 TFLOP/s.
+# A first guess, until the warm-up has shown it: what a token costs Llama-3.1-8B at 400 TFLOP/s.
 _TOKEN_S = 40e-6
+_CALIBRATE = 80
+_REAL_SCALE = 4.0
 
 
 def predict(
+    config: Config = None,
+    model: ModelName = None,
+    unpaced: Unpaced = False,
     requests: Annotated[int, typer.Option(min=4, help="Requests to measure, at least.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the sessions.")] = 1,
     dilation: Annotated[
@@ -34,12 +45,25 @@ def predict(
     ] = None,
     per_class: Annotated[int, typer.Option(min=1, help="Requests per class, at least.")] = 50,
     calibrate: Annotated[
-        int, typer.Option(min=0, help="Outcomes the predictor learns from before it is frozen.")
-    ] = 80,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Outcomes the predictor learns from before it is frozen; default: 80 on "
+            "paced nodes, and on real ones it goes on learning.",
+        ),
+    ] = None,
     limit: Annotated[float, typer.Option(help="Seconds to measure at most.")] = 900.0,
     load: Annotated[
         float, typer.Option(min=0.1, max=0.95, help="GPU load to hold the nodes at.")
     ] = 0.72,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="Divides the prompts' lengths, which reach 5,000 tokens; default: 4 on "
+            "real CPU nodes, else 1.",
+        ),
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="A running cluster instead; then nobody freezes it.")
     ] = None,
@@ -54,19 +78,24 @@ def predict(
     """Predicted against actual TTFT by class, on unseen sessions, beside a running median.
 
     Classes: a request is queue if its predicted queue seconds exceed both its load and its compute
-    seconds; else load if load exceeds compute; else device if part of its prompt is in the device
-    cache and none is to be loaded; else compute.
+    seconds; else load if part of its prompt is to be loaded from the host tier; else device if part
+    is in the device cache; else compute.
     """
-    settings = settings_or_exit(port=0)
-    log = str(router_log.resolve()) if router_log else None
-    changes = {"calibrate_requests": calibrate, "record": log}
+    settings = bench_settings(config, model, unpaced)
+    is_real = not any(pool.paced for pool in settings.all_pools)
+    on_cpus = not any(pool.placement.gpus for pool in settings.all_pools)
+    learn = _CALIBRATE if calibrate is None and not is_real else calibrate
+    changes = {
+        "calibrate_requests": learn, "record": str(router_log.resolve()) if router_log else None,
+    }  # fmt: skip
     settings = settings.model_copy(
         update={
             "router": settings.router.model_copy(update=changes),
             "dilation": dilation or settings.dilation,
         }
     )
-    size = Size(requests, per_class, limit, calibrate, load)
+    cut = scale or (_REAL_SCALE if is_real and on_cpus else 1.0)
+    size = Size(requests, per_class, limit, _CALIBRATE if learn is None else learn, load, cut)
     if url is not None:
         warm_up, phase = asyncio.run(_measured(url.rstrip("/"), settings, seed, size))
     else:
@@ -78,7 +107,7 @@ def predict(
             client_s = phase.client_ttft_s.get(o.request_id)
             row = {"kind": o.kind, "error": o.error, "client_ttft_s": client_s, **asdict(o)}
             append_line(records, row)
-    facts = _facts(warm_up, phase, calibrate)
+    facts = _facts(warm_up, phase, size) | {"model": settings.model.source or settings.model.id}
     publish(facts, lambda console: show(facts, console), json_output=json_output)
 
 
@@ -86,35 +115,36 @@ async def _measured(
     url: str, settings: ClusterSettings, seed: int, size: Size
 ) -> tuple[Phase, Phase]:
     shapes = shapes_of(read_sessions(demo_sessions_path()))
-    governor = Governor(size.load, settings.workers, settings.dilation * _TOKEN_S)
     async with ClusterClient(url, settings.model.id, timeout_s=120.0) as client:
-        player = Player(client, governor)
+        nodes = len(await client.nodes())
+        player = Player(client, Governor(size.load, nodes, settings.dilation * _TOKEN_S))
         note(f"warm-up: {size.calibrate} outcomes to learn from")
-        learnt_on = Traffic(shapes, seed + _WARM_UP_SEED)
+        learnt_on = Traffic(shapes, seed + _WARM_UP_SEED, size.scale)
         warm_up = await player.warm_up(learnt_on, size.calibrate + 10)
-        traffic = Traffic(shapes, seed)
+        traffic = Traffic(shapes, seed, size.scale)
         note("reading the documents that are to be revisited")
         warm_up.outcomes += (await player.prepare(traffic)).outcomes
         note("measuring")
         return warm_up, await player.measure(traffic, Random(seed), size)
 
 
-def _facts(warm_up: Phase, phase: Phase, calibrate: int) -> dict[str, Any]:
+def _facts(warm_up: Phase, phase: Phase, size: Size) -> dict[str, Any]:
     used = usage(phase.nodes_before, phase.nodes_after)
-    baseline = baseline_errors(warm_up.outcomes, phase.outcomes)
     learnt = [
         {row["node"]: row["calibration"] for row in nodes}
         for nodes in (phase.nodes_before, phase.nodes_after)
     ]
     extra_s = [phase.client_ttft_s[o.request_id] - o.actual_s for o in phase.outcomes]
+    is_paced = all(row["paced"] for row in phase.nodes_after)
+    goal = PACED_GOAL if is_paced else REAL_GOAL
     return result(
         **asdict(used), void=used.overrun_share > MAX_OVERRUN_SHARE,
         load_reached=used.load >= _MIN_LOAD, requests=len(phase.outcomes),
         failed=dict(phase.failures), seconds=phase.seconds,
-        classes=class_rows(phase.outcomes, baseline), class_definition=CLASS_DEFINITION,
-        frozen=learnt[0] == learnt[1], calibrated_on=calibrate, calibration=learnt[1],
-        client_adds_s=statistics.median(extra_s) if extra_s else None,
-        paced=all(row["paced"] for row in phase.nodes_after),
+        classes=class_rows(warm_up.outcomes, phase.outcomes, goal),
+        class_definition=CLASS_DEFINITION, frozen=learnt[0] == learnt[1],
+        calibrated_on=size.calibrate, calibration=learnt[1], scale=size.scale,
+        client_adds_s=statistics.median(extra_s) if extra_s else None, paced=is_paced,
     )  # fmt: skip
 
 
@@ -124,22 +154,28 @@ def show(facts: dict[str, Any], console: Console) -> None:
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.1f} %"
 
-    errors = ("median_abs_err", "p90_abs_err", "baseline_median_abs_err", "median_bias")
+    errors = (
+        "median_abs_err", "p90_abs_err", "baseline_median_abs_err",
+        "length_baseline_median_abs_err", "median_bias",
+    )  # fmt: skip
     rows = [
         (
-            row["class"], str(row["n"]), *(percent(row[key]) for key in errors),
+            row["class"], str(row["n"]), *(percent(row.get(key)) for key in errors),
             f"{row['median_ttft_s']:.2f}" if row["median_ttft_s"] is not None else "-",
             {True: "met", False: "missed", None: "-"}[row["goal_met"]],
         )
         for row in facts["classes"]
     ]  # fmt: skip
-    columns = ("class", "n", "median", "p90", "running median's", "bias", "TTFT s", "goal")
+    columns = (
+        "class", "n", "median", "p90", "median by ratio", "median by length", "bias", "TTFT s",
+        "goal",
+    )  # fmt: skip
     title = "TTFT prediction, paced nodes" if facts["paced"] else "TTFT prediction"
     console.print(table(title, columns, rows, left=("goal",)))
     console.print(
         f"{facts['requests']} requests in {facts['seconds']:.0f} s; gpu load {facts['load']:.2f}, "
         f"link load {facts['link_load']:.2f}; overruns {100 * facts['overrun_share']:.1f} %; "
-        f"{'frozen' if facts['frozen'] else 'NOT frozen'}; failed: {facts['failed'] or 'none'}",
+        f"{'frozen' if facts['frozen'] else 'still learning'}; failed: {facts['failed'] or 'none'}",
         highlight=False,
     )
     if facts["void"]:

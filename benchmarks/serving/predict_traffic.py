@@ -31,6 +31,7 @@ _NEW_TOKENS = (30, 900)
 _PREFIX_TOKENS = (1400, 5000)
 _DOCUMENT_TOKENS = (3000, 5000)
 _QUESTION_TOKENS = (30, 90)
+_LEAST_TOKENS = 8
 _AGENT_TURNS = 5
 _REVISITS = 3
 _THINK_S = (0.1, 0.6)
@@ -46,6 +47,8 @@ _LEAST_WEIGHT = 0.1
 
 _WINDOW_S = 20.0
 _WATCH_EVERY_S = 2.0
+# Within so long workers have reported their steps.
+_REPORTED_S = 1.0
 _NOTE_EVERY_S = 15.0
 _MAX_IN_FLIGHT = 14
 # Decisions fetched while a phase runs: few, since the ingress that makes them is being measured.
@@ -107,10 +110,10 @@ class Act:
 
 
 class Traffic:
-    """Makes acts, from a seed and from what was counted so far."""
+    """Makes acts, from a seed and from what was counted so far; all lengths divided by `scale`."""
 
-    def __init__(self, shapes: Shapes, seed: int) -> None:
-        self._shapes, self._random = shapes, Random(seed)
+    def __init__(self, shapes: Shapes, seed: int, scale: float = 1.0) -> None:
+        self._shapes, self._random, self._scale = shapes, Random(seed), scale
         self._documents: list[tuple[int, ...]] = []
         self._visits = 0
 
@@ -139,10 +142,10 @@ class Traffic:
             return Act(name, (self._fresh(self._length()),))
         requests = []
         if name == "agent":
-            prompt = self._tokens(random.choice(self._shapes.prefixes))
+            prompt = self._tokens(self._cut(random.choice(self._shapes.prefixes)))
             requests.append(self._request(prompt, len(prompt)))
             for _ in range(_AGENT_TURNS):
-                grown = random.choice(self._shapes.growths)
+                grown = self._cut(random.choice(self._shapes.growths))
                 prompt = (*prompt, *self._tokens(grown))
                 requests.append(self._request(prompt, grown, random.uniform(*_THINK_S)))
             return Act(name, tuple(requests))
@@ -158,22 +161,26 @@ class Traffic:
         """First questions on `count` new documents, which `revisit` will come back to."""
         least, most = _DOCUMENT_TOKENS
         lengths = [n for n in self._shapes.prefixes if n >= least] or [least, most]
-        new = [self._tokens(self._random.choice(lengths)) for _ in range(count)]
+        new = [self._tokens(self._cut(self._random.choice(lengths))) for _ in range(count)]
         self._documents.extend(new)
         return [Act("visit", (self._question(document, len(document)),)) for document in new]
 
     def pair(self, tokens: int) -> Act:
         """Two fresh prompts of this length at once, so that two idle nodes get one each."""
-        return Act("pair", (self._fresh(tokens), self._fresh(tokens)), chained=False)
+        cut = self._cut(tokens)
+        return Act("pair", (self._fresh(cut), self._fresh(cut)), chained=False)
+
+    def _cut(self, tokens: int) -> int:
+        return max(round(tokens / self._scale), _LEAST_TOKENS)
 
     def _question(self, document: tuple[int, ...], unread: int, wait_s: float = 0.0) -> Request:
-        question = self._tokens(self._random.randint(*_QUESTION_TOKENS))
+        question = self._tokens(self._cut(self._random.randint(*_QUESTION_TOKENS)))
         return self._request((*document, *question), unread + len(question), wait_s)
 
     def _length(self) -> int:
         """Log-uniform over the bounds of new tokens: short prompts are as common as long ones."""
         low, high = (math.log(bound) for bound in _NEW_TOKENS)
-        return round(math.exp(self._random.uniform(low, high)))
+        return self._cut(round(math.exp(self._random.uniform(low, high))))
 
     def _fresh(self, tokens: int) -> Request:
         return self._request(self._tokens(tokens), tokens)
@@ -189,12 +196,16 @@ class Governor:
     """Sets the gaps between acts so that the load of so many nodes stays near a target.
 
     An act's gap follows its cost; `token_s`, the real seconds that a token costs a node, begins as
-    a guess and follows the load, slowly.
+    a guess, is what the first acts cost once they are over, and then follows the load, slowly.
     """
 
     def __init__(self, target: float, nodes: int, token_s: float) -> None:
-        self._target, self._nodes, self._guess_s = target, nodes, token_s
-        self.token_s = token_s
+        self._target, self._nodes = target, nodes
+        self.begin(token_s)
+
+    def begin(self, token_s: float) -> None:
+        """Start from this many seconds a token."""
+        self._guess_s = self.token_s = token_s
 
     def gap_s(self, act: Act) -> float:
         """Mean seconds from this act to the next."""
@@ -210,7 +221,7 @@ class Governor:
 class Size:
     """How much is measured: requests in all and of each class at least, for so long at most.
 
-    calibrate: outcomes to learn from before; load: of the nodes.
+    calibrate: outcomes to learn from before; load: of the nodes; scale: divides all lengths.
     """
 
     requests: int
@@ -218,6 +229,7 @@ class Size:
     limit_s: float
     calibrate: int
     load: float
+    scale: float = 1.0
 
 
 @dataclass(slots=True)
@@ -244,9 +256,13 @@ class Player:
 
     async def warm_up(self, traffic: Traffic, requests: int) -> Phase:
         """Calibrate: pairs on idle nodes first, then every kind of act, `requests` in all."""
-        phase = self._phase = Phase()
-        for tokens in _WARM_UP_TOKENS * 2:
-            await self._play(traffic.pair(tokens))
+        phase = self._phase = Phase(nodes_before=await self._client.nodes())
+        pairs = [traffic.pair(tokens) for tokens in _WARM_UP_TOKENS * 2]
+        for pair in pairs:
+            await self._play(pair)
+        await asyncio.sleep(_REPORTED_S)
+        busy_s = usage(phase.nodes_before, await self._client.nodes()).busy_s
+        self._governor.begin(busy_s / sum(pair.cost_tokens for pair in pairs))
         await self._read_documents(traffic, _WARM_UP_DOCUMENTS)
         kinds = itertools.cycle(("revisit", "ask", "agent", "burst"))
         while len(phase.client_ttft_s) + len(self._tasks) < requests:

@@ -66,6 +66,20 @@ def test_all_tokens_are_in_the_tiny_models_vocabulary():
             assert 100 <= min(one.prompt) <= max(one.prompt) < 3000
 
 
+def test_a_scale_divides_every_length():
+    def lengths(scale):
+        made = Traffic(SHAPES, 5, scale)
+        acts = [*made.first_visits(4), made.pair(400), *map(made.act, ACT_OF_CLASS.values())]
+        return [(len(one.prompt), one.new_tokens) for act in acts for one in act.requests]
+
+    whole, cut = lengths(1.0), lengths(4.0)
+    assert max(prompt for prompt, _ in cut) <= 1250 + 23
+    # The first question and the pair: lengths that do not depend on how many numbers were drawn.
+    assert cut[0][0] == pytest.approx(whole[0][0] / 4, abs=2)
+    assert (100, 100) in cut and (400, 400) in whole
+    assert min(new for _, new in lengths(1000.0)) == 8
+
+
 def test_a_class_that_lacks_requests_gets_more_acts():
     made, full = traffic(documents=3), dict.fromkeys(ACT_OF_CLASS, 50)
     names = Counter(made.next_act({**full, "load": 0}, 50).name for _ in range(400))
@@ -82,3 +96,8 @@ def test_the_governor_follows_the_load_within_a_factor_of_two():
         for _ in range(times):
             governor.observe(load)
         assert governor.gap_s(act) == pytest.approx(factor * first_s)
+    governor.begin(0.004)  # what the warm-up showed
+    assert governor.gap_s(act) == pytest.approx(4 * first_s)
+    for _ in range(100):
+        governor.observe(1.0)
+    assert governor.gap_s(act) == pytest.approx(8 * first_s)

@@ -7,9 +7,12 @@ from hypothesis import strategies as st
 from benchmarks.serving.client import usage
 from benchmarks.serving.prediction_errors import (
     CLASSES,
+    PACED_GOAL,
+    REAL_GOAL,
     Outcome,
     baseline_errors,
     class_rows,
+    length_bucket,
     outcome_from,
     ratio_bucket,
 )
@@ -25,9 +28,9 @@ def outcome(name="r", at_s=0.0, *, parts=(0.0, 0.0, 1.0), tokens=(0, 0, 100), to
     [
         ((2.0, 1.0, 1.0), (0, 50, 50), "queue"),
         ((1.0, 1.0, 0.5), (0, 50, 50), "load"),
-        ((0.9, 1.0, 1.0), (0, 50, 50), "compute"),
+        ((0.9, 1.0, 1.0), (0, 50, 50), "load"),
         ((0.0, 0.0, 1.0), (64, 0, 50), "device"),
-        ((0.0, 0.1, 1.0), (64, 32, 50), "compute"),
+        ((0.0, 0.1, 1.0), (64, 32, 50), "load"),
         ((0.0, 0.0, 1.0), (0, 0, 50), "compute"),
         ((2.0, 0.0, 1.0), (64, 0, 50), "queue"),
     ],
@@ -82,20 +85,61 @@ def test_the_baseline_falls_back_to_the_node_and_then_to_all():
     assert baseline_errors(warm_up, [other_bucket, elsewhere]) == {"b": 0.5, "c": 0.5}
 
 
+def test_a_baseline_may_know_prompts_by_their_length():
+    warm_up = [outcome("short", tokens=(0, 0, 100), took=(0.0, 1.0)),
+               outcome("long", tokens=(0, 800, 100), took=(0.0, 8.0))]  # fmt: skip
+    # 900 tokens, as the long one had, most of them on the device.
+    same_length = outcome("a", 30.0, tokens=(850, 0, 50), took=(0.0, 4.0))
+    assert baseline_errors(warm_up, [same_length], length_bucket) == {"a": 1.0}
+    assert [length_bucket(outcome(tokens=(0, 0, n))) for n in (1, 127, 128, 255)] == [1, 7, 8, 8]
+
+
+def known(actual_s):
+    """A warm-up whose median, by ratio and by length, is this."""
+    return [outcome(f"w{i}", -20.0, took=(0.0, actual_s)) for i in range(3)]
+
+
 def test_rows_have_one_shape_even_without_requests():
-    measured = [outcome(str(i), took=(1.1, 1.0)) for i in range(3)]
-    rows = {row["class"]: row for row in class_rows(measured, {"0": 0.5, "1": 0.5, "2": 0.5})}
+    measured = [outcome(str(i), 5.0, took=(1.1, 1.0)) for i in range(3)]
+    rows = {row["class"]: row for row in class_rows(known(1.5), measured)}
     assert list(rows) == list(CLASSES)
     compute, queue = rows["compute"], rows["queue"]
     assert (compute["n"], compute["baseline_median_abs_err"], compute["goal_met"]) == (3, 0.5, True)
+    assert compute["length_baseline_median_abs_err"] == 0.5
     assert compute["median_abs_err"] == compute["median_bias"] == pytest.approx(0.1)
     assert (queue["n"], queue["median_abs_err"], queue["goal_met"]) == (0, None, None)
     assert set(compute) == set(queue)
 
 
-def test_a_goal_needs_both_a_small_error_and_one_below_the_baseline():
-    assert class_rows([outcome("a", took=(1.1, 1.0))], {"a": 0.11})[2]["goal_met"] is False
-    assert class_rows([outcome("a", took=(1.3, 1.0))], {"a": 9.0})[2]["goal_met"] is False
+@pytest.mark.parametrize(
+    ("goal", "knew_s", "took", "is_met"),
+    [
+        (PACED_GOAL, 1.5, [1.1], True),
+        (PACED_GOAL, 1.11, [1.1], False),  # below the baseline, not by enough
+        (PACED_GOAL, 9.0, [1.3], False),
+        (REAL_GOAL, 1.5, [1.1] * 49, None),  # too few to tell
+        (REAL_GOAL, 1.5, [1.1] * 50, True),
+        (REAL_GOAL, 1.5, [1.16] * 50, False),
+        (REAL_GOAL, 1.05, [1.1] * 50, False),  # the running median is better
+        (REAL_GOAL, 1.5, [1.1] * 44 + [1.5] * 6, False),  # its tail is too long
+    ],
+)
+def test_a_goal_needs_small_errors_below_those_of_the_baselines(goal, knew_s, took, is_met):
+    # All at once: the baselines know the warm-up alone.
+    measured = [outcome(str(i), 5.0, took=(each, 1.0)) for i, each in enumerate(took)]
+    assert class_rows(known(knew_s), measured, goal)[2]["goal_met"] is is_met
+
+
+def test_the_better_baseline_is_the_one_to_beat():
+    # By ratio the median is far off; by length it is right.
+    warm_up = [
+        *known(1.05),
+        *(outcome(f"x{i}", -20.0, tokens=(0, 0, 900), took=(0.0, 9.0)) for i in "ab"),
+    ]
+    late = [outcome(str(i), 30.0, took=(1.1, 1.0)) for i in range(50)]
+    row = class_rows([*warm_up, outcome("x", -20.0, tokens=(0, 0, 900), took=(0.0, 9.0))], late)[2]
+    assert row["length_baseline_median_abs_err"] < row["median_abs_err"]
+    assert row["baseline_median_abs_err"] > row["median_abs_err"] and row["goal_met"] is False
 
 
 def node(name, at_s, *, busy=0.0, steps=0, overruns=0):
@@ -114,6 +158,7 @@ def test_load_is_the_mean_of_busy_shares_over_each_workers_own_time():
     assert used.load_by_node == pytest.approx({"a": 0.8, "b": 0.4})
     assert (used.load, used.link_load, used.store_load) == pytest.approx((0.6, 0.3, 0.15))
     assert used.overrun_share == pytest.approx(3 / 200)
+    assert used.busy_s == pytest.approx(8.0 + 4.0)
 
 
 @pytest.mark.parametrize("after", [[node("a", 10.0)], [node("b", 20.0)], []])

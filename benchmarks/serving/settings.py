@@ -1,0 +1,52 @@
+"""Which cluster a bench runs on: the demo's, one from a file, or two real nodes of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deploy.commands.serve import Config, Unpaced, settings_or_exit
+from kappa.settings.cluster import ClusterSettings, load_settings
+
+__all__ = ["Config", "ModelName", "Unpaced", "bench_settings"]
+
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="A folder, a name on the hub, or smollm2-135m; with --unpaced and without "
+        "--config on two unlike CPU nodes of this machine.",
+    ),
+]  # fmt: skip
+
+# Small enough for a CPU: prompts of a few hundred tokens, and a device cache that spills.
+_REAL_ENGINE = {
+    "max_context_tokens": 2048, "device_blocks": 96, "host_bytes": 1 << 30, "max_batch_tokens": 256,
+}  # fmt: skip
+# Real, and unlike: twice the steps, a third of the device cache's room beyond one prompt.
+_REAL_NODES = (
+    {"name": "memory", "profile": "pcie"},
+    {"name": "small", "profile": "pcie",
+     "engine": {"device_blocks": 72, "host_bytes": 1 << 29, "max_batch_tokens": 128}},
+)  # fmt: skip
+
+
+def bench_settings(
+    config: Path | None, model: str | None, unpaced: bool, **sections: Any
+) -> ClusterSettings:
+    """The cluster to measure, on a free port; `sections` of its settings are updated by key."""
+    settings = settings_or_exit(config, port=0, unpaced=unpaced)
+    if model is not None:
+        served = {"id": Path(model).name, "source": model}
+        sections["model"] = served | sections.get("model", {})
+    if model is not None and unpaced and config is None:
+        settings = load_settings(
+            None, engine=_REAL_ENGINE, pools=list(_REAL_NODES), http={"port": 0}
+        )
+    return settings.model_copy(
+        update={
+            name: getattr(settings, name).model_copy(update=changes)
+            for name, changes in sections.items()
+        }
+    )
