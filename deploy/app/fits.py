@@ -92,8 +92,20 @@ def misfits(pools: Sequence[PoolSettings], machines: Sequence[Machine]) -> dict[
         faults[pool.name] = (
             f"pools.{number}.placement: pool {pool.name} fits none of {len(lacking)} machine(s): "
             f"{why}. Change its placement, or add a machine that offers it"
+            f"{_of_ranks(pool, machines)}"
         )
     return faults | dict(_without_place(fitting, machines))
+
+
+def _of_ranks(pool: PoolSettings, machines: Sequence[Machine]) -> str:
+    """What to say where machines have a worker's GPUs together, and none alone."""
+    gpus, offered = pool.placement.gpus, [machine.offers.get("GPU", 0) for machine in machines]
+    if gpus <= max(offered, default=0) or gpus > sum(offered):
+        return ""
+    return (
+        f". All {gpus} GPUs of a worker are of one machine, since its ranks talk over that "
+        "machine's sockets: several machines serve as several workers"
+    )
 
 
 def _without_place(

@@ -58,7 +58,11 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model_source: str
         model_loading_config={"model_id": settings.model.id, "model_source": model_source},
         engine_kwargs=arguments,
         accelerator_config={"kind": "gpu" if place.gpus else "cpu"},
-        placement_group_config={"bundles": [bundle] * max(place.gpus, 1)},
+        # A replica, its engine and all ranks talk over sockets of one machine, and end with it.
+        placement_group_config={
+            "bundles": [bundle] * max(place.gpus, 1),
+            "strategy": "STRICT_PACK",
+        },
         deployment_config={
             **number,
             "max_ongoing_requests": 4 * settings.router.max_queue,

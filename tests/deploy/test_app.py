@@ -79,7 +79,10 @@ def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path,
 
 def test_a_worker_runs_in_its_pools_place_and_nowhere_else():
     config = config_of({"placement": {"gpus": 2, "cpus": 4, "resources": {"pool-a": 1}}})
-    assert config.placement_group_config == {"bundles": [{"CPU": 1, "GPU": 1}] * 2}
+    # All on one machine: replica, engine and ranks talk over its sockets.
+    assert config.placement_group_config == {
+        "bundles": [{"CPU": 1, "GPU": 1}] * 2, "strategy": "STRICT_PACK",
+    }  # fmt: skip
     assert config.accelerator_config.kind == "gpu"
     assert config.engine_kwargs["tensor_parallel_size"] == 2
     options = config.deployment_config["ray_actor_options"]

@@ -118,6 +118,17 @@ MIXED = [machine("gpu", CPU=2, GPU=1), machine("cpu", CPU=2)]
 ROOMY = [machine("gpu", CPU=8, GPU=1), machine("cpu", CPU=8)]
 
 
+def test_ranks_of_one_worker_on_two_machines_are_refused_with_the_reason():
+    pair = [machine("one", CPU=8, GPU=2), machine("two", CPU=8, GPU=2)]
+    fault = misfits([pool(placement={"gpus": 4})], pair)["a"]
+    assert "one has GPU 2 of 4" in fault
+    assert "All 4 GPUs of a worker are of one machine" in fault
+    for wanted in (3, 5):
+        told = misfits([pool(placement={"gpus": wanted})], pair)["a"]
+        assert ("All" in told) == (wanted == 3), "where they have not enough together, that is all"
+    assert misfits([pool(placement={"gpus": 2})], pair) == {}
+
+
 @pytest.mark.parametrize(
     ("changes", "demand"),
     [

@@ -47,8 +47,8 @@ def ray_service(rendered):
     return changed
 
 
-def test_one_command_renders_an_overlay_for_cpus_and_one_for_unlike_gpus(tmp_path):
-    assert render.overlays() == ["cpu-demo", "gpu-mixed"]
+def test_one_command_renders_all_overlays(tmp_path):
+    assert render.overlays() == ["cpu-demo", "gpu-mixed", "gpu-tensor-parallel"]
     assert render.main(["--out", str(tmp_path)]) == 0
     for name in render.overlays():
         found = list(yaml.safe_load_all((tmp_path / f"{name}.yaml").read_text()))
@@ -154,11 +154,22 @@ GPU_WRONG = {
 }  # fmt: skip
 
 
+PARALLEL_WRONG = {
+    "pods with fewer GPUs than a worker's ranks": (
+        lambda s: [
+            container(s)["resources"][part].update({"nvidia.com/gpu": "2"})
+            for part in ("limits", "requests")
+        ],
+        "All 4 GPUs of a worker are of one machine"),
+}  # fmt: skip
+
 FAULTS = [("cpu-demo", *fault) for fault in WRONG.values()]
 FAULTS += [("gpu-mixed", *fault) for fault in GPU_WRONG.values()]
+FAULTS += [("gpu-tensor-parallel", *fault) for fault in PARALLEL_WRONG.values()]
+NAMES = [*WRONG, *GPU_WRONG, *PARALLEL_WRONG]
 
 
-@pytest.mark.parametrize(("overlay", "change", "message"), FAULTS, ids=[*WRONG, *GPU_WRONG])
+@pytest.mark.parametrize(("overlay", "change", "message"), FAULTS, ids=NAMES)
 def test_what_is_wrong_is_found(overlay, change, message, ray_service):
     found = ray_service(overlay, change)
     assert any(message in fault for fault in found), found
@@ -238,6 +249,20 @@ def test_unlike_gpus_go_to_machines_of_their_own_architecture(rendered):
         assert yaml.safe_load(group["rayStartParams"]["resources"]) == f'{{"pool-{name}": 1}}'
     keys = {t["key"] for t in groups["gh200"]["template"]["spec"]["tolerations"]}
     assert "kubernetes.io/arch" in keys
+
+
+def test_four_gpus_of_a_pod_are_one_worker(rendered):
+    spec = one(rendered["gpu-tensor-parallel"], "RayService")["spec"]
+    (group,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert container(spec)["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    (pool,) = settings_of(checks._without_files(application["args"])).all_pools
+    assert pool.placement.gpus == 4
+    assert yaml.safe_load(group["rayStartParams"]["resources"]) == '{"pool-h100x4": 1}'
+    assert group["template"]["metadata"]["labels"]["kappa-serve/pool"] == "h100x4"
+    # Where vLLM's own host tier is mapped, beside Ray's object store.
+    (shm,) = [v for v in group["template"]["spec"]["volumes"] if v["name"] == "shm"]
+    assert checks.quantity(shm["emptyDir"]["sizeLimit"]) == (256 + 16) << 30
 
 
 def test_keys_come_from_a_secret_and_stand_in_no_manifest(rendered):
