@@ -1,18 +1,24 @@
 """vLLM workers that measure every engine step, and on a paced node make it last.
 
 vLLM's worker plus a report per step on the stats channel: how long, how many tokens, which prompts
-were finished. With a pace in the engine's `additional_config` it also runs the real step and then
-sleeps until the step has lasted as long as it would on the named node, in dilated time; a step that
-cannot keep its pace is reported as an overrun.
+were finished. Of an engine's ranks one reports, that whose outputs vLLM takes. With asynchronous
+scheduling a step is handed out while the one before it still runs, and has ended when its outputs
+are there: it lasted from its hand-out, or the end of the one before it if that is later. On a GPU
+events on its stream say the same more exactly. With a pace in the engine's `additional_config` it
+also runs the real step and then sleeps until the step has lasted as long as it would on the named
+node, in dilated time; a step that cannot keep its pace is reported as an overrun.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -40,51 +46,88 @@ class _Prompt:
     compute_s: float = 0.0
 
 
+@dataclass(slots=True)
+class ScheduledStep:
+    """chunks: [(new tokens, context tokens before them)]; computing, finishing: prompts of which it
+    computes some, and the last, the latter with vLLM's ids."""
+
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    computing: list[_Prompt] = field(default_factory=list)
+    finishing: list[tuple[str, _Prompt]] = field(default_factory=list)
+
+    @property
+    def prefilled(self) -> list[str]:
+        """The ingress' ids of prompts that it finishes."""
+        return [prompt.request_id for _, prompt in self.finishing]
+
+    def took(self, seconds: float) -> list[tuple[str, str, float]]:
+        """It lasted so long; (vLLM's id, ours, seconds of all steps that computed it) of each
+        prompt that it finished."""
+        for prompt in self.computing:
+            prompt.compute_s += seconds
+        finished = [(req_id, p.request_id, p.compute_s) for req_id, p in self.finishing]
+        for _, prompt in self.finishing:
+            prompt.compute_s = 0.0
+        return finished
+
+
 class StepMeter:
-    """Follows requests over steps: what each step computes, which prompts it finishes, and how long
-    the steps that computed a prompt took."""
+    """Follows requests over steps: what each computes, and which prompts it finishes."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, _Prompt] = {}
-        self._computing: list[str] = []
-        self._finishing: list[str] = []
 
-    def work(self, scheduled: SchedulerOutput) -> tuple[list[tuple[int, int]], list[str]]:
-        """Return [(new tokens, context tokens before them)] and the finished prompts' ids."""
-        steps = []
+    def work(self, scheduled: SchedulerOutput) -> ScheduledStep:
+        """What a step has to do."""
+        contexts = []
         for new in scheduled.scheduled_new_reqs:
             tokens, name = len(new.prompt_token_ids or ()), request_id_of(new.sampling_params)
             self._prompts[new.req_id] = _Prompt(tokens, name)
-            steps.append((new.req_id, new.num_computed_tokens))
+            contexts.append((new.req_id, new.num_computed_tokens))
         cached = scheduled.scheduled_cached_reqs
-        steps += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        self._computing, self._finishing, work = [], [], []
-        for req_id, context in steps:
+        contexts += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        step = ScheduledStep()
+        for req_id, context in contexts:
             new_tokens = scheduled.num_scheduled_tokens[req_id]
-            work.append((new_tokens, context))
+            step.chunks.append((new_tokens, context))
             prompt = self._prompts.get(req_id)
             if prompt is not None and context < prompt.tokens:
-                self._computing.append(req_id)
+                step.computing.append(prompt)
                 if prompt.tokens <= context + new_tokens:
-                    self._finishing.append(req_id)
-        prefilled = [self._prompts[req_id].request_id for req_id in self._finishing]
+                    step.finishing.append((req_id, prompt))
         for req_id in scheduled.finished_req_ids:
             self._prompts.pop(req_id, None)
-        return work, prefilled
+        return step
 
-    def took(self, seconds: float) -> list[tuple[str, str, float]]:
-        """The step lasted so long; (vLLM's id, ours, seconds of all steps that computed it) of each
-        prompt that it finished."""
-        for req_id in self._computing:
-            if req_id in self._prompts:
-                self._prompts[req_id].compute_s += seconds
-        finished = []
-        for req_id in self._finishing:
-            prompt = self._prompts.get(req_id)
-            if prompt is not None:
-                finished.append((req_id, prompt.request_id, prompt.compute_s))
-                prompt.compute_s = 0.0
-        return finished
+
+@dataclass(slots=True)
+class _Timed:
+    """A step under way: what it has to do, its message, when it was handed out (and, on a GPU,
+    events on the stream before and behind it)."""
+
+    scheduled: ScheduledStep
+    message: dict[str, Any]
+    start_s: float
+    begun: Any = None
+    done: Any = None
+
+    def device_s(self) -> float | None:
+        """Seconds between its events; None where there are none, or the device is not there yet."""
+        if self.done is None or not self.done.query():
+            return None
+        return float(self.begun.elapsed_time(self.done)) / 1e3
+
+
+class TimedOutput(AsyncModelRunnerOutput):
+    """Outputs that are not there yet; once they are, `ended` is called."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, ended: Callable[[], None]) -> None:
+        self._output, self._ended = output, ended
+
+    def get_output(self) -> Any:
+        output = self._output.get_output()
+        self._ended()
+        return output
 
 
 class Metered:
@@ -92,31 +135,42 @@ class Metered:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = self.vllm_config.additional_config  # type: ignore[attr-defined]
+        vllm_config = self.vllm_config  # type: ignore[attr-defined]
+        config, ranks = vllm_config.additional_config, vllm_config.parallel_config
         pace = config.get(PACE_KEY)
         self._kappa_step_model = StepModel.from_dict(pace) if pace else None
         self._kappa_stats = StatsSender(config.get(STATS_KEY, ""))
         self._kappa_meter = StepMeter()
-        self._kappa_step: dict[str, Any] | None = None
-        self._kappa_start_s = self._kappa_last_end_s = 0.0
+        self._kappa_step: _Timed | None = None
+        self._kappa_last_end_s = 0.0
+        # Outputs that are waited for may be taken by another thread than the one that runs steps.
+        self._kappa_lock = threading.Lock()
+        # The first rank of the last stage, as in vLLM's executors.
+        last = ranks.tensor_parallel_size * ranks.prefill_context_parallel_size
+        self._kappa_reports: bool = self.rank == ranks.world_size - last  # type: ignore[attr-defined]
+        self._kappa_cache: Any = None
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """As vLLM's; it is read back later."""
+        self._kappa_cache = kv_cache_config
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the real step; the report and the pace follow once its tokens are sampled."""
         self._kappa_begin(scheduler_output)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens == 0:
-            self._kappa_stats.flush()
+            with self._kappa_lock:
+                self._kappa_stats.flush()
             for source in LOAD_SOURCES:
                 source.wait_for_load(_LOAD_POLL_S)
         elif output is not None:
-            self._kappa_end()
+            return self._kappa_end(output)
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample as vLLM does, then finish the step's pace and report it."""
-        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        self._kappa_end()
-        return output
+        return self._kappa_end(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
     def kappa_profile(self, request: dict[str, Any]) -> dict[str, Any]:
         """Measure this process' memory bandwidth and FLOP/s (`workers.profiler.measure`)."""
@@ -124,49 +178,75 @@ class Metered:
 
         return measure(request)
 
+    def kappa_engine(self) -> dict[str, Any]:
+        """What this rank was started with (`workers.vllm.read_back.engine_facts`)."""
+        from workers.vllm.read_back import engine_facts
+
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return engine_facts(self.vllm_config, self._kappa_cache, model)  # type: ignore[attr-defined]
+
+    def _kappa_mark(self) -> Any:
+        """Something on the device's stream that says when the device came by; None on a CPU."""
+        return None
+
     def _kappa_begin(self, scheduler_output: SchedulerOutput) -> None:
-        work, prefilled = self._kappa_meter.work(scheduler_output)
+        if not self._kappa_reports:
+            return
+        scheduled = self._kappa_meter.work(scheduler_output)
         tokens, model = scheduler_output.total_num_scheduled_tokens, self._kappa_step_model
         if tokens == 0:
             return
         start_s = time.monotonic()
         if model is not None and start_s - self._kappa_last_end_s < _BACK_TO_BACK_S:
             start_s = self._kappa_last_end_s
-        self._kappa_start_s = start_s
-        parts = model.real_parts(work) if model is not None else None
-        self._kappa_step = {
+        parts = model.real_parts(scheduled.chunks) if model is not None else None
+        message = {
             "kind": "step",
             "tokens": tokens,
             # Its work (`kappa.cost.StepWork`), then how many requests share it.
-            "work": (*batch_work(work), len(work)),
-            "prefilled": [request_id for request_id in prefilled if request_id],
+            "work": (*batch_work(scheduled.chunks), len(scheduled.chunks)),
+            "prefilled": [request_id for request_id in scheduled.prefilled if request_id],
             "pace_s": parts.step_s if parts else 0.0,
             "announced": parts,
         }
+        self._kappa_step = _Timed(scheduled, message, start_s, self._kappa_mark())
 
-    def _kappa_end(self) -> None:
+    def _kappa_end(self, output: Any) -> Any:
+        """The step has been handed out, and on a CPU has ended; returns its output."""
         step, self._kappa_step = self._kappa_step, None
         if step is None:
-            return
-        start_s, pace_s = self._kappa_start_s, step["pace_s"]
-        real_s = time.monotonic() - start_s
-        if real_s < pace_s:
-            time.sleep(pace_s - real_s)
-        end_s = time.monotonic()
-        self._kappa_last_end_s = start_s + pace_s if real_s < pace_s else end_s
-        step.update(
-            took_s=end_s - start_s,
-            real_s=real_s,
-            overrun=bool(pace_s and real_s > pace_s),
-            spent=[
-                (name, sum(source.take_load_s(req_id) for source in LOAD_SOURCES), compute_s)
-                for req_id, name, compute_s in self._kappa_meter.took(end_s - start_s)
-                if name
-            ],
-            t_s=time.time(),
-        )
-        # Each message wakes two processes: steps that complete no prompt go together.
-        self._kappa_stats.send(step, urgent=bool(step["prefilled"]))
+            return output
+        step.done = self._kappa_mark()
+        if isinstance(output, AsyncModelRunnerOutput):
+            return TimedOutput(output, lambda: self._kappa_report(step))
+        self._kappa_report(step)
+        return output
+
+    def _kappa_report(self, step: _Timed) -> None:
+        """The step's outputs are there: wait for its pace, and report it."""
+        with self._kappa_lock:
+            message, pace_s = step.message, step.message["pace_s"]
+            start_s = max(step.start_s, self._kappa_last_end_s)
+            real_s = time.monotonic() - start_s
+            if real_s < pace_s:
+                time.sleep(pace_s - real_s)
+            end_s = time.monotonic()
+            self._kappa_last_end_s = start_s + pace_s if real_s < pace_s else end_s
+            device_s = step.device_s()
+            took_s = end_s - start_s if device_s is None else device_s
+            message.update(
+                took_s=took_s,
+                real_s=real_s if device_s is None else device_s,
+                overrun=bool(pace_s and real_s > pace_s),
+                spent=[
+                    (name, sum(source.take_load_s(req_id) for source in LOAD_SOURCES), compute_s)
+                    for req_id, name, compute_s in step.scheduled.took(took_s)
+                    if name
+                ],
+                t_s=time.time(),
+            )
+            # Each message wakes two processes: steps that complete no prompt go together.
+            self._kappa_stats.send(message, urgent=bool(message["prefilled"]))
 
 
 class Rewindable(torch.Generator):
@@ -210,6 +290,9 @@ class MeteredCPUWorker(Metered, CPUWorker):
 
 
 class MeteredGPUWorker(Metered, Worker):
-    """vLLM's GPU worker, metered. A step's seconds are those until its tokens are sampled; with
-    vLLM's asynchronous scheduling that is when they were submitted, not when the device had
-    computed them."""
+    """vLLM's GPU worker, metered."""
+
+    def _kappa_mark(self) -> Any:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark

@@ -1,6 +1,8 @@
 """What a step computes, which prompts it finishes, and how long a paced one lasts."""
 
+import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -8,11 +10,18 @@ import torch
 import zmq
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from kappa.cost import StepModel
 from workers.request_metadata import request_id_of
 from workers.stats_channel import StatsSender
-from workers.vllm.metered_worker import MeteredCPUWorker, StepMeter, mark_generators
+from workers.vllm import metered_worker
+from workers.vllm.metered_worker import (
+    MeteredCPUWorker,
+    MeteredGPUWorker,
+    StepMeter,
+    mark_generators,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -41,9 +50,20 @@ def scheduled(tokens, *fresh, cached=(), finished=()):
     )  # fmt: skip
 
 
+class Meter(StepMeter):
+    """One whose steps come one at a time: the last one is that which took so long."""
+
+    def work(self, scheduled):
+        self.last = super().work(scheduled)
+        return self.last.chunks, self.last.prefilled
+
+    def took(self, seconds):
+        return self.last.took(seconds)
+
+
 @pytest.fixture
 def meter():
-    return StepMeter()
+    return Meter()
 
 
 @pytest.mark.parametrize(
@@ -102,6 +122,16 @@ def test_requests_without_our_id_have_an_empty_one():
     assert request_id_of(SamplingParams()) == request_id_of(None) == ""
 
 
+def metered(kind, model=None, stats=None, reports=True):
+    """A worker without vLLM's own parts."""
+    worker = object.__new__(kind)
+    worker._kappa_step_model, worker._kappa_stats = model, stats
+    worker._kappa_meter, worker._kappa_step = StepMeter(), None
+    worker._kappa_last_end_s, worker._kappa_reports = 0.0, reports
+    worker._kappa_lock = threading.Lock()
+    return worker
+
+
 @pytest.fixture
 def run(tmp_path):
     """A function that runs steps on a worker without vLLM's own parts; returns their reports."""
@@ -111,13 +141,10 @@ def run(tmp_path):
         socket.bind(endpoint)
 
         def play(model, *steps):
-            worker = object.__new__(MeteredCPUWorker)
-            worker._kappa_step_model, worker._kappa_stats = model, StatsSender(endpoint)
-            worker._kappa_meter, worker._kappa_step = StepMeter(), None
-            worker._kappa_last_end_s = 0.0
+            worker = metered(MeteredCPUWorker, model, StatsSender(endpoint))
             for step in steps:
                 worker._kappa_begin(step)
-                worker._kappa_end()
+                worker._kappa_end(None)
             worker._kappa_stats.flush()
             full = [step for step in steps if step.total_num_scheduled_tokens]
             return [msgspec.msgpack.decode(socket.recv()) for _ in full]
@@ -180,6 +207,139 @@ def test_an_empty_step_reports_nothing(run):
         None, scheduled({}, finished=["x"]), scheduled({"a": 1}, new("a", 1, name="next"))
     )
     assert step["prefilled"] == ["next"]
+
+
+class Reports:
+    """The stats channel, read in place."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message, *, urgent=True):
+        self.sent.append(message)
+
+
+class Later(AsyncModelRunnerOutput):
+    """Outputs that the device has yet to make."""
+
+    def get_output(self):
+        return "tokens"
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def time(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(metered_worker, "time", clock)
+    return clock
+
+
+def test_a_step_that_is_handed_out_early_lasts_from_the_end_of_the_one_before(clock):
+    worker = metered(MeteredCPUWorker, stats=Reports())
+    worker._kappa_begin(scheduled({"a": 8}, new("a", 8)))
+    first = worker._kappa_end(Later())
+    clock.now_s = 101.0  # vLLM hands the next one out before it asks for the tokens of the first
+    worker._kappa_begin(scheduled({"a": 1, "b": 4}, new("b", 4), cached=[("a", 8)]))
+    second = worker._kappa_end(Later())
+    assert worker._kappa_stats.sent == [], "launching is no end"
+    clock.now_s = 103.0
+    assert first.get_output() == "tokens"
+    clock.now_s = 103.5
+    assert second.get_output() == "tokens"
+    one, two = worker._kappa_stats.sent
+    assert (one["took_s"], two["took_s"]) == (3.0, 0.5)
+    assert (one["spent"], two["spent"]) == ([("ours-a", 0, 3.0)], [("ours-b", 0, 0.5)])
+
+
+def test_after_a_pause_a_step_lasts_from_its_hand_out(clock):
+    worker = metered(MeteredCPUWorker, stats=Reports())
+    for start_s in (100.0, 200.0):
+        clock.now_s = start_s
+        worker._kappa_begin(scheduled({"a": 8}, new("a", 8)))
+        output = worker._kappa_end(Later())
+        clock.now_s += 2.0
+        output.get_output()
+    assert [step["took_s"] for step in worker._kappa_stats.sent] == [2.0, 2.0]
+
+
+class Event:
+    """A mark on a device's stream; `reached`: at which milliseconds each is passed, in order."""
+
+    reached: ClassVar[list] = []
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing, "or the driver would refuse to compare it"
+        self.at_ms = None
+
+    def record(self):
+        self.at_ms = Event.reached.pop(0)
+
+    def query(self):
+        return self.at_ms is not None
+
+    def elapsed_time(self, end):
+        return end.at_ms - self.at_ms
+
+
+def test_on_a_gpu_a_step_lasts_as_the_device_says_and_without_its_word_as_the_clock_does(
+    clock, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Event.reached = [0.0, 40.0, 40.0, None]
+    worker = metered(MeteredGPUWorker, stats=Reports())
+    for _ in range(2):
+        worker._kappa_begin(scheduled({"a": 8}, new("a", 8)))
+        output = worker._kappa_end(Later())
+        clock.now_s += 3.0
+        output.get_output()
+    one, two = worker._kappa_stats.sent
+    assert one["took_s"] == one["real_s"] == pytest.approx(0.04)
+    assert one["spent"] == [("ours-a", 0, pytest.approx(0.04))]
+    assert two["took_s"] == 3.0, "a drafter still runs behind the tokens"
+
+
+def test_of_several_ranks_one_reports_each_step():
+    worker = metered(MeteredGPUWorker, stats=Reports(), reports=False)
+    worker._kappa_begin(scheduled({"a": 8}, new("a", 8)))
+    later = Later()
+    assert worker._kappa_end(later) is later
+    assert worker._kappa_stats.sent == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "tp", "reports"),
+    [(0, 1, 1, True), (0, 4, 4, True), (1, 4, 4, False), (0, 4, 2, False), (2, 4, 2, True)],
+)
+def test_the_rank_whose_outputs_vllm_takes_is_the_one_that_reports(rank, world, tp, reports):
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    parallel = SimpleNamespace(
+        world_size=world, tensor_parallel_size=tp, prefill_context_parallel_size=1
+    )
+    config = SimpleNamespace(additional_config={}, parallel_config=parallel)
+
+    class Bare:
+        def __init__(self, vllm_config, rank):
+            self.vllm_config, self.rank = vllm_config, rank
+
+    class Worker(metered_worker.Metered, Bare):
+        pass
+
+    executor = SimpleNamespace(world_size=world, parallel_config=parallel)
+    assert (MultiprocExecutor._get_output_rank(executor) == rank) is reports
+    assert Worker(config, rank)._kappa_reports is reports
 
 
 def test_what_a_step_of_an_unfinished_prompt_drew_from_its_seed_is_taken_back():
