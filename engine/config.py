@@ -14,8 +14,8 @@ from typing import Any
 
 from kappa.checks import read_json_object
 from kappa.model import ModelShape
+from kappa.model_config import shape_from_config
 from kappa.plans.architecture import architecture_from_config, rope_type
-from kappa.shapes import shape_from_config
 
 FAMILIES = ("opt", "llama", "qwen2", "qwen3")
 _ACTIVATIONS = {

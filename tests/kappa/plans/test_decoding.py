@@ -9,6 +9,7 @@ from numpy.random import Generator, default_rng
 
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes
+from kappa.model_config import shape_from_config
 from kappa.plans.decoding import (
     LEAST_SHARE,
     MODES,
@@ -25,7 +26,7 @@ from kappa.plans.decoding import (
     split_s,
 )
 from kappa.plans.rates import ComputeGrid, LineFit, PlanRates, rates_from_law
-from kappa.shapes import SHAPES, shape_from_config
+from kappa.shapes import SHAPES
 from tests.kappa.plans.profiles import log_uniform, maybe, random_rates
 
 OPT_30B = shape_from_config(

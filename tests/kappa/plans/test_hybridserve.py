@@ -9,6 +9,7 @@ import pytest
 from numpy.random import default_rng
 
 from kappa.hardware import NodeProfile
+from kappa.model_config import shape_from_config
 from kappa.plans.decoding import activation_share
 from kappa.plans.hybridserve import (
     Allocation,
@@ -26,7 +27,6 @@ from kappa.plans.hybridserve import (
     remaining_blocks,
 )
 from kappa.plans.rates import LineFit, PlanRates, rates_from_law
-from kappa.shapes import shape_from_config
 from tests.kappa.plans.profiles import log_uniform
 
 _RTX4090_TFLOPS = 165.0

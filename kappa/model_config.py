@@ -1,0 +1,402 @@
+"""A Hugging Face ``config.json`` as a ``ModelShape``: of any family, listed here or not.
+
+Head layout, KV entry, dtypes, and parameter counts, total and active, are worked out from the
+config alone. What its keys do not tell of a family stands in `_FAMILIES`; one that is not there is
+counted as a Llama-like decoder by the keys that it has, and `unlisted` says so: such a shape is a
+prior, which measured steps and the engine's own bytes replace. Layers with a window, or with a
+state in place of KV, do not count as KV that grows with the context. Vision towers are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from kappa.checks import read_json_object
+from kappa.model import Attention, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What a ``model_type`` implies and its config does not say.
+
+    head_norms: of queries and keys, one per head or one over all heads. balanced: its router has a
+    bias per expert that balances them. biased_experts: experts and router have biases, and heads
+    attention sinks. shared_experts: beside those that the config counts. gated_heads: queries come
+    with a gate of their size.
+    """
+
+    tied: bool = False
+    gated: bool = True
+    norms_per_layer: int = 2
+    qkv_bias: bool = False
+    head_norms: Literal["", "each", "all"] = ""
+    balanced: bool = False
+    biased_experts: bool = False
+    shared_experts: int = 0
+    gated_heads: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(),
+    "ministral": _Family(),
+    "phi3": _Family(),
+    "granite": _Family(),
+    "granitemoe": _Family(),
+    "smollm3": _Family(tied=True),
+    "qwen2": _Family(qkv_bias=True),
+    "qwen3": _Family(head_norms="each"),
+    "gemma": _Family(tied=True),
+    "gemma2": _Family(tied=True, norms_per_layer=4),
+    "gemma3": _Family(tied=True, norms_per_layer=4, head_norms="each"),
+    "opt": _Family(tied=True, gated=False),
+    "mixtral": _Family(),
+    "qwen2_moe": _Family(qkv_bias=True),
+    "qwen3_moe": _Family(head_norms="each"),
+    "qwen3_next": _Family(head_norms="each", gated_heads=True),
+    "gpt_oss": _Family(biased_experts=True),
+    "llama4": _Family(shared_experts=1),
+    "glm4_moe": _Family(qkv_bias=True, balanced=True),
+    "minimax_m2": _Family(head_norms="all", balanced=True),
+    "deepseek_v2": _Family(),
+    "deepseek_v3": _Family(balanced=True),
+}
+
+# Other names of the same layers, once "_text" is off.
+_ALIASES = {
+    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
+    "kimi_k2": "deepseek_v3", "deepseek_v32": "deepseek_v3", "mistral3": "mistral",
+    "ministral3": "ministral", "glm4v_moe": "glm4_moe",
+}  # fmt: skip
+
+# The same key as families call it, the usual name first.
+_NAMES = {
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
+    "vocab_size": ("padded_vocab_size",),
+    "max_position_embeddings": ("n_positions", "seq_length", "max_sequence_length"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("experts_per_token", "moe_k", "moe_topk", "num_experts_per_token"),
+    "full_attention_interval": ("attn_layer_period",),
+    "moe_intermediate_size": ("expert_intermediate_size", "ffn_dim_expert"),
+    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"),
+}
+
+_DTYPE_BYTES = {
+    "float32": 4.0, "float": 4.0, "fp32": 4.0, "float16": 2.0, "fp16": 2.0, "half": 2.0,
+    "bfloat16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.0,
+    "fp4": 0.5, "nvfp4": 0.5, "int4": 0.5,
+}  # fmt: skip
+
+# What methods store a weight in that do not say so; MXFP4 has a scale of 8 bits for each 32.
+_METHOD_BYTES = {"fp8": 1.0, "fbgemm_fp8": 1.0, "mxfp4": 0.53125, "awq": 0.5, "gptq": 0.5}
+
+
+def dtype_bytes(dtype: str) -> float:
+    """Bytes per element of a dtype by name ("bfloat16", "fp8", "torch.float16").
+
+    Raises:
+        ValueError: a dtype that is not known.
+    """
+    size = _DTYPE_BYTES.get(dtype.removeprefix("torch.").lower())
+    if size is None:
+        raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(_DTYPE_BYTES)}")
+    return size
+
+
+def unlisted(config: Mapping[str, Any]) -> str:
+    """The family of a config if nothing is known of it but its keys; else empty."""
+    name = str(_text_model(config).get("model_type"))
+    return "" if _family_of(name) in _FAMILIES else name
+
+
+def shape_from_config(
+    config: Mapping[str, Any] | str | Path, name: str = "", kv_dtype: str = "auto",
+    weight_dtype: str = "auto",
+) -> ModelShape:  # fmt: skip
+    """A ``ModelShape`` from a config, given as a mapping, a file, or a folder that holds one.
+
+    Args:
+        config: the parsed ``config.json`` or its path.
+        name: what to call the shape; else the folder, or the config's own ``_name_or_path``.
+        kv_dtype: dtype of the KV cache where it is not the model's ("fp8").
+        weight_dtype: dtype of the weights where the config does not tell.
+
+    Raises:
+        ValueError: names the file, the key, and the remedy.
+    """
+    if isinstance(config, Mapping):
+        origin, data = str(config.get("_name_or_path") or name or "config"), config
+    else:
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        origin, data = str(path), read_json_object(path, "model config")
+        name = name or path.absolute().parent.name
+    return _Reader(_text_model(data), origin).shape(name or origin, kv_dtype, weight_dtype)
+
+
+def _text_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the decoder: a multimodal wrapper keeps it within, its dtype outside."""
+    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+        nested = data.get(key)
+        if isinstance(nested, Mapping):
+            shared = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
+            outer = {k: data[k] for k in shared if data.get(k) is not None}
+            inner = {k: v for k, v in nested.items() if v is not None}
+            return _text_model({"model_type": data.get("model_type"), **outer, **inner})
+    return data
+
+
+def _family_of(model_type: str) -> str:
+    known = model_type.removesuffix("_text")
+    return _ALIASES.get(known, known)
+
+
+class _Layers(NamedTuple):
+    """Layers that attend to all of the context, to a window of it, and that keep a state."""
+
+    full: int
+    windowed: int
+    state: int
+
+
+class _Reader:
+    """A config's keys, the file to name when one is missing or wrong, and what they add up to."""
+
+    def __init__(self, data: Mapping[str, Any], origin: str) -> None:
+        self.data, self.origin = data, origin
+        family = _family_of(str(data.get("model_type")))
+        self.family = _FAMILIES.get(family, _Family())
+        self.is_opt = family == "opt"
+        self.hidden = self.integer("hidden_size")
+        self.layers = self.integer("num_hidden_layers")
+        # Families without attention have no heads.
+        usual = None if family in _FAMILIES else max(self.hidden // 64, 1)
+        self.heads = self.integer("num_attention_heads", usual) or 1
+        self.kv_heads = self.integer("num_key_value_heads", self.heads) or self.heads
+        if data.get("multi_query") and not self.has("num_key_value_heads"):
+            self.kv_heads = 1
+        self.latent = self.integer("kv_lora_rank", 0)
+        if self.latent:
+            self.head_dim = self.integer("v_head_dim")
+        else:
+            self.head_dim = self.integer("head_dim", max(self.hidden // self.heads, 1))
+        self.experts = self.integer("experts", 0)
+        self.experts_active = 0
+        if self.experts:
+            usual = None if family in _FAMILIES else 1
+            self.experts_active = min(self.integer("num_experts_per_tok", usual), self.experts)
+
+    def fail(self, key: str, problem: str) -> ValueError:
+        return ValueError(f"{self.origin}: key {key!r} {problem}")
+
+    def key(self, name: str) -> str:
+        """As this config calls it."""
+        names = (name, *_NAMES.get(name, ()))
+        return next((each for each in names if self.data.get(each) not in (None, [])), names[0])
+
+    def has(self, name: str) -> bool:
+        return self.data.get(self.key(name)) is not None
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        key = self.key(name)
+        value = self.data.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "is missing: add it, or give the model's full config.json")
+            return default
+        least = 1 if default is None else 0
+        if isinstance(value, list) and value and all(type(each) is int for each in value):
+            value = -(-sum(value) // len(value))  # of each layer: their mean
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.fail(key, f"is {value!r}: give a whole number, at least {least}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(default if self.data.get(key) is None else self.data[key])
+
+    def shape(self, name: str, kv_dtype: str, weight_dtype: str) -> ModelShape:
+        attention: Attention = "mha" if self.kv_heads == self.heads else "gqa"
+        kinds = self._kinds()
+        base = self._outside() + (kinds.full + kinds.windowed) * self._attention()
+        every_token, expert, moe_layers = self._mlp()
+        base += every_token + kinds.state * self._state()
+        model_bytes = self._model_bytes()
+        return ModelShape(
+            name=name,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=max(self.heads, self.kv_heads),
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            params_active=float(base + moe_layers * expert * self.experts_active),
+            params_total=float(base + moe_layers * expert * self.experts),
+            attention="mla" if self.latent else attention,
+            kv_dtype_bytes=model_bytes if kv_dtype == "auto" else dtype_bytes(kv_dtype),
+            weight_dtype_bytes=self._weight_bytes(model_bytes, weight_dtype),
+            kv_lora_rank=self.latent,
+            rope_head_dim=self.integer("qk_rope_head_dim") if self.latent else 0,
+            experts=self.experts,
+            experts_active=self.experts_active,
+            max_context_tokens=self.integer("max_position_embeddings", 0),
+            source=self.origin,
+            attention_layers=kinds.full if kinds.full < self.layers else 0,
+        )
+
+    def _kinds(self) -> _Layers:
+        """Layers of each kind, by whichever key tells."""
+        data, layers = self.data, self.layers
+        listed = data.get("layer_types") or data.get("layers_block_type")
+        if isinstance(listed, list):
+            windowed = sum("sliding" in str(each) or "chunked" in str(each) for each in listed)
+            full = sum(str(each) in ("full_attention", "attention", "global") for each in listed)
+        elif data.get("attn_type_list"):
+            full, windowed = sum(data["attn_type_list"]), 0
+        elif data.get("no_rope_layers"):  # one that rotates sees a chunk
+            windowed = sum(data["no_rope_layers"])
+            full = layers - windowed
+        elif every := self.integer("sliding_window_pattern", 0):
+            full = layers // every
+            windowed = layers - full
+        elif every := self.integer("full_attention_interval", 0):
+            full, windowed = layers // every, 0
+        else:
+            full, windowed = (layers, 0) if self.has("num_attention_heads") else (0, 0)
+        full, windowed = min(full, layers), min(windowed, layers - min(full, layers))
+        return _Layers(full, windowed, layers - full - windowed)
+
+    def _model_bytes(self) -> float:
+        key = "torch_dtype" if self.data.get("torch_dtype") is not None else "dtype"
+        if self.data.get(key) is None:
+            return 2.0
+        try:
+            return dtype_bytes(str(self.data[key]))
+        except ValueError as error:
+            raise self.fail(key, f"names an {error}") from None
+
+    def _weight_bytes(self, model_bytes: float, weight_dtype: str) -> float:
+        """Quantised weights stay as they are, whatever dtype is computed in."""
+        quantisation = self.data.get("quantization_config")
+        if not isinstance(quantisation, Mapping):
+            return model_bytes if weight_dtype == "auto" else dtype_bytes(weight_dtype)
+        if quantisation.get("load_in_4bit"):
+            return 0.5
+        if quantisation.get("load_in_8bit"):
+            return 1.0
+        groups = quantisation.get("config_groups")
+        first = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
+        weights = first.get("weights") or {} if isinstance(first, Mapping) else {}
+        for bits in (quantisation.get("bits"), quantisation.get("w_bit"), weights.get("num_bits")):
+            if isinstance(bits, int) and bits > 0:
+                return bits / 8.0
+        method, algorithm = quantisation.get("quant_method"), str(quantisation.get("quant_algo"))
+        if method in _METHOD_BYTES:
+            return _METHOD_BYTES[method]
+        if "FP4" in algorithm or "FP8" in algorithm:
+            return 0.5 if "FP4" in algorithm else 1.0
+        return model_bytes if weight_dtype == "auto" else dtype_bytes(weight_dtype)
+
+    def _outside(self) -> int:
+        """Parameters of embeddings, and of all norms."""
+        hidden = self.hidden
+        width = self.integer("word_embed_proj_dim", hidden)
+        tied = self.flag("tie_word_embeddings", self.family.tied)
+        norm = hidden * (2 if self.is_opt else 1)
+        params = self.integer("vocab_size") * width * (1 if tied else 2)
+        params += norm * (1 + self.layers * self.family.norms_per_layer)
+        if self.is_opt:
+            # OPT learns its positions, two of them offsets, and may project a narrower embedding.
+            params += (self.integer("max_position_embeddings") + 2) * hidden
+            params += 2 * width * hidden if width != hidden else 0
+        return params
+
+    def _attention(self) -> int:
+        """Parameters of a layer's attention."""
+        hidden, heads, dim, rank = self.hidden, self.heads, self.head_dim, self.latent
+        if rank:
+            rope = self.integer("qk_rope_head_dim")
+            nope = self.integer("qk_nope_head_dim")
+            query_rank, query_width = self.integer("q_lora_rank", 0), heads * (nope + rope)
+            query = query_rank * (hidden + 1 + query_width) if query_rank else hidden * query_width
+            latent = hidden * (rank + rope) + rank + rank * heads * (nope + dim)
+            return query + latent + heads * dim * hidden + self._indexer(query_rank)
+        qkv_width = (heads + 2 * self.kv_heads) * dim
+        params = hidden * qkv_width + heads * dim * hidden
+        if self.family.gated_heads:
+            params += hidden * heads * dim
+        with_bias = self.flag("attention_bias", False)
+        if self.is_opt or self.family.qkv_bias or with_bias:
+            params += qkv_width
+        if self.is_opt or (with_bias and not self.family.qkv_bias):
+            params += hidden
+        if self.family.biased_experts:
+            params += heads
+        if self.family.head_norms == "all" and self.flag("use_qk_norm", True):
+            return params + (heads + self.kv_heads) * dim
+        each = self.flag("use_qk_norm", self.family.head_norms == "each")
+        return params + (2 * dim if each else 0)
+
+    def _indexer(self, query_rank: int) -> int:
+        """Parameters by which a layer of DeepSeek-V3.2 chooses what it attends to."""
+        heads, dim = self.integer("index_n_heads", 0), self.integer("index_head_dim", 0)
+        if not heads:
+            return 0
+        return query_rank * heads * dim + self.hidden * (dim + heads) + 2 * dim
+
+    def _state(self) -> int:
+        """Parameters of a layer that keeps a state: a gated delta net's, else as of attention."""
+        hidden = self.hidden
+        heads = self.integer("linear_num_value_heads", 0)
+        if not heads:
+            return 4 * hidden * hidden
+        value = self.integer("linear_value_head_dim")
+        keys = self.integer("linear_num_key_heads") * self.integer("linear_key_head_dim")
+        mixed = 2 * keys + heads * value
+        wide = mixed + heads * value + 2 * heads + heads * value  # in with gates, and out
+        kernel = self.integer("linear_conv_kernel_dim", 4)
+        return hidden * wide + mixed * kernel + 2 * heads + value
+
+    def _mlp(self) -> tuple[int, int, int]:
+        """Parameters: (that every token passes, over all layers; of one expert; expert layers)."""
+        hidden, layers, experts = self.hidden, self.layers, self.experts
+        matrices = 3 if self.family.gated else 2
+        if not experts:
+            inner = self.integer("intermediate_size", 4 * hidden)
+            bias = inner + hidden if self.is_opt else 0
+            return layers * (matrices * hidden * inner + bias), 0, 0
+        moe_layers = self._moe_layers()
+        inner = self.integer("intermediate_size", 0)
+        expert_inner = self.integer("moe_intermediate_size", inner)
+        expert = matrices * hidden * expert_inner
+        shared = self.integer("n_shared_experts", self.family.shared_experts)
+        always = shared * expert + hidden * experts
+        if self.family.biased_experts:
+            expert += 2 * expert_inner + hidden
+            always += experts
+        if self.family.balanced:
+            always += experts
+        shared_inner = self.integer("shared_expert_intermediate_size", 0)
+        always += matrices * hidden * shared_inner + (hidden if shared_inner else 0)
+        wide = self.integer("intermediate_size_mlp", inner)
+        dense = (layers - moe_layers) * matrices * hidden * wide
+        return dense + moe_layers * always, expert, moe_layers
+
+    def _moe_layers(self) -> int:
+        """Layers that have experts."""
+        data, layers = self.data, self.layers
+        for key in ("mlp_layer_types", "moe_layer_freq"):
+            if isinstance(data.get(key), list):
+                return min(sum(each in (1, "sparse") for each in data[key]), layers)
+        if isinstance(data.get("moe_layers"), list) and data["moe_layers"]:
+            return min(len(data["moe_layers"]), layers)
+        if every := self.integer("interleave_moe_layer_step", 0):
+            return layers // every
+        dense_layers = self.integer("first_k_dense_replace", 0)
+        dense_layers += len(data.get("mlp_only_layers") or ())
+        return max(layers - dense_layers, 0) // max(1, self.integer("decoder_sparse_step", 1))
