@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -79,6 +79,10 @@ class NodeProfile:
         """Device-to-host bytes/s; the host-to-device figure where none was given."""
         return self.d2h_bytes_per_s or self.h2d_bytes_per_s
 
+    def times(self, gpus: int) -> NodeProfile:
+        """So many of these as one worker."""
+        return replace(self, **{n: gpus * getattr(self, n) for n in (*NODE_RATES, "hbm_bytes")})
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -87,6 +91,11 @@ class NodeProfile:
         """From what `to_dict` gave; ValueError names an unknown, missing or unusable key."""
         return record_from(cls, data, "NodeProfile")
 
+
+NODE_RATES = (
+    "h2d_bytes_per_s", "d2h_bytes_per_s", "hbm_bytes_per_s", "flops_per_s", "attention_flops_per_s",
+)  # fmt: skip
+"""What GPUs that work as one have as many times as there are of them."""
 
 _NUMBERS = tuple(f.name for f in fields(NodeProfile) if f.type == "float")
 

@@ -24,6 +24,10 @@ class ModelShape:
     they differ for mixtures of experts. For ``attention="mla"`` the KV entry is a latent of
     ``kv_lora_rank + rope_head_dim`` elements per layer, ``kv_heads`` does not enter its size, and
     ``head_dim`` is the width of one head without its rotary part.
+
+    ``attention_layers`` attend to all of the context, and their KV grows with it; 0: all layers do.
+    Others see a window or keep a state, whose size does not. ``kv_token_bytes`` is what an engine
+    was found to keep of one more token, all its ranks together; 0: as the heads have it.
     """
 
     name: str
@@ -43,6 +47,8 @@ class ModelShape:
     experts_active: int = 0
     max_context_tokens: int = 0
     source: str = ""
+    attention_layers: int = 0
+    kv_token_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive(
@@ -50,8 +56,9 @@ class ModelShape:
             "params_total", "kv_dtype_bytes", "weight_dtype_bytes",
         )  # fmt: skip
         check_not_negative(
-            self, "kv_lora_rank", "rope_head_dim", "experts", "experts_active", "max_context_tokens"
-        )
+            self, "kv_lora_rank", "rope_head_dim", "experts", "experts_active",
+            "max_context_tokens", "attention_layers", "kv_token_bytes",
+        )  # fmt: skip
         if self.attention not in get_args(Attention):
             raise refusal(self, "attention", self.attention, f"use one of {get_args(Attention)}")
         if self.attention == "mla" and self.kv_lora_rank == 0:
@@ -66,13 +73,24 @@ class ModelShape:
             raise refusal(self, "experts_active", self.experts_active, remedy)
         if self.experts and not self.experts_active:
             raise refusal(self, "experts_active", 0, "say how many experts a token uses")
+        if self.attention_layers > self.layers:
+            remedy = f"at most layers = {self.layers}"
+            raise refusal(self, "attention_layers", self.attention_layers, remedy)
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers whose KV grows with the context."""
+        return self.attention_layers or self.layers
 
 
 def kv_bytes_per_token(shape: ModelShape) -> float:
-    """KV bytes of one token over all layers, each KV head once (paper 001, Eq. 1 and 2)."""
+    """KV bytes of one more token over all layers that keep it, each KV head once (paper 001, Eq. 1
+    and 2); or as an engine was found to keep it."""
+    if shape.kv_token_bytes:
+        return shape.kv_token_bytes
     if shape.attention == "mla":
-        return shape.layers * (shape.kv_lora_rank + shape.rope_head_dim) * shape.kv_dtype_bytes
-    return 2.0 * shape.layers * shape.kv_heads * shape.head_dim * shape.kv_dtype_bytes
+        return shape.kv_layers * (shape.kv_lora_rank + shape.rope_head_dim) * shape.kv_dtype_bytes
+    return 2.0 * shape.kv_layers * shape.kv_heads * shape.head_dim * shape.kv_dtype_bytes
 
 
 def kv_bytes(shape: ModelShape, tokens: float, tp: int = 1) -> float:
@@ -87,7 +105,7 @@ def kv_bytes(shape: ModelShape, tokens: float, tp: int = 1) -> float:
     if tp < 1:
         raise ValueError(f"tp is {tp}: give the number of tensor-parallel ranks, 1 or more")
     size_bytes = tokens * kv_bytes_per_token(shape)
-    if tp == 1:
+    if tp == 1 or shape.kv_token_bytes:
         return size_bytes
     if shape.attention == "mla":
         return size_bytes * tp
@@ -110,7 +128,7 @@ def attention_flops(shape: ModelShape, new_tokens: float, context_tokens: float)
 
 def attention_lines(shape: ModelShape, new_tokens: float) -> tuple[tuple[float, float], ...]:
     """Attention FLOPs as lines in the context: (without any, per token of it), one per form."""
-    heads = shape.layers * shape.heads
+    heads = shape.kv_layers * shape.heads
     square = 0.5 * new_tokens * new_tokens
     if shape.attention != "mla":
         per_pair = 4.0 * heads * shape.head_dim

@@ -179,12 +179,13 @@ class Router:
         if announcement.fingerprint != self._fingerprint:
             raise MismatchError(
                 f"worker {announcement.worker} has fingerprint {announcement.fingerprint}, the "
-                f"pool {self._fingerprint}: model, dtype, block size or chat template differ"
+                f"pool {self._fingerprint}: model, dtype, block size or chat template differ; "
+                "engine.dtype and engine.block_tokens make vLLM's choice one"
             )
         if size != known:
             raise MismatchError(
                 f"worker {announcement.worker} has blocks of {size} tokens, "
-                f"the pool of {known}: give the pool one block size"
+                f"the pool of {known}: give them one by engine.block_tokens"
             )
         return self.index
 

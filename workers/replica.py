@@ -26,9 +26,16 @@ from ray.serve.llm.deployment import LLMServer
 
 from kappa.logging import configure
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
-from workers.host_memory import prepare_host_memory
-from workers.identity import Profile, ReplicaId, WorkerPlan, announce, configure_vllm
-from workers.power import power_reporter
+from workers.host_memory import engine_version, prepare_host_memory
+from workers.identity import (
+    Profile,
+    ReplicaId,
+    WorkerPlan,
+    announce,
+    configure_vllm,
+    of_all_ranks,
+)
+from workers.power import gpus_and_driver, power_reporter
 from workers.reaper import HangWatch, hang_patience_s, own_engines, process_age_s, watch_engine
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
@@ -39,6 +46,7 @@ from workers.vllm_plugin import LOG_ENV, log_setting
 log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 60.0
+_READ_BACK_TIMEOUT_S = 60.0
 # Of the requests that an engine took with it, in the error and in the log: the youngest.
 _IN_FLIGHT_NAMED = 16
 _ROLE = '"role":"assistant"'
@@ -59,7 +67,8 @@ class KappaServer(LLMServer):
     ) -> None:
         configure_logs(plan)
         context = serve.get_replica_context()
-        self._plan = plan
+        # As the settings have it; `_plan` is what the engine then made of it.
+        self._plan = self._given = plan
         self._worker = context.replica_id.unique_id
         self._rank = context.rank.rank
         # Abstract Unix sockets: they vanish with the processes, no file is left behind.
@@ -80,6 +89,7 @@ class KappaServer(LLMServer):
         await super().__init__(llm_config, engine_cls=engine_cls)
         assert self.engine is not None
         self._watch = asyncio.create_task(watch_engine(self.check_health))
+        self._plan = plan = await self._read_back()
         profile = await self._measure()
         self._start_s = process_age_s()
         announced = self._announce(profile)
@@ -128,6 +138,28 @@ class KappaServer(LLMServer):
 
     # -- what the cluster learns --------------------------------------------------------------
 
+    async def _read_back(self) -> WorkerPlan:
+        """The plan with what the engine chose where it was given nothing.
+
+        Raises:
+            RuntimeError: it does not say, and a limit is not given either.
+        """
+        plan = self._plan
+        if plan.kind != "vllm":
+            return plan
+        try:
+            call = self.collective_rpc("kappa_engine")
+            return plan.started(await asyncio.wait_for(call, _READ_BACK_TIMEOUT_S))
+        except Exception as error:
+            missing = plan.limits.missing
+            if missing:
+                raise RuntimeError(
+                    f"the engine does not say what it chose ({error!r}): give "
+                    + ", ".join(f"engine.{name}" for name in missing)
+                ) from error
+            log.warning("read_back_failed", worker=self._worker, error=repr(error))
+            return plan
+
     async def _measure(self, *, cached: bool = True) -> Profile:
         if cached and (known := self._cached_profile()):
             return Profile(known)
@@ -140,11 +172,11 @@ class KappaServer(LLMServer):
             log.warning("profile_failed", worker=self._worker, error=repr(error))
             reason = f"profile failed, serving with the catalogue's figures: {error!r}"
             return Profile({}, reason)
-        path = self._profile_path()
+        measured, path = of_all_ranks(results), self._profile_path()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(results[0]))
-        return Profile(results[0])
+            path.write_text(json.dumps(measured))
+        return Profile(measured)
 
     def _cached_profile(self) -> dict[str, Any]:
         """What this machine was measured at an earlier start; empty if it was not."""
@@ -154,8 +186,11 @@ class KappaServer(LLMServer):
         return {}
 
     def _profile_path(self) -> Path:
-        served, limits = self._plan.served, self._plan.limits
+        # Of the settings: it is looked for before the engine has chosen.
+        served, limits = self._given.served, self._given.limits
         machine = f"{os.uname().nodename}-{os.uname().machine}-{os.cpu_count()}"
+        machine += f"-{self._given.gpus}-{gpus_and_driver() if self._given.gpus else ''}"
+        machine += f"-{engine_version()}"
         key = f"{machine}-{served.name}-{served.hidden}-{limits.dtype}-{limits.block_tokens}"
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         return Path(self._plan.cache_dir) / "profiles" / f"{digest}.json"

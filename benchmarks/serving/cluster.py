@@ -45,17 +45,14 @@ def _stock_app(settings: ClusterSettings, model: Model, experimental: dict[str, 
     """`build_openai_app` with our engine limits and nothing else of ours."""
     from ray.serve.llm import LLMConfig, build_openai_app
 
-    from workers.vllm.arguments import CPU_ENV
+    from workers.vllm.arguments import CPU_ENV, EngineLimits
 
-    e = settings.engine
+    e = settings.engine.on(gpus=0)
     replica = {"num_replicas": 1, "max_ongoing_requests": 4 * settings.router.max_queue}
     config = LLMConfig(
         model_loading_config={"model_id": settings.model.id, "model_source": model.source},
         engine_kwargs={
-            "dtype": e.dtype, "max_model_len": e.max_context_tokens, "block_size": e.block_tokens,
-            "num_gpu_blocks_override": e.device_blocks,
-            "max_num_batched_tokens": e.max_batch_tokens, "max_num_seqs": e.max_sequences,
-            "enforce_eager": True, "enable_prefix_caching": True,
+            **EngineLimits.of(e).arguments(), "enforce_eager": True, "enable_prefix_caching": True,
             "enable_prompt_tokens_details": True, **e.extra,
         },
         accelerator_config={"kind": "cpu"},

@@ -33,6 +33,7 @@ from simulator.dispatch import RouterDispatch
 from simulator.faults import Faults
 from simulator.play import Play
 from simulator.traffic import Traffic
+from workers.vllm.arguments import EngineLimits
 from workload.shapes import Workload
 
 # A paced step or load lasts what it should; what varies lies outside the engine.
@@ -88,7 +89,8 @@ def mirror_of(settings: ClusterSettings, served_kv_bytes_per_token: float) -> Mi
             raise ValueError(f"node {pool.name!r} is not paced: only paced nodes can be mirrored")
         if pool.engine:
             raise ValueError(f"pool {pool.name!r} has engine arguments of its own: leave them out")
-    engine, shape = settings.engine, settings.model.emulated_shape
+    engine = EngineLimits.of(settings.engine.on(gpus=0))
+    shape = settings.model.emulated_shape
     host_blocks = int(engine.host_bytes / (served_kv_bytes_per_token * engine.block_tokens))
     token_bytes = kv_bytes_per_token(shape)
     announcements, models = [], []

@@ -52,6 +52,7 @@ from benchmarks.serving.validate_scripts import (
 from deploy.commands.serve import running, settings_or_exit
 from kappa.model import kv_bytes_per_token
 from kappa.settings.cluster import ClusterSettings
+from workers.vllm.arguments import EngineLimits
 from workload.catalogue import workload_named
 
 QUANTILES = (0.5, 0.9)
@@ -149,7 +150,7 @@ class Bench:
         return [self.played[policy, trace, load, run] for run in range(self.runs)]
 
     def maker(self, trace: str, window_s: float | None = None) -> ScriptMaker:
-        engine = self.settings.engine
+        engine = EngineLimits.of(self.settings.engine.on(gpus=0))
         return ScriptMaker(
             workload_named(trace), SCALINGS[trace], window_s or self.window_s,
             self.settings.dilation, engine.block_tokens, engine.max_context_tokens, self.seed,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from deploy.app.machine import Machine
-from deploy.app.plan import worker_demand
+from deploy.app.plan import ranks_of, worker_demand
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.pools import PoolSettings
 
@@ -43,6 +43,27 @@ def _of_engines(settings: ClusterSettings) -> Iterator[str]:
             "scheduler.name is stock, which is vLLM's own: with engine.kind torch name another "
             "rule, such as fair"
         )
+    chosen = [name for name in ("block_tokens", "dtype") if getattr(settings.engine, name) is None]
+    gpus = {bool(pool.placement.gpus) for pool in pools}
+    if kind == "vllm" and len(gpus) > 1 and chosen:
+        yield (
+            "some pools are on GPUs, where vLLM chooses what is not given, and some on CPUs, and "
+            f"none could use another's blocks: give engine.{' and engine.'.join(chosen)}"
+        )
+    for pool in pools:
+        engine, place = pool.engine_settings(settings.engine), pool.placement
+        if engine.host_tier == "lmcache" and not engine.block_tokens:
+            yield (
+                f"pool {pool.name}: host_tier lmcache must know the size of blocks, which vLLM is "
+                "to choose: give engine.block_tokens"
+            )
+        tp, stages = ranks_of(engine, place.gpus)
+        if kind == "vllm" and tp * stages != max(place.gpus, 1):
+            yield (
+                f"pool {pool.name}: engine.extra divides a worker among {tp * stages} ranks "
+                f"(tensor_parallel_size {tp}, pipeline_parallel_size {stages}), and its "
+                f"placement.gpus is {place.gpus}: give as many"
+            )
     on_gpus = ", ".join(pool.name for pool in pools if pool.paced and pool.placement.gpus)
     if on_gpus:
         yield f"pools {on_gpus} have GPUs and are paced: a GPU has its own speed; drop one"

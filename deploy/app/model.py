@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kappa.model import ModelShape
+from kappa.model_config import shape_from_config
 from kappa.settings.cluster import ClusterSettings, home
-from kappa.shapes import shape_from_config
 from workers.tiny_model import make_tiny_model
 from workload.sessions import demo_sessions_path, read_sessions
 
@@ -101,7 +101,8 @@ def _read(source: str, settings: ClusterSettings, *, is_offline: bool = False) -
 
     config = AutoConfig.from_pretrained(source, local_files_only=is_offline).to_dict()
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_offline)
-    dtype = settings.engine.dtype
+    pool = settings.all_pools[0]  # pools share a dtype
+    dtype = pool.engine_settings(settings.engine).dtype or "auto"
     shape = shape_from_config(config, name=settings.model.id, kv_dtype=dtype, weight_dtype=dtype)
     return Model(source, shape, str(tokenizer.chat_template or ""), _no_weights(Path(source)))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from deploy.app.model import Model, StartError
 from kappa.hardware import NodeProfile, node_profile
+from kappa.model import kv_bytes
 from kappa.plans.clo import CloConfig, read_heads
 from kappa.settings.cluster import ClusterSettings, home
 from kappa.settings.engine import EngineSettings
@@ -47,8 +48,9 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model_source: str
         **engine.extra,
     }
     if place.gpus > 1:
-        arguments.setdefault("tensor_parallel_size", place.gpus)
-    dropped = ("VLLM_CPU_", "OMP_") if place.gpus else ()
+        arguments["tensor_parallel_size"], _ = ranks_of(engine, place.gpus)
+    # On GPUs vLLM's queues spin as it likes: a nap there would be a bubble between steps.
+    dropped = ("VLLM_CPU_", "OMP_", "KAPPA_QUEUE_SPIN") if place.gpus else ()
     environment = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
     is_fetched = not Path(model_source).exists()
     number: dict[str, Any] = {"num_replicas": pool.least}
@@ -106,6 +108,12 @@ def pool_deployment(
     )
 
 
+def ranks_of(engine: EngineSettings, gpus: int) -> tuple[int, int]:
+    """Ranks that divide each layer of a worker, and stages that divide its layers."""
+    stages = int(engine.extra.get("pipeline_parallel_size", 1))
+    return int(engine.extra.get("tensor_parallel_size", max(gpus // stages, 1))), stages
+
+
 def worker_demand(pool: PoolSettings) -> dict[str, float]:
     """What one worker of the pool demands of Ray, all its processes together."""
     place = pool.placement
@@ -145,6 +153,7 @@ def worker_nodes(settings: ClusterSettings) -> tuple[NodeProfile, ...]:
 def pool_nodes(settings: ClusterSettings, pool: PoolSettings) -> tuple[NodeProfile, ...]:
     """One profile per worker that the pool may have, in rank order."""
     profile = replace(node_profile(pool.profile), source="catalogue")
+    profile = profile.times(max(pool.placement.gpus, 1))
     if pool.cost_per_hour is not None:
         profile = replace(profile, cost_per_hour=pool.cost_per_hour)
     if pool.paced:
@@ -163,15 +172,15 @@ def worker_plan(
     from workers.vllm.arguments import EngineLimits, TierChoice
 
     e = pool.engine_settings(settings.engine)
+    tp, _ = ranks_of(e, pool.placement.gpus)
+    # Until the engine says: KV heads that its ranks hold more than once count as often.
+    served = replace(model.shape, kv_token_bytes=kv_bytes(model.shape, 1, tp))
     is_split = any(each.role != "both" for each in settings.all_pools)
     return WorkerPlan(
         nodes=pool_nodes(settings, pool),
-        served=model.shape,
+        served=served if tp > 1 else model.shape,
         emulated=settings.model.emulated_shape,
-        limits=EngineLimits(
-            e.max_context_tokens, e.block_tokens, e.device_blocks, e.host_bytes,
-            e.max_batch_tokens, e.max_sequences, e.dtype,
-        ),
+        limits=EngineLimits.of(e),
         model_source=model.source,
         chat_template=model.chat_template,
         cache_dir=str(home()),

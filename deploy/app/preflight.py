@@ -114,7 +114,9 @@ def _of_gpu_memory(
     prior = node_profile(pool.profile)
     size, name = min(sizes, default=(int(prior.hbm_bytes), f"a GPU as in profile {prior.name}"))
     share = float(engine.extra.get("gpu_memory_utilization", GPU_SHARE))
-    tokens = engine.max_context_tokens
+    # vLLM's own choice is the model's context, and it refuses a cache that cannot hold one.
+    given = engine.max_context_tokens or engine.extra.get("max_model_len")
+    tokens = given if isinstance(given, int) and given > 0 else shape.max_context_tokens
     weights, kv = _bytes_per_gpu(shape, tokens, gpus)
     if not size or weights + kv <= share * size:
         return
@@ -157,7 +159,7 @@ def _engine_bytes(engine: EngineSettings, pool: PoolSettings, shape: ModelShape)
     """Host memory of an engine beside its tier: on a CPU its weights and its device cache."""
     if pool.placement.gpus:
         return 0.0
-    cache = kv_bytes(shape, engine.device_blocks * engine.block_tokens)
+    cache = kv_bytes(shape, (engine.device_blocks or 0) * (engine.block_tokens or 0))
     return shape.params_total * shape.weight_dtype_bytes + cache
 
 

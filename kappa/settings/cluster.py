@@ -77,8 +77,10 @@ class ClusterSettings(Section):
                 faults.append((("nodes",), "pools are given, too: drop one of the two"))
             data = {**data, "nodes": ()}
             faults += engine_faults(data["pools"], data.get("engine"))
-        elif isinstance(data, dict) and not data.get("nodes", True):
-            faults.append((("nodes",), "give at least one node, or pools"))
+        elif isinstance(data, dict):
+            if not data.get("nodes", True):
+                faults.append((("nodes",), "give at least one node, or pools"))
+            faults += engine_faults((), data.get("engine"))
         made: ClusterSettings = checked(handler, data, faults)
         return made
 

@@ -154,6 +154,35 @@ class LmcacheSettings(Section):
     )  # fmt: skip
 
 
+# Limits by the name of vLLM's argument, and what they are where there is no GPU to size them by.
+VLLM_LIMITS: dict[str, tuple[str, int | str]] = {
+    "max_context_tokens": ("max_model_len", 8192),
+    "block_tokens": ("block_size", 32),
+    "device_blocks": ("num_gpu_blocks_override", 264),
+    "max_batch_tokens": ("max_num_batched_tokens", 1024),
+    "max_sequences": ("max_num_seqs", 64),
+    "dtype": ("dtype", "float32"),
+}
+
+# Not in `engine.extra`, whose arguments go before those that we would give.
+NOT_IN_EXTRA = {
+    "worker_cls": "a class of ours reports what its steps and loads take",
+    "scheduler_cls": "choose the rule by scheduler.name (stock: vLLM's own)",
+    "scheduling_policy": "choose the rule by scheduler.name (priority is one)",
+    "kv_transfer_config": "give engine.host_tier, engine.host_bytes and the section transfer",
+    "kv_offloading_size": "give engine.host_bytes",
+    "kv_offloading_backend": "give engine.host_tier",
+    "kv_events_config": "the router's index follows these events",
+    "additional_config": "it carries our own options to the engine",
+    "enable_prefix_caching": "it is always on: routing is by cached prefixes",
+    "model": "give model.source",
+    "served_model_name": "give model.id",
+    "tokenizer": "the ingress hashes the tokens of model.source's own",
+    "data_parallel_size": "each replica is one engine: give the pool more replicas",
+    "distributed_executor_backend": "Ray Serve LLM chooses it",
+}
+
+
 class EngineSettings(Section):
     """Which engine runs, and its limits; the device cache is small so that sessions spill to the
     host tier. `engine: torch` is short for `engine: {kind: torch}`."""
@@ -204,9 +233,13 @@ class EngineSettings(Section):
         "request says so; always: all but those that say no; torch only",
     )
     sparse: SparseSection = SparseSection()
-    max_context_tokens: int = Field(8192, ge=64)
-    block_tokens: int = Field(32, ge=16)
-    device_blocks: int = Field(264, ge=8, description="KV blocks in the device cache")
+    max_context_tokens: int | None = Field(
+        None, ge=64, description="none, here and below: vLLM's own choice on GPUs, 8192 on CPUs"
+    )
+    block_tokens: int | None = Field(None, ge=16, description="on CPUs 32")
+    device_blocks: int | None = Field(
+        None, ge=8, description="KV blocks in the device cache; on CPUs 264"
+    )
     host_bytes: int = Field(64 << 20, ge=0, description="host tier; zero switches it off")
     handover_dir: str | None = Field(
         None,
@@ -216,11 +249,16 @@ class EngineSettings(Section):
     handover_wait_s: Finite = Field(
         10.0, ge=0, le=600, description="how long that worker waits for one that still drains"
     )
-    max_batch_tokens: int = Field(1024, ge=64, description="token budget of one step")
-    max_sequences: int = Field(64, ge=1)
-    dtype: str = "float32"
+    max_batch_tokens: int | None = Field(
+        None, ge=64, description="token budget of one step; on CPUs 1024"
+    )
+    max_sequences: int | None = Field(None, ge=1, description="on CPUs 64")
+    dtype: str | None = Field(None, description="of weights and KV; on CPUs float32")
     metrics: bool = Field(False, description="export vLLM's own metrics through Ray, too")
-    extra: dict[str, Any] = Field(default_factory=dict, description="more vLLM engine arguments")
+    extra: dict[str, Any] = Field(
+        default_factory=dict,
+        description="more vLLM engine arguments, which go before what we would say; some are ours",
+    )
 
     @field_validator("approx", mode="before")
     @classmethod
@@ -256,12 +294,48 @@ class EngineSettings(Section):
             raise ValueError(f"host_tier {self.host_tier} needs host_bytes above zero")
         return self
 
+    @field_validator("extra")
+    @classmethod
+    def _none_of_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        ours = NOT_IN_EXTRA.items()
+        wrong = [f"{name} cannot be given: {why}" for name, why in ours if name in value]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return value
+
+    @model_validator(mode="after")
+    def _limits_once(self) -> EngineSettings:
+        twice = [
+            f"{name} and extra.{argument} are the same: drop one"
+            for name, (argument, _) in VLLM_LIMITS.items()
+            if argument in self.extra and getattr(self, name) is not None
+        ]
+        if twice:
+            raise ValueError("; ".join(twice))
+        return self
+
     @model_validator(mode="after")
     def _context_fits(self) -> EngineSettings:
-        capacity = (self.device_blocks - 1) * self.block_tokens
-        if capacity < self.max_context_tokens:
+        blocks, tokens, longest = self.device_blocks, self.block_tokens, self.max_context_tokens
+        if blocks and tokens and longest and (blocks - 1) * tokens < longest:
             raise ValueError(
-                f"device_blocks * block_tokens holds {capacity} tokens, less than "
-                f"max_context_tokens = {self.max_context_tokens}: raise the one or lower the other"
+                f"device_blocks * block_tokens holds {(blocks - 1) * tokens} tokens, less than "
+                f"max_context_tokens = {longest}: raise the one or lower the other"
             )
         return self
+
+    def on(self, gpus: int) -> EngineSettings:
+        """The same with the limits that an engine has there: vLLM on GPUs chooses those that are
+        not given; on a CPU, and for engines of ours, they are figures for a small machine.
+
+        Raises:
+            ValidationError: a context that does not fit these.
+        """
+        if gpus and self.kind == "vllm":
+            return self
+        missing = {
+            name: figure
+            for name, (argument, figure) in VLLM_LIMITS.items()
+            if getattr(self, name) is None and argument not in self.extra
+        }
+        return EngineSettings.model_validate({**self.model_dump(), **missing})

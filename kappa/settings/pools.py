@@ -123,8 +123,10 @@ class PoolSettings(Section):
         return tuple(f"{self.name}-{rank}" for rank in range(self.most))
 
     def engine_settings(self, shared: EngineSettings) -> EngineSettings:
-        """The cluster's engine section with what this pool changes."""
-        return EngineSettings.model_validate({**shared.model_dump(), **self.engine})
+        """The cluster's engine section with what this pool changes, and with limits where vLLM does
+        not choose them itself."""
+        changed = EngineSettings.model_validate({**shared.model_dump(), **self.engine})
+        return changed.on(self.placement.gpus)
 
 
 def pool_faults(pools: Any) -> list[Fault]:
@@ -146,11 +148,21 @@ def pool_faults(pools: Any) -> list[Fault]:
 
 
 def engine_faults(pools: Any, shared: Any) -> list[Fault]:
-    """What is wrong with pools' own engine arguments, beside the cluster's `engine` section."""
-    found: list[Fault] = []
-    base = shared if isinstance(shared, dict) else {"kind": shared} if shared else {}
-    known = {loc[0] for loc, _ in _engine_faults(base) if loc}
-    for number, pool in enumerate(pools if isinstance(pools, list | tuple) else ()):
+    """What is wrong with pools' own engine arguments, beside the cluster's `engine` section, and
+    with that section on the machines where it is used."""
+    base: Any = {"kind": shared} if isinstance(shared, str) else shared or {}
+    base = base.model_dump() if isinstance(base, EngineSettings) else base
+    if not isinstance(base, dict):
+        return []
+    listed = pools if isinstance(pools, list | tuple) else ()
+    here = [_gpus_of(pool) for pool in listed if not value_of(pool, "engine")]
+    # What is wrong wherever it runs, pydantic finds itself.
+    anywhere, unfit = _engine_faults(base, 1), []
+    if not anywhere and (0 in here or not listed):
+        unfit = _engine_faults(base, 0)
+    found: list[Fault] = [(("engine", *loc), reason) for loc, reason in unfit]
+    known = {loc[0] for loc, _ in anywhere + unfit if loc}
+    for number, pool in enumerate(listed):
         own = value_of(pool, "engine")
         if not isinstance(own, dict):
             continue
@@ -162,15 +174,20 @@ def engine_faults(pools: Any, shared: Any) -> list[Fault]:
         ]  # fmt: skip
         found += [
             ((*where, *loc), reason)
-            for loc, reason in _engine_faults({**base, **own})
+            for loc, reason in _engine_faults({**base, **own}, _gpus_of(pool))
             if (loc and loc[0] in own) or (not loc and not known)
         ]
     return found
 
 
-def _engine_faults(data: dict[str, Any]) -> list[Fault]:
+def _gpus_of(pool: Any) -> int:
+    gpus = value_of(value_of(pool, "placement") or {}, "gpus")
+    return gpus if isinstance(gpus, int) else 0
+
+
+def _engine_faults(data: dict[str, Any], gpus: int) -> list[Fault]:
     try:
-        EngineSettings.model_validate(data)
+        EngineSettings.model_validate(data).on(gpus)
     except ValidationError as error:
         return faults_in(error)
     return []

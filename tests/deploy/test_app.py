@@ -16,10 +16,13 @@ from deploy.app.plan import (
     pool_nodes,
     worker_plan,
 )
+from kappa.hardware import node_profile
+from kappa.model import kv_bytes_per_token
 from kappa.plans.clo import FORMAT
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 from scheduler.config import FairConfig
+from workers.vllm.arguments import EngineLimits
 from workers.vllm.options import LinkRules
 
 MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
@@ -108,7 +111,7 @@ def test_engines_fetch_media_only_from_domains_that_the_operator_names():
 def test_a_gpu_pool_does_not_get_the_environment_of_a_cpu_engine():
     on_gpu = config_of({"placement": {"gpus": 1}}).runtime_env["env_vars"]
     on_cpu = config_of({}).runtime_env["env_vars"]
-    assert not any(name.startswith(("VLLM_CPU", "OMP_")) for name in on_gpu)
+    assert not any(name.startswith(("VLLM_CPU", "OMP_", "KAPPA_QUEUE")) for name in on_gpu)
     assert on_cpu["OMP_NUM_THREADS"] == "1" and on_gpu.keys() < on_cpu.keys()
 
 
@@ -147,11 +150,11 @@ def test_a_worker_knows_its_pool_and_what_that_changes():
         dilation=7,
     )
     first, second = (worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools)
+    assert second.limits == EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
     assert (first.pool, first.role, first.limits.device_blocks) == ("a", "both", 300)
     assert [node.name for node in first.nodes] == ["a-0", "a-1"]
     assert {node.cost_per_hour for node in first.nodes} == {2.5}
     assert {node.source for node in first.nodes} == {"catalogue"}
-    assert second.limits.device_blocks == settings.engine.device_blocks
     assert (second.nodes[0].source, second.nodes[0].dilation) == ("paced", 7)
     assert first.transfer is None, "nobody hands over"
 
@@ -199,3 +202,25 @@ def test_scores_of_another_model_stop_the_start(tmp_path):
     sparse = {"heads": heads(tmp_path, 3)}
     with pytest.raises(StartError, match=r"engine\.sparse\.heads: .*give 32 layers of 32"):
         planned(tmp_path, {"kind": "torch", "approx": "always", "sparse": sparse})
+
+
+def test_several_gpus_are_one_worker_of_their_seconds_and_bytes():
+    settings = cluster({"name": "a", "placement": {"gpus": 16}})
+    plan = worker_plan(settings, settings.all_pools[0], MODEL, "")
+    one = node_profile("gh200-c2c")
+    assert plan.nodes[0].h2d_bytes_per_s == 16 * one.h2d_bytes_per_s
+    assert plan.nodes[0].flops_per_s == 16 * one.flops_per_s
+    # Eight KV heads on sixteen ranks: each is there twice.
+    assert kv_bytes_per_token(plan.served) == 2 * kv_bytes_per_token(MODEL.shape)
+    single = cluster({"name": "a", "placement": {"gpus": 1}})
+    assert worker_plan(single, single.all_pools[0], MODEL, "").served == MODEL.shape
+
+
+def test_stages_and_ranks_share_a_workers_gpus():
+    def asked(gpus, **extra):
+        pool = {"placement": {"gpus": gpus}, "engine": {"extra": extra}}
+        return config_of(pool).engine_kwargs
+
+    assert asked(8, pipeline_parallel_size=2)["tensor_parallel_size"] == 4
+    assert asked(8, tensor_parallel_size=8)["tensor_parallel_size"] == 8
+    assert "tensor_parallel_size" not in asked(1)

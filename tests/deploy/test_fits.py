@@ -57,6 +57,21 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
         ),
         ([{"name": "a", "paced": True, "placement": {"gpus": 1}}], {}, "has its own speed"),
         (
+            [{"name": "a", "placement": {"gpus": 1}}, {"name": "b"}],
+            {"engine": {"dtype": "bfloat16"}},
+            "none could use another's blocks: give engine.block_tokens",
+        ),
+        (
+            [{"name": "a", "placement": {"gpus": 1}}],
+            {"engine": {"host_tier": "lmcache"}},
+            "lmcache must know the size of blocks",
+        ),
+        (
+            [{"name": "a", "placement": {"gpus": 4}}],
+            {"engine": {"extra": {"tensor_parallel_size": 2}}},
+            "among 2 ranks (tensor_parallel_size 2, pipeline_parallel_size 1)",
+        ),
+        (
             [{"name": "a", "role": "prefill", "engine": {"host_bytes": 0}}, {"name": "b"}],
             {},
             "pool a hands KV over or takes it, which needs engine.host_bytes",

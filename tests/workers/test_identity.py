@@ -8,12 +8,22 @@ import pytest
 
 from kappa.cost import kappa_crit
 from kappa.hardware import NodeProfile, node_profile
+from kappa.model import kv_bytes_per_token
 from kappa.protocol import Announcement
+from kappa.settings.engine import EngineSettings
 from kappa.shapes import model_shape
-from workers.identity import Profile, ReplicaId, WorkerPlan, announce, measured_node
+from workers.identity import (
+    Profile,
+    ReplicaId,
+    WorkerPlan,
+    announce,
+    measured_node,
+    of_all_ranks,
+)
 from workers.vllm.arguments import EngineLimits
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
+ON_GPUS = EngineSettings().on(gpus=1)
 MEASURED = {
     "device": "cpu",
     "threads": 1,
@@ -88,3 +98,50 @@ def test_measuring_does_not_change_a_paced_profile() -> None:
 def test_an_announcement_survives_its_journey() -> None:
     announcement = said(plan(paced("pcie")))
     assert Announcement.from_dict(announcement.to_dict()) == announcement
+
+
+CHOSEN = {
+    "max_context_tokens": 131072, "block_tokens": 16, "device_blocks": 30000,
+    "max_batch_tokens": 8192, "max_sequences": 256, "dtype": "bfloat16", "kv_dtype": "fp8",
+}  # fmt: skip
+
+
+def test_what_the_engine_chose_is_what_is_announced() -> None:
+    asked = dataclasses.replace(plan(node_profile("pcie")), limits=EngineLimits.of(ON_GPUS), gpus=2)
+    assert asked.limits.missing == [
+        "max_context_tokens", "block_tokens", "device_blocks", "max_batch_tokens",
+        "max_sequences", "dtype",
+    ]  # fmt: skip
+    served = asked.served
+    rank = {**CHOSEN, "kv_token_bytes": 14_336.0, "weight_bytes": served.params_total / 2}
+    started = asked.started([rank, rank])
+    assert started.limits.missing == []
+    announcement = said(started)
+    for name in ("max_context_tokens", "block_tokens", "device_blocks", "max_batch_tokens"):
+        assert getattr(announcement, name) == CHOSEN[name]
+    assert announcement.max_sequences == 256
+    # Of both ranks together, weights of one byte each and KV of eight bits.
+    assert announcement.kv_bytes_per_token == 28_672
+    assert announcement.host_blocks == (64 << 20) // (28_672 * 16)
+    assert announcement.step.context_token_s == 28_672 / announcement.node.hbm_bytes_per_s
+    assert announcement.step.weights_s == pytest.approx(
+        served.params_total / announcement.node.hbm_bytes_per_s
+    )
+    assert started.profile_request()["dtype"] == "bfloat16"
+    sixteen = asked.started([{**rank, "kv_dtype": ""}] * 2)
+    assert said(sixteen).fingerprint != announcement.fingerprint, "other bytes in the same blocks"
+
+
+def test_a_model_whose_bytes_nobody_knows_keeps_its_prior() -> None:
+    asked = plan(node_profile("pcie"))
+    none = {**CHOSEN, "kv_token_bytes": 0.0, "weight_bytes": 0}
+    served = asked.started([none]).served
+    assert served.weight_dtype_bytes == asked.served.weight_dtype_bytes
+    assert kv_bytes_per_token(served) == kv_bytes_per_token(asked.served)
+
+
+def test_ranks_that_measured_at_once_are_one_node_of_their_sum() -> None:
+    fast = {**MEASURED, "flops_per_s": 7e10}
+    together = of_all_ranks([MEASURED, fast])
+    assert (together["h2d_bytes_per_s"], together["flops_per_s"]) == (18e9, 12e10)
+    assert (together["device"], together["threads"]) == ("cpu", 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import msgspec
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from kappa.settings.engine import LmcacheSettings, TransferSettings
+from kappa.settings.engine import EngineSettings, LmcacheSettings, TransferSettings
 from workers.vllm.options import (
     LINK_KEY,
     LMCACHE_KEY,
@@ -55,7 +55,11 @@ _SHARED_BLOCKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Sizes of one engine: tokens per block, KV blocks on the device, bytes in the host tier."""
+    """Sizes of one engine: tokens per block, KV blocks on the device, bytes in the host tier.
+
+    Zero, or an empty dtype: the engine's own choice, known once it has been read back
+    (`workers.vllm.read_back`). kv_dtype: empty where it is the model's.
+    """
 
     max_context_tokens: int
     block_tokens: int
@@ -64,6 +68,38 @@ class EngineLimits:
     max_batch_tokens: int
     max_sequences: int
     dtype: str
+    kv_dtype: str = ""
+
+    @classmethod
+    def of(cls, engine: EngineSettings) -> EngineLimits:
+        """As the settings have them."""
+        return cls(
+            engine.max_context_tokens or 0,
+            engine.block_tokens or 0,
+            engine.device_blocks or 0,
+            engine.host_bytes,
+            engine.max_batch_tokens or 0,
+            engine.max_sequences or 0,
+            engine.dtype or "",
+        )
+
+    @property
+    def missing(self) -> list[str]:
+        """Settings that the engine is to choose itself."""
+        chosen = [each.name for each in fields(self) if not getattr(self, each.name)]
+        return [name for name in chosen if name not in ("host_bytes", "kv_dtype")]
+
+    def arguments(self) -> dict[str, Any]:
+        """vLLM's arguments for what it is not to choose itself."""
+        given = {
+            "dtype": self.dtype,
+            "max_model_len": self.max_context_tokens,
+            "block_size": self.block_tokens,
+            "num_gpu_blocks_override": self.device_blocks,
+            "max_num_batched_tokens": self.max_batch_tokens,
+            "max_num_seqs": self.max_sequences,
+        }
+        return {name: value for name, value in given.items() if value}
 
 
 class Endpoints(NamedTuple):
@@ -167,18 +203,15 @@ def engine_kwargs(
     tier: EngineTier = EngineTier(),
     gpus: int = 0,
 ) -> dict[str, Any]:
-    """vLLM's engine arguments for a replica; `gpus`: of each worker, 0 on a CPU."""
+    """vLLM's engine arguments for a replica; `gpus`: of each worker, 0 on a CPU. What
+    `engine.extra` gives goes before them (`EngineSettings.extra` refuses what may not)."""
     additional: dict[str, Any] = {STATS_KEY: endpoints.stats}
     if pace is not None:
         additional[PACE_KEY] = pace.step.to_dict()
     arguments: dict[str, Any] = {
-        "dtype": limits.dtype,
-        "max_model_len": limits.max_context_tokens,
-        "block_size": limits.block_tokens,
-        "num_gpu_blocks_override": limits.device_blocks,
-        "max_num_batched_tokens": limits.max_batch_tokens,
-        "max_num_seqs": limits.max_sequences,
-        "enforce_eager": True,
+        **limits.arguments(),
+        # A CPU has no graphs, and compiling takes longer there than it saves.
+        **({} if gpus else {"enforce_eager": True}),
         "enable_prefix_caching": True,
         "worker_cls": _GPU_WORKER if gpus else _CPU_WORKER,
         "additional_config": additional,
@@ -293,5 +326,6 @@ def fingerprint(
         "block_tokens": limits.block_tokens,
         "shape": shape_name,
         "hash": "vllm-0.29",
+        **({"kv_dtype": limits.kv_dtype} if limits.kv_dtype else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -38,7 +38,7 @@ def test_the_defaults_are_two_unlike_paced_nodes():
 
 
 def test_the_default_device_cache_is_smaller_than_the_demo_sessions():
-    engine = load_settings().engine
+    engine = load_settings().engine.on(gpus=0)
     # The sessions that ship end at 27 thousand tokens in all, spread over two nodes.
     assert 2 * engine.device_blocks * engine.block_tokens < 27_000
     assert engine.max_context_tokens >= 6_000, "the longest of them must fit"

@@ -66,9 +66,41 @@ TORCH = {"kind": "torch"}
         ({"sparse": {"speed": 1}}, "engine.sparse.speed"),
         ({"handover_dir": "/dev/shm/k", "host_tier": "lmcache"}, "handover_dir needs kind vllm"),
         ({"handover_dir": "/dev/shm/k", **TORCH}, "handover_dir needs kind vllm"),
+        ({"extra": {"worker_cls": "mine.Worker"}}, "worker_cls cannot be given: a class of ours"),
+        ({"extra": {"kv_transfer_config": {}}}, "kv_transfer_config cannot be given: give engine"),
+        ({"extra": {"scheduler_cls": "a", "model": "b"}}, "scheduler.name.*model cannot be given"),
+        ({"extra": {"block_size": 16}, "block_tokens": 32}, "block_tokens and extra.block_size"),
+        ({"max_context_tokens": 9000}, "holds 8416 tokens, less than max_context_tokens = 9000"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_place_and_reason(section, reason):
     with pytest.raises(SettingsError, match=reason) as caught:
         load_settings(engine=section)
     assert "  engine" in str(caught.value)
+
+
+def test_limits_are_chosen_by_vllm_on_gpus_and_are_figures_elsewhere():
+    given = engine(max_sequences=8)
+    on_gpu, on_cpu = given.on(gpus=2), given.on(gpus=0)
+    assert (on_gpu.max_sequences, on_cpu.max_sequences) == (8, 8)
+    assert on_gpu.max_context_tokens is on_gpu.dtype is on_gpu.device_blocks is None
+    assert (on_cpu.max_context_tokens, on_cpu.device_blocks, on_cpu.dtype) == (8192, 264, "float32")
+    assert engine(**TORCH).on(gpus=1).device_blocks == 264, "engines of ours choose nothing"
+
+
+def test_what_extra_gives_is_given_by_nobody_else():
+    on_cpu = engine(extra={"max_model_len": 100_000, "dtype": "bfloat16"}).on(gpus=0)
+    assert on_cpu.max_context_tokens is on_cpu.dtype is None
+    assert on_cpu.device_blocks == 264
+
+
+def test_a_context_is_held_to_the_figures_of_the_machines_that_it_is_for():
+    pool = {"name": "a", "profile": "pcie"}
+    section = {"max_context_tokens": 100_000}
+    on_gpu = {**pool, "placement": {"gpus": 1}}
+    (one,) = load_settings(engine=section, pools=[on_gpu]).all_pools
+    assert one.placement.gpus == 1
+    with pytest.raises(SettingsError, match=r"  engine: .*device_blocks \* block_tokens holds"):
+        load_settings(engine=section, pools=[on_gpu, {**pool, "name": "b"}])
+    with pytest.raises(SettingsError, match=r"  pools.1.engine: .*device_blocks"):
+        load_settings(pools=[on_gpu, {**pool, "name": "b", "engine": section}])

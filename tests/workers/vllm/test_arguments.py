@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kappa.hardware import node_profile
-from kappa.settings.engine import LmcacheSettings
+from kappa.settings.engine import NOT_IN_EXTRA, VLLM_LIMITS, EngineSettings, LmcacheSettings
 from kappa.shapes import model_shape
 from workers.vllm.arguments import (
     Endpoints,
@@ -140,3 +140,56 @@ def test_without_rates_nothing_is_planned():
 def test_a_tier_without_a_server_is_refused():
     with pytest.raises(ValueError, match="no server"):
         transfer_config(EngineTier(TierChoice("lmcache")), 1, "")
+
+
+LIMIT_NAMES = {
+    "dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_batched_tokens",
+    "max_num_seqs", "enforce_eager",
+}  # fmt: skip
+
+
+def vllm_arguments(engine, gpus, **given):
+    """vLLM's own record of what a worker asks of it, and how it is without any of that."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    limits = EngineLimits.of(EngineSettings(**engine).on(gpus))
+    asked = engine_kwargs(limits, ENDPOINTS, None, EngineScheduler("fair"), gpus=gpus)
+    return AsyncEngineArgs(model="m", **{**asked, **given}), AsyncEngineArgs(model="m")
+
+
+@pytest.mark.vllm
+def test_on_a_gpu_vllm_chooses_every_limit_that_is_not_given():
+    made, default = vllm_arguments({}, gpus=1)
+    for name in LIMIT_NAMES:
+        assert getattr(made, name) == getattr(default, name), name
+    assert made.enforce_eager is False, "with its graphs"
+    assert made.worker_cls.endswith("MeteredGPUWorker")
+
+
+@pytest.mark.vllm
+def test_what_is_given_reaches_vllm_under_its_names():
+    figures = {
+        "max_context_tokens": 32768, "block_tokens": 64, "device_blocks": 900,
+        "max_batch_tokens": 4096, "max_sequences": 128, "dtype": "bfloat16",
+    }  # fmt: skip
+    made, _ = vllm_arguments(figures, gpus=4)
+    assert (made.max_model_len, made.block_size, made.num_gpu_blocks_override) == (32768, 64, 900)
+    assert (made.max_num_batched_tokens, made.max_num_seqs, made.dtype) == (4096, 128, "bfloat16")
+
+
+@pytest.mark.vllm
+def test_on_a_cpu_the_figures_are_those_of_a_small_machine():
+    made, _ = vllm_arguments({}, gpus=0)
+    assert (made.max_model_len, made.block_size, made.num_gpu_blocks_override) == (8192, 32, 264)
+    assert (made.max_num_batched_tokens, made.max_num_seqs, made.dtype) == (1024, 64, "float32")
+    assert made.enforce_eager is True
+
+
+@pytest.mark.vllm
+def test_every_argument_that_settings_name_is_one_of_vllms():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
+    assert {argument for argument, _ in VLLM_LIMITS.values()} <= known
+    assert set(NOT_IN_EXTRA) <= known
+    assert set(engine_kwargs(LIMITS, ENDPOINTS, None, EngineScheduler("fair"))) <= known
