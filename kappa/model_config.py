@@ -289,9 +289,9 @@ class _Reader:
             return 0.5
         if quantisation.get("load_in_8bit"):
             return 1.0
-        groups = quantisation.get("config_groups")
-        first = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
-        weights = first.get("weights") or {} if isinstance(first, Mapping) else {}
+        groups: Any = quantisation.get("config_groups")
+        first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+        weights = (first.get("weights") or {}) if isinstance(first, Mapping) else {}
         for bits in (quantisation.get("bits"), quantisation.get("w_bit"), weights.get("num_bits")):
             if isinstance(bits, int) and bits > 0:
                 return bits / 8.0
