@@ -129,7 +129,7 @@ def test_a_model_of_the_hub_that_is_not_on_disk_is_not_fetched():
     found = tried(cluster(model=LLAMA_70B), H100)
     assert "is not on disk: a start fetches it" in found["notes"][0]
     assert "built-in shape llama-3.1-70b" in found["notes"][1]
-    assert "placement.gpus 2" in found["pools"][0]["problems"][0]
+    assert "placement.gpus 4" in found["pools"][0]["problems"][0]
     unknown = tried(cluster(model={"id": "m", "source": "nobody/nothing"}), H100)
     assert "nothing that depends on the model's shape is checked" in unknown["notes"]
     assert unknown["pools"][0]["engine_args"] == {} and unknown["pools"][0]["problems"] == []
