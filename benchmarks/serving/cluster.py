@@ -11,17 +11,16 @@ from typing import Any
 
 from deploy.app.cluster import Cluster
 from deploy.app.model import Model, prepare_model
+from deploy.app.plan import pool_config
 from kappa.settings.cluster import ClusterSettings
-from kappa.settings.pools import NodeSettings
 
 SYSTEMS = {"kappa": "", "stock": "/stock", "stock_no_batching": "/stock0"}
 """Route prefix of each system."""
 
 
 def one_node(settings: ClusterSettings) -> ClusterSettings:
-    """The same settings with one worker at this machine's own speed."""
-    node = NodeSettings(name="local", profile=settings.all_pools[0].profile, paced=False)
-    return settings.model_copy(update={"nodes": (node,), "pools": ()})
+    """The same settings with one worker, of the first pool, at its machine's own speed."""
+    return settings.first_worker().unpaced()
 
 
 class BenchCluster(Cluster):
@@ -42,25 +41,30 @@ class BenchCluster(Cluster):
 
 
 def _stock_app(settings: ClusterSettings, model: Model, experimental: dict[str, Any]) -> Any:
-    """`build_openai_app` with our engine limits and nothing else of ours."""
+    """`build_openai_app` in our worker's place, with its engine's limits, and nothing else of
+    ours."""
     from ray.serve.llm import LLMConfig, build_openai_app
 
-    from workers.vllm.arguments import CPU_ENV, EngineLimits
+    from workers.vllm.arguments import EngineLimits
 
-    e = settings.engine.on(gpus=0)
+    (pool,) = settings.all_pools
+    ours, limits = pool_config(settings, pool, model.source), pool.engine_settings(settings.engine)
+    eager = {} if pool.placement.gpus else {"enforce_eager": True}
     replica = {"num_replicas": 1, "max_ongoing_requests": 4 * settings.router.max_queue}
     config = LLMConfig(
-        model_loading_config={"model_id": settings.model.id, "model_source": model.source},
+        model_loading_config=ours.model_loading_config,
         engine_kwargs={
-            **EngineLimits.of(e).arguments(), "enforce_eager": True, "enable_prefix_caching": True,
-            "enable_prompt_tokens_details": True, **e.extra,
+            **EngineLimits.of(limits).arguments(), **eager, "enable_prefix_caching": True,
+            **ours.engine_kwargs,
         },
-        accelerator_config={"kind": "cpu"},
-        placement_group_config={"bundles": [{"CPU": 1}]},
-        deployment_config={**replica, "ray_actor_options": {"num_cpus": 1}},
+        accelerator_config=ours.accelerator_config,
+        placement_group_config=ours.placement_group_config,
+        deployment_config={
+            **replica, "ray_actor_options": ours.deployment_config["ray_actor_options"],
+        },
         experimental_configs=experimental,
-        callback_config={"callback_class": "workers.no_download.NoDownload"},
-        runtime_env={"env_vars": {**CPU_ENV, "HF_HUB_OFFLINE": "1"}},
+        callback_config=ours.callback_config,
+        runtime_env=ours.runtime_env,
         log_engine_metrics=False,
     )  # fmt: skip
     ingress = {**replica, "ray_actor_options": {"num_cpus": 0}}

@@ -1,9 +1,9 @@
 """The simulated half of `kappa bench validate`: the same scripts, on nodes that mirror the cluster.
 
-A node's constants are those that it is paced by, in real (dilated) seconds, and its caches those of
-its engine. What a request costs besides the engine comes from an idle cluster: the client's own
-share before and after the engine is added to arrivals and answers. Nothing is fitted to the runs
-that are compared.
+A node's constants are those that it is paced by, in real (dilated) seconds, or that it measured of
+itself, and its caches those of its engine. What a request costs besides the engine comes from an
+idle cluster: the client's own share before and after the engine is added to arrivals and answers.
+Nothing is fitted to the runs that are compared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from benchmarks.serving.validate_play import Answered
 from benchmarks.serving.validate_scripts import Script
-from deploy.app.plan import worker_nodes
+from deploy.app.plan import pool_nodes
 from kappa.cost import StepModel, step_model
-from kappa.model import kv_bytes_per_token
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.settings.cluster import ClusterSettings
 from router.decision import Decision, RouteRequest
@@ -64,7 +65,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """The paced cluster: what its workers announce, and their true constants in real seconds."""
+    """The cluster: what its workers announce, and their constants in real seconds."""
 
     announcements: tuple[Announcement, ...]
     models: tuple[NodeModel, ...]
@@ -78,48 +79,58 @@ class Mirror:
         return total_s
 
 
-def mirror_of(settings: ClusterSettings, served_kv_bytes_per_token: float) -> Mirror:
-    """The nodes of `settings`, all paced.
+def mirror_of(
+    settings: ClusterSettings, served: ModelShape, measured: Mapping[str, NodeProfile] | None = None
+) -> Mirror:
+    """The nodes of `settings`: a paced one as it is paced, another one as it was `measured`, by its
+    name, for the model that is `served`.
 
     Raises:
-        ValueError: a node is not paced, so that nothing is announced of its speed.
+        ValueError: a node is not paced and was not measured, so that nothing is known of its speed;
+            or the limits of its engine are not given.
     """
-    for pool in settings.all_pools:
-        if not pool.paced:
-            raise ValueError(f"node {pool.name!r} is not paced: only paced nodes can be mirrored")
-        if pool.engine:
-            raise ValueError(f"pool {pool.name!r} has engine arguments of its own: leave them out")
-    engine = EngineLimits.of(settings.engine.on(gpus=0))
-    shape = settings.model.emulated_shape
-    host_blocks = int(engine.host_bytes / (served_kv_bytes_per_token * engine.block_tokens))
-    token_bytes = kv_bytes_per_token(shape)
     announcements, models = [], []
-    for profile in worker_nodes(settings):
-        step, dilation = step_model(shape, profile), profile.dilation
-        announcements.append(
-            Announcement(
-                worker=profile.name, model="", node=profile, step=step,
-                kv_bytes_per_token=token_bytes, emulated_model="", fingerprint="",
-                block_tokens=engine.block_tokens, device_blocks=engine.device_blocks,
-                host_blocks=host_blocks, max_batch_tokens=engine.max_batch_tokens,
-                max_context_tokens=engine.max_context_tokens, events_endpoint="",
-                snapshot_endpoint="",
+    for pool in settings.all_pools:
+        engine = EngineLimits.of(pool.engine_settings(settings.engine))
+        if engine.missing:
+            raise ValueError(
+                f"pool {pool.name!r}: a mirror needs the engine's {', '.join(engine.missing)}, "
+                "which vLLM would choose: give them"
             )
-        )  # fmt: skip
-        seconds = (step.token_s, step.pair_s, step.weights_s, step.context_token_s, step.fixed_s)
-        real = StepModel(*(dilation * each_s for each_s in seconds))
-        block_bytes = token_bytes * engine.block_tokens
-        models.append(
-            NodeModel(
-                step=real, announced_step=real, block_tokens=engine.block_tokens,
-                # vLLM keeps one block for padding.
-                device_blocks=engine.device_blocks - 1, host_blocks=host_blocks,
-                load_block_s=dilation * block_bytes / profile.h2d_bytes_per_s,
-                store_block_s=dilation * block_bytes / profile.store_bytes_per_s,
-                load_fixed_s=dilation * profile.load_fixed_s,
-                budget_tokens=engine.max_batch_tokens, max_running=engine.max_sequences,
-            )
-        )  # fmt: skip
+        host_blocks = int(engine.host_bytes / (kv_bytes_per_token(served) * engine.block_tokens))
+        for node in pool_nodes(settings, pool)[: pool.least]:
+            profile, shape = node, settings.model.emulated_shape
+            if not pool.paced:
+                if node.name not in (measured or {}):
+                    raise ValueError(f"node {node.name!r} is not paced, and was not measured")
+                profile, shape = (measured or {})[node.name], served
+            step, dilation = step_model(shape, profile), profile.dilation
+            token_bytes = kv_bytes_per_token(shape)
+            announcements.append(
+                Announcement(
+                    worker=profile.name, model="", node=profile, step=step,
+                    kv_bytes_per_token=token_bytes, emulated_model="", fingerprint="",
+                    block_tokens=engine.block_tokens, device_blocks=engine.device_blocks,
+                    host_blocks=host_blocks, max_batch_tokens=engine.max_batch_tokens,
+                    max_context_tokens=engine.max_context_tokens, events_endpoint="",
+                    snapshot_endpoint="",
+                )
+            )  # fmt: skip
+            seconds = (step.token_s, step.pair_s, step.weights_s, step.context_token_s,
+                       step.fixed_s)  # fmt: skip
+            real = StepModel(*(dilation * each_s for each_s in seconds))
+            block_bytes = token_bytes * engine.block_tokens
+            models.append(
+                NodeModel(
+                    step=real, announced_step=real, block_tokens=engine.block_tokens,
+                    # vLLM keeps one block for padding.
+                    device_blocks=engine.device_blocks - 1, host_blocks=host_blocks,
+                    load_block_s=dilation * block_bytes / profile.h2d_bytes_per_s,
+                    store_block_s=dilation * block_bytes / profile.store_bytes_per_s,
+                    load_fixed_s=dilation * profile.load_fixed_s,
+                    budget_tokens=engine.max_batch_tokens, max_running=engine.max_sequences,
+                )
+            )  # fmt: skip
     return Mirror(tuple(announcements), tuple(models))
 
 

@@ -33,7 +33,8 @@ from benchmarks.harness import (
     table,
     usage_errors,
 )
-from deploy.commands.serve import running, settings_or_exit
+from benchmarks.serving.settings import Config, ModelName, bench_settings
+from deploy.commands.serve import running
 
 MAX_TOKENS = 16
 PROMPT_WORDS = {"short": 12, "1k": 970}
@@ -51,9 +52,14 @@ def serve(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds per system and point.")] = 6,
     concurrency: Annotated[str, typer.Option(help="Clients at once, several by comma.")] = "1,8,32",
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
+    config: Config = None,
+    model: ModelName = None,
     json_output: Json = False,
 ) -> None:
-    """Streamed chats: our ingress and worker against stock Ray Serve LLM on the same engine."""
+    """Streamed chats: our ingress and worker against stock Ray Serve LLM on the same engine.
+
+    The first pool of the cluster file is the node that all run on, at its own speed.
+    """
     with usage_errors():
         clients = [int(number) for number in numbers(concurrency, "--concurrency")]
         if min(clients) < 1:
@@ -61,7 +67,7 @@ def serve(
     # Imports half the system: only when it is wanted.
     from benchmarks.serving.cluster import SYSTEMS, BenchCluster, one_node
 
-    settings = one_node(settings_or_exit(port=0))
+    settings = one_node(bench_settings(config, model, True))
     points = list(itertools.product(PROMPT_WORDS, clients))
     with running(settings, BenchCluster) as cluster:
         urls = {

@@ -1,4 +1,4 @@
-"""`kappa bench validate`: is the simulator right? Real paced vLLM against it.
+"""`kappa bench validate`: is the simulator right? Real vLLM against it, paced or not.
 
 Each cell (trace, load, policy) is played several times on the real cluster over HTTP, with the same
 requests and times but other tokens, so that runs share no cache; then in the simulator, with
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import msgspec
 import numpy as np
 import typer
@@ -41,6 +42,7 @@ from benchmarks.serving.mirror import (
     saturation_sessions_per_s,
     simulate,
 )
+from benchmarks.serving.settings import Config, ModelName, Unpaced, bench_settings
 from benchmarks.serving.validate_play import Played, play
 from benchmarks.serving.validate_scripts import (
     SCALINGS,
@@ -49,8 +51,8 @@ from benchmarks.serving.validate_scripts import (
     idle_script,
     salt_of,
 )
-from deploy.commands.serve import running, settings_or_exit
-from kappa.model import kv_bytes_per_token
+from deploy.commands.serve import running
+from kappa.hardware import NodeProfile
 from kappa.settings.cluster import ClusterSettings
 from workers.vllm.arguments import EngineLimits
 from workload.catalogue import workload_named
@@ -180,15 +182,25 @@ def validate(
     window: Annotated[
         float, typer.Option(min=1, help="Real seconds over which the sessions of a run arrive.")
     ] = 12.0,
-    dilation: Annotated[float, typer.Option(min=1, help="Real seconds per emulated one.")] = 10.0,
+    config: Config = None,
+    model: ModelName = None,
+    unpaced: Unpaced = False,
+    dilation: Annotated[
+        float, typer.Option(min=1, help="Real seconds per emulated one, paced nodes.")
+    ] = 10.0,
     seed: Annotated[int, typer.Option(help="Seed of sessions and arrivals.")] = 1,
     records: Annotated[
         Path | None, typer.Option(help="Keep finished runs here, and go on from them.")
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """The simulator against real paced vLLM: TTFT quantiles, and the ranking of policies."""
-    base = settings_or_exit(port=0).model_copy(update={"dilation": dilation})
+    """The simulator against real vLLM: TTFT quantiles, and the ranking of policies.
+
+    Nodes that are not paced are mirrored as they measured themselves at a first start.
+    """
+    base = bench_settings(config, model, unpaced)
+    is_paced = all(pool.paced for pool in base.all_pools)
+    base = base.model_copy(update={"dilation": dilation if is_paced else 1.0})
     with usage_errors():
         bench = Bench(
             base, names(traces, SCALINGS, "--traces"), numbers(loads, "--loads"),
@@ -198,7 +210,7 @@ def validate(
     # Imports transformers: only when it is wanted.
     from deploy.app.model import prepare_model
 
-    mirror = mirror_of(base, kv_bytes_per_token(prepare_model(base).shape))
+    mirror = mirror_of(base, prepare_model(base).shape, {} if is_paced else _measured(base))
     bench.find_rates(mirror)
     for policy in bench.policies:
         if bench.missing(policy):
@@ -208,6 +220,13 @@ def validate(
                 asyncio.run(_play(bench, policy, cluster.url))
     facts = _facts(bench, mirror)
     publish(facts, lambda console: show(facts, console), json_output=json_output)
+
+
+def _measured(settings: ClusterSettings) -> dict[str, NodeProfile]:
+    """What each node measured of itself, by its name."""
+    with running(settings) as cluster:
+        rows = httpx.get(f"{cluster.url}/v1/nodes", timeout=30.0).raise_for_status().json()["nodes"]
+    return {row["node"]: NodeProfile.from_dict(row["profile"]) for row in rows}
 
 
 async def _play(bench: Bench, policy: str, url: str) -> None:
@@ -264,7 +283,8 @@ def _facts(bench: Bench, mirror: Mirror) -> Row:
              "busy": float(np.mean([p.busy_share for p in bench.runs_of(trace, load, policy)]))}
             for trace, load, policy in bench.cells()
         ],
-        dilation=bench.settings.dilation, paced=True,
+        dilation=bench.settings.dilation,
+        paced=all(pool.paced for pool in bench.settings.all_pools),
     )  # fmt: skip
 
 
@@ -336,7 +356,8 @@ def show(facts: Row, console: Console) -> None:
         for row in facts["rows"]
     ]  # fmt: skip
     columns = ("trace", "load", "policy", "quantile", "real s", "sim s", "err", "spread")
-    title = f"Real paced vLLM (dilation {facts['dilation']:g}) and simulator: TTFT"
+    pace = f"paced (dilation {facts['dilation']:g})" if facts["paced"] else "unpaced"
+    title = f"Real vLLM, {pace}, and simulator: TTFT"
     console.print(table(title, columns, rows, left=("policy",)))
     console.print(
         f"{facts['rows_within_goal']} of {len(facts['rows'])} within {100 * facts['goal']:.0f} %; "

@@ -30,12 +30,19 @@ from benchmarks.serving.validate_scripts import (
     idle_script,
     salt_of,
 )
+from kappa.hardware import node_profile
+from kappa.model import ModelShape
 from kappa.settings.cluster import ClusterSettings
 from workload.catalogue import workload_named
 
 BLOCK = 32
 SETTINGS = ClusterSettings(dilation=10.0)
-MIRROR = mirror_of(SETTINGS, 512.0)
+# 2 layers, keys and values of 32 numbers of 4 bytes: 512 bytes a token; 1,000 parameters.
+SERVED = ModelShape(
+    "tiny", layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, params_active=1e3,
+    params_total=1e3, attention="gqa", kv_dtype_bytes=4.0, weight_dtype_bytes=4.0,
+)  # fmt: skip
+MIRROR = mirror_of(SETTINGS, SERVED)
 OVERHEAD = Overhead(0.014, 0.012, 0.0, 10)
 WORKLOADS = {name: workload_named(name) for name in SCALINGS}
 
@@ -240,9 +247,28 @@ def test_saturation_is_less_than_what_arrives_then():
     assert 0 < saturation_sessions_per_s(make, MIRROR, 10.0) < rates[-1]
 
 
-def test_only_paced_nodes_can_be_mirrored():
-    with pytest.raises(ValueError, match="'pcie' is not paced"):
-        mirror_of(SETTINGS.unpaced(), 512.0)
+def test_nodes_that_are_not_paced_are_mirrored_as_they_were_measured():
+    real = ClusterSettings(
+        pools=(
+            {"name": "whole", "profile": "pcie", "engine": {"host_bytes": 1 << 20}},
+            {"name": "half", "profile": "pcie", "engine": {"max_batch_tokens": 128}},
+        ),
+        engine={"host_bytes": 1 << 21},
+    )
+    with pytest.raises(ValueError, match="'whole' is not paced, and was not measured"):
+        mirror_of(real, SERVED)
+    measured = {
+        name: replace(node_profile("pcie"), name=name, flops_per_s=flops, h2d_bytes_per_s=5.12e6)
+        for name, flops in (("whole", 1e9), ("half", 5e8))
+    }
+    mirror = mirror_of(real, SERVED, measured)
+    whole, half = mirror.models
+    # 2 FLOPs a parameter; 32 tokens of 512 bytes over 5.12 MB/s.
+    assert whole.step.token_s == pytest.approx(2e-6) and half.step.token_s == pytest.approx(4e-6)
+    assert whole.load_block_s == pytest.approx(32 * 512 / 5.12e6)
+    assert (whole.host_blocks, half.host_blocks) == (64, 128)
+    assert (whole.budget_tokens, half.budget_tokens) == (1024, 128)
+    assert [each.worker for each in mirror.announcements] == ["whole", "half"]
 
 
 # -- what is made of it -----------------------------------------------------------------------
