@@ -21,7 +21,7 @@ _ROUNDING = 1e-5
 
 def contradictions(settings: ClusterSettings) -> list[str]:
     """Settings that are sound one by one and do not go together."""
-    return [*_of_engines(settings), *_of_roles(settings)]
+    return [*_of_engines(settings), *_of_tiers(settings), *_of_roles(settings)]
 
 
 def _of_engines(settings: ClusterSettings) -> Iterator[str]:
@@ -69,6 +69,37 @@ def _of_engines(settings: ClusterSettings) -> Iterator[str]:
         yield f"pools {on_gpus} have GPUs and are paced: a GPU has its own speed; drop one"
 
 
+def _of_tiers(settings: ClusterSettings) -> Iterator[str]:
+    link = settings.scheduler
+    for pool in settings.all_pools:
+        engine, gpus = pool.engine_settings(settings.engine), pool.placement.gpus
+        if engine.kind != "vllm" or not engine.host_bytes:
+            continue
+        tier, who = engine.tier_on(gpus), f"pool {pool.name}: engine."
+        if tier == "own" and gpus:
+            yield (
+                f"{who}host_tier own copies between tensors of a CPU and cannot reach a GPU's: say "
+                "auto or native, with which vLLM copies"
+            )
+        if tier == "native" and not gpus:
+            yield f"{who}host_tier native needs a GPU, and placement.gpus is 0: say auto or own"
+        if tier == "native" and link.duplex == "half":
+            yield (
+                f"{who}host_tier native copies each way in a stream of its own, and "
+                "scheduler.duplex is half: say full"
+            )
+        if engine.handover_dir and tier == "native":
+            yield (
+                f"{who}handover_dir keeps the memory of host_tier own, and this pool's is native: "
+                "leave it out for pools with GPUs"
+            )
+        if engine.handover_dir and link.link_order == "fifo":
+            yield (
+                f"{who}handover_dir needs scheduler.link_order loads_first, and it is fifo, which "
+                "is vLLM's own order and keeps no record of what is stored"
+            )
+
+
 def _of_roles(settings: ClusterSettings) -> Iterator[str]:
     pools, connector = settings.all_pools, settings.transfer.connector
     if all(pool.role == "both" for pool in pools):
@@ -83,9 +114,8 @@ def _of_roles(settings: ClusterSettings) -> Iterator[str]:
         engine, who = pool.engine_settings(settings.engine), f"pool {pool.name}"
         if not engine.host_bytes:
             yield f"{who} hands KV over or takes it, which needs engine.host_bytes above 0"
-        if engine.host_tier != "own" and connector == "files":
-            need = f"needs engine.host_tier own, not {engine.host_tier}"
-            yield f"{who}: transfer.connector files {need}"
+        if engine.host_tier == "lmcache" and connector == "files":
+            yield f"{who}: transfer.connector files needs engine.host_tier auto, not lmcache"
         if connector == "nixl" and not pool.placement.gpus:
             yield (
                 f"{who} has no GPU, and transfer.connector is nixl, which vLLM's CPU build lacks: "

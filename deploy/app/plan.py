@@ -193,7 +193,9 @@ def worker_plan(
         cpu_room_share=e.cpu_room_share,
         approx=e.approx,
         sparse=_sparse(e, model),
-        tier=TierChoice(e.host_tier, "kv" if e.planner == "kv" else "tail", e.lmcache),
+        tier=TierChoice(
+            e.tier_on(pool.placement.gpus), "kv" if e.planner == "kv" else "tail", e.lmcache
+        ),
         pool=pool.name,
         role=pool.role,
         gpus=pool.placement.gpus,

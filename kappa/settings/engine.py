@@ -125,7 +125,7 @@ EngineKind = Literal["vllm", "torch", "emulated"]
 
 PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail"]
 
-HostTierName = Literal["own", "lmcache", "native"]
+HostTierName = Literal["auto", "own", "native", "lmcache"]
 
 # Of which kind of engine each planner is; both have "auto" and "kv".
 _PLANNERS: dict[str, tuple[str, ...]] = {
@@ -198,8 +198,9 @@ class EngineSettings(Section):
         "loads the front and computes the rest where that is faster; kv loads all",
     )
     host_tier: HostTierName = Field(
-        "own",
-        description="own: ours; lmcache: an LMCache server; native: vLLM's own copies, GPU only",
+        "auto",
+        description="auto: native on GPUs, else own; native: copied by vLLM, which needs a GPU; "
+        "own: copied by us, on CPUs; lmcache: an LMCache server",
     )
     load: Literal["ahead", "layers"] = Field(
         "ahead",
@@ -284,14 +285,15 @@ class EngineSettings(Section):
             raise ValueError("cpu_threads needs kind torch and host_bytes above zero")
         if self.planner == "cpu" and not self.cpu_threads:
             raise ValueError("planner cpu needs cpu_threads above zero: who else would attend")
-        if self.host_tier != "own" and self.kind != "vllm":
-            raise ValueError(f"host_tier {self.host_tier} needs kind vllm, and this is {self.kind}")
-        if self.handover_dir and (self.kind != "vllm" or self.host_tier != "own"):
-            raise ValueError("handover_dir needs kind vllm and host_tier own")
+        tier, elsewhere = self.host_tier, self.host_tier in ("native", "lmcache")
+        if elsewhere and self.kind != "vllm":
+            raise ValueError(f"host_tier {tier} needs kind vllm, and this is {self.kind}")
+        if self.handover_dir and (self.kind != "vllm" or tier == "lmcache"):
+            raise ValueError("handover_dir needs kind vllm and another host_tier than lmcache")
         if self.load == "layers":
             raise ValueError("load layers is not proven inside vLLM and is not served: use ahead")
-        if self.host_tier != "own" and not self.host_bytes:
-            raise ValueError(f"host_tier {self.host_tier} needs host_bytes above zero")
+        if elsewhere and not self.host_bytes:
+            raise ValueError(f"host_tier {tier} needs host_bytes above zero")
         return self
 
     @field_validator("extra")
@@ -313,6 +315,12 @@ class EngineSettings(Section):
         if twice:
             raise ValueError("; ".join(twice))
         return self
+
+    def tier_on(self, gpus: int) -> str:
+        """The host tier of a worker with so many GPUs: what `host_tier: auto` means there."""
+        if self.host_tier != "auto":
+            return self.host_tier
+        return "native" if gpus and self.kind == "vllm" else "own"
 
     @model_validator(mode="after")
     def _context_fits(self) -> EngineSettings:

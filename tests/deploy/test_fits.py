@@ -9,13 +9,15 @@ from deploy.app.cluster import Cluster
 from deploy.app.fits import contradictions, misfits
 from deploy.app.machine import GpuFacts, Machine
 from deploy.app.model import Model, StartError
-from deploy.app.plan import worker_demand
+from deploy.app.plan import worker_demand, worker_plan
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import PoolSettings
 from kappa.shapes import model_shape
 
 MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
 GPU = {"gpus": 1, "resources": {"pool-gh200": 1}}
+KEPT = {"handover_dir": "/dev/shm/k"}
+A_GPU_POOL = [{"name": "a", "placement": {"gpus": 1}}]
 
 pytestmark = pytest.mark.ray
 
@@ -83,8 +85,25 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
         ),
         (
             [{"name": "a", "role": "prefill"}, {"name": "b"}],
-            {"engine": {"host_tier": "native"}},
-            "needs engine.host_tier own",
+            {"engine": {"host_tier": "lmcache"}},
+            "needs engine.host_tier auto, not lmcache",
+        ),
+        (
+            A_GPU_POOL,
+            {"engine": {"host_tier": "own"}},
+            "host_tier own copies between tensors of a CPU",
+        ),
+        ([{"name": "a"}], {"engine": {"host_tier": "native"}}, "native needs a GPU, and placement"),
+        (A_GPU_POOL, {"scheduler": {"duplex": "half"}}, "scheduler.duplex is half: say full"),
+        (
+            A_GPU_POOL,
+            {"engine": {"handover_dir": "/dev/shm/k"}},
+            "leave it out for pools with GPUs",
+        ),
+        (
+            [{"name": "a"}],
+            {"engine": KEPT, "scheduler": {"link_order": "fifo"}},
+            "needs scheduler.link_order loads_first",
         ),
     ],
 )
@@ -92,8 +111,26 @@ def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, 
     assert any(message in fault for fault in contradictions(cluster(*pools, **more)))
 
 
-def test_a_sound_cluster_has_no_contradiction():
-    assert contradictions(load_settings()) == []
+@pytest.mark.parametrize(
+    ("pools", "more"),
+    [
+        (None, {}),
+        (A_GPU_POOL, {}),
+        (A_GPU_POOL, {"scheduler": {"link_order": "fifo"}}),
+        (A_GPU_POOL, {"engine": {"host_tier": "own", "host_bytes": 0}}),
+        ([*A_GPU_POOL, {"name": "b"}], {"engine": {"host_tier": "auto"}}),
+        ([{"name": "a"}], {"engine": KEPT, "scheduler": {"duplex": "half"}}),
+        ([{**A_GPU_POOL[0], "role": "prefill"}, {"name": "b"}], {}),
+    ],
+)  # fmt: skip
+def test_a_sound_cluster_has_no_contradiction(pools, more):
+    assert contradictions(cluster(*pools, **more) if pools else load_settings()) == []
+
+
+def test_a_plan_names_the_host_tier_that_a_pools_workers_run():
+    settings = cluster(*A_GPU_POOL, {"name": "b"})
+    plans = [worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools]
+    assert [plan.tier.kind for plan in plans] == ["native", "own"]
     sound = cluster({"name": "a", "role": "prefill"}, {"name": "b", "role": "decode"})
     assert contradictions(sound) == []
 

@@ -1,4 +1,7 @@
-"""Real vLLM: one engine computes a prompt, another decodes it from the KV that was handed over."""
+"""Real vLLM: one engine computes a prompt, another decodes it from the KV that was handed over.
+
+The one that decodes has vLLM's own host tier, as on a GPU, whose lowest calls are emulated.
+"""
 
 import random
 import tempfile
@@ -21,10 +24,10 @@ def pair():
         files = Path(folder) / "files"
         made = []
         try:
-            for name in ("prefill", "decode"):
+            for name, tier in (("prefill", "own"), ("decode", "native")):
                 place = Path(folder) / name
                 place.mkdir()
-                made.append(TierEngine(place, transfer=files))
+                made.append(TierEngine(place, transfer=files, kind=tier))
             yield (*made, files)
         finally:
             for engine in made:
@@ -86,3 +89,40 @@ def test_a_name_from_outside_reads_nothing(pair):
 def test_a_prompt_shorter_than_a_block_is_not_handed_over(pair):
     prefill, _, _ = pair
     assert prefill.ask(prompt(5)[: BLOCK - 1], params=HAND_OVER, count=1)["params"] is None
+
+
+def test_vllms_own_tier_gives_back_what_it_stored_and_reports_it_as_ours_does(pair):
+    """Stored, gone from the device, loaded: the same tokens with the same probability."""
+    own, native, _ = pair
+    known, whole = prompt(6), TOKENS // BLOCK * BLOCK
+    seen = {}
+    for name, engine in (("own", own), ("native", native)):
+        engine.reports()
+        cold, deadline = engine.ask(known), time.monotonic() + 60.0
+        while (answer := engine.ask(known))["cached"] < whole:
+            assert time.monotonic() < deadline
+        assert answer["tokens"] == cold["tokens"]
+        assert answer["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
+        engine.reports()
+        engine.ask(known)
+        seen[name] = engine.reports()["messages"]
+    loads = {name: [m for m in messages if m["kind"] == "load"] for name, messages in seen.items()}
+    (ours,), (theirs,) = loads["own"], loads["native"]
+    same = ("tokens", "blocks", "bytes", "pace_s")
+    assert ours.keys() == theirs.keys()
+    assert [ours[key] for key in same] == [theirs[key] for key in same]
+    # A GB a second, as the emulated device copies.
+    assert theirs["took_s"] == pytest.approx(theirs["bytes"] / 1e9)
+    (spent,) = (s for m in seen["native"] if m["kind"] == "step" for s in m["spent"])
+    assert spent[1] == pytest.approx(theirs["took_s"])
+
+
+def test_less_than_there_is_may_be_loaded_from_vllms_own_tier(pair):
+    _, native, _ = pair
+    known = prompt(7)
+    cold, deadline = native.ask(known), time.monotonic() + 60.0
+    while (whole := native.ask(known)["cached"]) < TOKENS // BLOCK * BLOCK:
+        assert time.monotonic() < deadline
+    tail = native.ask(known, plan="tail")
+    assert 0 < tail["cached"] < whole and tail["cached"] % BLOCK == 0
+    assert tail["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)

@@ -36,6 +36,7 @@ from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 _NEWS_S = 0.5
 ROOT = Path(__file__).parents[2]
 BLOCK, CONTEXT = 32, 1184
+EMULATED_CUDA = "tests.workers.vllm.emulated_cuda"
 CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
 
 
@@ -81,7 +82,8 @@ class Listener:
 
 
 class TierEngine:
-    """The engine from outside. `tier`: its kind, and fields of `LmcacheSettings`; `path`: more to
+    """The engine from outside. `tier`: its kind (native: over an emulated CUDA), and fields of
+    `LmcacheSettings`; `path`: more to
     import from; `transfer`: folder where it gives prompts to other engines and takes them."""
 
     def __init__(self, folder, path="", transfer="", **tier):
@@ -147,6 +149,9 @@ def main():
         choice = TierChoice(kind, TAIL, LmcacheSettings(**tier))
         own = EngineTier(choice, slow_rates())
         config = transfer_config(own, 1 << 26, listener.stats)
+        if kind == "native":
+            extra = config["kv_connector_extra_config"]
+            extra["spec_name"], extra["spec_module_path"] = "EmulatedCudaSpec", EMULATED_CUDA
         if transfer:
             files = TransferSettings(folder=transfer, most_bytes=1 << 28, wait_s=2.0)
             arguments = {"kv_transfer_config": config}

@@ -58,10 +58,11 @@ SIGNATURES = {
     f"{_STATE}.update_offload_keys": "",
     f"{_SCHEDULER}._touch": "req_status",
     f"{_CONNECTOR}.base:KVConnectorWorkerMetadata.aggregate": "other",
-    # workers.vllm.host_tier
+    # workers.vllm.host_tier, workers.vllm.native_tier
     f"{_MANAGER}.__init__": "num_blocks cache_policy cache_policy_module_path enable_events",
     f"{_SPEC}.get_worker": "kv_caches",
     "vllm.v1.kv_offload.base:BlockIDsLoadStoreSpec.__init__": "block_ids",
+    "vllm.v1.kv_offload.base:GPULoadStoreSpec.__init__": "block_ids group_sizes block_indices",
     # workers.vllm.metered_worker
     "vllm.v1.worker.cpu_worker:CPUWorker.execute_model": "scheduler_output",
     "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens": "grammar_output",
@@ -108,6 +109,7 @@ NAMES = {
     # workers.vllm.host_tier
     "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor page_size_bytes",
     "vllm.v1.kv_offload.base:CanonicalKVCaches": "tensors",
+    "vllm.v1.kv_offload.config:OffloadingParallelConfig": "rank",
     # workers.vllm.metered_worker
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
@@ -178,7 +180,24 @@ SOURCES = {
     _MANAGER: ("self._policy", "self._get_load_store_spec"),
     f"{_SPEC}.get_manager": ("_manager", "eviction_policy", "cache_policy_module_path"),
     _SPEC: ("self.extra_config", "self.num_blocks", "self.blocks_per_chunk",
-            "self.tokens_per_block"),
+            "self.tokens_per_block", "self.config = config"),
+    # What is checked against memory and /dev/shm is all that vLLM takes: of all ranks together.
+    f"{_SPEC}.__init__": (
+        "num_copies = 1 if self.replicated_layout else world_size",
+        "self.num_blocks = int(cpu_bytes_to_use) // aligned_kv_bytes_per_chunk",
+    ),
+    f"{_SPEC}.create_worker": ("SharedOffloadRegion(",),
+    "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion.__init__": (
+        'f"/dev/shm/vllm_offload_{engine_id}.mmap"', "check_shm_free_space(self.total_size_bytes)",
+    ),
+    # The seconds of a transfer lie between two events of its stream, and waiting is not among them.
+    "vllm.v1.kv_offload.cpu.gpu_worker:SingleDirectionOffloadingHandler.transfer_async": (
+        "stream.wait_event(last_event)", "start_event.record(stream)", "end_event.record(stream)",
+    ),
+    "vllm.v1.kv_offload.cpu.gpu_worker:SingleDirectionOffloadingHandler.get_finished": (
+        "transfer_size=transfer.num_bytes", "transfer_time=transfer_time",
+        "transfer.start_event.elapsed_time(transfer.end_event) * 1e-3",
+    ),
     _LLM_SERVER: ("self._llm_config", "self.engine"),
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine": (
         "self._engine_client = self._start_async_llm_engine",
@@ -216,7 +235,8 @@ def test_the_source_has_what_we_rely_on(path):
 
 PRESENT = [
     "workers.vllm.metered_worker:MeteredCPUWorker", "workers.vllm.connector:HostTierConnector",
-    "workers.vllm.host_tier:HostTierSpec", "workers.no_download:NoDownload",
+    "workers.vllm.host_tier:HostTierSpec", "workers.vllm.native_tier:NativeTierSpec",
+    "workers.no_download:NoDownload",
     "router.ray_router:KappaRouter", "workers.vllm.scheduler:FairScheduler",
     *(f"{_CONNECTOR}:KVConnectorBase_V1.{name}" for name in (
         "bind_connector_metadata", "get_finished", "get_block_ids_with_load_errors",
@@ -307,14 +327,16 @@ def test_the_host_tier_takes_what_vllms_takes():
 
     from workers.vllm.host_tier import HostTierWorker
     from workers.vllm.host_tier_manager import HostTierManager
+    from workers.vllm.native_tier import NativeTierWorker
 
     for name in ("prepare_store", "complete_store", "reset_cache"):
         theirs, ours = getattr(named(_MANAGER), name), getattr(HostTierManager, name)
         assert parameters(ours) == parameters(theirs)
-    assert OffloadingWorker.__abstractmethods__ <= set(vars(HostTierWorker))
-    for name in ("submit_store", "submit_load"):
-        theirs, ours = getattr(OffloadingWorker, name), getattr(HostTierWorker, name)
-        assert parameters(ours) == parameters(theirs)
+    for worker in (HostTierWorker, NativeTierWorker):
+        assert not worker.__abstractmethods__
+        for name in OffloadingWorker.__abstractmethods__:
+            theirs, ours = getattr(OffloadingWorker, name), getattr(worker, name)
+            assert parameters(ours) == parameters(theirs), name
 
 
 def test_every_engine_argument_and_variable_that_we_set_is_known_to_vllm():
@@ -351,3 +373,7 @@ def test_what_is_sent_is_copied_at_binding_since_loads_may_start_behind_the_forw
     mixin = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
     steps = inspect.getsource(named(f"{mixin}._get_kv_connector_output"))
     assert steps.index("bind_connector_metadata(") < steps.index("yield output")
+    # vLLM's second model runner, which GPUs have.
+    runner = "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector"
+    before = inspect.getsource(named(f"{runner}.pre_forward"))
+    assert "bind_connector_metadata(" in before and "get_finished" not in before

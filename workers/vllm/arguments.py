@@ -49,6 +49,10 @@ CPU_ENV = {
 OWN, LMCACHE, NATIVE = "own", "lmcache", "native"
 _CPU_WORKER = "workers.vllm.metered_worker.MeteredCPUWorker"
 _GPU_WORKER = "workers.vllm.metered_worker.MeteredGPUWorker"
+_SPECS = {
+    OWN: ("HostTierSpec", "workers.vllm.host_tier"),
+    NATIVE: ("NativeTierSpec", "workers.vllm.native_tier"),
+}
 # What is announced of a server is bounded by what it can hold, or, of a shared one, by this.
 _SHARED_BLOCKS = 1 << 20
 
@@ -138,7 +142,7 @@ class Pace:
 class TierChoice:
     """What the settings say of the host tier.
 
-    kind: ours, an LMCache server, or vLLM's own copies, which need a GPU. planner: "tail" or "kv".
+    kind: copied by us, by vLLM (on a GPU), or an LMCache server. planner: "tail" or "kv".
     """
 
     kind: str = OWN
@@ -229,7 +233,7 @@ def engine_kwargs(
     if limits.host_bytes:
         config = transfer_config(tier, limits.host_bytes, endpoints.stats)
         extra = config["kv_connector_extra_config"]
-        if tier.choice.kind == OWN:
+        if tier.choice.kind != LMCACHE:
             extra[LINK_KEY] = dict(scheduler.link)
         if tier.choice.kind != NATIVE and pace is not None:
             extra[PACE_KEY] = msgspec.to_builtins(pace.link)
@@ -275,8 +279,8 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
             "self_describing_kv_events": True,
             "offload_prompt_only": False,
         }
-        if choice.kind == OWN:
-            extra |= {"spec_name": "HostTierSpec", "spec_module_path": "workers.vllm.host_tier"}
+        spec, place = _SPECS[choice.kind]
+        extra |= {"spec_name": spec, "spec_module_path": place}
     return {
         "kv_connector": connector,
         "kv_connector_module_path": module,

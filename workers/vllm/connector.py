@@ -23,11 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
 from workers.stats_channel import StatsSender
 from workers.vllm.admission_reports import AdmissionReports, ignore_malformed_params
-from workers.vllm.host_tier import HostTierWorker
+from workers.vllm.host_tier import TierWorker
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
 from workers.vllm.options import STATS_KEY
 from workers.vllm.persistent_tier import announcement, record_stores
@@ -68,6 +69,11 @@ class HostTierConnector(OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._kappa_block_tokens = int(vllm_config.cache_config.block_size)
+        # Of a sliding window only the blocks before the end of the hit are known to be there.
+        groups = kv_cache_config.kv_cache_groups
+        self._kappa_may_shorten = all(
+            isinstance(g.kv_cache_spec, FullAttentionSpec) for g in groups
+        )
         if role == KVConnectorRole.SCHEDULER:
             stats = StatsSender(extra.get(STATS_KEY, ""))
             tail = TailRecompute.from_config(extra, self._kappa_block_tokens)
@@ -116,7 +122,7 @@ class HostTierConnector(OffloadingConnector):
         """As vLLM's, less the tail that is computed faster than loaded."""
         hit, loads_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         loaded = self._kappa_admissions.loaded_tokens(request, num_computed_tokens, hit or 0)
-        if not hit:
+        if not hit or not self._kappa_may_shorten:
             return hit, loads_async
         if loaded < hit:
             status = self._kappa_status(request)
@@ -160,10 +166,11 @@ class HostTierConnector(OffloadingConnector):
 
     # -- the worker's side --------------------------------------------------------------------
 
-    def _kappa_tier(self) -> HostTierWorker | None:
-        """The host tier of this process, if it is ours."""
+    def _kappa_tier(self) -> TierWorker | None:
+        """The host tier of this process, once its device cache is known."""
         tier = self.connector_worker.worker if self.connector_worker is not None else None
-        return tier if isinstance(tier, HostTierWorker) else None
+        assert tier is None or isinstance(tier, TierWorker)
+        return tier
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """As vLLM's; names the request of each load."""

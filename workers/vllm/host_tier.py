@@ -1,12 +1,13 @@
 """The host tier: KV blocks kept in host memory behind vLLM's `OffloadingConnector`.
 
-vLLM's own manager decides what is stored, evicted and looked up; this spec supplies the copy engine
-for machines without a GPU, and the order of the link (`workers.vllm.link`): a real copy between the
-device cache and host memory. On a *paced* node a transfer also lasts as long as its bytes would
-take on the named node's link, in dilated time. Stores are bounded: they are dropped, and counted,
-when too many seconds of them are queued already (`workers.vllm.host_tier_manager`), or when the
-engine wants their blocks back before their turn came. Configured through
-`kv_connector_extra_config`, which `workers.vllm.arguments.transfer_config` makes.
+vLLM's own manager decides what is stored, evicted and looked up; stores are bounded: they are
+dropped, and counted, when too many seconds of them are queued already
+(`workers.vllm.host_tier_manager`). On GPUs vLLM copies (`workers.vllm.native_tier`). Here is the
+copy engine for machines without one, and the order of its link (`workers.vllm.link`): a real copy
+between the device cache and host memory, which on a *paced* node also lasts as long as its bytes
+would take on the named node's link, in dilated time. It drops stores, too, whose blocks the engine
+wants back before their turn came. Configured through `kv_connector_extra_config`, which
+`workers.vllm.arguments.transfer_config` makes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,51 @@ class TierSize:
         return persistent_tensor(self.folder / f"kv-{rank}-{number}", self.blocks, width)
 
 
-class HostTierWorker(OffloadingWorker, LoadSource):
+class TierWorker(OffloadingWorker, LoadSource):
+    """What a host tier's worker reports of its transfers, whoever copies."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> None:
+        LoadSource.__init__(self)
+        self.device = [t.tensor for t in kv_caches.tensors]
+        """The device cache's blocks, as int8 tensors of (blocks, bytes of one)."""
+        self._stats = stats
+        self._report_lock = threading.Lock()
+        self._loading: dict[int, str] = {}
+
+    @property
+    def store_block_s(self) -> float:
+        """Measured seconds to copy one block to the host; 0 before the first."""
+        raise NotImplementedError
+
+    def loading(self, job_id: int, request: str) -> None:
+        """A load that is about to be submitted is this request's (vLLM's id)."""
+        with self._report_lock:
+            self._loading[job_id] = request
+
+    def take_dropped(self) -> set[int]:
+        """Stores given up since the last call; at the latest when `get_finished` names them."""
+        return set()
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until `job_ids` have ended, and report how long that held the engine up."""
+        start_s = time.monotonic()
+        self._wait(job_ids)
+        with self._report_lock:
+            self._stats.send({"kind": "wait", "took_s": time.monotonic() - start_s})
+
+    def _wait(self, job_ids: set[int]) -> None:
+        raise NotImplementedError
+
+    def _report(self, message: dict[str, Any]) -> None:
+        """Send what became of a transfer; a load's seconds are its request's, too."""
+        with self._report_lock:
+            request = self._loading.pop(message.pop("job", -1), None)
+            if request is not None:
+                self.add_load_s(request, message["took_s"])
+            self._stats.send(message)
+
+
+class HostTierWorker(TierWorker):
     """Moves blocks between the device cache and host memory, over one link or one each way.
 
     Host blocks are shaped like the device's; one chunk is one block.
@@ -80,17 +125,13 @@ class HostTierWorker(OffloadingWorker, LoadSource):
         stats: StatsSender,
         rules: LinkRules = LinkRules(),
     ) -> None:
-        LoadSource.__init__(self)
-        self.device = device = [t.tensor for t in kv_caches.tensors]
-        """The device cache's blocks, as int8 tensors of (blocks, bytes of one)."""
-        self.pace = pace
-        self._stats, self._block_tokens = stats, size.block_tokens
-        self._report_lock = threading.Lock()
-        self._loading: dict[int, str] = {}
+        super().__init__(kv_caches, stats)
+        self.pace, self._block_tokens = pace, size.block_tokens
+        device = self.device
         host = [size.tensor(i, int(t.shape[1])) for i, t in enumerate(device)]
         routes = {LOAD: Route(host, device), STORE: Route(device, host)}
         shares = [routes] if rules.duplex == HALF else [{key: routes[key]} for key in routes]
-        self.links = [Link(share, rules, self._pace_s, self._report) for share in shares]
+        self.links = [Link(share, rules, self._pace_s, self._ended) for share in shares]
         self._loads, self._stores = self.links[0], self.links[-1]
 
     def submit_store(
@@ -114,27 +155,12 @@ class HostTierWorker(OffloadingWorker, LoadSource):
         """Transfers of both directions that ended since the last call, dropped stores too."""
         return [result for link in self.links for result in link.take_finished()]
 
-    def loading(self, job_id: int, request: str) -> None:
-        """A load that is about to be submitted is this request's (vLLM's id)."""
-        with self._report_lock:
-            self._loading[job_id] = request
-
     def take_dropped(self) -> set[int]:
-        """Stores given up since the last call; at the latest when `get_finished` names them."""
         return set().union(*(link.take_dropped() for link in self.links))
 
     @property
     def store_block_s(self) -> float:
-        """Measured seconds to copy one block to the host; 0 before the first."""
         return self._stores.block_s[STORE]
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Block until `job_ids` have ended, and report how long that held the engine up."""
-        start_s = time.monotonic()
-        for link in self.links:
-            link.wait(job_ids)
-        with self._report_lock:
-            self._stats.send({"kind": "wait", "took_s": time.monotonic() - start_s})
 
     def wait_for_load(self, timeout_s: float) -> bool:
         """As `LoadSource`'s; sleeps a moment if only stores are in flight."""
@@ -150,24 +176,23 @@ class HostTierWorker(OffloadingWorker, LoadSource):
         for link in self.links:
             link.close()
 
+    def _wait(self, job_ids: set[int]) -> None:
+        for link in self.links:
+            link.wait(job_ids)
+
     def _pace_s(self, direction: str, blocks: int) -> float:
         tokens = blocks * self._block_tokens
         return self.pace.load_s(tokens) if direction == LOAD else self.pace.store_s(tokens)
 
-    def _report(self, message: dict[str, Any]) -> None:
-        message["tokens"] = message["blocks"] * self._block_tokens
-        with self._report_lock:
-            request = self._loading.pop(message.pop("job", -1), None)
-            if request is not None:
-                self.add_load_s(request, message["took_s"])
-            self._stats.send(message)
+    def _ended(self, message: dict[str, Any]) -> None:
+        self._report({**message, "tokens": message["blocks"] * self._block_tokens})
 
 
-class HostTierSpec(SpecNames):
-    """vLLM's CPU offloading spec with our copy engine in place of the CUDA one."""
+class ManagedTierSpec(SpecNames):
+    """vLLM's CPU offloading spec with our manager, and worker, in place of its own."""
 
     _manager: OffloadingManager | None
-    _kappa_worker: HostTierWorker | None = None
+    _kappa_worker: TierWorker | None = None
 
     def __init__(self, config: Any) -> None:
         """
@@ -212,14 +237,24 @@ class HostTierSpec(SpecNames):
         return super().get_manager()
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Make the copy engine once, in the worker process."""
+        """Make the worker once, in its process. Of tensor-parallel ranks, which all copy the same
+        tokens at the same time, the first alone reports."""
         if self._kappa_worker is None:
             if self.blocks_per_chunk != 1:
                 raise ValueError(
                     f"host tier: blocks_per_chunk is {self.blocks_per_chunk}; only 1 is supported"
                 )
-            stats = StatsSender(self.extra_config.get(STATS_KEY, ""))
-            self._kappa_worker = HostTierWorker(
-                kv_caches, self._size, self._pace, stats, self._rules
-            )
+            first = self.config.parallel.rank == 0
+            stats = StatsSender(self.extra_config.get(STATS_KEY, "") if first else "")
+            self._kappa_worker = self._make_worker(kv_caches, stats)
         return self._kappa_worker
+
+    def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
+        raise NotImplementedError
+
+
+class HostTierSpec(ManagedTierSpec):
+    """Copied by us (`own`)."""
+
+    def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
+        return HostTierWorker(kv_caches, self._size, self._pace, stats, self._rules)

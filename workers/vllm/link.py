@@ -27,7 +27,8 @@ LOAD, STORE = "load", "store"
 # A transfer gives way only between pieces of about so many seconds (of one block at least).
 PIECE_S = 0.02
 _POLL_S = 0.2
-_RATE_WEIGHT = 0.2
+# Of a new measurement of seconds per block, against those before it.
+RATE_WEIGHT = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -297,7 +298,7 @@ class Link:
         transfer.copy_s += seconds
         block_s = seconds / max(len(src_ids), 1)
         known_s = self.block_s[transfer.direction] or block_s
-        self.block_s[transfer.direction] = known_s + _RATE_WEIGHT * (block_s - known_s)
+        self.block_s[transfer.direction] = known_s + RATE_WEIGHT * (block_s - known_s)
         return True
 
     def _drop(self, transfer: Transfer, why: str) -> None:

@@ -10,9 +10,9 @@ def engine(**section):
     return load_settings(engine=section).engine
 
 
-def test_by_default_the_host_tier_is_ours_and_no_answer_is_approximate():
+def test_by_default_the_host_tier_follows_the_device_and_no_answer_is_approximate():
     found = load_settings().engine
-    assert (found.host_tier, found.planner, found.lmcache.server) == ("own", "auto", None)
+    assert (found.host_tier, found.planner, found.lmcache.server) == ("auto", "auto", None)
     s = found.sparse
     assert (found.approx, s.share, s.sink_tokens, s.recent_tokens) == ("never", 0.1, 4, 64)
     assert (s.eta, s.power) == (0.8, 3.0)
@@ -23,6 +23,22 @@ def test_a_shared_lmcache_server_with_its_bounds():
     lmcache = {"server": "tcp://cache.example:5555", "timeout_s": 0.2, "retry_s": 1}
     found = engine(host_tier="lmcache", planner="tail", lmcache=lmcache).lmcache
     assert (found.server, found.timeout_s, found.retry_s) == ("tcp://cache.example:5555", 0.2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "on_a_cpu", "on_a_gpu"),
+    [
+        ({}, "own", "native"),
+        ({"host_tier": "own"}, "own", "own"),
+        ({"host_tier": "native"}, "native", "native"),
+        ({"host_tier": "lmcache"}, "lmcache", "lmcache"),
+        ({"kind": "torch"}, "own", "own"),
+        ({"kind": "emulated"}, "own", "own"),
+    ],
+)
+def test_which_host_tier_a_worker_has(section, on_a_cpu, on_a_gpu):
+    found = engine(**section)
+    assert (found.tier_on(0), found.tier_on(1), found.tier_on(4)) == (on_a_cpu, on_a_gpu, on_a_gpu)
 
 
 def test_threads_and_room_are_read_and_a_kind_may_stand_alone():
@@ -47,6 +63,8 @@ TORCH = {"kind": "torch"}
         ({"host_tier": "disk"}, "engine.host_tier"),
         ({"host_tier": "lmcache", **TORCH}, "host_tier lmcache needs kind vllm, and this is torch"),
         ({"host_tier": "lmcache", "host_bytes": 0}, "lmcache needs host_bytes above zero"),
+        ({"host_tier": "native", "host_bytes": 0}, "native needs host_bytes above zero"),
+        ({"host_tier": "native", **TORCH}, "host_tier native needs kind vllm, and this is torch"),
         ({"lmcache": {"server": "cache:5555"}}, "engine.lmcache.server"),
         ({"lmcache": {"timeout_s": float("inf")}}, "engine.lmcache.timeout_s"),
         ({"lmcache": {"port": 5555}}, "engine.lmcache.port"),

@@ -103,7 +103,7 @@ def test_every_tier_reports_plans_and_computes_what_fails_to_load(kind):
     ("kind", "keys"),
     [
         ("own", {"kappa_link", "kappa_pace", "spec_name", "cpu_bytes_to_use"}),
-        ("native", {"cpu_bytes_to_use"}),
+        ("native", {"kappa_link", "spec_name", "cpu_bytes_to_use"}),
         ("lmcache", {"kappa_pace", "kappa_lmcache"}),
     ],
 )

@@ -1,0 +1,304 @@
+"""The host tier on GPUs: vLLM's own worker over an emulated CUDA, under our manager and reports."""
+
+import mmap
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+from structlog.testing import capture_logs
+from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from tests.workers.vllm.emulated_cuda import Cuda, on_device
+from workers.stats_channel import StatsSender
+from workers.vllm.host_tier import HostTierSpec, HostTierWorker, TierSize
+from workers.vllm.host_tier_manager import HostTierManager
+from workers.vllm.link import LOAD, STORE, Link, Route
+from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.native_tier import NativeTierSpec
+from workers.vllm.options import LINK_KEY, STATS_KEY, LinkPace, LinkRules
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, BLOCK_TOKENS, PAGE = 24, 16, 1 << 20
+LAYERS = 2
+BLOCK_BYTES = LAYERS * PAGE
+# A block takes a second of the emulated link, each way.
+BYTES_PER_S = BLOCK_BYTES
+WHO = ReqContext(req_id="r")
+
+
+class Clock:
+    """The emulated device's."""
+
+    def __init__(self):
+        self.s = 100.0
+
+    def now_s(self):
+        return self.s
+
+    def sleep(self, seconds):
+        self.s += seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def cuda(monkeypatch, clock):
+    made = Cuda(BYTES_PER_S, clock.now_s, clock.sleep)
+    made.install(monkeypatch.setattr)
+    return made
+
+
+@pytest.fixture
+def stats(tmp_path):
+    """An endpoint and a function that returns the next message sent there."""
+    endpoint = f"ipc://{tmp_path}/stats"
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        socket.bind(endpoint)
+        yield endpoint, lambda: msgspec.msgpack.decode(socket.recv())
+
+
+def config(rank=0, groups=(BLOCK_TOKENS,), host_blocks=8, **extra):
+    return OffloadingConfig(
+        groups=tuple(OffloadingGroupConfig(tokens, ("layer",)) for tokens in groups),
+        worker_kv_bytes_per_block=BLOCK_BYTES,
+        enable_kv_cache_events=True,
+        extra_config={"cpu_bytes_to_use": host_blocks * BLOCK_BYTES, **extra},
+        engine_id=f"kappa-test-{id(extra):x}",
+        model=OffloadingModelConfig("m", "float32"),
+        cache=OffloadingCacheConfig(BLOCK_TOKENS, 1),
+        parallel=OffloadingParallelConfig(rank, 1, 1, 1, 1, 1, 0, 1, None, True),
+    )
+
+
+def caches(groups=1):
+    generator = torch.Generator().manual_seed(3)
+    tensors = [
+        torch.randint(-128, 128, (BLOCKS, PAGE), dtype=torch.int8, generator=generator)
+        for _ in range(LAYERS)
+    ]
+    refs = [CanonicalKVCacheRef(i, PAGE) for i in range(LAYERS)]
+    return CanonicalKVCaches([CanonicalKVCacheTensor(t, PAGE) for t in tensors], [refs] * groups)
+
+
+def on_gpu(ids, sizes=None):
+    sizes = sizes or (len(ids),)
+    return GPULoadStoreSpec(list(ids), group_sizes=sizes, block_indices=(0,) * len(sizes))
+
+
+def on_host(ids):
+    return BlockIDsLoadStoreSpec(list(ids))
+
+
+@pytest.fixture
+def tier(cuda, stats):
+    """A function that makes a worker, and the device's tensors."""
+    made = []
+
+    def make(groups=(BLOCK_TOKENS,), rank=0, **extra):
+        spec = NativeTierSpec(config(rank, groups, **{STATS_KEY: stats[0], **extra}))
+        memory = caches(len(groups))
+        made.append(spec.get_worker(on_device(memory)))
+        assert spec.get_worker(on_device(memory)) is made[-1]
+        return made[-1], [t.tensor for t in memory.tensors]
+
+    yield make
+    for worker in made:
+        worker.shutdown()
+        assert worker not in LOAD_SOURCES
+    assert not list(Path("/dev/shm").glob("vllm_offload_kappa-test-*"))
+
+
+def test_blocks_come_back_byte_for_byte_through_vllms_own_worker(tier, cuda):
+    worker, device = tier()
+    before = [tensor.clone() for tensor in device]
+    assert worker.submit_store(1, on_gpu([5, 2, 9]), on_host([7, 0, 3]))
+    worker.wait({1})
+    assert [done.job_id for done in worker.get_finished()] == [1]
+    for tensor in device:
+        tensor.zero_()
+    assert worker.submit_load(2, on_host([3, 7]), on_gpu([20, 1]))
+    worker.wait({2})
+    assert [done.success for done in worker.get_finished()] == [True]
+    for tensor, old in zip(device, before, strict=True):
+        assert torch.equal(tensor[[20, 1]], old[[9, 5]]) and not tensor[[0, 2, 9]].any()
+    # What is loaded may be read in any order: nobody writes to it meanwhile. What is stored may.
+    assert cuda.copied == [(3 * BLOCK_BYTES, False), (2 * BLOCK_BYTES, True)]
+
+
+def test_a_load_is_reported_with_the_seconds_between_the_devices_events(tier, stats, clock):
+    worker, _ = tier()
+    worker.loading(4, "a")
+    worker.loading(5, "a")
+    # Of two loads the second waits on the device for two seconds, which are not its own.
+    worker.submit_load(4, on_host([0, 1]), on_gpu([2, 3]))
+    worker.submit_load(5, on_host([0, 1, 2]), on_gpu([4, 5, 6]))
+    assert worker.get_finished() == []
+    clock.sleep(2.5)
+    assert [done.job_id for done in worker.get_finished()] == [4]
+    clock.sleep(2.5)
+    assert [done.job_id for done in worker.get_finished()] == [5]
+    first, second = stats[1](), stats[1]()
+    assert (first["kind"], first["blocks"], first["tokens"]) == ("load", 2, 2 * BLOCK_TOKENS)
+    assert (first["bytes"], second["bytes"]) == (2 * BLOCK_BYTES, 3 * BLOCK_BYTES)
+    assert (first["took_s"], second["took_s"]) == pytest.approx((2.0, 3.0))
+    assert worker.take_load_s("a") == pytest.approx(5.0) and worker.take_load_s("a") == 0.0
+
+
+def test_messages_are_those_of_our_own_link(tier, stats):
+    worker, _ = tier()
+    worker.submit_store(1, on_gpu([0]), on_host([0]))
+    worker.wait({1})
+    worker.get_finished()
+    waited, stored = stats[1](), stats[1]()
+    assert waited["kind"] == "wait" and waited["took_s"] >= 0.0
+    own = HostTierWorker(caches(), TierSize(4, BLOCK_TOKENS), LinkPace(), StatsSender(stats[0]))
+    own.submit_store(1, on_gpu([0]), on_host([0]))
+    own.wait({1})
+    own.shutdown()
+    ours = min((stats[1](), stats[1]()), key=lambda message: message["kind"] == "wait")
+    assert stored.keys() == ours.keys()
+    same = ("kind", "blocks", "tokens", "bytes", "pace_s")
+    assert [stored[name] for name in same] == [ours[name] for name in same]
+
+
+def test_of_tensor_parallel_ranks_the_first_alone_reports(cuda, stats, tier):
+    second, _ = tier(rank=1)
+    second.loading(1, "a")
+    second.submit_load(1, on_host([0]), on_gpu([0]))
+    second.wait({1})
+    assert len(second.get_finished()) == 1
+    first, _ = tier()
+    first.submit_store(2, on_gpu([0, 1]), on_host([0, 1]))
+    first.wait({2})
+    first.get_finished()
+    assert [stats[1]()["kind"], stats[1]()["blocks"]] == ["wait", 2]
+    # The seconds of its own load it knows all the same: its steps are its own, too.
+    assert second.take_load_s("a") == pytest.approx(1.0)
+
+
+def test_layers_with_a_window_hold_the_same_tokens_once(tier, stats):
+    worker, _ = tier(groups=(BLOCK_TOKENS, BLOCK_TOKENS))
+    worker.submit_load(1, on_host(range(6)), on_gpu(range(6), (4, 2)))
+    worker.wait({1})
+    worker.get_finished()
+    assert stats[1]()["kind"] == "wait"
+    message = stats[1]()
+    assert (message["blocks"], message["tokens"]) == (6, 4 * BLOCK_TOKENS)
+
+
+def test_whoever_has_nothing_to_compute_naps_and_knows_whether_a_load_is_under_way(tier):
+    worker, _ = tier()
+    assert worker.wait_for_load(60.0) is False
+    worker.submit_store(1, on_gpu([0]), on_host([0]))
+    assert worker.wait_for_load(60.0) is False
+    worker.submit_load(2, on_host([0]), on_gpu([0]))
+    assert worker.wait_for_load(60.0) is True
+    worker.wait({1, 2})
+    worker.get_finished()
+    assert worker.wait_for_load(60.0) is False
+
+
+def test_stores_are_refused_that_the_measured_link_has_no_time_for(tier, stats):
+    """A block takes a second: three seconds of stores may wait, a fourth block may not."""
+    worker, _ = tier()
+    rules = {"store_backlog_s": 3.0}
+    spec = NativeTierSpec(config(**{STATS_KEY: stats[0], LINK_KEY: rules}))
+    manager = spec.get_manager()
+    assert type(manager) is HostTierManager and worker.store_block_s == 0.0
+    worker.submit_store(1, on_gpu([0]), on_host([0]))
+    worker.wait({1})
+    worker.get_finished()
+    assert [stats[1]()["kind"] for _ in range(2)] == ["wait", "store"]
+    assert worker.store_block_s == pytest.approx(1.0)
+    assert worker.take_dropped() == set()
+    manager.stores_lost(worker.take_dropped(), worker.store_block_s)
+    assert manager.prepare_store([b"a", b"b", b"c"], WHO).keys_to_store == [b"a", b"b", b"c"]
+    assert manager.prepare_store([b"d"], WHO).keys_to_store == []
+    dropped = stats[1]()
+    assert (dropped["kind"], dropped["why"], dropped["blocks"]) == ("store_dropped", "backlog", 1)
+    manager.complete_store([b"a", b"b", b"c"], WHO)
+    assert manager.lookup(b"a", WHO) == LookupResult.HIT
+    assert manager.prepare_store([b"d"], WHO).keys_to_store == [b"d"]
+
+
+def test_with_vllms_own_order_nothing_is_refused():
+    spec = NativeTierSpec(config(**{LINK_KEY: {"order": "fifo"}}))
+    assert type(spec.get_manager()) is CPUOffloadingManager
+
+
+def test_the_mapped_region_is_no_larger_than_asked_for(cuda, monkeypatch):
+    """What is checked against /dev/shm before a start is what vLLM then takes of it."""
+    sizes = []
+    region = gpu_worker.SharedOffloadRegion
+
+    def measured(*args, **kwargs):
+        made = region(*args, **kwargs)
+        sizes.append(made.total_size_bytes)
+        return made
+
+    monkeypatch.setattr("vllm.v1.kv_offload.cpu.spec.SharedOffloadRegion", measured)
+    asked = 5 * BLOCK_BYTES + BLOCK_BYTES // 2
+    spec = NativeTierSpec(config(cpu_bytes_to_use=asked))
+    spec.get_worker(on_device(caches())).shutdown()
+    assert sizes == [5 * BLOCK_BYTES] and BLOCK_BYTES % mmap.PAGESIZE == 0
+
+
+def test_on_a_machine_without_a_gpu_vllm_refuses():
+    with pytest.raises(Exception, match="only supported on CUDA"):
+        NativeTierSpec(config()).get_worker(caches())
+
+
+def test_blocks_of_several_to_a_chunk_are_refused_by_both():
+    for kind in (NativeTierSpec, HostTierSpec):
+        spec = kind(config())
+        spec.blocks_per_chunk = 2
+        with pytest.raises(ValueError, match="blocks_per_chunk is 2"):
+            spec.get_worker(caches())
+
+
+# -- why `own` is refused on GPUs -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", [LOAD, STORE])
+@pytest.mark.parametrize(("device", "copies"), [("cpu", True), ("cuda", False)])
+def test_our_own_copy_mixes_devices_where_one_is_a_gpu(direction, device, copies):
+    """Tensors of a fake GPU: the index is the CPU's, and no block is moved."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        host = [torch.empty((BLOCKS, 64), dtype=torch.int8)]
+        gpu = [torch.empty((BLOCKS, 64), dtype=torch.int8, device=device)]
+    route = Route(gpu, host) if direction == STORE else Route(host, gpu)
+    link = Link({direction: route}, LinkRules(), lambda *_: 0.0, lambda _: None)
+    with capture_logs() as logged:
+        link.submit(direction, 1, np.array([0]), np.array([1]))
+        link.wait({1})
+    link.close()
+    assert [line["event"] for line in logged] == ["transfer_failed"] * (not copies)
+    (ended,) = link.take_finished()
+    assert ended.success == (copies or direction == STORE)
+    assert link.take_dropped() == ({1} if direction == STORE and not copies else set())

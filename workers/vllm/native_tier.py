@@ -1,0 +1,117 @@
+"""The host tier on GPUs: vLLM copies, in pinned memory, streams and events; we manage and report.
+
+vLLM hands its connector what each transfer moved, and the seconds between two events of the device
+around it; those become the same messages as our own link's. A transfer that was submitted cannot
+be taken back, so none is ever given up: the manager bounds the stores before they begin.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from workers.stats_channel import StatsSender
+from workers.vllm.host_tier import ManagedTierSpec, TierWorker
+from workers.vllm.link import LOAD, RATE_WEIGHT, STORE
+from workers.vllm.versions.installed import SpecNames
+
+# An engine with nothing to do but transfers under way looks for their end so often.
+_POLL_S = 0.0005
+
+
+class _Submitted(NamedTuple):
+    direction: str
+    blocks: int
+    tokens: int
+    at_s: float
+
+
+class NativeTierWorker(TierWorker):
+    """vLLM's worker, whose transfers are reported.
+
+    Args:
+        copies: vLLM's. tokens_per_block: by group of layers.
+    """
+
+    def __init__(
+        self,
+        copies: OffloadingWorker,
+        kv_caches: CanonicalKVCaches,
+        tokens_per_block: tuple[int, ...],
+        stats: StatsSender,
+    ) -> None:
+        super().__init__(kv_caches, stats)
+        self._copies, self._tokens_per_block = copies, tokens_per_block
+        self._submitted: dict[int, _Submitted] = {}
+        self._store_block_s = 0.0
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        self._begin(job_id, STORE, src_spec)
+        return self._copies.submit_store(job_id, src_spec, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        self._begin(job_id, LOAD, dst_spec)
+        return self._copies.submit_load(job_id, src_spec, dst_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """As vLLM's; what ended is reported."""
+        results = self._copies.get_finished()
+        for result in results:
+            self._ended(result)
+        return results
+
+    @property
+    def store_block_s(self) -> float:
+        return self._store_block_s
+
+    def wait_for_load(self, timeout_s: float) -> bool:
+        if self._submitted:
+            time.sleep(min(timeout_s, _POLL_S))
+        return any(job.direction == LOAD for job in self._submitted.values())
+
+    def shutdown(self) -> None:
+        self.leave()
+        self._copies.shutdown()
+
+    def _wait(self, job_ids: set[int]) -> None:
+        self._copies.wait(job_ids)
+
+    def _begin(self, job_id: int, direction: str, device: GPULoadStoreSpec) -> None:
+        # Groups of layers hold the same tokens; those of a window only the last of them.
+        sizes = zip(device.group_sizes, self._tokens_per_block, strict=True)
+        tokens = max(size * each for size, each in sizes)
+        blocks = len(device.block_ids)
+        self._submitted[job_id] = _Submitted(direction, blocks, tokens, time.monotonic())
+
+    def _ended(self, result: TransferResult) -> None:
+        job = self._submitted.pop(result.job_id)
+        took_s, moved = result.transfer_time, result.transfer_size
+        if took_s is None or moved is None:
+            return
+        if job.direction == STORE and job.blocks:
+            block_s = took_s / job.blocks
+            known_s = self._store_block_s or block_s
+            self._store_block_s = known_s + RATE_WEIGHT * (block_s - known_s)
+        self._report({
+            "kind": job.direction, "job": result.job_id, "blocks": job.blocks, "bytes": moved,
+            "tokens": job.tokens, "queued_s": max(time.monotonic() - job.at_s - took_s, 0.0),
+            "took_s": took_s, "copy_s": took_s, "pace_s": 0.0,
+        })  # fmt: skip
+
+
+class NativeTierSpec(ManagedTierSpec):
+    """Copied by vLLM (`native`)."""
+
+    def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
+        copies = SpecNames.get_worker(self, kv_caches)
+        return NativeTierWorker(copies, kv_caches, self.tokens_per_block, stats)
