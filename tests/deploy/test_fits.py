@@ -118,9 +118,9 @@ def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, 
         (A_GPU_POOL, {}),
         (A_GPU_POOL, {"scheduler": {"link_order": "fifo"}}),
         (A_GPU_POOL, {"engine": {"host_tier": "own", "host_bytes": 0}}),
-        ([*A_GPU_POOL, {"name": "b"}], {"engine": {"host_tier": "auto"}}),
+        ([*A_GPU_POOL, {"name": "b"}], {"engine": {"block_tokens": 32, "dtype": "bfloat16"}}),
         ([{"name": "a"}], {"engine": KEPT, "scheduler": {"duplex": "half"}}),
-        ([{**A_GPU_POOL[0], "role": "prefill"}, {"name": "b"}], {}),
+        ([{**A_GPU_POOL[0], "role": "prefill"}, {**A_GPU_POOL[0], "name": "b"}], {}),
     ],
 )  # fmt: skip
 def test_a_sound_cluster_has_no_contradiction(pools, more):

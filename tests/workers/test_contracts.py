@@ -109,7 +109,7 @@ NAMES = {
     # workers.vllm.host_tier
     "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor page_size_bytes",
     "vllm.v1.kv_offload.base:CanonicalKVCaches": "tensors",
-    "vllm.v1.kv_offload.config:OffloadingParallelConfig": "rank",
+    "vllm.v1.kv_offload.config:OffloadingParallelConfig": "rank world_size",
     # workers.vllm.metered_worker
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "

@@ -38,7 +38,8 @@ class NativeTierWorker(TierWorker):
     """vLLM's worker, whose transfers are reported.
 
     Args:
-        copies: vLLM's. tokens_per_block: by group of layers.
+        copies: vLLM's. tokens_per_block: by group of layers. ranks: that copy alike, each over a
+            link of its own; what is reported is the bytes of all.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class NativeTierWorker(TierWorker):
         copies: OffloadingWorker,
         kv_caches: CanonicalKVCaches,
         tokens_per_block: tuple[int, ...],
+        ranks: int,
         stats: StatsSender,
     ) -> None:
         super().__init__(kv_caches, stats)
+        self._ranks = ranks
         self._copies, self._tokens_per_block = copies, tokens_per_block
         self._submitted: dict[int, _Submitted] = {}
         self._store_block_s = 0.0
@@ -102,9 +105,10 @@ class NativeTierWorker(TierWorker):
             block_s = took_s / job.blocks
             known_s = self._store_block_s or block_s
             self._store_block_s = known_s + RATE_WEIGHT * (block_s - known_s)
+        queued_s = max(time.monotonic() - job.at_s - took_s, 0.0)
         self._report({
-            "kind": job.direction, "job": result.job_id, "blocks": job.blocks, "bytes": moved,
-            "tokens": job.tokens, "queued_s": max(time.monotonic() - job.at_s - took_s, 0.0),
+            "kind": job.direction, "job": result.job_id, "blocks": job.blocks,
+            "bytes": moved * self._ranks, "tokens": job.tokens, "queued_s": queued_s,
             "took_s": took_s, "copy_s": took_s, "pace_s": 0.0,
         })  # fmt: skip
 
@@ -114,4 +118,5 @@ class NativeTierSpec(ManagedTierSpec):
 
     def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
         copies = SpecNames.get_worker(self, kv_caches)
-        return NativeTierWorker(copies, kv_caches, self.tokens_per_block, stats)
+        ranks = self.config.parallel.world_size
+        return NativeTierWorker(copies, kv_caches, self.tokens_per_block, ranks, stats)

@@ -83,16 +83,16 @@ def stats(tmp_path):
         yield endpoint, lambda: msgspec.msgpack.decode(socket.recv())
 
 
-def config(rank=0, groups=(BLOCK_TOKENS,), host_blocks=8, **extra):
+def config(rank=0, groups=(BLOCK_TOKENS,), ranks=1, **extra):
     return OffloadingConfig(
         groups=tuple(OffloadingGroupConfig(tokens, ("layer",)) for tokens in groups),
         worker_kv_bytes_per_block=BLOCK_BYTES,
         enable_kv_cache_events=True,
-        extra_config={"cpu_bytes_to_use": host_blocks * BLOCK_BYTES, **extra},
+        extra_config={"cpu_bytes_to_use": ranks * 8 * BLOCK_BYTES, **extra},
         engine_id=f"kappa-test-{id(extra):x}",
         model=OffloadingModelConfig("m", "float32"),
         cache=OffloadingCacheConfig(BLOCK_TOKENS, 1),
-        parallel=OffloadingParallelConfig(rank, 1, 1, 1, 1, 1, 0, 1, None, True),
+        parallel=OffloadingParallelConfig(rank, ranks, ranks, 1, 1, 1, 0, 1, None, True),
     )
 
 
@@ -120,8 +120,8 @@ def tier(cuda, stats):
     """A function that makes a worker, and the device's tensors."""
     made = []
 
-    def make(groups=(BLOCK_TOKENS,), rank=0, **extra):
-        spec = NativeTierSpec(config(rank, groups, **{STATS_KEY: stats[0], **extra}))
+    def make(groups=(BLOCK_TOKENS,), rank=0, ranks=1):
+        spec = NativeTierSpec(config(rank, groups, ranks, **{STATS_KEY: stats[0]}))
         memory = caches(len(groups))
         made.append(spec.get_worker(on_device(memory)))
         assert spec.get_worker(on_device(memory)) is made[-1]
@@ -188,16 +188,19 @@ def test_messages_are_those_of_our_own_link(tier, stats):
 
 
 def test_of_tensor_parallel_ranks_the_first_alone_reports(cuda, stats, tier):
-    second, _ = tier(rank=1)
+    second, _ = tier(rank=1, ranks=2)
     second.loading(1, "a")
     second.submit_load(1, on_host([0]), on_gpu([0]))
     second.wait({1})
     assert len(second.get_finished()) == 1
-    first, _ = tier()
+    first, _ = tier(ranks=2)
     first.submit_store(2, on_gpu([0, 1]), on_host([0, 1]))
     first.wait({2})
     first.get_finished()
-    assert [stats[1]()["kind"], stats[1]()["blocks"]] == ["wait", 2]
+    assert stats[1]()["kind"] == "wait"
+    store = stats[1]()
+    assert (store["blocks"], store["bytes"]) == (2, 2 * 2 * BLOCK_BYTES), "of both ranks"
+    assert store["took_s"] == pytest.approx(2.0)
     # The seconds of its own load it knows all the same: its steps are its own, too.
     assert second.take_load_s("a") == pytest.approx(1.0)
 
