@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import structlog
 
 from workers.identity import WorkerPlan
-from workers.vllm.arguments import OWN, fingerprint
+from workers.vllm.arguments import NATIVE, OWN, fingerprint
 from workers.vllm.warm_restart import TierFolder, claim_folder
 
 log = structlog.get_logger(__name__)
@@ -27,6 +28,7 @@ _UNLIMITED = 1 << 60
 _ENGINE_BYTES = 256 << 20
 """For what the engine takes besides: it is at least this."""
 _IDENTITY_FORMAT = 1
+_SHM = "/dev/shm"
 # Of a cgroup, version 2 and 1: its limit and its use.
 _CGROUP_FILES = (
     ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -56,7 +58,7 @@ def prepare_host_memory(plan: WorkerPlan) -> TierFolder | None:
     # Only now is it known what lies in this worker's folder already, and what in others'.
     budget = host_budget(folder.folder if folder is not None else None)
     try:
-        budget.check(host_bytes, persistent=folder is not None)
+        budget.check(host_bytes, persistent=folder is not None, mapped=plan.tier.kind == NATIVE)
     except HostBudgetError:
         if folder is not None:
             folder.release()
@@ -117,36 +119,60 @@ class HostBudget:
 
     cgroup_bytes: below the tightest limit of this process' cgroups. machine_bytes: of the machine's
     memory. locked_bytes: that may be locked. folder_bytes: of the shared-memory folder.
+    shm_bytes: of /dev/shm.
     """
 
     cgroup_bytes: int | None = None
     machine_bytes: int | None = None
     locked_bytes: int | None = None
     folder_bytes: int | None = None
+    shm_bytes: int | None = None
 
-    def check(self, host_bytes: int, *, persistent: bool = False) -> None:
-        """Refuse a tier that does not fit; `persistent`: it lies in the folder.
+    def faults(
+        self, tiers: Sequence[int], mapped_bytes: int = 0, *, persistent: bool = False
+    ) -> list[str]:
+        """Why the host tiers of workers do not fit: which limit, by how much, what to change.
 
-        Raises:
-            HostBudgetError: which limit, by how much, and what to change.
+        Args:
+            tiers: bytes of each worker's.
+            mapped_bytes: of them, what vLLM maps in /dev/shm.
+            persistent: they lie in the folder.
         """
+        tiers = [tier for tier in tiers if tier]
+        whole, count, engines = sum(tiers), len(tiers), len(tiers) * _ENGINE_BYTES
+        what, who = f"engine.host_bytes is {_gib(whole)}", "the engine itself needs"
+        if count > 1:
+            what = f"engine.host_bytes of {count} workers on a machine are {_gib(whole)} together"
+            who = "the engines themselves need"
         limits = (
             ("the cgroup (a pod's memory limit)", self.cgroup_bytes),
             ("the machine", self.machine_bytes),
         )
-        for whose, free in limits if host_bytes else ():
-            if free is not None and host_bytes + _ENGINE_BYTES > free:
-                raise HostBudgetError(
-                    f"engine.host_bytes is {_gib(host_bytes)}, and {whose} has {_gib(free)} left, "
-                    f"of which the engine itself needs {_gib(_ENGINE_BYTES)}: lower "
-                    "engine.host_bytes or raise the limit"
-                )
-        if persistent and self.folder_bytes is not None and host_bytes > self.folder_bytes:
-            raise HostBudgetError(
-                f"engine.host_bytes is {_gib(host_bytes)}, and engine.handover_dir has "
-                f"{_gib(self.folder_bytes)} left: mount a larger shared memory there (Kubernetes: "
-                "an emptyDir of medium Memory with a sizeLimit), or lower engine.host_bytes"
-            )
+        places = (
+            ("engine.handover_dir", whole if persistent else 0, self.folder_bytes),
+            (_SHM, mapped_bytes, self.shm_bytes),
+        )
+        return [
+            f"{what}, and {whose} has {_gib(free)} left, of which {who} {_gib(engines)}: lower "
+            "engine.host_bytes or raise the limit"
+            for whose, free in limits
+            if whole and free is not None and whole + engines > free
+        ] + [
+            f"{what}, and {place} has {_gib(free)} left: mount a larger shared memory there "
+            "(Kubernetes: an emptyDir of medium Memory with a sizeLimit; Docker: --shm-size), or "
+            "lower engine.host_bytes"
+            for place, needed, free in places
+            if free is not None and needed > free
+        ]
+
+    def check(self, host_bytes: int, *, persistent: bool = False, mapped: bool = False) -> None:
+        """Refuse a worker's tier that does not fit; `mapped`: vLLM maps it in /dev/shm.
+
+        Raises:
+            HostBudgetError: the first of its `faults`.
+        """
+        for fault in self.faults([host_bytes], host_bytes * mapped, persistent=persistent):
+            raise HostBudgetError(fault)
 
     def warning(self, host_bytes: int, *, pinned: bool) -> str:
         """What will slow a tier of pinned memory down without failing it; empty: nothing."""
@@ -179,12 +205,17 @@ def host_budget(
     if "MemAvailable:" in meminfo:
         shared = 1024 * meminfo.get("Shmem:", 0)
         machine_free = 1024 * meminfo["MemAvailable:"] + min(held, shared)
+    shm_free = None
+    with contextlib.suppress(OSError):
+        stats = os.statvfs(_SHM)
+        shm_free = stats.f_bavail * stats.f_frsize
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostBudget(
         cgroup_bytes=_cgroup_free(cgroups, proc, held),
         machine_bytes=machine_free,
         locked_bytes=None if locked in (resource.RLIM_INFINITY, -1) else locked,
         folder_bytes=folder_free,
+        shm_bytes=shm_free,
     )
 
 

@@ -23,7 +23,6 @@ from kappa.settings.pools import PoolSettings
 
 THIS = "this machine"
 
-_SHM = "/dev/shm"
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})")
 _GPUS = re.compile(r"(?P<count>\d+)(?:x(?P<kind>[A-Za-z][\w.]*)(?:-(?P<size>[\w.]+))?)?")
@@ -115,15 +114,11 @@ def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:
     budget = host_budget()
     limits = [b for b in (budget.cgroup_bytes, budget.machine_bytes) if b is not None]
     gpus, no_gpus = _read_gpus(nvml, os.environ.get(_VISIBLE))
-    shm_bytes = None
-    with suppress(OSError):
-        stats = os.statvfs(_SHM)
-        shm_bytes = stats.f_bavail * stats.f_frsize
     return Machine(
         name=THIS,
         **_offered(cpus or os.cpu_count() or 1, gpus, Rays._gpu_name_to_accelerator_type),
         memory_bytes=min(limits, default=None),
-        shm_bytes=shm_bytes,
+        shm_bytes=budget.shm_bytes,
         gpus=gpus,
         no_gpus=no_gpus,
         engine_build=next((build for build, name in _BUILDS if _is_installed(name)), ""),

@@ -17,6 +17,7 @@ from kappa.model import ModelShape, kv_bytes
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.engine import EngineSettings
 from kappa.settings.pools import PoolSettings
+from workers.host_memory import HostBudget
 
 CUDA = 13
 """Major version of the CUDA that the GPU lock brings; a test holds it against the lock."""
@@ -41,6 +42,8 @@ def all_problems(
         here = [problems(settings, pool, model, m) for m in machines if not m.lacks(pool)]
         faults = [unplaced[pool.name]] if pool.name in unplaced else []
         found[pool.name] = faults + min(here, key=len, default=[])
+    if len(machines) == 1:
+        found[""] += _together(settings, machines[0])
     return {name: faults for name, faults in found.items() if faults}
 
 
@@ -145,7 +148,7 @@ def _of_memory(
     engine, free = pool.engine_settings(settings.engine), machine.memory_bytes
     if free is None or settings.engine.kind == "emulated":
         return
-    tier = 0 if engine.lmcache.server and engine.host_tier == "lmcache" else engine.host_bytes
+    tier, _ = _tier(settings, pool)
     beside = 0.0 if model is None else _engine_bytes(engine, pool, model.shape)
     if tier + beside > free:
         yield (
@@ -153,6 +156,33 @@ def _of_memory(
             f"and device cache, are more than the {_gb(free)} of memory that {machine.name} has "
             "left: lower engine.host_bytes, or take a machine with more"
         )
+
+
+def _of_shared_memory(
+    settings: ClusterSettings, pool: PoolSettings, _model: Model | None, machine: Machine
+) -> Iterator[str]:
+    tier, mapped = _tier(settings, pool)
+    budget = HostBudget(shm_bytes=machine.shm_bytes)
+    yield from (f"pool {pool.name}: {fault}" for fault in budget.faults([tier], tier * mapped))
+
+
+def _together(settings: ClusterSettings, machine: Machine) -> list[str]:
+    """Why the host tiers of all workers do not fit the only machine of a cluster."""
+    tiers = [_tier(settings, pool) for pool in settings.all_pools for _ in range(pool.least)]
+    if len(tiers) == 1:
+        return []
+    budget = HostBudget(machine_bytes=machine.memory_bytes, shm_bytes=machine.shm_bytes)
+    mapped_bytes = sum(tier for tier, mapped in tiers if mapped)
+    return budget.faults([tier for tier, _ in tiers], mapped_bytes)
+
+
+def _tier(settings: ClusterSettings, pool: PoolSettings) -> tuple[int, bool]:
+    """Bytes of a worker's host tier on its machine, and whether vLLM maps them in /dev/shm."""
+    engine = pool.engine_settings(settings.engine)
+    kind = engine.tier_on(pool.placement.gpus)
+    if engine.kind == "emulated" or (kind == "lmcache" and engine.lmcache.server):
+        return 0, False
+    return engine.host_bytes, kind == "native"
 
 
 def _engine_bytes(engine: EngineSettings, pool: PoolSettings, shape: ModelShape) -> float:
@@ -173,4 +203,5 @@ _CHECKS: tuple[Check, ...] = (
     _of_the_weights,
     _of_gpu_memory,
     _of_memory,
+    _of_shared_memory,
 )

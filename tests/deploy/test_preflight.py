@@ -100,6 +100,32 @@ def test_a_tier_larger_than_memory_is_refused_with_both_figures():
     assert "the 1,000 GB of memory that m has left" in fault
 
 
+def test_a_tier_that_vllm_maps_must_fit_dev_shm():
+    settings = cluster(host_bytes=96 << 30)
+    assert found(settings, LLAMA_8B, replace(machine(), shm_bytes=96 << 30)) == []
+    (fault,) = found(settings, LLAMA_8B, replace(machine(), shm_bytes=16 << 30))
+    assert "pool a: engine.host_bytes is 96 GiB, and /dev/shm has 16 GiB left" in fault
+    on_a_cpu = cluster(gpus=0, host_bytes=96 << 30)
+    assert found(on_a_cpu, LLAMA_8B, replace(machine(0), shm_bytes=0)) == []
+
+
+def test_host_tiers_of_all_workers_of_the_only_machine_are_added_up():
+    """Each of two fits, both do not: 1,000 GB of memory and 200 GiB of shared memory."""
+    pools = [
+        {"name": name, "profile": "h100-pcie5", "placement": {"gpus": 1}, "replicas": 2}
+        for name in "ab"
+    ]
+    settings = load_settings(None, pools=pools, engine={"host_bytes": 60 << 30})
+    here = replace(machine(4), shm_bytes=200 << 30)
+    assert all_problems(settings, LLAMA_8B, [replace(here, shm_bytes=240 << 30)]) == {}
+    (fault,) = all_problems(settings, LLAMA_8B, [here])[""]
+    assert "of 4 workers on a machine are 240 GiB together, and /dev/shm has 200 GiB" in fault
+    assert "" not in all_problems(settings, LLAMA_8B, [here, here]), "Ray may part them"
+    tight = replace(here, memory_bytes=200 << 30, shm_bytes=None)
+    (fault,) = all_problems(settings, LLAMA_8B, [tight])[""]
+    assert "together, and the machine has 200 GiB left" in fault
+
+
 def test_a_cpu_engine_takes_weights_and_device_cache_from_the_same_memory():
     pools = [{"name": "a", "profile": "pcie"}]
     settings = load_settings(None, pools=pools, engine={"host_bytes": 1 << 30})

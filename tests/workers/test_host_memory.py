@@ -1,5 +1,6 @@
 """Host memory before an engine's start: what is left, whose folder it is, refusals in time."""
 
+import os
 import resource
 from dataclasses import replace
 
@@ -80,6 +81,43 @@ def test_a_tier_may_take_all_but_what_the_engine_itself_needs_to_the_byte():
     HostBudget(folder_bytes=GIB).check(2 * GIB)
     with pytest.raises(HostBudgetError, match=r"handover_dir has 1 GiB left.*emptyDir of medium"):
         HostBudget(folder_bytes=GIB).check(GIB + 1, persistent=True)
+
+
+def test_a_tier_that_vllm_maps_is_held_against_dev_shm():
+    """Of 16 GiB there, as Docker and Kubernetes leave far less than memory: 96 do not fit."""
+    budget = HostBudget(machine_bytes=400 * GIB, shm_bytes=16 * GIB)
+    budget.check(16 * GIB, mapped=True)
+    budget.check(96 * GIB)
+    with pytest.raises(HostBudgetError, match=r"is 96 GiB, and /dev/shm has 16 GiB left: mount"):
+        budget.check(96 * GIB, mapped=True)
+
+
+def test_workers_of_one_machine_are_added_up():
+    budget = HostBudget(machine_bytes=256 * GIB, shm_bytes=128 * GIB)
+    assert budget.faults([60 * GIB, 60 * GIB], 120 * GIB) == []
+    assert budget.faults([100 * GIB, 100 * GIB, 0], 100 * GIB) == []
+    (memory, shm) = budget.faults([100 * GIB] * 3, 300 * GIB)
+    assert "of 3 workers on a machine are 300 GiB together, and the machine has 256 GiB" in memory
+    assert "the engines themselves need 0.75 GiB" in memory
+    assert "are 300 GiB together, and /dev/shm has 128 GiB left" in shm
+
+
+def test_what_is_free_in_dev_shm_is_read():
+    stats = os.statvfs("/dev/shm")
+    assert 0 < host_budget().shm_bytes <= stats.f_blocks * stats.f_frsize
+
+
+@pytest.mark.parametrize(("kind", "fits"), [("native", False), ("own", True)])
+def test_a_worker_whose_tier_vllm_maps_looks_there_before_its_engine_starts(
+    plan, monkeypatch, kind, fits
+):
+    monkeypatch.setattr(host_memory, "host_budget", lambda _: HostBudget(shm_bytes=1000))
+    plan = replace(plan, handover_dir="", gpus=1, tier=TierChoice(kind))
+    if fits:
+        assert prepare_host_memory(plan) is None
+    else:
+        with pytest.raises(HostBudgetError, match="/dev/shm has"):
+            prepare_host_memory(plan)
 
 
 def test_a_pinned_tier_beyond_the_lock_limit_is_warned_of(monkeypatch):

@@ -206,7 +206,11 @@ class Mover(LoadSource):
         """Fetch the blocks; `take_ended` will name the request."""
         with self._changed:
             self._receiving += 1
-        self._threads[1].submit(self._fetch, receive, device, time.monotonic())
+        # What the device was given to do before now may still write to these blocks.
+        before = torch.cuda.Event() if device[0].is_cuda else None
+        if before is not None:
+            before.record()
+        self._threads[1].submit(self._fetch, receive, device, before, time.monotonic())
 
     def take_ended(self) -> set[str]:
         """Requests whose transfer ended since the last call, well or not."""
@@ -239,14 +243,19 @@ class Mover(LoadSource):
         except Exception:
             log.exception("transfer_failed", direction="send")
 
-    def _fetch(self, receive: Receive, device: Tensors, ordered_s: float) -> None:
+    def _fetch(self, receive: Receive, device: Tensors, before: Any, ordered_s: float) -> None:
         lost: set[int] = set()
         try:
             # Those behind one that never came have waited with it: not as long again for each.
             since_s = max(ordered_s, self._came_s)
             blocks = self._files.receive(receive.name, receive.tokens, since_s)
             self._came_s = time.monotonic()
+            if before is not None:
+                before.synchronize()
             fill(device, blocks, receive.block_ids, receive.start)
+            if before is not None:
+                # In this thread's stream: the engine's knows nothing of it.
+                torch.cuda.current_stream(device[0].device).synchronize()
         except TransferError as error:
             lost = set(receive.block_ids)
             log.warning("transfer_lost", request_id=receive.request_id, reason=str(error))

@@ -5,8 +5,10 @@ import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kappa.settings.engine import TransferSettings
+from workers.vllm import transfer
 from workers.vllm.arguments import hand_over
 from workers.vllm.load_sources import LOAD_SOURCES
 from workers.vllm.options import TRANSFER_KEY
@@ -38,6 +40,19 @@ def mover(tmp_path):
     made.shutdown()
 
 
+class FakeFiles:
+    """Transfers that go nowhere, and blocks that are there at once."""
+
+    def __init__(self, blocks):
+        self.blocks, self.sent = blocks, None
+
+    def send(self, name, copies, tokens):
+        self.sent = copies
+
+    def receive(self, name, tokens, since_s):
+        return self.blocks
+
+
 def until_done(mover, request_id):
     deadline = time.monotonic() + 30
     while request_id not in (done := mover.take_ended()):
@@ -60,6 +75,51 @@ def test_blocks_arrive_where_they_belong_and_nowhere_else(mover):
     assert same(target, expected)
     assert mover.take_lost() == set() and mover.take_load_s("r") > 0
     assert mover.take_load_s("r") == 0.0 and not mover.wait_for_load(0.0)
+
+
+def test_blocks_of_a_fake_gpu_are_sent_and_filled_without_mixing_devices():
+    with FakeTensorMode():
+        gpu = [torch.empty((12, size), dtype=torch.int8, device="cuda") for size in (64, 32)]
+        files = FakeFiles([torch.empty((3, size), dtype=torch.int8) for size in (64, 32)])
+        made = Mover(files)
+        made.send(Send(NAME, [3, 1, 7], 48), gpu)
+        made.shutdown()
+        assert [(c.device.type, c.shape) for c in files.sent] == [
+            ("cpu", (3, 64)),
+            ("cpu", (3, 32)),
+        ]
+        fill(gpu, files.blocks, [5, 0], 1)
+        with pytest.raises(TransferError, match="not shaped"):
+            fill(gpu, files.blocks[:1], [5, 0], 1)
+
+
+def test_on_a_gpu_nothing_is_filled_before_earlier_writes_nor_told_before_it_is_there(monkeypatch):
+    """The order of waits and writes, with events and streams that only note that they were used."""
+    seen = []
+
+    class Noted:
+        def __init__(self, what="event"):
+            self.what = what
+
+        def record(self):
+            seen.append("recorded")
+
+        def synchronize(self):
+            seen.append(f"{self.what} waited for")
+
+    monkeypatch.setattr(torch.cuda, "Event", Noted)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Noted("stream"))
+    monkeypatch.setattr(transfer, "fill", lambda *_: seen.append("filled"))
+
+    class Tensor:
+        is_cuda, device = True, "cuda:0"
+
+    made = Mover(FakeFiles([]))
+    made.receive(Receive("r", NAME, [5], 0, 16), [Tensor()])
+    until_done(made, "r")
+    made.shutdown()
+    assert seen == ["recorded", "event waited for", "filled", "stream waited for"]
+    assert made.take_lost() == set()
 
 
 @pytest.mark.parametrize("broken", [False, True])
