@@ -163,15 +163,16 @@ def show(facts: dict[str, Any], console: Console) -> None:
             row["class"], str(row["n"]), *(percent(row.get(key)) for key in errors),
             f"{row['median_ttft_s']:.2f}" if row["median_ttft_s"] is not None else "-",
             {True: "met", False: "missed", None: "-"}[row["goal_met"]],
+            " ".join(f"{part} {s:+.3f}" for part, s in row.get("excess_s", {}).items() if s),
         )
         for row in facts["classes"]
     ]  # fmt: skip
     columns = (
         "class", "n", "median", "p90", "median by ratio", "median by length", "bias", "TTFT s",
-        "goal",
+        "goal", "predicted less actual s",
     )  # fmt: skip
     title = "TTFT prediction, paced nodes" if facts["paced"] else "TTFT prediction"
-    console.print(table(title, columns, rows, left=("goal",)))
+    console.print(table(title, columns, rows, left=("goal", "predicted less actual s")))
     console.print(
         f"{facts['requests']} requests in {facts['seconds']:.0f} s; gpu load {facts['load']:.2f}, "
         f"link load {facts['link_load']:.2f}; overruns {100 * facts['overrun_share']:.1f} %; "

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.harness import quantile
 
 CLASSES = ("device", "load", "compute", "queue")
+PARTS = ("queue", "load", "compute")
 CLASS_DEFINITION = (
     "a request is queue if its predicted queue seconds exceed both its load and its compute "
     "seconds; else load if part of its prompt is to be loaded from the host tier; else device if "
@@ -58,6 +59,9 @@ class Outcome:
     actual_s: float
     actual_device_tokens: int | None = None
     actual_cached_tokens: int | None = None
+    actual_queue_s: float | None = None
+    actual_load_s: float | None = None
+    actual_compute_s: float | None = None
 
     @property
     def kind(self) -> str:
@@ -98,6 +102,7 @@ def outcome_from(record: Mapping[str, Any]) -> Outcome | None:
         record["request_id"], record["node"], record["time_s"],
         *(predicted[key] for key in ("queue_s", "load_s", "compute_s", "ttft_s", *tokens)),
         *(actual[key] for key in ("ttft_s", "device_tokens", "cached_tokens")),
+        *(actual.get(f"{part}_s") for part in PARTS),
     )  # fmt: skip
 
 
@@ -168,7 +173,14 @@ def class_rows(
             "baseline_median_abs_err": ratio, "length_baseline_median_abs_err": length,
             "median_bias": quantile([o.predicted_s / o.actual_s - 1 for o in group], 0.5),
             "median_ttft_s": quantile([o.actual_s for o in group], 0.5),
+            "excess_s": {part: _excess_s(group, part) for part in PARTS},
             "load_bound": sum(o.load_s > o.compute_s for o in group),
             "miscounted": sum(o.miscounted for o in group), "goal_met": is_met,
         })  # fmt: skip
     return rows
+
+
+def _excess_s(group: Sequence[Outcome], part: str) -> float | None:
+    """Predicted less actual seconds of one part of the TTFT, the median of those that report it."""
+    pairs = ((getattr(o, f"{part}_s"), getattr(o, f"actual_{part}_s")) for o in group)
+    return quantile([predicted - took for predicted, took in pairs if took is not None], 0.5)

@@ -1,5 +1,7 @@
 """Classes, errors and the baseline, as `kappa bench predict` reports them; and the nodes' usage."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,10 +57,16 @@ def test_a_decision_becomes_an_outcome_once_its_token_came():
             "device_tokens": 32, "cached_tokens": 64, "new_tokens": 10,
             "queue_s": 0.1, "load_s": 0.2, "compute_s": 0.3, "ttft_s": 0.6,
         },
-        "actual": {"device_tokens": 0, "cached_tokens": 96, "new_tokens": 10, "ttft_s": 0.5},
+        "actual": {
+            "device_tokens": 0, "cached_tokens": 96, "new_tokens": 10, "ttft_s": 0.5,
+            "queue_s": 0.02, "load_s": 0.25, "compute_s": None,
+        },
     }  # fmt: skip
     made = outcome_from(record)
-    assert made == Outcome("a", "c2c", 5.0, 0.1, 0.2, 0.3, 0.6, 32, 64, 10, 0.5, 0, 96)
+    took = 0.5, 0, 96, 0.02, 0.25, None
+    assert made == Outcome("a", "c2c", 5.0, 0.1, 0.2, 0.3, 0.6, 32, 64, 10, *took)
+    excess_s = class_rows([], [replace(made, queue_s=0.9)])[3]["excess_s"]
+    assert excess_s == {"queue": pytest.approx(0.88), "load": pytest.approx(-0.05), "compute": None}
     assert (made.error, made.ratio, made.miscounted) == (pytest.approx(0.2), 6.4, True)
     assert outcome_from({**record, "end": "error"}) is None
     assert outcome_from({**record, "actual": {**record["actual"], "ttft_s": None}}) is None
