@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from deploy.commands import (
     dashboards,
     demo,
+    doctor,
     explain,
     keys,
     lmcache,
@@ -54,7 +55,7 @@ app = typer.Typer(
 for _command in (
     serve.serve, demo.demo, profile.profile, explain.tables, explain.explain, roofline.roofline,
     simulate.simulate, workload.workload, replay.replay, power.power, why.why,
-    dashboards.dashboards,
+    dashboards.dashboards, doctor.doctor,
 ):  # fmt: skip
     app.command()(_command)
 app.add_typer(keys.app, name="keys")

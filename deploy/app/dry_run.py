@@ -14,6 +14,7 @@ from deploy.app.machine import Machine
 from deploy.app.model import Model, StartError, model_here
 from deploy.app.plan import pool_config, worker_demand, worker_plan
 from deploy.app.preflight import all_problems
+from deploy.app.ray_cluster import OwnRay
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.pools import PoolSettings
 from kappa.shapes import model_shape
@@ -23,13 +24,12 @@ _LMCACHE = "tcp://127.0.0.1:0"
 _SECRET = ("hf_token",)
 
 
-def dry_run(
-    settings: ClusterSettings, machines: Sequence[Machine], *, is_elsewhere: bool = False
-) -> dict[str, Any]:
+def dry_run(settings: ClusterSettings, elsewhere: Sequence[Machine] = ()) -> dict[str, Any]:
     """`{"pools": [...], "machines": [...], "problems": [...], "notes": [...]}`, JSON-ready.
 
-    is_elsewhere: the machines are others, so a folder that is not on this one is no problem.
+    elsewhere: other machines than this one; a folder that is not here is then no problem.
     """
+    machines = elsewhere or OwnRay(sum(pool.most for pool in settings.all_pools)).foreseen()
     wrong: list[str] = []
     notes: list[str] = []
     model = None
@@ -40,7 +40,7 @@ def dry_run(
                 f"model.source {settings.model.source!r} is not on disk: a start fetches it"
             )
     except StartError as error:
-        (notes if is_elsewhere else wrong).append(str(error))
+        (notes if elsewhere else wrong).append(str(error))
     if model is None and (model := _built_in(settings)) is not None:
         notes.append(f"sizes are those of the built-in shape {model.shape.name}")
     elif model is None:
@@ -52,6 +52,11 @@ def dry_run(
         "problems": wrong + found.get("", []),
         "notes": notes,
     }
+
+
+def faults_of(found: Mapping[str, Any]) -> list[str]:
+    """Every fault of a dry run: of the settings, then of each pool."""
+    return [*found["problems"], *(fault for pool in found["pools"] for fault in pool["problems"])]
 
 
 def _built_in(settings: ClusterSettings) -> Model | None:

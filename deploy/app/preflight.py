@@ -7,7 +7,9 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
 
 from deploy.app.fits import contradictions, misfits
 from deploy.app.machine import Machine
@@ -26,6 +28,8 @@ CUDA = 13
 _LEAST_DRIVER = {12: (525, 60, 13), 13: (580, 65, 6)}
 # vLLM's default of gpu_memory_utilization; a contract test holds it.
 GPU_SHARE = 0.92
+
+_DTYPES = frozenset({"dtype", "kv_cache_dtype", "quantization"})
 
 Check = Callable[[ClusterSettings, PoolSettings, Model | None, Machine], Iterator[str]]
 
@@ -76,17 +80,52 @@ def _of_the_build(
         )
 
 
+def _of_dtypes(
+    settings: ClusterSettings, pool: PoolSettings, _model: Model | None, _machine: Machine
+) -> Iterator[str]:
+    extra = pool.engine_settings(settings.engine).extra
+    if settings.engine.kind != "vllm" or not extra.keys() & {
+        "dtype",
+        "kv_cache_dtype",
+        "quantization",
+    }:
+        return
+    from vllm.config.cache import CacheDType
+    from vllm.config.model import ModelDType
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    known = {
+        "dtype": get_args(ModelDType),
+        "kv_cache_dtype": get_args(CacheDType),
+        "quantization": QUANTIZATION_METHODS,
+    }
+    for name, names in known.items():
+        if extra.get(name) is not None and extra[name] not in names:
+            yield (
+                f"pool {pool.name}: engine.extra.{name} is {extra[name]!r}, which vLLM does not "
+                f"know: use one of {', '.join(names)}"
+            )
+
+
 def _of_the_driver(
     _settings: ClusterSettings, pool: PoolSettings, _model: Model | None, machine: Machine
 ) -> Iterator[str]:
+    fault = old_driver(machine)
+    if pool.placement.gpus and fault:
+        yield f"pool {pool.name}: {fault}: update NVIDIA's driver"
+
+
+def old_driver(machine: Machine) -> str:
+    """In what a machine's driver is older than the lock's CUDA needs; empty: in nothing."""
     least = _LEAST_DRIVER[CUDA]
     old = next((g for g in machine.gpus or () if g.driver and _parts(g.driver) < least), None)
-    if pool.placement.gpus and old is not None:
-        needed = ".".join(f"{part:02}" for part in least)
-        yield (
-            f"pool {pool.name}: the driver of {machine.name} is {old.driver}, and CUDA {CUDA}, "
-            f"which the GPU lock brings, needs {needed} or newer: update NVIDIA's driver"
-        )
+    if old is None:
+        return ""
+    needed = ".".join(f"{part:02}" for part in least)
+    return (
+        f"the driver of {machine.name} is {old.driver}, and CUDA {CUDA}, which the GPU lock "
+        f"brings, needs {needed} or newer"
+    )
 
 
 def _parts(driver: str) -> tuple[int, ...]:
@@ -120,7 +159,9 @@ def _of_gpu_memory(
     # vLLM's own choice is the model's context, and it refuses a cache that cannot hold one.
     given = engine.max_context_tokens or engine.extra.get("max_model_len")
     tokens = given if isinstance(given, int) and given > 0 else shape.max_context_tokens
+    shape = _in_the_dtypes_of(engine.extra, model.shape)
     weights, kv = _bytes_per_gpu(shape, tokens, gpus)
+    weights -= float(engine.extra.get("cpu_offload_gb", 0)) * (1 << 30)
     if not size or weights + kv <= share * size:
         return
     enough = [n for n in (2, 4, 8, 16) if sum(_bytes_per_gpu(shape, tokens, n)) <= share * size]
@@ -135,11 +176,27 @@ def _of_gpu_memory(
     )
 
 
+def _in_the_dtypes_of(extra: Mapping[str, Any], shape: ModelShape) -> ModelShape:
+    """The shape as vLLM holds it where it is told to quantise; what is not FP8 counts as 4 bits,
+    the least that any method takes."""
+
+    def held(name: str, bytes_each: float) -> float:
+        kind = str(extra.get(name) or "auto")
+        if kind in ("auto", "float16", "bfloat16"):
+            return bytes_each
+        return min(bytes_each, 1.0 if "fp8" in kind or "int8" in kind else 0.5)
+
+    return replace(
+        shape,
+        weight_dtype_bytes=held("quantization", shape.weight_dtype_bytes),
+        kv_dtype_bytes=held("kv_cache_dtype", shape.kv_dtype_bytes),
+    )
+
+
 def _bytes_per_gpu(shape: ModelShape, tokens: int, gpus: int) -> tuple[float, float]:
     """Of weights, and of one sequence's KV, on each of `gpus` tensor-parallel ranks."""
-    return shape.params_total * shape.weight_dtype_bytes / gpus, kv_bytes(
-        shape, tokens, gpus
-    ) / gpus
+    weights = shape.params_total * shape.weight_dtype_bytes
+    return weights / gpus, kv_bytes(shape, tokens, gpus) / gpus
 
 
 def _of_memory(
@@ -199,6 +256,7 @@ def _gb(count: float) -> str:
 
 _CHECKS: tuple[Check, ...] = (
     _of_the_build,
+    _of_dtypes,
     _of_the_driver,
     _of_the_weights,
     _of_gpu_memory,

@@ -164,13 +164,10 @@ def print_dry_run(settings: ClusterSettings, descriptions: list[str], json_outpu
         machines = [described(text) for text in descriptions]
     set_environment(settings.log_level)
     with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
-        from deploy.app.dry_run import dry_run
-        from deploy.app.ray_cluster import OwnRay
+        from deploy.app.dry_run import dry_run, faults_of
 
-        here = machines or OwnRay(sum(pool.most for pool in settings.all_pools)).foreseen()
-        found = dry_run(settings, here, is_elsewhere=bool(machines))
-    pools = found["pools"]
-    wrong = [*found["problems"], *(fault for pool in pools for fault in pool["problems"])]
+        found = dry_run(settings, machines)
+    pools, wrong = found["pools"], faults_of(found)
     if json_output:
         print_json(found)
         return 1 if wrong else 0

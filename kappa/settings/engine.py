@@ -121,6 +121,9 @@ class TransferSettings(Section):
         return value
 
 
+# vLLM's; a contract test holds them.
+DtypeName = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+
 EngineKind = Literal["vllm", "torch", "emulated"]
 
 PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail"]
@@ -254,7 +257,7 @@ class EngineSettings(Section):
         None, ge=64, description="token budget of one step; on CPUs 1024"
     )
     max_sequences: int | None = Field(None, ge=1, description="on CPUs 64")
-    dtype: str | None = Field(None, description="of weights and KV; on CPUs float32")
+    dtype: DtypeName | None = Field(None, description="of weights and KV; on CPUs float32")
     metrics: bool = Field(False, description="export vLLM's own metrics through Ray, too")
     extra: dict[str, Any] = Field(
         default_factory=dict,

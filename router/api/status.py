@@ -19,6 +19,9 @@ from router.live.records import oldest_waits_s
 
 # Of a report: lists of requests, which are anybody's.
 _LISTS = ("arrived", "finished", "in_flight", "admitted", "prefilled", "spent")
+_LIMITS = (
+    "block_tokens", "device_blocks", "max_context_tokens", "max_batch_tokens", "max_sequences",
+)  # fmt: skip
 _OPEN = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
 
@@ -138,6 +141,10 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
             },
             "totals": {k: value for k, value in report.items() if k not in _LISTS} or None,
             "fingerprint": announced.fingerprint,
+            "limits": {name: getattr(announced, name) for name in _LIMITS},
+            "kv_events": dict(member.subscriber.events) if member is not None else {},
+            # Reports are seconds apart, and so far off this may be.
+            "clock_skew_s": state.report.time_s - state.seen_s if state.report else None,
         })  # fmt: skip
     return rows
 

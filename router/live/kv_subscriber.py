@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from typing import Protocol
 
 import msgspec
@@ -19,7 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kappa.protocol import KV, REPORT, RESET, Announcement, WorkerReport
-from router.index.kv_events import KVEvent, StreamCursor, WorkerReset, decode_batch
+from router.index.kv_events import BlocksStored, KVEvent, StreamCursor, WorkerReset, decode_batch
 from router.live.supervised import pause_s, supervised
 
 log = structlog.get_logger(__name__)
@@ -41,7 +42,7 @@ class StreamListener(Protocol):
 
 class KVSubscriber:
     """Follows one worker until it is closed. synced: its state is known; connected: its stream
-    stands."""
+    stands; events: blocks announced as stored, by tier, and events left out, by why."""
 
     def __init__(self, announcement: Announcement, listener: StreamListener) -> None:
         self._worker = announcement.worker
@@ -51,6 +52,7 @@ class KVSubscriber:
         self._cursor = StreamCursor()
         self._broken = False
         self.synced = self.connected = False
+        self.events = Counter[str]()
         self._stream = self._context.socket(zmq.SUB)
         self._stream.setsockopt(zmq.SUBSCRIBE, b"")
         self._stream.setsockopt(zmq.LINGER, 0)
@@ -118,7 +120,7 @@ class KVSubscriber:
             return False
         try:
             if kind == KV:
-                self._listener.blocks(decode_batch(payload, self._worker))
+                self._listener.blocks(self._decoded(payload))
             elif kind == REPORT:
                 self._listener.reported(_report(payload))
             elif kind == RESET:
@@ -130,6 +132,13 @@ class KVSubscriber:
             log.error("worker_message_failed", worker=self._worker, error=repr(error))
             return False
         return True
+
+    def _decoded(self, payload: bytes) -> list[KVEvent]:
+        events = decode_batch(payload, self._worker, self.events)
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self.events[event.tier] += len(event.engine_hashes)
+        return events
 
     def _unreadable(self, error: str) -> None:
         log.warning("worker_message_unreadable", worker=self._worker, error=error)
@@ -145,7 +154,7 @@ class KVSubscriber:
                 # The events begin with a reset: what a failure leaves half done is made anew.
                 events: list[KVEvent] = [WorkerReset(self._worker)]
                 for batch in batches:
-                    events.extend(decode_batch(batch, self._worker))
+                    events.extend(self._decoded(batch))
                 self._listener.blocks(events)
                 self._cursor.resume(seq + 1)
                 self.synced = True

@@ -3,13 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from deploy.app.machine import GpuFacts, Machine, read_machine
 from deploy.app.model import Model, _no_weights
 from deploy.app.preflight import CUDA, GPU_SHARE, all_problems, problems
+from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
+from kappa.settings.engine import DtypeName
 from kappa.shapes import model_shape
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +62,34 @@ def test_a_context_that_does_not_fit_names_the_longest_that_does():
     assert tokens == pytest.approx((73.6e9 - LLAMA_8B.shape.params_total * 2) / 131072, abs=1)
     fitting = cluster(max_context_tokens=tokens, device_blocks=40_000)
     assert found(fitting, LLAMA_8B) == []
+
+
+def test_a_model_in_fp8_takes_half_of_what_bfloat16_takes():
+    # 70.6 GB of weights and 1.342 GB of KV are below 73.6.
+    fp8 = {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}
+    assert found(cluster(max_context_tokens=8192, extra=fp8), LLAMA_70B) == []
+    weights = {"quantization": "fp8"}
+    (fault,) = found(cluster(max_context_tokens=16384, extra=weights), LLAMA_70B)
+    assert "weights of 70.55 GB and KV of one sequence of 16384 tokens, 5.369 GB" in fault
+    # Some of the weights may stay in host memory.
+    offloaded = {**weights, "cpu_offload_gb": 4}
+    assert found(cluster(max_context_tokens=16384, extra=offloaded), LLAMA_70B) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dtype", "fp64"), ("kv_cache_dtype", "int3"), ("quantization", "zip")]
+)
+def test_a_dtype_that_vllm_does_not_know_is_refused(name, value):
+    (fault,) = found(cluster(extra={name: value}), LLAMA_8B)
+    assert fault.startswith(f"pool a: engine.extra.{name} is {value!r}, which vLLM does not know")
+
+
+def test_an_unknown_dtype_of_the_section_is_refused_with_those_that_vllm_knows():
+    from vllm.config.model import ModelDType
+
+    assert get_args(DtypeName) == get_args(ModelDType)
+    with pytest.raises(SettingsError, match=r"engine\.dtype: Input should be 'auto', 'half'"):
+        cluster(dtype="float8")
 
 
 def test_a_gpu_whose_memory_ray_does_not_tell_is_taken_as_in_the_profile():

@@ -20,12 +20,12 @@ from router.live.kv_subscriber import KVSubscriber
 _PATIENCE_S = 30.0
 
 
-def kv(*hashes):
+def kv(*hashes, medium="GPU"):
     """A batch of blocks, one after the other, as vLLM publishes it."""
     event = {
         "type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": None,
         "token_ids": list(range(2 * len(hashes))), "block_size": 2, "lora_id": None,
-        "medium": "GPU", "lora_name": None,
+        "medium": medium, "lora_name": None,
     }  # fmt: skip
     return msgspec.msgpack.encode([0.0, [event], 0])
 
@@ -146,6 +146,16 @@ async def test_a_gap_is_reported_and_mended_by_a_new_snapshot(scene):
     received = await listener.next(7)
     assert received == ["reset", (1,), (2,), "gap w", "reset", (1, 2), (3, 4)]
     assert await listener.next() == (5,)
+
+
+async def test_blocks_are_counted_by_tier_and_what_names_no_tier_of_ours_apart(scene):
+    worker, listener, subscriber = scene
+    await worker.answer(0, kv(1, 2))
+    await worker.send(b"kv", 1, kv(3, medium="CPU"))
+    await worker.send(b"kv", 2, kv(4, medium="TAPE"))
+    await worker.send(b"kv", 3, kv(5))
+    assert await listener.next(4) == ["reset", (1, 2), (3,), (5,)]
+    assert subscriber.events == {"device": 3, "host": 1, "medium:TAPE": 1}
 
 
 async def test_a_repeated_message_is_ignored(scene):

