@@ -189,7 +189,9 @@ class Link:
             )
         with self._changed:
             self._unfinished[job_id] = direction
-            self._queue.add(Transfer(job_id, direction, src_ids, dst_ids, time.monotonic()))
+            # Indices of tensors are 64 bits wide; vLLM's ids are 32 from 0.31 on.
+            ids = src_ids.astype(np.int64, copy=False), dst_ids.astype(np.int64, copy=False)
+            self._queue.add(Transfer(job_id, direction, *ids, time.monotonic()))
             self._changed.notify_all()
         return True
 

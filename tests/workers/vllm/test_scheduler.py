@@ -299,6 +299,40 @@ def test_what_the_host_tier_holds_is_loaded_and_gives_the_same_tokens(engine):
     assert rule.events.count("landed") == 3
 
 
+def test_who_holds_blocks_is_never_left_waiting_while_newcomers_take_blocks(engine):
+    """vLLM's pull request 57841: otherwise holders of blocks can wait for one another for ever."""
+    from vllm.v1.request import RequestStatus
+
+    engine.use(lambda: Fifo(skip=True))
+    texts = [prompt(90 + i, 400) for i in range(3)]
+    for i, text in enumerate(texts):
+        engine.add(f"cold{i}", text, max_tokens=1)
+    engine.run()
+    engine.forget(host=False)
+    for i, text in enumerate(texts):
+        engine.add(f"held{i}", [*text, *prompt(94 + i, 150)], 20, **{HOST_TOKENS_KEY: 384})
+        for j in range(4):
+            engine.add(f"new{i}-{j}", prompt(200 + 10 * i + j, 100 + 60 * j), 20)
+    scheduler, schedule, held_up = engine.scheduler, engine.scheduler.schedule, []
+
+    def watched(*args):
+        output = schedule(*args)
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        left = [r for r in scheduler.held if r.num_computed_tokens and r.status != loading]
+        if left and output.scheduled_new_reqs:
+            started = [new for new in output.scheduled_new_reqs if new.num_computed_tokens == 0]
+            held_up.extend((new.req_id, [r.request_id for r in left]) for new in started)
+        return output
+
+    scheduler.schedule = watched
+    try:
+        answers = engine.run()
+    finally:
+        del scheduler.schedule
+    assert len(answers) == 15 and not held_up
+    assert [answers[f"held{i}"].num_cached_tokens for i in range(3)] == [384] * 3
+
+
 def test_a_wrong_estimate_of_the_host_tier_does_no_harm(engine):
     rule, text = engine.use(Fifo), prompt(70, 300)
     engine.add("cold", text, **{HOST_TOKENS_KEY: 288})
