@@ -33,6 +33,8 @@ IMPORT_PATH = "deploy.serve_app:app"
 # object store, Python.
 _ENGINE_BYTES = 64 << 30
 _TINY_ENGINE_BYTES = 2 << 30
+# What vLLM's queues and NCCL take of /dev/shm beside the host tier.
+_SHM_BYTES = 1 << 30
 _DEFAULT_GRACE_S = 30  # Kubernetes' own
 _UNITS = {
     "": Decimal(1), "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decimal(10**6),
@@ -244,6 +246,7 @@ def _group(group: Document, settings: ClusterSettings) -> Iterator[str]:
             f"memory limit {limits.get('memory')} is less than the host tier and an engine need, "
             f"{max(needs_bytes) >> 20}Mi: it would be killed"
         )
+    yield from _shared_memory(group, machine, settings)
     grace_s = pod.get("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
     drain_s = max((pool.drain_s for pool in pools), default=0)
     if pools and grace_s <= drain_s:
@@ -253,6 +256,35 @@ def _group(group: Document, settings: ClusterSettings) -> Iterator[str]:
         )
     if limits != resources.get("requests", {}):
         yield ("requests differ from limits, so kubelet gives it no cores and no memory of its own")
+
+
+def _shared_memory(group: Document, machine: Machine, settings: ClusterSettings) -> Iterator[str]:
+    """What a pod lacks of /dev/shm, where vLLM maps the host tiers of GPU workers."""
+    mapped_bytes = 0
+    for pool in settings.all_pools:
+        engine, gpus = pool.engine_settings(settings.engine), pool.placement.gpus
+        if engine.tier_on(gpus) == "native" and not machine.lacks(pool):
+            workers = int(machine.offers["GPU"] // gpus)
+            mapped_bytes = max(mapped_bytes, workers * engine.host_bytes)
+    if not mapped_bytes:
+        return
+    store = int(group.get("rayStartParams", {}).get("object-store-memory", 0))
+    if not store:
+        yield (
+            "rayStartParams lacks object-store-memory: Ray would take 30 % of memory, in the same "
+            "/dev/shm as the host tier"
+        )
+    pod = group["template"]["spec"]
+    mounts = pod["containers"][0].get("volumeMounts", [])
+    name = next((m["name"] for m in mounts if m["mountPath"] == "/dev/shm"), "")
+    volume = next((v for v in pod.get("volumes", []) if v["name"] == name), {})
+    size = quantity((volume.get("emptyDir") or {}).get("sizeLimit", "64Mi"))
+    needed = mapped_bytes + store + _SHM_BYTES
+    if size < needed:
+        yield (
+            f"/dev/shm has {int(size) >> 20}Mi, and the host tier ({mapped_bytes >> 20}Mi), Ray's "
+            f"object store ({store >> 20}Mi) and queues need {needed >> 20}Mi: raise its sizeLimit"
+        )
 
 
 def _machines(groups: list[Document], count: str) -> list[Machine]:

@@ -121,6 +121,11 @@ WRONG = {
 }  # fmt: skip
 
 
+def shm(spec):
+    volumes = spec["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["volumes"]
+    return next(volume for volume in volumes if volume["name"] == "shm")["emptyDir"]
+
+
 GPU_WRONG = {
     "a pool that no group offers a place": (
         in_serve("{pool-a100: 1}", "{pool-b200: 1}"),
@@ -151,10 +156,26 @@ GPU_WRONG = {
             for part in ("limits", "requests")
         ],
         "group gh200: memory limit 300Gi"),
+    # 288 GiB of host tier, 8 GiB of Ray's, 1 GiB of queues.
+    "a /dev/shm smaller than what vLLM maps there": (
+        lambda s: shm(s).update(sizeLimit="296Gi"),
+        "group gh200: /dev/shm has 303104Mi, and the host tier (294912Mi), Ray's object store "
+        "(8192Mi) and queues need 304128Mi"),
+    "no volume at /dev/shm at all": (
+        lambda s: container(s).update(volumeMounts=container(s)["volumeMounts"][:2]),
+        "group gh200: /dev/shm has 64Mi"),
+    "an object store of unknown size in the same /dev/shm": (
+        lambda s: s["rayClusterConfig"]["workerGroupSpecs"][1]["rayStartParams"].pop(
+            "object-store-memory"
+        ),
+        "group h100: rayStartParams lacks object-store-memory"),
 }  # fmt: skip
 
 
 PARALLEL_WRONG = {
+    "two workers of a pod in a /dev/shm for one": (
+        in_serve("placement: {gpus: 4,", "placement: {gpus: 2,"),
+        "the host tier (524288Mi), Ray's object store (8192Mi)"),
     "pods with fewer GPUs than a worker's ranks": (
         lambda s: [
             container(s)["resources"][part].update({"nvidia.com/gpu": "2"})
