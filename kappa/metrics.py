@@ -77,6 +77,15 @@ OVERRUNS = _counter(
 LOAD_BYTES = _counter("kappa_load_bytes", "bytes moved host to device", "node")
 STORE_BYTES = _counter("kappa_store_bytes", "bytes moved device to host", "node")
 LOAD_BANDWIDTH = _gauge("kappa_load_bytes_per_second", "measured host-to-device bandwidth", "node")
+ANNOUNCED_BANDWIDTH = _gauge(
+    "kappa_announced_bytes_per_second",
+    "bandwidth that a node measured at its start, by direction: load, store",
+    "node", "direction",
+)  # fmt: skip
+STEP_FIT = _gauge(
+    "kappa_step_fit_ratio", "R² of the constants fitted to a node's measured steps", "node"
+)
+PROFILE_AGE = _gauge("kappa_profile_age_seconds", "since a node was measured", "node")
 LINK_SCALE = _gauge(
     "kappa_calibration_link_ratio", "measured over announced seconds of loads", "node"
 )

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engine.sparse.settings import SparseSettings
-from kappa.cost import step_model
+from kappa.cost import StepModel, step_model
 from kappa.hardware import NODE_RATES, NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.clo import HeadProfile
 from kappa.plans.measured import rates_from_measured
+from kappa.plans.rates import LEAST_R2
 from kappa.protocol import Announcement
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings
@@ -36,6 +37,10 @@ from workers.vllm.tail_recompute import TAIL, tail_rates
 
 # What most of vLLM's backends for GPUs choose.
 _USUAL_BLOCK_TOKENS = 16
+# An engine measures itself for so long at most, once per machine, model and versions.
+_MEASURE_S = 18.0
+# A line that is off by more of a transfer's seconds is said to be.
+_LINE_ERROR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ class WorkerPlan:
         measured: of the machine, from an earlier start; without, a node that is not paced has no
         rates to plan by, and loads all. server: of LMCache, if the worker started one.
         """
-        node, rates = measured_node(self.node(rank), measured), None
+        node, rates = measured_node(self.node(rank), measured, self.served), None
         if self.tier.planner == TAIL and node.source != "catalogue":
             shape = self.emulated if node.source == "paced" else self.served
             rates = tail_rates(shape, node)
@@ -138,11 +143,18 @@ class WorkerPlan:
         """What `workers.profiler.measure` is asked for."""
         return {
             "sizes_bytes": [1 << 20, 1 << 23, 1 << 26],
-            "block_bytes": int(self.block_bytes),
             "hidden": self.served.hidden,
             "intermediate": 4 * self.served.hidden,
             "dtype": self.limits.dtype,
         }
+
+    def engine_request(self, rank: int) -> dict[str, Any]:
+        """What `workers.vllm.measured_engine` is asked for; nothing of a paced engine, nor of one
+        of our own."""
+        node = self.node(rank)
+        if self.kind != "vllm" or node.source == "paced":
+            return {}
+        return {"prior": step_model(self.served, node).to_dict(), "budget_s": _MEASURE_S}
 
 
 def configure_vllm(
@@ -171,11 +183,16 @@ def of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**ranks[0], **sums}
 
 
-def measured_node(node: NodeProfile, measured: Mapping[str, Any]) -> NodeProfile:
-    """`node` with the measured figures; paced and unmeasured nodes stay as they are."""
+def measured_node(
+    node: NodeProfile, measured: Mapping[str, Any], shape: ModelShape | None = None
+) -> NodeProfile:
+    """`node` with the measured figures; paced and unmeasured nodes stay as they are.
+
+    shape: of the model that runs; its steps, if they were measured, say what FLOP/s are reached.
+    """
     if node.source == "paced" or not measured:
         return node
-    return replace(
+    node = replace(
         node,
         source="measured",
         gpu=measured["device"],
@@ -184,7 +201,44 @@ def measured_node(node: NodeProfile, measured: Mapping[str, Any]) -> NodeProfile
         d2h_bytes_per_s=measured["d2h_bytes_per_s"],
         hbm_bytes_per_s=measured["hbm_bytes_per_s"],
         flops_per_s=measured["flops_per_s"],
+        load_fixed_s=measured.get("load_fixed_s", 0.0),
     )
+    step = measured_step(measured)
+    if step is None or shape is None:
+        return node
+    peak = step_model(shape, replace(node, attention_flops_per_s=0.0))
+    attention = node.flops_per_s * peak.pair_s / step.pair_s if step.pair_s else 0.0
+    return replace(
+        node,
+        flops_per_s=node.flops_per_s * peak.token_s / step.token_s,
+        attention_flops_per_s=attention,
+        step_fixed_s=step.fixed_s,
+    )
+
+
+def measured_step(measured: Mapping[str, Any]) -> StepModel | None:
+    """The constants fitted to the engine's own steps, if they are nearer to these than the prior
+    is."""
+    found = measured.get("step")
+    if not found or not found["error"] < found["prior_error"]:
+        return None
+    return StepModel(**{name: found[name] for name in StepModel.__dataclass_fields__})
+
+
+def shortcomings(measured: Mapping[str, Any]) -> str:
+    """What of an engine was not measured, or fits badly, in sentences; empty if nothing."""
+    found = [f"not measured: {each}" for each in measured.get("unmeasured", ())]
+    step = measured.get("step")
+    if step and not step["r2"] >= LEAST_R2:
+        used = "" if measured_step(measured) else ", and the prior is nearer and is used"
+        found.append(
+            f"the step fit has R² {step['r2']:.3f} over {step['steps']} steps, below {LEAST_R2}; "
+            f"half of them are off by more than {step['error']:.0%}{used}"
+        )
+    for kind in ("load", "store"):
+        if (error := measured.get(f"{kind}_line_error", 0.0)) > _LINE_ERROR:
+            found.append(f"the line of {kind}s is off by up to {error:.0%} of a transfer's seconds")
+    return "; ".join(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +273,19 @@ def announce(
     announced as they were measured, and its plans with them.
     tail: the rates by which an engine of vLLM leaves part of a hit unloaded, if it does.
     """
-    node, limits = measured_node(plan.node(replica.rank), profile.measured), plan.limits
-    paced = node.source == "paced"
+    paced, limits = plan.node(replica.rank).source == "paced", plan.limits
     shape = plan.emulated if paced else plan.served
+    node = measured_node(plan.node(replica.rank), profile.measured, shape)
     load_plan: dict[str, Any] = {}
     if rates:
         measured = rates_from_measured(rates)
-        node, step = replace(node, h2d_bytes_per_s=measured.h2d_bytes_per_s), measured.step
+        step, link = measured.step, measured.load
+        node = replace(
+            node,
+            h2d_bytes_per_s=measured.h2d_bytes_per_s,
+            load_fixed_s=link.fixed_s,
+            step_fixed_s=step.fixed_s,
+        )
         load_plan = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
         if plan.cpu_threads:
             load_plan["cpu_room_share"] = plan.cpu_room_share
@@ -233,6 +293,8 @@ def announce(
             load_plan["approx"] = plan.approx
     else:
         step = step_model(shape, node)
+        if not paced:
+            step = measured_step(profile.measured) or step
         if tail:
             load_plan = {"planner": TAIL, "act_share": 0.0, "rates": dict(tail)}
     return Announcement(
@@ -251,7 +313,7 @@ def announce(
         max_context_tokens=limits.max_context_tokens,
         events_endpoint=replica.events_endpoint,
         snapshot_endpoint=replica.snapshot_endpoint,
-        profile_error=profile.error,
+        profile_error=profile.error or shortcomings(profile.measured),
         packs=packs(plan.scheduler.rule),
         engine=plan.kind,
         load_plan=load_plan,

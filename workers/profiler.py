@@ -1,9 +1,9 @@
-"""Measures the machine: host-to-device bandwidth by size, GEMM FLOP/s at the model's shapes.
+"""Measures the machine's peaks: contiguous copies by size, GEMM FLOP/s at the model's shapes.
 
 Runs inside the engine's worker process, where the memory, the threads and the device are the ones
-that serve. With a CUDA device: pinned host memory, both directions, alone and at once. On a CPU the
-"device" is memory too: memcpy between two buffers, contiguous and block-scattered. Every figure is
-the median of several runs, with the spread beside it.
+that serve. With a CUDA device: pinned host memory, both directions. On a CPU the "device" is memory
+too: memcpy between two buffers. Every figure is the median of several runs, with the spread beside
+it. What an engine reaches of them is measured through it (`workers.vllm.measured_engine`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Measure this process' device.
 
     Args:
-        request: `sizes_bytes` (list of transfer sizes), `block_bytes` (one KV block),
-            `hidden` and `intermediate` (the model's GEMM shapes), `dtype` (torch name).
+        request: `sizes_bytes` (list of transfer sizes), `hidden` and `intermediate` (the model's
+            GEMM shapes), `dtype` (torch name).
 
     Returns:
-        `{"device", "threads", "h2d": [{"bytes", "bytes_per_s", "spread"}], "d2h": [...],
-        "scatter": [...], "gemm": [{"tokens", "flops_per_s", "spread"}], "hbm_bytes_per_s",
-        "h2d_bytes_per_s", "d2h_bytes_per_s", "flops_per_s"}`; rates are medians, spread is the
-        interquartile range over the median. Sizes below a block have no `scatter`.
+        `{"device", "threads", "at_s": by the machine's clock, "h2d": [{"bytes", "seconds",
+        "bytes_per_s", "spread"}], "d2h": [...], "gemm": [{"tokens", "flops_per_s", "spread"}],
+        "hbm_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "flops_per_s", "peaks": {those four
+        again}}`; rates are medians, spread is the interquartile range over the median.
 
     Raises:
         ValueError: no size, or one below one byte.
     """
-    sizes, block_bytes = [int(size) for size in request["sizes_bytes"]], int(request["block_bytes"])
+    sizes = [int(size) for size in request["sizes_bytes"]]
     if not sizes or min(sizes) < 1:
         raise ValueError(f"sizes_bytes is {sizes}: give transfer sizes of one byte or more")
     cuda, largest = torch.cuda.is_available(), max(sizes)
@@ -45,8 +45,6 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     device = torch.zeros(largest, dtype=torch.int8, device="cuda" if cuda else "cpu")
     h2d = [_copy_rate(host, device, size) for size in sizes]
     d2h = [_copy_rate(device, host, size) for size in sizes]
-    fitting = [size for size in sizes if size >= block_bytes]
-    scatter = [_scatter_rate(host, device, s // block_bytes, block_bytes) for s in fitting]
     dtype = getattr(torch, str(request["dtype"]))
     hidden, intermediate = int(request["hidden"]), int(request["intermediate"])
     weights = torch.ones(hidden, intermediate, dtype=dtype, device=device.device)
@@ -54,17 +52,21 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     memory = _copy_rate(device, device.clone(), largest)
     # Of the largest size: smaller ones may stay within a cache.
     at = sizes.index(largest)
-    return {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "threads": torch.get_num_threads(),
-        "h2d": h2d,
-        "d2h": d2h,
-        "scatter": scatter,
-        "gemm": gemm,
+    peaks = {
         "hbm_bytes_per_s": _MEMORY_FACTOR * memory["bytes_per_s"],
         "h2d_bytes_per_s": h2d[at]["bytes_per_s"],
         "d2h_bytes_per_s": d2h[at]["bytes_per_s"],
         "flops_per_s": max(row["flops_per_s"] for row in gemm),
+    }
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "at_s": time.time(),
+        "h2d": h2d,
+        "d2h": d2h,
+        "gemm": gemm,
+        **peaks,
+        "peaks": peaks,
     }
 
 
@@ -83,22 +85,7 @@ def _rate(amount: float, action: Callable[[], object]) -> tuple[float, float]:
 
 def _copy_rate(src: torch.Tensor, dst: torch.Tensor, size: int) -> dict[str, float]:
     rate, spread = _rate(size, lambda: dst[:size].copy_(src[:size], non_blocking=True))
-    return {"bytes": size, "bytes_per_s": rate, "spread": spread}
-
-
-def _scatter_rate(
-    src: torch.Tensor, dst: torch.Tensor, blocks: int, block_bytes: int
-) -> dict[str, float]:
-    rows_src = src[: blocks * block_bytes].view(blocks, block_bytes)
-    rows_dst = dst[: blocks * block_bytes].view(blocks, block_bytes)
-    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
-
-    def scatter() -> None:
-        for i, j in enumerate(order):
-            rows_dst[j].copy_(rows_src[i], non_blocking=True)
-
-    rate, spread = _rate(blocks * block_bytes, scatter)
-    return {"bytes": blocks * block_bytes, "bytes_per_s": rate, "spread": spread}
+    return {"bytes": size, "seconds": size / rate, "bytes_per_s": rate, "spread": spread}
 
 
 def _gemm_rate(tokens: int, weights: torch.Tensor) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
 from kappa.logging import configure
+from kappa.model import kv_bytes_per_token
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
 from workers.host_memory import engine_version, prepare_host_memory
 from workers.identity import (
@@ -47,6 +49,9 @@ log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 60.0
 _READ_BACK_TIMEOUT_S = 60.0
+_LOCK_POLL_S = 0.1
+# Of the file: what an older one has means something else.
+_PROFILE_FORMAT = 2
 # Of the requests that an engine took with it, in the error and in the log: the youngest.
 _IN_FLIGHT_NAMED = 16
 _ROLE = '"role":"assistant"'
@@ -98,6 +103,8 @@ class KappaServer(LLMServer):
             self._hang = HangWatch(hang_patience_s(announced), time.monotonic())
         node = announced.node
         log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
+        if announced.profile_error:
+            log.warning("profile_poor", worker=self._worker, reason=announced.profile_error)
 
     # -- what the engine is started with ------------------------------------------------------
 
@@ -119,6 +126,8 @@ class KappaServer(LLMServer):
             return EmulatedEngine
         self._tier = self._prepare_tier()
         folder = "" if self._tier_folder is None else str(self._tier_folder.folder)
+        scheduler = replace(plan.scheduler, profile=str(self._profile_path()))
+        plan = replace(plan, scheduler=scheduler)
         configure_vllm(llm_config, plan, self._rank, endpoints, self._tier, folder)
         return None
 
@@ -160,10 +169,21 @@ class KappaServer(LLMServer):
             log.warning("read_back_failed", worker=self._worker, error=repr(error))
             return plan
 
-    async def _measure(self, *, cached: bool = True) -> Profile:
-        if cached and (known := self._cached_profile()):
+    async def _measure(self, *, again: bool = False) -> Profile:
+        """This machine and engine, as measured now, or at an earlier start.
+
+        again: the machine, whatever is known of it. The engine measures itself only before it
+        serves: its blocks are written over.
+        """
+        async with _alone(self._profile_path().with_suffix(".lock")):
+            return await self._measure_alone(again=again)
+
+    async def _measure_alone(self, *, again: bool) -> Profile:
+        known, request = self._cached_profile(), self._plan.profile_request()
+        if known and not again:
             return Profile(known)
-        request = self._plan.profile_request()
+        if not again:
+            request["engine"] = self._plan.engine_request(self._rank)
         try:
             results = await asyncio.wait_for(
                 self.collective_rpc("kappa_profile", args=(request,)), _PROFILE_TIMEOUT_S
@@ -173,6 +193,11 @@ class KappaServer(LLMServer):
             reason = f"profile failed, serving with the catalogue's figures: {error!r}"
             return Profile({}, reason)
         measured, path = of_all_ranks(results), self._profile_path()
+        if "load_fixed_s" in measured:
+            token_bytes = kv_bytes_per_token(self._plan.served)
+            measured["load_token_s"] = token_bytes / measured["h2d_bytes_per_s"]
+        if "unmeasured" in known:  # of the engine nothing is measured again
+            measured = {**known, "peaks": measured["peaks"], "gemm": measured["gemm"]}
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(measured))
@@ -190,8 +215,11 @@ class KappaServer(LLMServer):
         served, limits = self._given.served, self._given.limits
         machine = f"{os.uname().nodename}-{os.uname().machine}-{os.cpu_count()}"
         machine += f"-{self._given.gpus}-{gpus_and_driver() if self._given.gpus else ''}"
-        machine += f"-{engine_version()}"
+        machine += f"-{engine_version()}-{os.environ.get('OMP_NUM_THREADS')}-{_PROFILE_FORMAT}"
         key = f"{machine}-{served.name}-{served.hidden}-{limits.dtype}-{limits.block_tokens}"
+        # What is measured, and how large: of an engine that is paced, the machine alone.
+        key += f"-{sorted(self._given.engine_request(self._rank))}-{self._given.tier.kind}"
+        key += f"-{limits.max_batch_tokens}-{limits.max_sequences}-{limits.max_context_tokens}"
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         return Path(self._plan.cache_dir) / "profiles" / f"{digest}.json"
 
@@ -228,8 +256,9 @@ class KappaServer(LLMServer):
         }
 
     async def profile(self, _body: None = None, _pin: Any = None) -> dict[str, Any]:
-        """Measure again, now, and announce the result; the arguments only carry the pin."""
-        self._announce(await self._measure(cached=False))
+        """Measure the machine again, now, and announce the result; the arguments only carry the
+        pin."""
+        self._announce(await self._measure(again=True))
         return self._announcement
 
     # -- requests -----------------------------------------------------------------------------
@@ -304,6 +333,26 @@ class KappaServer(LLMServer):
             owned = getattr(self, name, None)
             if owned is not None:
                 owned.close()
+
+
+@contextlib.asynccontextmanager
+async def _alone(path: Path) -> AsyncGenerator[None, None]:
+    """One replica of this machine at a time measures, and those after it find what it measured.
+
+    Waits no longer than a measurement may take, and goes on without a folder to lock in.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(path.open("w"))
+            end_s = time.monotonic() + _PROFILE_TIMEOUT_S
+            while time.monotonic() < end_s:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(_LOCK_POLL_S)
+        yield
 
 
 def is_error(item: Any) -> bool:

@@ -45,6 +45,7 @@ def refresh_gauges(live: LiveRouter) -> None:
             (m.BREAKER_OPEN, _OPEN[live.members.breakers.state(worker, now_s).standing]),
         ):
             metrics.set(gauge, announced.node.name, to=value)
+        _refresh_measured(live, announced)
     for label, count in paced.items():
         metrics.set(m.WORKERS, label, to=count)
     metrics.set(m.OTHERS_RESERVATIONS, to=router.in_flight - router.reservations)
@@ -52,6 +53,19 @@ def refresh_gauges(live: LiveRouter) -> None:
     metrics.set(m.INDEX_BLOCKS, to=stats.get("blocks", 0))
     for why in ("orphans", "unjoined", "refused", "evicted", "ambiguous"):
         metrics.total(m.INDEX_LOSSES, why, to=stats.get(why, 0))
+
+
+def _refresh_measured(live: LiveRouter, announced: Announcement) -> None:
+    """Gauges of what a worker's engine measured of itself; of a paced one there is nothing."""
+    node, measured = announced.node, announced.measured
+    if node.source != "measured":
+        return
+    live.metrics.set(m.ANNOUNCED_BANDWIDTH, node.name, "load", to=node.h2d_bytes_per_s)
+    live.metrics.set(m.ANNOUNCED_BANDWIDTH, node.name, "store", to=node.store_bytes_per_s)
+    if "step" in measured:
+        live.metrics.set(m.STEP_FIT, node.name, to=measured["step"]["r2"])
+    if (age_s := _age_s(measured)) is not None:
+        live.metrics.set(m.PROFILE_AGE, node.name, to=age_s)
 
 
 def refresh_tenants(live: LiveRouter, known: Tenants) -> None:
@@ -114,6 +128,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
             "profile": announced.node.to_dict(),
             "profile_error": announced.profile_error or None,
             "measured": dict(announced.measured),
+            "measured_s_ago": _age_s(announced.measured),
             "kappa_crit": announced.kappa_crit,
             "kappa_eff": live.kappa_eff.get(worker),
             "engine": announced.engine,
@@ -155,6 +170,12 @@ def tiers(announced: Announcement) -> list[dict[str, Any]]:
     host = {"tier": "host", "blocks": announced.host_blocks, "bytes_per_s": node.h2d_bytes_per_s}
     disk = {"tier": "disk", "blocks": announced.disk_blocks, "bytes_per_s": node.disk_bytes_per_s}
     return [tier for tier in (host, disk) if tier["blocks"]]
+
+
+def _age_s(measured: Mapping[str, Any]) -> float | None:
+    """Seconds since a worker's machine was measured, by the clocks of both; None: not known."""
+    at_s = measured.get("at_s")
+    return None if at_s is None else max(time.time() - at_s, 0.0)
 
 
 def explanation(decision: Decision, *, operator: bool) -> dict[str, Any]:

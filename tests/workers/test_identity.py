@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
-from kappa.cost import kappa_crit
+from kappa.cost import StepModel, kappa_crit, step_model
 from kappa.hardware import NodeProfile, node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import Announcement
@@ -82,6 +83,59 @@ def test_an_unpaced_node_takes_the_measured_figures() -> None:
     assert announcement.node.source == "measured"
     assert announcement.node.h2d_bytes_per_s == 9e9
     assert announcement.emulated_model == ""
+
+
+STEP = {
+    "token_s": 2e-3, "pair_s": 1e-7, "weights_s": 0.02, "context_token_s": 1e-6, "fixed_s": 4e-3,
+    "dilation": 1.0, "r2": 0.991, "steps": 31, "error": 0.03, "prior_error": 0.9,
+}  # fmt: skip
+ENGINE = MEASURED | {
+    "step": STEP, "unmeasured": [], "load_fixed_s": 5e-4, "load_line_error": 0.04,
+    "store_line_error": 0.1,
+}  # fmt: skip
+
+
+def test_steps_and_loads_are_announced_as_the_engine_measured_them() -> None:
+    announcement = said(plan(node_profile("pcie")), measured=ENGINE)
+    node, step = announcement.node, announcement.step
+    assert step == StepModel(2e-3, 1e-7, 0.02, 1e-6, 4e-3)
+    assert (node.load_fixed_s, node.step_fixed_s, announcement.profile_error) == (5e-4, 4e-3, "")
+    # The rates that would make these steps, for whoever plans by rates.
+    assert node.flops_per_s == pytest.approx(2 * model_shape("qwen2.5-7b").params_active / 2e-3)
+    by_rates = step_model(model_shape("qwen2.5-7b"), node)
+    assert (by_rates.token_s, by_rates.pair_s) == pytest.approx((2e-3, 1e-7))
+    assert said(plan(paced("pcie")), measured=ENGINE).step != step
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"step": STEP | {"r2": 0.95}}, r"R² 0\.950 over 31 steps, below 0\.98; half .* than 3%$"),
+        ({"load_line_error": 0.11}, "line of loads is off by up to 11%"),
+        ({"store_line_error": 0.3}, "line of stores is off by up to 30%"),
+        ({"unmeasured": ["a step: KeyError()"]}, r"not measured: a step: KeyError\(\)"),
+    ],
+)
+def test_what_fits_badly_is_used_and_said(changes, why) -> None:
+    announcement = said(plan(node_profile("pcie")), measured=ENGINE | changes)
+    assert re.search(why, announcement.profile_error)
+    assert announcement.step.token_s == 2e-3
+
+
+def test_a_fit_worse_than_the_prior_is_not_used() -> None:
+    poor = ENGINE | {"step": STEP | {"r2": 0.4, "error": 0.9}}
+    announcement = said(plan(node_profile("pcie")), measured=poor)
+    assert announcement.profile_error.endswith("the prior is nearer and is used")
+    assert announcement.step == step_model(model_shape("qwen2.5-7b"), announcement.node)
+    assert announcement.node.flops_per_s == 5e10
+
+
+def test_an_engine_that_paces_itself_or_is_ours_is_not_asked_to_measure_itself() -> None:
+    real = plan(node_profile("pcie"))
+    request = real.engine_request(0)
+    assert StepModel.from_dict(request["prior"]).token_s > 0 and request["budget_s"] <= 20
+    assert plan(paced("pcie")).engine_request(0) == {}
+    assert dataclasses.replace(real, kind="torch").engine_request(0) == {}
 
 
 def test_a_failed_profile_leaves_the_catalogue_and_names_the_reason() -> None:

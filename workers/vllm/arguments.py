@@ -173,7 +173,8 @@ class EngineScheduler:
     rule: a name of `scheduler.catalogue`, or `STOCK`. config: fields of a `FairConfig`. link: how
     the host tier orders its link, fields of a `workers.vllm.options.LinkRules`. log: file for
     JSON lines, one per iteration. tenant_required: every request comes from an ingress of ours, so
-    one without a tenant is refused.
+    one without a tenant is refused. profile: file of what the engine measured, for the link's rates
+    where nothing paces it.
     """
 
     rule: str = STOCK
@@ -181,6 +182,7 @@ class EngineScheduler:
     link: Mapping[str, Any] = field(default_factory=dict)
     log: str | None = None
     tenant_required: bool = False
+    profile: str = ""
 
     def for_rank(self, rank: int) -> EngineScheduler:
         """The same with a log of the replica's own."""
@@ -195,7 +197,13 @@ class EngineScheduler:
         if pace is not None:
             link = {"token_s": pace.link.token_s, "fixed_s": pace.link.fixed_s}
         return SchedulerOptions(
-            self.rule, dict(self.config), link, stats_endpoint, self.log, self.tenant_required
+            rule=self.rule,
+            config=dict(self.config),
+            link=link,
+            stats=stats_endpoint,
+            log=self.log,
+            tenant_required=self.tenant_required,
+            profile=self.profile if pace is None else "",
         )
 
 

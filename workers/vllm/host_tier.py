@@ -104,6 +104,8 @@ class TierWorker(OffloadingWorker, LoadSource):
 
     def _report(self, message: dict[str, Any]) -> None:
         """Send what became of a transfer; a load's seconds are its request's, too."""
+        if message.get("job", 0) < 0:  # not the engine's: it is measuring itself
+            return
         with self._report_lock:
             request = self._loading.pop(message.pop("job", -1), None)
             if request is not None:

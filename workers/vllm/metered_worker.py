@@ -173,10 +173,16 @@ class Metered:
         return self._kappa_end(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
     def kappa_profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Measure this process' memory bandwidth and FLOP/s (`workers.profiler.measure`)."""
+        """Measure this process' memory bandwidth and FLOP/s (`workers.profiler.measure`), and if
+        `request` has an `engine`, arguments of `measure_engine`, this engine."""
         from workers.profiler import measure
+        from workers.vllm.measured_engine import measure_engine
 
-        return measure(request)
+        found = measure(request)
+        if request.get("engine"):
+            execute, sample = super().execute_model, super().sample_tokens  # type: ignore[misc]
+            found |= measure_engine(self, execute, sample, **request["engine"])
+        return found
 
     def kappa_engine(self) -> dict[str, Any]:
         """What this rank was started with (`workers.vllm.read_back.engine_facts`)."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -42,7 +45,8 @@ def read_options(config: Mapping[str, Any] | None, key: str, kind: type[T]) -> T
 class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """rule: its name, or `STOCK`; config: the fields of a `FairConfig`; link: the fields of a
     `LinkRates`, if known; stats: endpoint of the stats channel; log: file for JSON lines;
-    tenant_required: an ingress of ours names every request's tenant, so one without is refused."""
+    tenant_required: an ingress of ours names every request's tenant, so one without is refused;
+    profile: file in which the engine's measurements have the link's rates, once it was measured."""
 
     rule: str = "fair"
     config: dict[str, Any] = {}
@@ -50,6 +54,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stats: str = ""
     log: str | None = None
     tenant_required: bool = False
+    profile: str = ""
 
     @classmethod
     def read(cls, additional_config: Mapping[str, Any] | None, policy: str) -> SchedulerOptions:
@@ -73,10 +78,18 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return None
         try:
             config = FairConfig(**self.config)
-            link = LinkRates(**self.link) if self.link else None
+            link = LinkRates(**self.link) if self.link else measured_link(self.profile)
         except TypeError as error:
             raise ValueError(f"{SCHEDULER_KEY}: {error}") from None
         return rule_named(self.rule, config, link)
+
+
+def measured_link(profile: str) -> LinkRates | None:
+    """What loads take, from the file of an engine's measurements; None if it has none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(Path(profile).read_text(encoding="utf-8"))
+        return LinkRates(found["load_token_s"], found["load_fixed_s"])
+    return None
 
 
 class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -48,6 +48,7 @@ class FairScheduler(SchedulerNames):
         self._memory = EngineMemory(self.kv_cache_manager, self.block_size, bool(self.connector))
         self._works: dict[str, EngineWork] = {}
         self._rule.restart((), time.monotonic())
+        self._measured = not options.profile
 
     def _rule_failed(self, event: str, error: Exception) -> None:
         log.error("scheduling_rule_failed", during=event, reason=repr(error), exc_info=error)
@@ -58,6 +59,9 @@ class FairScheduler(SchedulerNames):
         """As vLLM's; a request that no tenant pays for is ended with an error, where an ingress of
         ours names every tenant (the searches of a beam reach the engine without their names)."""
         extra = getattr(request.sampling_params, "extra_args", None)
+        if not self._measured:  # it is now: an engine measures itself before it serves
+            self._measured = True
+            self._rule.restart((), time.monotonic())
         refused = self._options.tenant_required and not tenant_of(extra)
         if refused:
             # Blocked, it is never scheduled.

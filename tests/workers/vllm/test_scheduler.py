@@ -3,6 +3,7 @@
 One tiny engine in this process for the whole file, with a host tier; a test puts its rule into it.
 """
 
+import json
 import os
 import random
 
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kappa.cost import StepModel
 from kappa.protocol import CHARGES_KEY, DEVICE_TOKENS_KEY, HOST_TOKENS_KEY, TENANT_KEY, WEIGHT_KEY
 from scheduler.catalogue import SCHEDULERS, rule_named
 from scheduler.config import FairConfig
@@ -22,6 +24,7 @@ from workers.vllm.arguments import (
     EngineScheduler,
     engine_kwargs,
 )
+from workers.vllm.rule_guard import GuardedRule
 
 pytestmark = pytest.mark.vllm
 
@@ -331,6 +334,62 @@ def test_who_holds_blocks_is_never_left_waiting_while_newcomers_take_blocks(engi
         del scheduler.schedule
     assert len(answers) == 15 and not held_up
     assert [answers[f"held{i}"].num_cached_tokens for i in range(3)] == [384] * 3
+
+
+def test_an_engine_measures_itself_and_its_host_tier_holds_what_it_held(engine):
+    text = prompt(70, 500)
+    engine.add("cold", text)
+    cold = tokens_of(engine.run())
+    engine.settle()
+    worker = engine.core.model_executor.driver_worker.worker
+    prior = StepModel(1e-5, 1e-9, 1e-3, 1e-7).to_dict()
+    found = worker.kappa_profile({
+        "sizes_bytes": [1 << 12], "hidden": 64, "intermediate": 256, "dtype": "float32",
+        "engine": {"prior": prior, "budget_s": 4.0},
+    })  # fmt: skip
+    assert found["unmeasured"] == []
+    # Blocks of both tensors that the tiny model's layers share, as many at a time as there are.
+    rows = found["h2d"]
+    assert [row["blocks"] for row in rows][:5] == [1, 2, 4, 8, 16]
+    assert {row["bytes"] / row["blocks"] for row in (*rows, *found["d2h"])} == {rows[0]["bytes"]}
+    assert found["h2d_bytes_per_s"] > 0 and found["d2h_bytes_per_s"] > 0
+    assert found["peaks"]["h2d_bytes_per_s"] != found["h2d_bytes_per_s"]
+    step = found["step"]
+    assert step["steps"] > 10 and step["token_s"] > 0 and step["error"] < step["prior_error"]
+    assert not worker.model_runner.requests
+    engine.forget(host=False)
+    engine.add("warm", text, **{DEVICE_TOKENS_KEY: 0, HOST_TOKENS_KEY: 480})
+    answers = engine.run()
+    assert answers["warm"].num_cached_tokens == 480
+    assert tokens_of(answers)["warm"] == cold["cold"]
+
+
+def test_the_rates_of_loads_are_read_once_the_engine_has_measured_them(engine, tmp_path):
+    from workers.vllm.options import SchedulerOptions
+
+    scheduler, profile = engine.scheduler, tmp_path / "profile.json"
+    options = SchedulerOptions("fair", profile=str(profile))
+    before = scheduler._options, scheduler._rule
+    scheduler._rule = GuardedRule(options.make_rule, scheduler._rule_failed)
+    scheduler._rule.restart((), 0.0)
+    scheduler._options, scheduler._measured = options, False
+    assert scheduler._rule._rule._link._rates is None
+    profile.write_text(json.dumps({"load_token_s": 2e-3, "load_fixed_s": 0.5}))
+    engine.add("first", prompt(71, 40))
+    assert scheduler._rule._rule._link.load_s(100) == pytest.approx(0.7)
+    assert len(engine.run()) == 1
+    engine.settle()
+    scheduler._options, scheduler._rule = before
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"load_token_s": -1, "load_fixed_s": 0}'])
+def test_a_profile_that_says_nothing_of_loads_leaves_their_rates_unknown(tmp_path, text):
+    from workers.vllm.options import measured_link
+
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    assert measured_link(str(path)) is None
+    assert measured_link("") is None and measured_link(str(tmp_path)) is None
 
 
 def test_a_wrong_estimate_of_the_host_tier_does_no_harm(engine):

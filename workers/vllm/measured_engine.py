@@ -1,0 +1,85 @@
+"""What a vLLM engine measures of itself before it serves: its host tier's link and its steps.
+
+Runs in the engine's worker process, called by `workers.vllm.metered_worker`. What cannot be
+measured is left out, and why is in the result: an engine serves without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.parallel_state import get_world_group
+
+from kappa.cost import StepModel
+from workers.vllm.measured_link import LinkTimer, TierRoom, beside_work
+from workers.vllm.measured_steps import StepLimits, StepTimer
+
+log = structlog.get_logger(__name__)
+
+# Of the time there is, the link's part.
+_LINK_SHARE = 0.25
+
+
+def measure_engine(
+    worker: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any],
+    prior: Mapping[str, float], budget_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure an engine that has nothing in flight; its device cache holds anything afterwards.
+
+    Args:
+        worker: of vLLM; execute, sample: its methods for a step, unmetered.
+        prior: the fields of a `StepModel`: the order of the steps, and what the fit is compared to.
+        budget_s: for all of it.
+
+    Returns:
+        What `LinkTimer.measure` does, with "step": what `StepTimer.measure` does, and "unmeasured":
+        sentences on what of these is missing; none of a link where there is no host tier.
+    """
+    found: dict[str, Any] = {"unmeasured": []}
+    groups = len(worker.model_runner.kv_cache_config.kv_cache_groups)
+    device_blocks = int(worker.cache_config.num_gpu_blocks)
+    connector = getattr(kv_transfer_state._KV_CONNECTOR_AGENT, "connector_worker", None)
+    tier, spec = getattr(connector, "worker", None), getattr(connector, "spec", None)
+    if tier is not None and spec is not None:
+        room = TierRoom(device_blocks, int(spec.num_blocks), groups)
+        timer = LinkTimer(tier, room, beside_work(torch.device(worker.device)))
+        found |= _tried(
+            "the host tier's link", lambda: timer.measure(_LINK_SHARE * budget_s), found
+        )
+    scheduler = worker.scheduler_config
+    limits = StepLimits(
+        context_tokens=int(worker.model_config.max_model_len),
+        batch_tokens=int(scheduler.max_num_batched_tokens),
+        sequences=int(scheduler.max_num_seqs),
+        block_tokens=int(worker.cache_config.block_size),
+        blocks=device_blocks,
+        groups=groups,
+    )
+    steps = StepTimer(execute, sample, limits, _agreement(worker.parallel_config.world_size))
+    model, left_s = StepModel.from_dict(prior), (1 - _LINK_SHARE) * budget_s
+    if worker.parallel_config.pipeline_parallel_size > 1:
+        found["unmeasured"].append("a step: its stages run on several devices in turn")
+        return found
+    found |= _tried("a step", lambda: {"step": steps.measure(model, left_s)}, found)
+    return found
+
+
+def _agreement(ranks: int) -> Callable[[bool], bool]:
+    if ranks == 1:
+        return bool
+    return lambda mine: bool(get_world_group().broadcast_object(mine, src=0))
+
+
+def _tried(
+    what: str, measure: Callable[[], dict[str, Any]], found: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        return measure()
+    except Exception as error:
+        log.warning("engine_unmeasured", what=what, exc_info=error)
+        found["unmeasured"].append(f"{what}: {error!r}")
+        return {}
