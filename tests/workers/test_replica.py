@@ -3,20 +3,26 @@
 The replica is real but for its start: no Ray, and an engine that does what a test says.
 """
 
+import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ray.serve.llm.openai_api_models import CompletionRequest
 
+from kappa.hardware import node_profile
 from kappa.protocol import EngineDiedError
 from kappa.settings.routing import ObservingSettings
+from kappa.shapes import model_shape
+from workers.identity import WorkerPlan
 from workers.in_flight import InFlight
 from workers.reaper import HangWatch
-from workers.replica import KappaServer, configure_logs
+from workers.replica import KappaServer, _alone, configure_logs
 from workers.report_totals import ReportTotals
+from workers.vllm.arguments import EngineLimits
 from workers.vllm_plugin import LOG_ENV, log_as
 
 pytestmark = pytest.mark.vllm
@@ -190,3 +196,57 @@ def test_the_engines_processes_log_as_their_replica_does(tmp_path, monkeypatch, 
         structlog.configure(**before)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["event"] == "hello"
     assert json.loads(Path(log_file).read_text())["node"] == "pcie"
+
+
+async def test_replicas_that_start_at_once_measure_in_turns(tmp_path):
+    path, order = tmp_path / "profiles" / "a.lock", []
+
+    async def measure(name):
+        async with _alone(path):
+            order.append(name)
+            await asyncio.sleep(0.05)
+            order.append(name)
+
+    await asyncio.gather(measure("a"), measure("b"))
+    assert order in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
+    async with _alone(tmp_path / "profiles" / "a.lock" / "not a folder"):
+        order.append("without a lock")
+
+
+class Measured(Replica):
+    """A replica of an unpaced engine that was asked to measure: `asked`, what it was asked for."""
+
+    def __init__(self, folder):
+        super().__init__()
+        node, shape = node_profile("pcie"), model_shape("llama-3.1-8b")
+        limits = EngineLimits(1024, 16, 64, 1 << 20, 256, 8, "float32")
+        self._plan = self._given = WorkerPlan(
+            (node,), shape, shape, limits, "m", "", str(folder), ""
+        )
+        self._rank, self.asked, self.peak = 0, [], 1.0
+
+    async def collective_rpc(self, method, args=(), **_):
+        (request,) = args
+        self.asked.append(request)
+        found = {"peaks": {"x": self.peak}, "gemm": [], "h2d_bytes_per_s": 9e9}
+        if request.get("engine"):
+            found |= {"unmeasured": [], "load_fixed_s": 1e-3, "h2d_bytes_per_s": 131072e3}
+        return [found]
+
+
+async def test_an_engine_is_measured_once_and_the_machine_whenever_it_is_asked(tmp_path):
+    first = Measured(tmp_path)
+    cold = (await first._measure()).measured
+    assert first.asked[0]["engine"]["budget_s"] <= 20
+    # 128 KiB a token: a thousandth of a second.
+    assert (cold["load_token_s"], cold["peaks"]) == (pytest.approx(1e-3), {"x": 1.0})
+    warm = Measured(tmp_path)
+    assert (await warm._measure()).measured == cold and warm.asked == []
+    warm.peak = 2.0
+    again = (await warm._measure(again=True)).measured
+    assert "engine" not in warm.asked[0]
+    assert again == cold | {"peaks": {"x": 2.0}}
+    other = Measured(tmp_path)
+    other._given = replace(other._given, limits=replace(other._given.limits, max_batch_tokens=512))
+    await other._measure()
+    assert len(other.asked) == 1
