@@ -9,8 +9,11 @@ state in place of KV, do not count as KV that grows with the context. Vision tow
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -94,6 +97,16 @@ _DTYPE_BYTES = {
     "fp4": 0.5, "nvfp4": 0.5, "int4": 0.5,
 }  # fmt: skip
 
+# Of dtypes that come in variants, such as vLLM's "fp8_per_token_head".
+_KIND_BYTES = {
+    "fp8_": 1.0, "int8_": 1.0, "nvfp4_": 0.5, "int4_": 0.5, "turboquant_k8v4": 0.75,
+    "turboquant_": 0.5,
+}  # fmt: skip
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_BESIDE = re.compile(r"vis(ion|ual)|multi_modal|mm_projector|\bmtp\b")
+_SCALE = re.compile(r"_scales?(_inv)?$|\.scales?$|zero(_point|s)$|g_idx$")
+
 # What methods store a weight in that do not say so; MXFP4 has a scale of 8 bits for each 32.
 _METHOD_BYTES = {"fp8": 1.0, "fbgemm_fp8": 1.0, "mxfp4": 0.53125, "awq": 0.5, "gptq": 0.5}
 
@@ -104,16 +117,20 @@ def dtype_bytes(dtype: str) -> float:
     Raises:
         ValueError: a dtype that is not known.
     """
-    size = _DTYPE_BYTES.get(dtype.removeprefix("torch.").lower())
+    name = dtype.removeprefix("torch.").lower()
+    of_kind = (size for kind, size in _KIND_BYTES.items() if name.startswith(kind))
+    size = _DTYPE_BYTES.get(name) or next(of_kind, None)
     if size is None:
         raise ValueError(f"unknown dtype {dtype!r}: use one of {', '.join(_DTYPE_BYTES)}")
     return size
 
 
 def unlisted(config: Mapping[str, Any]) -> str:
-    """The family of a config if nothing is known of it but its keys; else empty."""
-    name = str(_text_model(config).get("model_type"))
-    return "" if _family_of(name) in _FAMILIES else name
+    """What to say of a config whose family is known by its keys alone; else empty."""
+    name = _text_model(config).get("model_type")
+    if _family_of(str(name)) in _FAMILIES:
+        return ""
+    return f"model_type {name!r} is not listed: its prior counts it as a Llama-like decoder"
 
 
 def shape_from_config(
@@ -139,6 +156,49 @@ def shape_from_config(
         origin, data = str(path), read_json_object(path, "model config")
         name = name or path.absolute().parent.name
     return _Reader(_text_model(data), origin).shape(name or origin, kv_dtype, weight_dtype)
+
+
+def with_stored_weights(shape: ModelShape, folder: Path) -> ModelShape:
+    """The shape with the parameters that lie in a folder's safetensors files, and with their bytes
+    where they are packed; unchanged without such files.
+
+    Only headers are read. Vision towers, scales and layers beyond the model's (which only predict
+    ahead) are left out; what an expert holds is as the config has it.
+
+    Raises:
+        ValueError: a file that is not what it is called.
+    """
+    params, stored_bytes, is_packed = 0, 0, False
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in _header(path).items():
+            layer = _LAYER.search(name)
+            beyond = layer is not None and int(layer[1]) >= shape.layers
+            if name == "__metadata__" or beyond or _BESIDE.search(name):
+                continue
+            start, stop = tensor["data_offsets"]
+            stored_bytes += stop - start
+            if not _SCALE.search(name):
+                params += math.prod(tensor["shape"])
+                is_packed |= tensor["dtype"] in ("U8", "I32", "U32")
+    if not params:
+        return shape
+    if is_packed:
+        return replace(shape, weight_dtype_bytes=stored_bytes / shape.params_total)
+    idle = min(shape.params_total - shape.params_active, params - 1)
+    return replace(shape, params_total=float(params), params_active=float(params - idle))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Of a safetensors file: its length in eight bytes, then JSON."""
+    try:
+        with path.open("rb") as file:
+            header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return header
+    except (OSError, ValueError, OverflowError, MemoryError):
+        raise ValueError(
+            f"{path} is no safetensors file: fetch the model again (of Git LFS, the files "
+            "themselves and not what stands for them)"
+        ) from None
 
 
 def _text_model(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kappa.checks import unknown_name
 from kappa.model import ModelShape
-from kappa.model_config import dtype_bytes, shape_from_config
+from kappa.model_config import dtype_bytes, shape_from_config, with_stored_weights
 
 
 def _decoder(
@@ -70,7 +70,8 @@ def model_shape(name_or_path: str | Path, kv_dtype: str = "auto") -> ModelShape:
     text = str(name_or_path)
     path = Path(text)
     if path.exists() or path.suffix == ".json":
-        return shape_from_config(path, kv_dtype=kv_dtype)
+        shape = shape_from_config(path, kv_dtype=kv_dtype)
+        return with_stored_weights(shape, path) if path.is_dir() else shape
     name = text.rsplit("/", 1)[-1].lower().removesuffix("-instruct")
     if name in SHAPES:
         known = SHAPES[name]

@@ -19,6 +19,7 @@ import msgspec
 
 from deploy.app.plan import worker_demand
 from kappa.checks import read_json_object
+from kappa.hardware import CATALOGUE
 from kappa.settings.pools import PoolSettings
 
 THIS = "this machine"
@@ -94,6 +95,30 @@ class Machine:
             if self.labels.get(name) != wanted
         ]
         return short + other
+
+
+def settings_without_file(machine: Machine) -> dict[str, Any]:
+    """What is served without a cluster file: under vLLM's CUDA build a worker on each GPU, else the
+    demo's nodes, which are the defaults.
+
+    Raises:
+        ValueError: the CUDA build, and no GPU.
+    """
+    if machine.engine_build != "cuda":
+        return {}
+    if not machine.gpus:
+        why = f" ({machine.no_gpus})" if machine.no_gpus else ""
+        raise ValueError(
+            f"the vLLM installed here is its CUDA build, and {machine.name} has no GPU{why}: make "
+            "one visible, or take the CPU build with 'KAPPA_EXTRA=cpu ./dev serve'"
+        )
+    gpu = machine.gpus[0].name.lower()
+    kinds = sorted({name.split("-")[0] for name in CATALOGUE}, key=len, reverse=True)
+    kind = next((kind for kind in kinds if kind in gpu), "h100")
+    profile = next(name for name in CATALOGUE if name.split("-")[0] == kind)
+    number = len(machine.gpus)
+    pool = {"name": "gpu", "profile": profile, "replicas": number, "placement": {"gpus": 1}}
+    return {"pools": [pool]}
 
 
 def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:

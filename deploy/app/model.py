@@ -10,11 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from kappa.model import ModelShape
-from kappa.model_config import shape_from_config
+from kappa.model_config import shape_from_config, unlisted, with_stored_weights
 from kappa.settings.cluster import ClusterSettings, home
 from workers.tiny_model import make_tiny_model
 from workload.sessions import demo_sessions_path, read_sessions
+
+log = structlog.get_logger(__name__)
 
 # What a folder's name may begin with, and a name on the hub may not.
 _PLACES = ("/", ".", "~")
@@ -60,7 +64,7 @@ def prepare_model(
         return _read(str(smollm2.smollm2(home() / "models", progress)), settings)
     try:
         return model_here(settings) or _read(str(settings.model.source), settings)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers lets through what its parts raise
         raise _unread(str(settings.model.source), error) from None
 
 
@@ -83,28 +87,44 @@ def model_here(settings: ClusterSettings) -> Model | None:
         return _read(str(made), settings) if made.exists() else None
     try:
         return _read(source, settings, is_offline=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers lets through what its parts raise
         if source.startswith(_PLACES) or Path(source).exists():
             raise _unread(source, error) from None
         return None
 
 
 def _unread(source: str, error: Exception) -> PreflightError:
-    why = f"cannot be loaded: {error}"
+    why = f"cannot be loaded: {' '.join(str(error).split())}"
     if source.startswith(_PLACES) and not Path(source).exists():
         why = "is not there: give the model's folder on this machine, or its name on Hugging Face"
     return PreflightError(f"model.source {source!r} {why}")
 
 
 def _read(source: str, settings: ClusterSettings, *, is_offline: bool = False) -> Model:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-    config = AutoConfig.from_pretrained(source, local_files_only=is_offline).to_dict()
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=is_offline).to_dict()
+    except Exception:  # of a family that transformers does not know, or not as it should be
+        config, _ = PretrainedConfig.get_config_dict(source, local_files_only=is_offline)
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_offline)
     pool = settings.all_pools[0]  # pools share a dtype
-    dtype = pool.engine_settings(settings.engine).dtype or "auto"
-    shape = shape_from_config(config, name=settings.model.id, kv_dtype=dtype, weight_dtype=dtype)
-    return Model(source, shape, str(tokenizer.chat_template or ""), _no_weights(Path(source)))
+    engine = pool.engine_settings(settings.engine)
+    dtype = engine.dtype or engine.extra.get("dtype", "auto")
+    cache = engine.extra.get("kv_cache_dtype", "auto")
+    weights = "fp8" if engine.extra.get("quantization") == "fp8" else dtype
+    shape = shape_from_config(
+        {"_name_or_path": source, **config},
+        name=settings.model.id,
+        kv_dtype=dtype if cache == "auto" else cache,
+        weight_dtype=weights,
+    )
+    if note := unlisted(config):
+        log.warning("model_family", source=source, note=note)
+    lacking = _no_weights(Path(source))
+    if Path(source).is_dir() and not lacking:
+        shape = with_stored_weights(shape, Path(source))
+    return Model(source, shape, str(tokenizer.chat_template or ""), lacking)
 
 
 def _no_weights(folder: Path) -> str:

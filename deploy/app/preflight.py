@@ -8,7 +8,8 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any, get_args
 
 from deploy.app.fits import contradictions, misfits
@@ -254,7 +255,26 @@ def _gb(count: float) -> str:
     return f"{count / 1e9:,.4g} GB"
 
 
+def _of_extra(
+    settings: ClusterSettings, pool: PoolSettings, _model: Model | None, _machine: Machine
+) -> Iterator[str]:
+    given = pool.engine_settings(settings.engine).extra
+    if not given or settings.engine.kind != "vllm":
+        return
+    # Ray divides them between these two.
+    from ray.llm._internal.serve.engines.vllm.vllm_models import AsyncEngineArgs, FrontendArgs
+
+    known = [each.name for record in (AsyncEngineArgs, FrontendArgs) for each in fields(record)]
+    for name in sorted(given.keys() - set(known)):
+        near = get_close_matches(name, known, 1)
+        yield (
+            f"pool {pool.name}: engine.extra.{name} is no argument of the vLLM installed here"
+            + (f"; did you mean {near[0]}?" if near else ": take it out")
+        )
+
+
 _CHECKS: tuple[Check, ...] = (
+    _of_extra,
     _of_the_build,
     _of_dtypes,
     _of_the_driver,

@@ -15,11 +15,20 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.commands.console import Json, bad_parameter, print_json, print_table, print_text
+from deploy.commands.console import (
+    Json,
+    bad_parameter,
+    print_json,
+    print_table,
+    print_text,
+    warn,
+)
 from kappa import cost, paper
+from kappa.checks import read_json_object
 from kappa.cost import TokenCounts
 from kappa.hardware import DEMO_NODES, NodeProfile, node_profile
 from kappa.model import ModelShape
+from kappa.model_config import unlisted
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import alternatives, decoding
 from kappa.plans.rates import LineFit, rates_from_law
@@ -79,6 +88,10 @@ def explain(
     names, costs, plans = [], [], []
     with bad_parameter():
         shape = model_shape(model)
+        if Path(shape.source).is_file() and (
+            note := unlisted(read_json_object(shape.source, "model config"))
+        ):
+            warn(note)
         for profile in [node_profile(name) for name in node or DEMO_NODES]:
             found = rates_from_law(shape, profile) if rates is None else rates_from_measured(rates)
             if cpu_gbps and rates is None:

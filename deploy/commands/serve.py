@@ -23,7 +23,6 @@ from deploy.commands.console import (
     print_text,
     warn,
 )
-from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
 
 _LOOK_S = 1.0
@@ -72,7 +71,10 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model, on a Ray cluster started here or one that is joined, until Ctrl-C."""
-    settings = settings_or_exit(config, policy, port, host, unpaced, log_level, allow_open)
+    settings = settings_or_exit(
+        config, policy, port, host, unpaced, log_level, allow_open,
+        defaults=not (config or address or machine),
+    )  # fmt: skip
     if dry and not address:
         raise typer.Exit(print_dry_run(settings, machine or [], json_output))
     if dry or machine:
@@ -107,23 +109,30 @@ def settings_or_exit(
     unpaced: bool = False,
     log_level: str | None = None,
     allow_open: bool = False,
+    defaults: bool = False,
 ) -> ClusterSettings:
-    """Settings from file and options; on a fault prints it and exits with 2."""
+    """Settings from file and options; on a fault prints it and exits with 2. `defaults`: those of
+    this machine, as there is no file."""
     given: dict[str, dict[str, Any]] = {
         "router": {"policy": policy},
         "http": {"port": port, "host": host},
         "access": {"allow_open": allow_open or None},
     }
     try:
-        settings = load_settings(config)
-        changes: dict[str, Any] = {} if log_level is None else {"log_level": log_level}
+        changes: dict[str, Any] = {}
+        if defaults:
+            from deploy.app.machine import read_machine, settings_without_file
+
+            changes = settings_without_file(read_machine())
+        settings = load_settings(config, **changes)
+        changes |= {} if log_level is None else {"log_level": log_level}
         for section, options in given.items():
             changed = {name: value for name, value in options.items() if value is not None}
             if changed:
                 changes[section] = {**getattr(settings, section).model_dump(), **changed}
         if changes:
             settings = load_settings(config, **changes)
-    except SettingsError as error:
+    except ValueError as error:
         fail(str(error), 2)
     return settings.unpaced() if unpaced else settings
 

@@ -284,6 +284,11 @@ class EngineSettings(Section):
             raise ValueError(
                 f"planner {self.planner} is not one of kind {self.kind}: choose {', '.join(known)}"
             )
+        if self.kind == "torch" and self.dtype in ("auto", "half", "float"):
+            raise ValueError(
+                f"dtype is {self.dtype}, and kind torch wants it by its whole name: use float32, "
+                "bfloat16 or float16"
+            )
         if self.cpu_threads and (self.kind != "torch" or not self.host_bytes):
             raise ValueError("cpu_threads needs kind torch and host_bytes above zero")
         if self.planner == "cpu" and not self.cpu_threads:

@@ -1,18 +1,23 @@
 """The command line's edges: help, wrong settings, a port that is taken. No cluster is started."""
 
+import json
+import shutil
 import socket
 import subprocess
 import sys
 
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from deploy.app.model import StartError, prepare_model
+from deploy.app.model import PreflightError, StartError, model_here, prepare_model
 from deploy.app.plan import worker_nodes
 from deploy.app.ray_cluster import check_port, free_port
 from deploy.cli import app
+from kappa.model_config import shape_from_config
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import ModelSettings
+from workers.tiny_model import make_tiny_model
 
 
 def test_help_names_every_command():
@@ -69,3 +74,56 @@ def test_nodes_are_paced_or_priors():
     assert {(n.source, n.dilation) for n in paced} == {("paced", settings.dilation)}
     assert {(n.source, n.dilation) for n in unpaced} == {("catalogue", 1.0)}
     assert [n.name for n in paced] == [n.name for n in unpaced] == ["pcie", "c2c"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The tiny model's folder, and its config."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("m") / "tiny", ["a few words of text"])
+    return folder, json.loads((folder / "config.json").read_text())
+
+
+def model_of(tiny, folder, change, **engine):
+    """The model that a cluster finds in a copy of the tiny one with another config."""
+    shutil.copytree(tiny[0], folder)
+    text = change if isinstance(change, str) else json.dumps({**tiny[1], **change})
+    (folder / "config.json").write_text(text)
+    return model_here(load_settings(model={"source": str(folder)}, engine=engine))
+
+
+def test_the_tiny_models_parameters_are_counted_as_they_are_stored(tiny, tmp_path):
+    found = model_of(tiny, tmp_path / "m", {})
+    assert found.shape.params_total == shape_from_config(tiny[1]).params_total
+
+
+def test_a_family_that_nobody_knows_is_served_with_a_line_in_the_log(tiny, tmp_path):
+    with capture_logs() as logged:
+        found = model_of(tiny, tmp_path / "m", {"model_type": "nobodys", "architectures": ["No"]})
+    assert (found.shape.layers, found.no_weights) == (tiny[1]["num_hidden_layers"], "")
+    (line,) = [line for line in logged if line["event"] == "model_family"]
+    assert "'nobodys' is not listed" in line["note"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_hidden_layers": "many"}, "'num_hidden_layers' expected int"),
+        ({"model_type": "nobodys", "vocab_size": None}, "key 'vocab_size' is missing"),
+        ("{", ""),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_one_line(tiny, tmp_path, change, says):
+    with pytest.raises(PreflightError) as caught:
+        model_of(tiny, tmp_path / "m", change)
+    message = str(caught.value)
+    assert message.startswith(f"model.source '{tmp_path / 'm'}' cannot be loaded: ")
+    assert says in message and "\n" not in message
+
+
+def test_eight_bits_that_the_engine_is_to_use_are_in_the_prior(tiny, tmp_path):
+    extra = {"quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"}
+    shape = model_of(tiny, tmp_path / "m", {}, extra=extra, dtype="bfloat16").shape
+    assert (shape.weight_dtype_bytes, shape.kv_dtype_bytes) == (1, 1)
+    stored = {"quantization_config": {"quant_method": "fp8"}}
+    shape = model_of(tiny, tmp_path / "n", stored, dtype="bfloat16").shape
+    assert (shape.weight_dtype_bytes, shape.kv_dtype_bytes) == (1, 2)

@@ -143,3 +143,16 @@ def test_roofline_writes_a_png(tmp_path: Path) -> None:
 def test_roofline_refuses_a_missing_folder(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["roofline", "--out", str(tmp_path / "no" / "x.png")])
     assert result.exit_code == 2
+
+
+def test_a_model_of_a_family_that_is_not_listed_is_explained_with_a_note(tmp_path: Path) -> None:
+    config = {
+        "model_type": "nobodys", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256,
+        "num_attention_heads": 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = ["explain", "--model", str(tmp_path), "--cached", "100", "--new", "1", "--json"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0
+    assert "'nobodys' is not listed" in result.stderr
+    assert json.loads(result.stdout)["nodes"]

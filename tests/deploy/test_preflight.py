@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from deploy.app.machine import GpuFacts, Machine, read_machine
+from deploy.app.machine import GpuFacts, Machine, read_machine, settings_without_file
 from deploy.app.model import Model, _no_weights
 from deploy.app.preflight import CUDA, GPU_SHARE, all_problems, problems
 from kappa.settings.base import SettingsError
@@ -288,3 +288,34 @@ def test_a_machine_without_a_driver_has_no_gpu_and_says_why():
     here = read_machine(nvml=ListedNvml(1, fault="Driver Not Loaded"))
     assert here.gpus == () and "NVML: Driver Not Loaded" in here.no_gpus
     assert "NVML knows no GPU" in read_machine(nvml=ListedNvml(0)).no_gpus
+
+
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-pcie5"),
+        ("NVIDIA A100-SXM4-80GB", "a100-pcie4"),
+        ("NVIDIA GH200 480GB", "gh200-c2c"),
+        ("NVIDIA H200", "h200-pcie5"),
+        ("Something New", "h100-pcie5"),
+    ],
+)
+def test_without_a_file_the_cuda_build_serves_one_worker_a_gpu(name, profile):
+    where = machine(gpus=3, gpu=GpuFacts(name), engine_build="cuda")
+    (pool,) = load_settings(**settings_without_file(where)).all_pools
+    assert (pool.least, pool.placement.gpus, pool.paced, pool.profile) == (3, 1, False, profile)
+    assert all_problems(load_settings(**settings_without_file(where)), None, [where]) == {}
+
+
+def test_without_a_file_and_a_gpu_the_cuda_build_is_refused_and_the_cpu_build_serves_the_demo():
+    bare = replace(machine(gpus=0, engine_build="cuda"), no_gpus="NVML: no driver")
+    with pytest.raises(ValueError, match=r"has no GPU \(NVML: no driver\).*KAPPA_EXTRA=cpu"):
+        settings_without_file(bare)
+    assert settings_without_file(machine(engine_build="cpu")) == {}
+
+
+@pytest.mark.ray
+def test_an_argument_that_vllm_does_not_have_is_named_with_the_nearest():
+    (fault,) = found(cluster(extra={"max_num_seq": 8, "gpu_memory_utilization": 0.9}), LLAMA_8B)
+    assert "engine.extra.max_num_seq is no argument" in fault
+    assert fault.endswith("did you mean max_num_seqs?")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kappa.model import attention_flops, kv_bytes_per_token
-from kappa.model_config import dtype_bytes, shape_from_config, unlisted
+from kappa.model_config import dtype_bytes, shape_from_config, unlisted, with_stored_weights
 from kappa.shapes import SHAPES, model_shape
 
 TINY: dict[str, Any] = {
@@ -108,6 +108,7 @@ def test_kv_dtype_follows_the_model_or_the_override() -> None:
     assert shape_from_config(TINY, kv_dtype="fp8").kv_dtype_bytes == 1
     assert model_shape("llama-3.1-8b", kv_dtype="fp8").kv_dtype_bytes == 1
     assert dtype_bytes("torch.float16") == 2
+    assert (dtype_bytes("fp8_per_token_head"), dtype_bytes("turboquant_4bit_nc")) == (1, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_families_of_every_kind_are_counted_as_published(name: str) -> None:
     assert (shape.params_total, shape.params_active) == (total, total - idle)
     assert kv_bytes_per_token(shape) == kv
     assert (shape.kv_layers, shape.layers) == (growing, layers)
-    assert (unlisted(CONFIGS[name]) == "nobodys") is (name == "gpt2-like-of-nobody")
+    assert ("'nobodys' is not listed" in unlisted(CONFIGS[name])) is (name.endswith("nobody"))
 
 
 def test_every_config_has_its_figures() -> None:
@@ -282,7 +283,7 @@ def test_a_family_without_attention_has_a_prior_too() -> None:
     }
     shape = shape_from_config(mamba)
     assert 2e9 < shape.params_total < 10e9
-    assert unlisted(mamba) == "mamba2" and unlisted(TINY) == ""
+    assert "'mamba2' is not listed" in unlisted(mamba) and unlisted(TINY) == ""
 
 
 def test_experts_in_some_layers_only() -> None:
@@ -298,3 +299,55 @@ def test_experts_in_some_layers_only() -> None:
         "mlp_layer_types": ["dense", "sparse"],
     }
     assert shape_from_config(kinds).params_total > shape_from_config(TINY).params_total
+
+
+def stored(folder: Path, **tensors: tuple[str, list[int], int]) -> Path:
+    """A safetensors file of headers: by name, with "__" for a dot, dtype, shape and bytes."""
+    header, at = {}, 0
+    for name, (dtype, shape, size) in tensors.items():
+        offsets = [at, at := at + size]
+        header[name.replace("__", ".")] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    return folder
+
+
+def test_parameters_are_those_of_the_files_where_there_are_files(tmp_path: Path) -> None:
+    moe = {**TINY, "num_local_experts": 4, "num_experts_per_tok": 1, "model_type": "x"}
+    shape = shape_from_config(moe)
+    folder = stored(
+        tmp_path,
+        model__layers__0__q=("BF16", [1000, 300], 600_000),
+        model__layers__1__experts=("BF16", [70_000], 140_000),
+        model__layers__2__ahead=("BF16", [9, 9], 162),  # there are two layers
+        vision_tower__x=("BF16", [500, 500], 500_000),
+    )
+    found = with_stored_weights(shape, folder)
+    idle = 2 * 3 * (3 * 64 * 128)
+    assert shape.params_total - shape.params_active == idle
+    assert (found.params_total, found.params_active) == (370_000, 370_000 - idle)
+    assert found.weight_dtype_bytes == shape.weight_dtype_bytes
+    assert with_stored_weights(shape, tmp_path.parent) == shape, "no files"
+
+
+def test_packed_weights_are_counted_by_the_config_and_take_the_bytes_of_the_files(
+    tmp_path: Path,
+) -> None:
+    shape = shape_from_config({**TINY, "quantization_config": {"quant_method": "mystery"}})
+    folder = stored(
+        tmp_path,
+        model__layers__0__q__qweight=("I32", [10_000], 40_000),
+        model__layers__0__q__weight_scale=("F16", [50], 100),
+    )
+    found = with_stored_weights(shape, folder)
+    assert found.params_total == shape.params_total
+    assert found.weight_dtype_bytes == 40_100 / shape.params_total
+
+
+@pytest.mark.parametrize(
+    "content", [b"version https://git-lfs.github.com/spec/v1\n", b"", b"ab" * 9]
+)
+def test_a_file_that_only_stands_for_weights_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file.*Git LFS"):
+        with_stored_weights(shape_from_config(TINY), tmp_path)

@@ -84,6 +84,8 @@ TORCH = {"kind": "torch"}
         ({"sparse": {"speed": 1}}, "engine.sparse.speed"),
         ({"handover_dir": "/dev/shm/k", "host_tier": "lmcache"}, "handover_dir needs kind vllm"),
         ({"handover_dir": "/dev/shm/k", **TORCH}, "handover_dir needs kind vllm"),
+        ({"dtype": "fp8"}, "engine.dtype"),
+        ({"dtype": "auto", **TORCH}, "kind torch wants it by its whole name"),
         ({"extra": {"worker_cls": "mine.Worker"}}, "worker_cls cannot be given: a class of ours"),
         ({"extra": {"kv_transfer_config": {}}}, "kv_transfer_config cannot be given: give engine"),
         ({"extra": {"scheduler_cls": "a", "model": "b"}}, "scheduler.name.*model cannot be given"),

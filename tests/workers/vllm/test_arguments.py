@@ -5,7 +5,12 @@ import dataclasses
 import pytest
 
 from kappa.hardware import node_profile
-from kappa.settings.engine import NOT_IN_EXTRA, VLLM_LIMITS, EngineSettings, LmcacheSettings
+from kappa.settings.engine import (
+    NOT_IN_EXTRA,
+    VLLM_LIMITS,
+    EngineSettings,
+    LmcacheSettings,
+)
 from kappa.shapes import model_shape
 from workers.vllm.arguments import (
     Endpoints,
