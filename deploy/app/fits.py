@@ -64,6 +64,11 @@ def _of_engines(settings: ClusterSettings) -> Iterator[str]:
                 f"(tensor_parallel_size {tp}, pipeline_parallel_size {stages}), and its "
                 f"placement.gpus is {place.gpus}: give as many"
             )
+        if kind == "torch" and place.gpus > 1:
+            yield (
+                f"pool {pool.name}: engine.kind torch runs on one GPU, and placement.gpus is "
+                f"{place.gpus}: give 1, and more replicas"
+            )
     on_gpus = ", ".join(pool.name for pool in pools if pool.paced and pool.placement.gpus)
     if on_gpus:
         yield f"pools {on_gpus} have GPUs and are paced: a GPU has its own speed; drop one"

@@ -41,7 +41,9 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model_source: str
     from workers.vllm.arguments import CPU_ENV
 
     engine, place = pool.engine_settings(settings.engine), pool.placement
-    bundle = {"CPU": ENGINE_CPUS, **({"GPU": 1} if place.gpus else {})}
+    # vLLM's engines are processes beside their replica; ours run in it, so that it holds the GPU.
+    beside = place.gpus if engine.kind == "vllm" else 0
+    bundle = {"CPU": ENGINE_CPUS, **({"GPU": 1} if beside else {})}
     arguments: dict[str, Any] = {
         "enable_prompt_tokens_details": True,
         "allowed_media_domains": _NO_MEDIA_DOMAINS,
@@ -59,7 +61,7 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model_source: str
     return LLMConfig(
         model_loading_config={"model_id": settings.model.id, "model_source": model_source},
         engine_kwargs=arguments,
-        accelerator_config={"kind": "gpu" if place.gpus else "cpu"},
+        accelerator_config={"kind": "gpu" if beside else "cpu"},
         # A replica, its engine and all ranks talk over sockets of one machine, and end with it.
         placement_group_config={
             "bundles": [bundle] * max(place.gpus, 1),
@@ -79,6 +81,7 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model_source: str
             },
             "ray_actor_options": {
                 "num_cpus": place.cpus,
+                **({"num_gpus": place.gpus} if place.gpus and not beside else {}),
                 **({"resources": dict(place.resources)} if place.resources else {}),
             },
         },

@@ -30,14 +30,17 @@ RUN hatchling build -t wheel -d /dist \
 RUN /opt/kappa/bin/python -m compileall -q -j 0 /opt/kappa/lib >/dev/null || true
 
 FROM python:3.11-slim-bookworm
-# gcc: Triton compiles its launchers at run time. libnuma1: for memory beside the GPU.
+# gcc, g++: Triton compiles its launchers at run time, torch.compile what stays on the CPU. There is no
+# nvcc, without which vLLM leaves FlashInfer alone. libnuma1: for memory beside the GPU.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev libnuma1 \
+    && apt-get install --yes --no-install-recommends gcc g++ libc6-dev libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 RUN groupadd --gid 1000 kappa && useradd --uid 1000 --gid 1000 --create-home kappa \
     && install --directory --owner kappa --group kappa /var/cache/kappa
 COPY --from=build /opt/kappa /opt/kappa
-ENV PATH=/opt/kappa/bin:$PATH KAPPA_HOME=/var/cache/kappa PYTHONUNBUFFERED=1 \
+# What is compiled at run time goes below HOME, but for torch's own cache: one folder to mount.
+ENV PATH=/opt/kappa/bin:$PATH KAPPA_HOME=/var/cache/kappa HOME=/var/cache/kappa \
+    TORCHINDUCTOR_CACHE_DIR=/var/cache/kappa/torchinductor PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 RAY_USAGE_STATS_ENABLED=0 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000:1000

@@ -224,3 +224,12 @@ def test_stages_and_ranks_share_a_workers_gpus():
     assert asked(8, pipeline_parallel_size=2)["tensor_parallel_size"] == 4
     assert asked(8, tensor_parallel_size=8)["tensor_parallel_size"] == 8
     assert "tensor_parallel_size" not in asked(1)
+
+
+def test_an_engine_of_ours_holds_its_gpu_itself():
+    torch = config_of({"placement": {"gpus": 1}}, engine="torch")
+    assert torch.placement_group_config["bundles"] == [{"CPU": 1}]
+    assert torch.deployment_config["ray_actor_options"]["num_gpus"] == 1
+    assert torch.accelerator_config.kind == "cpu"
+    vllm = config_of({"placement": {"gpus": 1}})
+    assert "num_gpus" not in vllm.deployment_config["ray_actor_options"]

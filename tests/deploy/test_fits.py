@@ -69,6 +69,11 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
             "lmcache must know the size of blocks",
         ),
         (
+            [{"name": "a", "placement": {"gpus": 2}}],
+            {"engine": "torch"},
+            "engine.kind torch runs on one GPU, and placement.gpus is 2",
+        ),
+        (
             [{"name": "a", "placement": {"gpus": 4}}],
             {"engine": {"extra": {"tensor_parallel_size": 2}}},
             "among 2 ranks (tensor_parallel_size 2, pipeline_parallel_size 1)",

@@ -55,6 +55,13 @@ def test_the_cuda_image_is_made_for_both_architectures_from_their_own_locks():
         assert (ROOT / lock.removesuffix(".lock")).with_suffix(".lock").exists()
 
 
+def test_what_the_cuda_image_compiles_at_run_time_has_compilers_and_a_folder_to_write_to():
+    text = (FOLDER / "cuda.Dockerfile").read_text()
+    assert "gcc g++ " in text
+    (home,) = [line for line in text.splitlines() if " HOME=" in line]
+    assert " HOME=/var/cache/kappa" in home and "TORCHINDUCTOR_CACHE_DIR=/var/cache/kappa/" in text
+
+
 @pytest.mark.parametrize("kind", check.KINDS)
 def test_the_build_context_holds_every_package_of_the_wheel(kind):
     lines = (FOLDER / f"{kind}.Dockerfile.dockerignore").read_text().splitlines()

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 import zmq
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.distributed.kv_events import KVEventBatch
@@ -21,7 +22,7 @@ from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
 from workers.identity import SparsePlan, WorkerPlan
 from workers.own_engine.server import OwnPlan
-from workers.own_engine.torch_engine import TorchEngine, host_blocks
+from workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
 from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import Endpoints, EngineLimits, EngineScheduler
 
@@ -270,3 +271,25 @@ async def test_an_engine_that_hangs_is_not_healthy(started):
     with pytest.raises(RuntimeError, match="has not ended an iteration for"):
         await started.engine.check_health()
     reports.ran_s, reports.was_busy = before
+
+
+def test_an_engine_takes_the_gpu_that_ray_gave_it_and_sees_no_other(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    environment = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert given_device(1, ["2"], environment) == torch.device("cuda", 0)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+def test_an_engine_without_a_gpu_computes_on_the_cpu_whatever_the_machine_has(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    environment = {}
+    assert given_device(0, (), environment) == torch.device("cpu")
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_gpu_that_is_not_there_is_named_with_the_remedy():
+    with pytest.raises(ValueError, match="Ray gave this worker no GPU"):
+        given_device(1, [], {})
+    with pytest.raises(ValueError, match=r"GPU 3, and torch .* cannot use it.*nvidia-smi"):
+        given_device(1, [3], {})

@@ -7,10 +7,13 @@ KV on the device follows from what the machine was measured to load and compute.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
 import structlog
 import torch
 from transformers import AutoTokenizer
@@ -85,7 +88,7 @@ class TorchEngine(OwnEngine):
 
     def _forward(self, raw: dict[str, Any], settings: EngineOptions) -> Forward:
         plan, limits = self.plan, self.plan.limits
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = given_device(plan.gpus, ray.get_gpu_ids() if plan.gpus else (), os.environ)
         dtype, config = DTYPES[limits.dtype], read_config(raw, self._model)
         weights = load_weights(plan.model_source, config, dtype=dtype, device=device)
         kv_host, act_host = host_blocks(config.shape, plan.host_blocks, plan.act_share)
@@ -106,6 +109,31 @@ class TorchEngine(OwnEngine):
         rates = rates_from_law(forward.config.shape, node)
         self.rates = as_measured(rates, self._model, node.gpu)
         return rates
+
+
+def given_device(
+    gpus: int, ids: Sequence[object], environment: MutableMapping[str, str]
+) -> torch.device:
+    """The GPU that Ray gave this process, or its CPU; no other GPU is visible to it afterwards.
+
+    Call before anything asks for CUDA. gpus: that the worker was placed by; ids: Ray's.
+
+    Raises:
+        ValueError: there is none, or torch cannot use it.
+    """
+    if gpus and not ids:
+        raise ValueError("placement.gpus is 1, and Ray gave this worker no GPU")
+    # All threads of this process then mean this one by "cuda", and without one, none.
+    if gpus or torch.backends.cuda.is_built():
+        environment["CUDA_VISIBLE_DEVICES"] = str(ids[0]) if gpus else ""
+    if not gpus:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"Ray gave this worker GPU {ids[0]}, and torch {torch.__version__} cannot use it: is "
+            "this its CUDA build, and the driver new enough ('nvidia-smi')?"
+        )
+    return torch.device("cuda", 0)
 
 
 def host_blocks(shape: ModelShape, blocks: int, act_share: float) -> tuple[int, int]:
