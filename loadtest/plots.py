@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from loadtest.results import Floats
 
 _PAGE_COLOUR = "#010203"
 _FAILED = "#d1495b"
-_COLOURS = (
+COLOURS = (
     "#4c8fd0", "#e08e45", "#4fa36c", "#b57bc4", "#c9b037", "#5fb6bd", "#a0785a", "#8c8c8c",
 )  # fmt: skip
 _PAGE_COLOURED = (
@@ -56,27 +56,30 @@ def pictures(table: pl.DataFrame, summary: Summary) -> dict[str, str]:
         ("tenants", partial(_ttft_by_owner, "tenant"), "Time to first token by tenant"),
         ("ratio", _ratio_by_node, "Ratio of cached to new tokens against the chosen node"),
     ):
-        # The salt keeps pictures' ids apart, and the same again.
-        style: Any = {**_STYLE, "svg.hashsalt": name}
-        with mpl.rc_context(style):
-            figure = Figure(layout="constrained")
-            draw(figure, table, summary)
-            if figure.axes:
-                found[name] = _svg(figure, title)
+        if drawn := picture(name, partial(draw, table=table, summary=summary), title):
+            found[name] = drawn
     return found
 
 
-def _svg(figure: Figure, title: str) -> str:
+def picture(name: str, draw: Callable[[Figure], None], title: str) -> str:
+    """SVG of what `draw` draws, empty if it draws nothing. name: apart from others of a page."""
+    # The salt keeps pictures' ids apart, and the same again.
+    style: Any = {**_STYLE, "svg.hashsalt": name}
     text = io.StringIO()
-    FigureCanvasSVG(figure)
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    with mpl.rc_context(style):
+        figure = Figure(layout="constrained")
+        draw(figure)
+        if not figure.axes:
+            return ""
+        FigureCanvasSVG(figure)
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     found = text.getvalue()
     found = re.sub(r"<metadata>.*?</metadata>", "", found[found.index("<svg") :], flags=re.S)
     found = found.replace(_PAGE_COLOUR, "currentColor")
     return found.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
 
 
-def _latency_cdfs(figure: Figure, table: pl.DataFrame, _: Summary) -> None:
+def _latency_cdfs(figure: Figure, table: pl.DataFrame, summary: Summary) -> None:
     """Share of requests (of tokens, for ITL) within a time: TTFT, ITL and E2E side by side."""
     done = table.filter(pl.col("error") == "")
     sent_s = done["first_token_s"] - done["sent_s"]
@@ -95,9 +98,9 @@ def _latency_cdfs(figure: Figure, table: pl.DataFrame, _: Summary) -> None:
             # From zero, or values that are all alike would have no line.
             seconds = np.maximum(np.concatenate((seconds[:1], seconds)), _LEAST_S)
             shares = np.concatenate(([0.0], shares))
-            look = {"linestyle": "--" if number else "-", "color": _COLOURS[number]}
+            look = {"linestyle": "--" if number else "-", "color": COLOURS[number]}
             axes.step(seconds, shares, where="post", label=label, **look)
-        _logarithmic(axes, "x")
+        logarithmic(axes, "x")
         axes.set(title=title, xlabel="seconds", ylim=(0, 1.02))
         axes.legend(fontsize=8, loc="lower right")
     figure.axes[0].set_ylabel("share")
@@ -109,7 +112,7 @@ def _ttft_over_time(figure: Figure, table: pl.DataFrame, summary: Summary) -> No
     limit_s = summary["slo"]["ttft_limit_s_p50"]
     axes = figure.subplots()
     by_node = _by_node(sampled(table.drop_nulls("ttft_s")))
-    for (node, points), colour in zip(by_node, _COLOURS, strict=False):
+    for (node, points), colour in zip(by_node, COLOURS, strict=False):
         axes.scatter(
             points["scheduled_s"], points["ttft_s"].clip(_LEAST_S),
             s=7, alpha=0.55, color=colour, label=_short(node) or "requests", linewidths=0,
@@ -127,38 +130,38 @@ def _ttft_over_time(figure: Figure, table: pl.DataFrame, summary: Summary) -> No
             ha="right", va="bottom", fontsize=8,
         )  # fmt: skip
     if by_node or failed.height:
-        _logarithmic(axes, "y")
+        logarithmic(axes, "y")
         _legend_above(axes, markerscale=2)
     axes.set(xlabel="due, seconds since the start", ylabel="TTFT, s")
 
 
-def _rates_over_time(figure: Figure, _: pl.DataFrame, summary: Summary) -> None:
+def _rates_over_time(figure: Figure, table: pl.DataFrame, summary: Summary) -> None:
     """Requests due, completed and failed per second; below, how many were in flight."""
     figure.set_size_inches(_WIDTH_IN, 4.2)
     timeline, bin_s = summary["timeline"], summary["timeline"]["bin_s"]
     times_s = (np.arange(len(timeline["due"])) + 0.5) * bin_s
     upper, lower = figure.subplots(2, 1, sharex=True)
     for series, label, colour in (
-        ("due", "due", _COLOURS[7]), ("completed", "completed", _COLOURS[0]),
-        ("met", "within the objective", _COLOURS[2]), ("failed", "failed", _FAILED),
+        ("due", "due", COLOURS[7]), ("completed", "completed", COLOURS[0]),
+        ("met", "within the objective", COLOURS[2]), ("failed", "failed", _FAILED),
     ):  # fmt: skip
         rate = np.array(timeline[series]) / bin_s
         if rate.any():
             upper.step(times_s, rate, where="mid", label=label, color=colour, linewidth=1.3)
     lower.fill_between(
-        times_s, timeline["in_flight"], step="mid", alpha=0.45, color=_COLOURS[0],
+        times_s, timeline["in_flight"], step="mid", alpha=0.45, color=COLOURS[0],
         label="in flight", linewidth=0,
     )  # fmt: skip
     waiting = timeline["waiting"]
     if max(waiting) > 1:
-        lower.step(times_s, waiting, where="mid", color=_COLOURS[1], label="due, not yet sent")
+        lower.step(times_s, waiting, where="mid", color=COLOURS[1], label="due, not yet sent")
     upper.set(ylabel="requests/s", ylim=(0, None))
     lower.set(ylabel="requests", ylim=(0, None), xlabel="seconds since the start")
     for axes in (upper, lower):
         _legend_above(axes)
 
 
-def _ttft_by_owner(what: str, figure: Figure, _: pl.DataFrame, summary: Summary) -> None:
+def _ttft_by_owner(what: str, figure: Figure, table: pl.DataFrame, summary: Summary) -> None:
     """Median, 90th and 99th percentile of TTFT of each owner."""
     rows = [row for row in summary[f"{what}s"] if row["ttft_s"]["p50"] is not None][:_MOST_ROWS]
     if not rows:
@@ -167,9 +170,9 @@ def _ttft_by_owner(what: str, figure: Figure, _: pl.DataFrame, summary: Summary)
     axes = figure.subplots()
     for place, row in enumerate(rows):
         p50, p90, p99 = (max(row["ttft_s"][q], _LEAST_S) for q in ("p50", "p90", "p99"))
-        axes.plot([p50, p99], [place, place], color=_COLOURS[0], linewidth=2.5, alpha=0.5)
-        axes.plot([p50], [place], "o", color=_COLOURS[0], markersize=6)
-        axes.plot([p90], [place], "|", color=_COLOURS[0], markersize=10)
+        axes.plot([p50, p99], [place, place], color=COLOURS[0], linewidth=2.5, alpha=0.5)
+        axes.plot([p50], [place], "o", color=COLOURS[0], markersize=6)
+        axes.plot([p90], [place], "|", color=COLOURS[0], markersize=10)
         axes.plot([p99], [place], "|", color=_FAILED, markersize=10)
     _named_rows(axes, [row["name"] for row in rows])
     axes.set(xlabel="TTFT, s: median (dot), p90, p99 (red)", title=f"by {what}")
@@ -188,7 +191,7 @@ def _ratio_by_node(figure: Figure, table: pl.DataFrame, summary: Summary) -> Non
         # No cached tokens has no logarithm: drawn at the left edge.
         ratios = points["ratio"].clip(1e-2)
         heights = place + rng.uniform(-0.28, 0.28, points.height)
-        axes.scatter(ratios, heights, s=7, alpha=0.5, color=_COLOURS[place], linewidths=0)
+        axes.scatter(ratios, heights, s=7, alpha=0.5, color=COLOURS[place], linewidths=0)
         known = points["crit"].drop_nulls()
         if len(known):
             crit = known[-1]
@@ -218,13 +221,13 @@ def _by_node(points: pl.DataFrame) -> list[tuple[str, pl.DataFrame]]:
         ((str(name[0]), rows) for name, rows in found.items()),
         key=lambda pair: (-pair[1].height, pair[0]),
     )
-    own = len(_COLOURS) - 1
+    own = len(COLOURS) - 1
     if len(ordered) <= own + 1:
         return ordered
     return [*ordered[:own], ("all other nodes", pl.concat([rows for _, rows in ordered[own:]]))]
 
 
-def _logarithmic(axes: Any, name: str) -> None:
+def logarithmic(axes: Any, name: str) -> None:
     """Scale what is drawn by decades, with plain numbers so few that they do not meet."""
     axes.set(**{f"{name}scale": "log"})
     low, high = axes.get_xlim() if name == "x" else axes.get_ylim()
@@ -239,7 +242,7 @@ def _logarithmic(axes: Any, name: str) -> None:
 def _named_rows(axes: Any, names: Sequence[str]) -> None:
     """A row per name from the top, against a logarithmic scale."""
     axes.set_yticks(range(len(names)), [_short(name) for name in names])
-    _logarithmic(axes, "x")
+    logarithmic(axes, "x")
     axes.set_ylim(len(names) - 0.4, -0.6)
 
 
