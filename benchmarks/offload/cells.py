@@ -114,10 +114,11 @@ _TINY = ProfileSettings(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Groups of cells on a CPU with one computing thread.
+    """Groups of cells on a CPU with one computing thread, or on a GPU.
 
     link_bytes_per_s: of an emulated link; 0: the machine's own. profile: how the rates are
-    measured. clo, steps: of sparse decoding, what is chosen, and for how many steps.
+    measured. clo, steps: of sparse decoding, what is chosen, and for how many steps. device: "cpu",
+    or "cuda", whose link is never emulated.
     """
 
     name: str
@@ -127,6 +128,8 @@ class Setting:
     profile: ProfileSettings = _SMALL
     clo: CloConfig = field(default_factory=CloConfig)
     steps: int = 16
+    device: str = "cpu"
+    dtype: str = "float32"
 
     @property
     def link(self) -> str:
@@ -186,13 +189,30 @@ _SMALLEST = Setting(
     40e6, block_tokens=8, profile=_TINY, clo=CloConfig(recent_tokens=16), steps=4,
 )  # fmt: skip
 
+# The shapes of OPT-1.3B and of a Llama of as many parameters: a minute on a GPU, with its rates.
+_GPU = Setting(
+    "gpu",
+    (
+        Group("opt-1b", (DecodeCell(8, 512, 9, ("kv-only", "kvpr-paper", "kvpr-ahead", "device")),
+                         PrefixCell(1_792, 128, (0.5,)))),
+        Group("opt-1b", (
+            DecodeCell(8, 512, 5, ("kv-only", "hybrid-paper", "hybrid-planned"), batches=2,
+                       order="column"),
+        ), streamed=True),
+        Group("llama-1b", (DecodeCell(8, 1_024, 9, ("kv-only", "cpu-25", "cpu-50", "device")),),
+              cpu_threads=4),
+        Group("llama-1b", (SparseCell(4, 8_192, (PAPER_HITS,)),)),
+    ),
+    profile=ProfileSettings(), device="cuda", dtype="bfloat16",
+)  # fmt: skip
+
 SETTINGS: dict[str, Setting] = {
     one.name: one
     for one in (
         _plans("cpu-small", 0.0), _plans("cpu-paced", 80e6, short=True),
         _plans("cpu-paced-fast", 600e6), _on_cpu("cpu-offload-small", 0.0),
         _on_cpu("cpu-offload-paced", 600e6), _sparse("clo-cpu", 0.0),
-        _sparse("clo-cpu-paced", 100e6), _SMALLEST,
+        _sparse("clo-cpu-paced", 100e6), _SMALLEST, _GPU,
     )
 }  # fmt: skip
 
@@ -226,13 +246,22 @@ _MODELS = {
     "opt-tiny": _config("opt", 3, 64, 4, 96, ffn_dim=256, max_position_embeddings=1_024,
                         word_embed_proj_dim=64, **_OPT),
     "llama-small": _config("llama", 6, 256, 8, 2_000, intermediate_size=768, **_LLAMA),
+    "opt-1b": _config("opt", 24, 2_048, 32, 50_272, ffn_dim=8_192, max_position_embeddings=2_048,
+                      word_embed_proj_dim=2_048, **_OPT),
+    "llama-1b": _config("llama", 16, 2_048, 32, 32_768, intermediate_size=8_192,
+                        **_LLAMA | {"num_key_value_heads": 8}),
     "llama-tiny": _config("llama", 3, 64, 4, 96, intermediate_size=96, **_LLAMA),
 }  # fmt: skip
 
 
-def model(name: str) -> ModelConfig:
-    """Small shapes that a slow core can compute, in float32."""
-    return read_config(_MODELS[name], name)
+def model(name: str, dtype: str = "float32") -> ModelConfig:
+    """Shapes by name: `*-small` and smaller are what a slow core can compute."""
+    return read_config(model_data(name, dtype), name)
+
+
+def model_data(name: str, dtype: str) -> dict[str, Any]:
+    """A shape as a `config.json` has it."""
+    return {**_MODELS[name], "dtype": dtype}
 
 
 def arena_size(setting: Setting, group: Group) -> ArenaSize:

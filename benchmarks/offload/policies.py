@@ -270,7 +270,7 @@ def _link_arm(rig: Rig, cell: DecodeCell) -> Arm:
     """What the first step loads as KV, layer by layer, with nothing else to do."""
     blocks = cell.batch * (cell.prompt // rig.block_tokens)
     host = rig.arena.kv_host
-    landing = torch.empty((2, blocks, *host.shape[2:]), dtype=host.dtype)
+    landing = rig.arena.kv_device.new_empty((2, blocks, *host.shape[2:]))
     copies = _COPY_STEPS * cell.batches
 
     def copy() -> None:

@@ -25,8 +25,8 @@ from engine.arena import Arena, ArenaSize
 from engine.blocks import Ids
 from engine.config import ModelConfig
 from engine.profile import ProfileSettings, profile
-from engine.transfer import Copies, CpuMover, Direction, Event
-from engine.weights import Weights, random_weights
+from engine.transfer import Copies, CpuMover, CudaMover, Direction, Event
+from engine.weights import DTYPES, Weights, random_weights
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.rates import PlanRates
 
@@ -127,6 +127,30 @@ class MeteredMover(CpuMover):
             time.sleep(max(0.0, due_s - time.perf_counter()))
 
 
+class MeteredCudaMover(CudaMover):
+    """On a GPU the stream stands still, not the caller: events on either side of each wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._stalled_s = 0.0
+
+    def wait(self, event: Event) -> None:
+        """As it is, between two events."""
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        super().wait(event)
+        after.record()
+        self._waits.append((before, after))
+
+    @property
+    def stalled_s(self) -> float:
+        """Of waits that are over: ask once the device has nothing to do."""
+        waits, self._waits = self._waits, []
+        self._stalled_s += sum(before.elapsed_time(after) for before, after in waits) / 1e3
+        return self._stalled_s
+
+
 @dataclass(slots=True, kw_only=True)
 class Loaded:
     """A model whose runs are timed."""
@@ -138,8 +162,8 @@ class Loaded:
         return self.forward.arena
 
     @property
-    def mover(self) -> MeteredMover:
-        return cast(MeteredMover, self.forward.mover)
+    def mover(self) -> MeteredMover | MeteredCudaMover:
+        return cast("MeteredMover | MeteredCudaMover", self.forward.mover)
 
     @property
     def config(self) -> ModelConfig:
@@ -148,19 +172,23 @@ class Loaded:
     def timed(self, action: Callable[[], Any]) -> Sample:
         """Run it and wait for its end."""
         mover, counters = self.mover, self.mover.counters["h2d"]
-        mover.drain(_LONGEST_S)
-        mover.settle()
+        self._finish()
         before = counters.copied_bytes, counters.busy_s, mover.stalled_s
         start_s = time.perf_counter()
         action()
-        mover.drain(_LONGEST_S)
+        self._finish()
         latency_s = time.perf_counter() - start_s
-        mover.settle()
         counters = mover.counters["h2d"]
         return Sample(
             latency_s, h2d_bytes=counters.copied_bytes - before[0],
             link_s=counters.busy_s - before[1], stalled_s=mover.stalled_s - before[2],
         )  # fmt: skip
+
+    def _finish(self) -> None:
+        """Wait for what was asked of the device and of both directions."""
+        self.mover.mark().block(_LONGEST_S)
+        self.mover.drain(_LONGEST_S)
+        self.mover.settle()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,17 +238,19 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
 
 @contextmanager
 def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[ScheduledForward]:
-    """A forward pass with random weights and one computing thread; all is closed behind it."""
-    config, threads = model(group.model), torch.get_num_threads()
+    """A forward pass with random weights; all is closed behind it. A CPU computes in one thread."""
+    config, threads = model(group.model, setting.dtype), torch.get_num_threads()
+    device, dtype = torch.device(setting.device), DTYPES[setting.dtype]
     torch.set_num_threads(1)
     with ExitStack() as closing:
         closing.callback(torch.set_num_threads, threads)
-        weights: Weights = random_weights(config, seed=_SEED, dtype=torch.float32)
+        weights: Weights = random_weights(config, seed=_SEED, dtype=dtype, device=device)
         if group.streamed:
             weights = streamed(weights)
-        arena = Arena(config.shape, size, dtype=torch.float32, device=torch.device("cpu"))
+        arena = Arena(config.shape, size, dtype=dtype, device=device)
         closing.callback(arena.close)
-        mover = MeteredMover(setting.link_bytes_per_s)
+        cuda = device.type == "cuda"
+        mover = MeteredCudaMover(device) if cuda else MeteredMover(setting.link_bytes_per_s)
         closing.callback(mover.stop)
         forward = ScheduledForward(weights, arena, mover, cpu_threads=group.cpu_threads)
         closing.callback(forward.close)

@@ -54,11 +54,15 @@ class Run:
     def result(self) -> dict[str, Any]:
         """What there is so far."""
         return result(
-            settings=[one.name for one in self.settings], device="cpu, 1 computing thread",
+            settings=[one.name for one in self.settings], device=self._device(),
             torch=torch.__version__, cores=os.cpu_count(),
             load_average={"start": self._load_average, "end": os.getloadavg()},
             rows=self.rows, left_out=self.left_out, profiles=self.profiles,
         )  # fmt: skip
+
+    def _device(self) -> str:
+        kinds = {one.device for one in self.settings}
+        return torch.cuda.get_device_name() if "cuda" in kinds else "cpu, 1 computing thread"
 
     def _group(self, setting: Setting, group: Group) -> None:
         for cell in group.cells:
@@ -100,7 +104,7 @@ class Run:
     def _add(self, setting: Setting, group: Group, cell: Cell, rows: Sequence[Row]) -> None:
         where = {
             "setting": setting.name, "system": cell.system, "cell": cell.name, "model": group.model,
-            "dtype": "float32", "link": setting.link,
+            "dtype": setting.dtype, "link": setting.link,
         }  # fmt: skip
         self.rows += [where | row for row in rows]
         if self._out is not None:

@@ -117,7 +117,7 @@ def _decoded(rig: SparseRig, name: str, hits: float) -> Sample:
     cache = kind(rig.slots, equal_heads(rig.config.shape), hits)
     sparse = SparseForward(rig.forward, cache, name != WAITED)
     slots = range(rig.cell.batch)
-    first = torch.zeros((rig.cell.batch, 1), dtype=torch.int64)
+    first = torch.zeros((rig.cell.batch, 1), dtype=torch.int64, device=rig.arena.device)
     # The first step has nothing to hit.
     sparse.run(slots, first, rig.take_block)
     before = cache.counts()
@@ -135,7 +135,7 @@ def _decoded(rig: SparseRig, name: str, hits: float) -> Sample:
 def _gathered(rig: SparseRig) -> Sample:
     """The choice of every head of a layer, at random places, a few times."""
     rows, target, source = _choice(rig)
-    wanted = torch.ones(rows.shape[:2], dtype=torch.bool)
+    wanted = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
     sample = _repeated(rig, lambda: pairs([Gather(target, source, rows, wanted, None)]))
     return replace(sample, h2d_bytes=rig.setting.steps * target.nbytes)
 
@@ -156,8 +156,9 @@ def _choice(rig: SparseRig) -> tuple[Tensor, Tensor, Tensor]:
     source = slots.rows(1)
     chosen = slots.settings.clo.chosen_tokens(rig.cell.context)
     shape = (rig.cell.batch, 2 * slots.config.kv_heads, chosen)
+    device = rig.arena.device
     rows = torch.randint(0, len(source), shape, generator=torch.Generator().manual_seed(3))
-    return rows, source.new_empty((*shape, source.shape[1])), source
+    return rows.to(device), source.new_empty((*shape, source.shape[1]), device=device), source
 
 
 def sparse_rows(

@@ -39,13 +39,18 @@ _KV_FIRST = ("kv", "kv_bias", "k_norm")
 
 @dataclass(frozen=True, slots=True)
 class StreamedWeights(Weights):
-    """Weights whose layers lie in host memory; not pinned: the benches run on a CPU."""
+    """Weights whose layers lie in host memory, pinned for a GPU."""
 
 
 def streamed(weights: Weights) -> StreamedWeights:
     """The same weights with their layers in host memory."""
+    cuda = weights.device.type == "cuda"
+
+    def host(tensor: Tensor) -> Tensor:
+        return tensor.cpu().pin_memory() if cuda else tensor
+
     layers = [
-        Layer(**{name: tensor.to("cpu") for name, tensor in layer.tensors().items()})
+        Layer(**{name: host(tensor) for name, tensor in layer.tensors().items()})
         for layer in weights.layers
     ]
     return StreamedWeights(weights.config, weights.dtype, weights.device, layers, weights.outer)
