@@ -1,7 +1,8 @@
 """What is added by name from outside of a package: the entry points of the installed distributions.
 
 `kappa.commands` adds commands to `kappa`, `kappa.routing_policies` and `kappa.scheduling_rules`
-what their names say. Our own `benchmarks` comes in this way (pyproject.toml).
+what their names say, `kappa.doctor` examinations to `kappa doctor`. Our own `benchmarks` comes in
+this way (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 COMMANDS = "kappa.commands"
+EXAMINATIONS = "kappa.doctor"
 ROUTING_POLICIES = "kappa.routing_policies"
 SCHEDULING_RULES = "kappa.scheduling_rules"
 

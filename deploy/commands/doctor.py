@@ -6,9 +6,10 @@ import contextlib
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -19,6 +20,7 @@ from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, pri
 from deploy.commands.serve import Config, settings_or_exit
 from kappa import metrics as m
 from kappa.hardware import node_profile
+from kappa.plugins import EXAMINATIONS, installed
 from loadtest.client import bearer
 
 if TYPE_CHECKING:
@@ -38,9 +40,26 @@ def doctor(
     probe: Annotated[
         bool, typer.Option(help="Send a prompt twice, to compare expected with found hits.")
     ] = True,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Measure what only a GPU can show: ten minutes at most.")
+    ] = False,
+    rung: Annotated[
+        list[str] | None, typer.Option(help="With --gpu, this one alone; repeat.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="With --gpu: cuda, or cpu to check the ladder itself.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="With --gpu: a folder; default: random weights.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With --gpu: the folder of its results.")] = None,
     json_output: Json = False,
 ) -> None:
     """Check this machine, with --config a cluster file, with --url a running cluster; 1 if bad."""
+    if gpu:
+        _climb(device, rung or (), model, out, json_output)
+    if rung or device or model or out:
+        fail("--rung, --device, --model and --out are options of --gpu", 2)
     with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
         from deploy.app.doctor import diagnose
 
@@ -56,6 +75,24 @@ def doctor(
                 print_text(f"{row['check']}: {row['remedy']}")
         print_text(", ".join(f"{number} {status}" for status, number in count.items() if number))
     raise typer.Exit(1 if count["fail"] else 0)
+
+
+def _climb(
+    device: str | None, rungs: Sequence[str], model: Path | None, out: Path | None, as_json: bool
+) -> NoReturn:
+    """Exit status: 1 if a rung failed, 2 if the ladder could not begin."""
+    entry = installed(EXAMINATIONS).get("gpu")
+    if entry is None:
+        fail("--gpu is not installed: set up anew with ./dev setup", 2)
+    with contextlib.redirect_stdout(sys.stderr):
+        climb = entry.load()
+    try:
+        result = climb(device, rungs, model, out)
+    except ValueError as error:
+        fail(str(error), 2)
+    if as_json:
+        print_json(result)
+    raise typer.Exit(0 if result["ok"] else 1)
 
 
 _STATUSES = ("pass", "warn", "fail", "skip")

@@ -1,0 +1,1 @@
+"""The ladder of `kappa doctor --gpu`: what only a GPU can show, rung by rung."""
