@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -219,11 +219,28 @@ def host_budget(
     )
 
 
-def _cgroup_free(cgroups: Path, proc: Path, held: int) -> int | None:
-    """Below the tightest of the limits from this process' cgroup up to the root (v2, else v1).
+def memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
+    """Of the machine in all, or as much of it as this process' cgroups allow; 0: not known."""
+    whole = 1024 * _figures(proc / "meminfo").get("MemTotal:", 0)
+    return min([limit for _, limit, _ in _cgroup_limits(cgroups, proc)] + [whole])
 
-    Page cache counts as free: the kernel drops it before it kills anybody.
-    """
+
+def _cgroup_free(cgroups: Path, proc: Path, held: int) -> int | None:
+    """Below the tightest of the limits. Page cache counts as free: the kernel drops it before it
+    kills anybody."""
+    frees = []
+    for folder, limit, used_name in _cgroup_limits(cgroups, proc):
+        stat = _figures(folder / "memory.stat")
+        cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
+        shared = stat.get("shmem", stat.get("total_shmem", 0))
+        used = (_number(folder / used_name) or 0) - cache - min(held, shared)
+        frees.append(max(limit - max(used, 0), 0))
+    return min(frees, default=None)
+
+
+def _cgroup_limits(cgroups: Path, proc: Path) -> Iterator[tuple[Path, int, str]]:
+    """(folder, bytes, name of the file of what is used) of each limit from this process' cgroup up
+    to the root (v2, else v1)."""
     path = ""
     with contextlib.suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():
@@ -231,19 +248,13 @@ def _cgroup_free(cgroups: Path, proc: Path, held: int) -> int | None:
             if number == "0" or "memory" in controllers.split(","):
                 path = place
                 break
-    frees = []
     for root in (cgroups, cgroups / "memory"):
         here = root / path.lstrip("/")
         for folder in (here, *(up for up in here.parents if up.is_relative_to(root))):
             for limit_name, used_name in _CGROUP_FILES:
                 limit = _number(folder / limit_name)
                 if limit is not None and limit < _UNLIMITED:
-                    stat = _figures(folder / "memory.stat")
-                    cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
-                    shared = stat.get("shmem", stat.get("total_shmem", 0))
-                    used = (_number(folder / used_name) or 0) - cache - min(held, shared)
-                    frees.append(max(limit - max(used, 0), 0))
-    return min(frees, default=None)
+                    yield folder, limit, used_name
 
 
 def _figures(path: Path) -> dict[str, int]:

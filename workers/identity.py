@@ -18,10 +18,11 @@ from kappa.plans.clo import HeadProfile
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.rates import LEAST_R2
 from kappa.protocol import Announcement
-from kappa.settings.engine import TransferSettings
+from kappa.settings.engine import TransferSettings, share_bytes
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
 from workers.vllm.arguments import (
+    BY_SHARE,
     Endpoints,
     EngineLimits,
     EngineScheduler,
@@ -102,6 +103,14 @@ class WorkerPlan:
     def node(self, rank: int) -> NodeProfile:
         """The node of the replica with this rank."""
         return self.nodes[rank % len(self.nodes)]
+
+    def sized(self, memory_bytes: float, gpus: float) -> WorkerPlan:
+        """The same with a host tier for a machine of so much memory and so many GPUs, where the
+        settings leave its size open."""
+        if self.limits.host_bytes != BY_SHARE:
+            return self
+        host_bytes = share_bytes(memory_bytes, gpus, self.gpus)
+        return replace(self, limits=replace(self.limits, host_bytes=host_bytes))
 
     def started(self, ranks: Sequence[Mapping[str, Any]]) -> WorkerPlan:
         """The same with what an engine of vLLM was read back to have, by rank

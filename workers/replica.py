@@ -28,7 +28,7 @@ from ray.serve.llm.deployment import LLMServer
 from kappa.logging import configure
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
-from workers.host_memory import engine_version, prepare_host_memory
+from workers.host_memory import engine_version, memory_bytes, prepare_host_memory
 from workers.identity import (
     Profile,
     ReplicaId,
@@ -71,6 +71,8 @@ class KappaServer(LLMServer):
         self, llm_config: LLMConfig, *, plan: WorkerPlan
     ) -> None:
         configure_logs(plan)
+        if plan.gpus:
+            plan = plan.sized(memory_bytes(), gpus_here())
         context = serve.get_replica_context()
         # As the settings have it; `_plan` is what the engine then made of it.
         self._plan = self._given = plan
@@ -353,6 +355,12 @@ async def _alone(path: Path) -> AsyncGenerator[None, None]:
                 except BlockingIOError:
                     await asyncio.sleep(_LOCK_POLL_S)
         yield
+
+
+def gpus_here() -> float:
+    """GPUs that Ray has on this machine."""
+    here = ray.get_runtime_context().get_node_id()
+    return sum(float(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["NodeID"] == here)
 
 
 def is_error(item: Any) -> bool:

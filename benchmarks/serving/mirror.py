@@ -92,10 +92,11 @@ def mirror_of(
     announcements, models = [], []
     for pool in settings.all_pools:
         engine = EngineLimits.of(pool.engine_settings(settings.engine))
-        if engine.missing:
+        missing = engine.missing + ["host_bytes"] * (engine.host_bytes < 0)
+        if missing:
             raise ValueError(
-                f"pool {pool.name!r}: a mirror needs the engine's {', '.join(engine.missing)}, "
-                "which vLLM would choose: give them"
+                f"pool {pool.name!r}: a mirror needs the engine's {', '.join(missing)}, which vLLM "
+                "or the machine would decide: give them"
             )
         host_blocks = int(engine.host_bytes / (kv_bytes_per_token(served) * engine.block_tokens))
         for node in pool_nodes(settings, pool)[: pool.least]:

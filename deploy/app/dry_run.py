@@ -47,7 +47,9 @@ def dry_run(settings: ClusterSettings, elsewhere: Sequence[Machine] = ()) -> dic
         notes.append("nothing that depends on the model's shape is checked")
     found = all_problems(settings, model, machines)
     return {
-        "pools": [_pool(settings, p, model, found.get(p.name, [])) for p in settings.all_pools],
+        "pools": [
+            _pool(settings, p, model, machines, found.get(p.name, [])) for p in settings.all_pools
+        ],
         "machines": [asdict(machine) for machine in machines],
         "problems": wrong + found.get("", []),
         "notes": notes,
@@ -69,7 +71,11 @@ def _built_in(settings: ClusterSettings) -> Model | None:
 
 
 def _pool(
-    settings: ClusterSettings, pool: PoolSettings, model: Model | None, wrong: Sequence[str]
+    settings: ClusterSettings,
+    pool: PoolSettings,
+    model: Model | None,
+    machines: Sequence[Machine],
+    wrong: Sequence[str],
 ) -> dict[str, Any]:
     wrong, place = list(wrong), pool.placement
     config = pool_config(settings, pool, model.source if model else str(settings.model.source))
@@ -77,7 +83,12 @@ def _pool(
     arguments: dict[str, Any] = {}
     try:
         if model is not None:
-            tier, arguments = _engine(config, worker_plan(settings, pool, model, ""))
+            plan = worker_plan(settings, pool, model, "")
+            # As the machine looks now; the worker goes by its memory in all.
+            where = next((m for m in machines if not m.lacks(pool)), None)
+            if where is not None:
+                plan = plan.sized(where.memory_bytes or 0, where.offers.get("GPU", 0))
+            tier, arguments = _engine(config, plan)
     except (StartError, ValueError) as error:
         wrong.append(f"pool {pool.name}: {error}")
     return {

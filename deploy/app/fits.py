@@ -78,7 +78,7 @@ def _of_tiers(settings: ClusterSettings) -> Iterator[str]:
     link = settings.scheduler
     for pool in settings.all_pools:
         engine, gpus = pool.engine_settings(settings.engine), pool.placement.gpus
-        if engine.kind != "vllm" or not engine.host_bytes:
+        if engine.kind != "vllm" or engine.host_bytes == 0:
             continue
         tier, who = engine.tier_on(gpus), f"pool {pool.name}: engine."
         if tier == "own" and gpus:
@@ -117,7 +117,7 @@ def _of_roles(settings: ClusterSettings) -> Iterator[str]:
         return
     for pool in pools:
         engine, who = pool.engine_settings(settings.engine), f"pool {pool.name}"
-        if not engine.host_bytes:
+        if engine.host_bytes == 0:
             yield f"{who} hands KV over or takes it, which needs engine.host_bytes above 0"
         if engine.host_tier == "lmcache" and connector == "files":
             yield f"{who}: transfer.connector files needs engine.host_tier auto, not lmcache"

@@ -18,7 +18,7 @@ from deploy.app.model import Model
 from kappa.hardware import node_profile
 from kappa.model import ModelShape, kv_bytes
 from kappa.settings.cluster import ClusterSettings
-from kappa.settings.engine import EngineSettings
+from kappa.settings.engine import EngineSettings, share_bytes
 from kappa.settings.pools import PoolSettings
 from workers.host_memory import HostBudget
 
@@ -206,7 +206,7 @@ def _of_memory(
     engine, free = pool.engine_settings(settings.engine), machine.memory_bytes
     if free is None or settings.engine.kind == "emulated":
         return
-    tier, _ = _tier(settings, pool)
+    tier, _ = _tier(settings, pool, machine)
     beside = 0.0 if model is None else _engine_bytes(engine, pool, model.shape)
     if tier + beside > free:
         yield (
@@ -219,14 +219,16 @@ def _of_memory(
 def _of_shared_memory(
     settings: ClusterSettings, pool: PoolSettings, _model: Model | None, machine: Machine
 ) -> Iterator[str]:
-    tier, mapped = _tier(settings, pool)
+    tier, mapped = _tier(settings, pool, machine)
     budget = HostBudget(shm_bytes=machine.shm_bytes)
     yield from (f"pool {pool.name}: {fault}" for fault in budget.faults([tier], tier * mapped))
 
 
 def _together(settings: ClusterSettings, machine: Machine) -> list[str]:
     """Why the host tiers of all workers do not fit the only machine of a cluster."""
-    tiers = [_tier(settings, pool) for pool in settings.all_pools for _ in range(pool.least)]
+    tiers = [
+        _tier(settings, pool, machine) for pool in settings.all_pools for _ in range(pool.least)
+    ]
     if len(tiers) == 1:
         return []
     budget = HostBudget(machine_bytes=machine.memory_bytes, shm_bytes=machine.shm_bytes)
@@ -234,13 +236,17 @@ def _together(settings: ClusterSettings, machine: Machine) -> list[str]:
     return budget.faults([tier for tier, _ in tiers], mapped_bytes)
 
 
-def _tier(settings: ClusterSettings, pool: PoolSettings) -> tuple[int, bool]:
+def _tier(settings: ClusterSettings, pool: PoolSettings, machine: Machine) -> tuple[int, bool]:
     """Bytes of a worker's host tier on its machine, and whether vLLM maps them in /dev/shm."""
     engine = pool.engine_settings(settings.engine)
     kind = engine.tier_on(pool.placement.gpus)
     if engine.kind == "emulated" or (kind == "lmcache" and engine.lmcache.server):
         return 0, False
-    return engine.host_bytes, kind == "native"
+    size = engine.host_bytes
+    if size is None:
+        gpus = machine.offers.get("GPU", 0)
+        size = share_bytes(machine.memory_bytes or 0, gpus, pool.placement.gpus)
+    return size, kind == "native"
 
 
 def _engine_bytes(engine: EngineSettings, pool: PoolSettings, shape: ModelShape) -> float:

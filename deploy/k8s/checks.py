@@ -24,6 +24,8 @@ from deploy.app.fits import misfits
 from deploy.app.machine import Machine
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings
+from kappa.settings.engine import share_bytes
+from kappa.settings.pools import PoolSettings
 
 CRD = Path(__file__).parent / "crd" / "ray.io_rayservices.yaml.gz"
 KUBERNETES = "1.32"
@@ -237,7 +239,7 @@ def _group(group: Document, settings: ClusterSettings) -> Iterator[str]:
     resources = pod["containers"][0].get("resources", {})
     limits = resources.get("limits", {})
     needs_bytes = [
-        pool.engine_settings(settings.engine).host_bytes
+        _host_bytes(group, machine, pool, settings)
         + (_TINY_ENGINE_BYTES if pool.paced else _ENGINE_BYTES)
         for pool in pools
     ]
@@ -265,7 +267,8 @@ def _shared_memory(group: Document, machine: Machine, settings: ClusterSettings)
         engine, gpus = pool.engine_settings(settings.engine), pool.placement.gpus
         if engine.tier_on(gpus) == "native" and not machine.lacks(pool):
             workers = int(machine.offers["GPU"] // gpus)
-            mapped_bytes = max(mapped_bytes, workers * engine.host_bytes)
+            size = _host_bytes(group, machine, pool, settings)
+            mapped_bytes = max(mapped_bytes, workers * size)
     if not mapped_bytes:
         return
     store = int(group.get("rayStartParams", {}).get("object-store-memory", 0))
@@ -277,14 +280,26 @@ def _shared_memory(group: Document, machine: Machine, settings: ClusterSettings)
     pod = group["template"]["spec"]
     mounts = pod["containers"][0].get("volumeMounts", [])
     name = next((m["name"] for m in mounts if m["mountPath"] == "/dev/shm"), "")
-    volume = next((v for v in pod.get("volumes", []) if v["name"] == name), {})
-    size = quantity((volume.get("emptyDir") or {}).get("sizeLimit", "64Mi"))
+    volume: Document = next((v for v in pod.get("volumes", []) if v["name"] == name), {})
+    limit = quantity((volume.get("emptyDir") or {}).get("sizeLimit", "64Mi"))
     needed = mapped_bytes + store + _SHM_BYTES
-    if size < needed:
+    if limit < needed:
         yield (
-            f"/dev/shm has {int(size) >> 20}Mi, and the host tier ({mapped_bytes >> 20}Mi), Ray's "
+            f"/dev/shm has {int(limit) >> 20}Mi, and the host tier ({mapped_bytes >> 20}Mi), Ray's "
             f"object store ({store >> 20}Mi) and queues need {needed >> 20}Mi: raise its sizeLimit"
         )
+
+
+def _host_bytes(
+    group: Document, machine: Machine, pool: PoolSettings, settings: ClusterSettings
+) -> int:
+    """The host tier of a pool's worker in one of a group's pods."""
+    size = pool.engine_settings(settings.engine).host_bytes
+    if size is not None:
+        return size
+    resources = group["template"]["spec"]["containers"][0].get("resources", {})
+    memory = quantity(resources.get("limits", {}).get("memory", "0"))
+    return share_bytes(float(memory), machine.offers["GPU"], pool.placement.gpus)
 
 
 def _machines(groups: list[Document], count: str) -> list[Machine]:

@@ -167,6 +167,10 @@ VLLM_LIMITS: dict[str, tuple[str, int | str]] = {
     "dtype": ("dtype", "float32"),
 }
 
+_CPU_HOST_BYTES = 64 << 20
+# Below the half of memory that /dev/shm, where vLLM maps the tier, has unless told otherwise.
+HOST_SHARE = 0.4
+
 # Not in `engine.extra`, whose arguments go before those that we would give.
 NOT_IN_EXTRA = {
     "worker_cls": "a class of ours reports what its steps and loads take",
@@ -244,7 +248,12 @@ class EngineSettings(Section):
     device_blocks: int | None = Field(
         None, ge=8, description="KV blocks in the device cache; on CPUs 264"
     )
-    host_bytes: int = Field(64 << 20, ge=0, description="host tier; zero switches it off")
+    host_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="a worker's host tier; zero switches it off; none: on CPUs 64 MiB, on GPUs its "
+        "share of 40 % of the machine's memory",
+    )
     handover_dir: str | None = Field(
         None,
         description="folder in shared memory where the host tier outlives its engine, for the "
@@ -273,7 +282,7 @@ class EngineSettings(Section):
     def _approx_can_be(self) -> EngineSettings:
         if self.approx != "never" and self.kind != "torch":
             raise ValueError(f"approx {self.approx} needs kind torch, and this is {self.kind}")
-        if self.approx != "never" and not self.host_bytes:
+        if self.approx != "never" and self.host_bytes == 0:
             raise ValueError(f"approx {self.approx} needs host_bytes above zero: KV is kept there")
         return self
 
@@ -289,7 +298,7 @@ class EngineSettings(Section):
                 f"dtype is {self.dtype}, and kind torch wants it by its whole name: use float32, "
                 "bfloat16 or float16"
             )
-        if self.cpu_threads and (self.kind != "torch" or not self.host_bytes):
+        if self.cpu_threads and (self.kind != "torch" or self.host_bytes == 0):
             raise ValueError("cpu_threads needs kind torch and host_bytes above zero")
         if self.planner == "cpu" and not self.cpu_threads:
             raise ValueError("planner cpu needs cpu_threads above zero: who else would attend")
@@ -300,7 +309,7 @@ class EngineSettings(Section):
             raise ValueError("handover_dir needs kind vllm and another host_tier than lmcache")
         if self.load == "layers":
             raise ValueError("load layers is not proven inside vLLM and is not served: use ahead")
-        if elsewhere and not self.host_bytes:
+        if elsewhere and self.host_bytes == 0:
             raise ValueError(f"host_tier {tier} needs host_bytes above zero")
         return self
 
@@ -349,9 +358,17 @@ class EngineSettings(Section):
         """
         if gpus and self.kind == "vllm":
             return self
-        missing = {
+        missing: dict[str, int | str] = {
             name: figure
             for name, (argument, figure) in VLLM_LIMITS.items()
             if getattr(self, name) is None and argument not in self.extra
         }
+        if self.host_bytes is None:
+            missing["host_bytes"] = _CPU_HOST_BYTES
         return EngineSettings.model_validate({**self.model_dump(), **missing})
+
+
+def share_bytes(memory_bytes: float, gpus: float, gpus_each: int) -> int:
+    """The host tier of a GPU's worker where the settings do not say: of `HOST_SHARE` of a machine's
+    memory as much as each of the workers gets that its `gpus` are enough for."""
+    return int(HOST_SHARE * memory_bytes / max(gpus // max(gpus_each, 1), 1))

@@ -161,6 +161,13 @@ GPU_WRONG = {
         lambda s: shm(s).update(sizeLimit="296Gi"),
         "group gh200: /dev/shm has 303104Mi, and the host tier (294912Mi), Ray's object store "
         "(8192Mi) and queues need 304128Mi"),
+    # 40 % of a pod's 400 GiB.
+    "a host tier of no given size larger than /dev/shm": (
+        lambda s: [
+            in_serve("host_bytes: 309237645312", "host_bytes: null")(s),
+            shm(s).update(sizeLimit="112Gi"),
+        ],
+        "group gh200: /dev/shm has 114688Mi, and the host tier (163840Mi)"),
     "no volume at /dev/shm at all": (
         lambda s: container(s).update(volumeMounts=container(s)["volumeMounts"][:2]),
         "group gh200: /dev/shm has 64Mi"),

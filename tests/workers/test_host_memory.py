@@ -12,7 +12,7 @@ from kappa.shapes import model_shape
 from workers import host_memory
 from workers.host_memory import HostBudget, HostBudgetError, host_budget, prepare_host_memory
 from workers.identity import WorkerPlan
-from workers.vllm.arguments import EngineLimits, TierChoice
+from workers.vllm.arguments import BY_SHARE, EngineLimits, TierChoice
 
 pytestmark = pytest.mark.vllm
 
@@ -42,6 +42,14 @@ def test_the_tightest_cgroup_on_the_way_up_counts(machine):
     budget = host_budget(None, *machine)
     assert budget.cgroup_bytes == 6 * GIB
     assert budget.machine_bytes == 64 * GIB
+
+
+def test_a_machine_has_no_more_memory_than_its_cgroups_allow(machine, tmp_path):
+    cgroups, proc = machine
+    files(proc, meminfo=f"MemTotal: {64 * GIB // 1024} kB\n")
+    assert host_memory.memory_bytes(cgroups, proc) == 8 * GIB
+    assert host_memory.memory_bytes(tmp_path / "none", proc) == 64 * GIB
+    assert host_memory.memory_bytes() > 0, "this machine can be read"
 
 
 def test_page_cache_that_can_be_dropped_is_free(machine):
@@ -180,6 +188,13 @@ def plan(tmp_path):
         chat_template="{{ m }}", cache_dir="/nowhere", stream_host="127.0.0.1",
         handover_dir=str(tmp_path / "kept"), pool="p",
     )  # fmt: skip
+
+
+def test_a_worker_without_a_size_takes_its_share_of_the_machine(plan):
+    """40 % of 100 GiB on a machine of four GPUs: workers of two GPUs have half of it each."""
+    open_ = replace(plan, gpus=2, limits=replace(plan.limits, host_bytes=BY_SHARE))
+    assert open_.sized(100 * GIB, 4.0).limits.host_bytes == 20 * GIB
+    assert plan.sized(100 * GIB, 4.0) is plan
 
 
 def test_the_same_plan_adopts_and_any_that_means_other_blocks_does_not(plan):

@@ -57,12 +57,16 @@ _SPECS = {
 _SHARED_BLOCKS = 1 << 20
 
 
+BY_SHARE = -1
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Sizes of one engine: tokens per block, KV blocks on the device, bytes in the host tier.
 
     Zero, or an empty dtype: the engine's own choice, known once it has been read back
-    (`workers.vllm.read_back`). kv_dtype: empty where it is the model's.
+    (`workers.vllm.read_back`). host_bytes: zero for none; `BY_SHARE` until the machine is known.
+    kv_dtype: empty where it is the model's.
     """
 
     max_context_tokens: int
@@ -81,7 +85,7 @@ class EngineLimits:
             engine.max_context_tokens or 0,
             engine.block_tokens or 0,
             engine.device_blocks or 0,
-            engine.host_bytes,
+            BY_SHARE if engine.host_bytes is None else engine.host_bytes,
             engine.max_batch_tokens or 0,
             engine.max_sequences or 0,
             engine.dtype or "",

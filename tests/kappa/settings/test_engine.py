@@ -4,6 +4,7 @@ import pytest
 
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
+from kappa.settings.engine import share_bytes
 
 
 def engine(**section):
@@ -39,6 +40,19 @@ def test_a_shared_lmcache_server_with_its_bounds():
 def test_which_host_tier_a_worker_has(section, on_a_cpu, on_a_gpu):
     found = engine(**section)
     assert (found.tier_on(0), found.tier_on(1), found.tier_on(4)) == (on_a_cpu, on_a_gpu, on_a_gpu)
+
+
+def test_a_host_tier_of_no_given_size_is_small_on_cpus_and_a_share_on_gpus():
+    found = engine()
+    assert (found.on(0).host_bytes, found.on(1).host_bytes) == (64 << 20, None)
+    assert engine(kind="torch").on(1).host_bytes == 64 << 20
+    assert engine(host_bytes=0).on(1).host_bytes == engine(host_bytes=0).on(0).host_bytes == 0
+    # 40 % of 1,000 GB: for four workers of a GPU, two of two, one where there is none to share.
+    assert [share_bytes(1e12, 4, each) for each in (1, 2, 4, 8)] == [
+        10**11,
+        2 * 10**11,
+        *[4 * 10**11] * 2,
+    ]
 
 
 def test_threads_and_room_are_read_and_a_kind_may_stand_alone():
