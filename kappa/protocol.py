@@ -85,7 +85,9 @@ class Announcement:
     workers have as their host tier, empty if it is the worker's own. start_s: from the start of its
     process until it could serve; 0: not known. max_sequences: requests that it runs at a time; 0:
     not known. pool: the cluster file's pool that it belongs to. role: `both`, `prefill` (hands its
-    KV over) or `decode` (takes it over).
+    KV over) or `decode` (takes it over). measured: what the machine and the engine were measured to
+    do (`workers.profiler`, `workers.vllm.measured_engine`), with `at_s`, when; node and step have
+    the figures that are priced, and profile_error names what fits badly or is missing.
     """
 
     worker: str

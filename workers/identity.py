@@ -234,6 +234,14 @@ def measured_step(measured: Mapping[str, Any]) -> StepModel | None:
     return StepModel(**{name: found[name] for name in StepModel.__dataclass_fields__})
 
 
+def check_measured(measured: Mapping[str, Any]) -> None:
+    """Raise ValueError, KeyError or TypeError if nothing could be announced by it."""
+    prior = NodeProfile("prior", "", "", 1.0, 1.0, 1.0)
+    measured_node(prior, dict(measured))
+    measured_step(measured)
+    shortcomings(measured)
+
+
 def shortcomings(measured: Mapping[str, Any]) -> str:
     """What of an engine was not measured, or fits badly, in sentences; empty if nothing."""
     found = [f"not measured: {each}" for each in measured.get("unmeasured", ())]

@@ -34,6 +34,7 @@ from workers.identity import (
     ReplicaId,
     WorkerPlan,
     announce,
+    check_measured,
     configure_vllm,
     of_all_ranks,
 )
@@ -206,9 +207,11 @@ class KappaServer(LLMServer):
         return Profile(measured)
 
     def _cached_profile(self) -> dict[str, Any]:
-        """What this machine was measured at an earlier start; empty if it was not."""
-        with contextlib.suppress(OSError, ValueError):
-            known: dict[str, Any] = json.loads(self._profile_path().read_text())
+        """What this machine was measured at an earlier start; empty if it was not, or if the file
+        is not what was written."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            known = dict(json.loads(self._profile_path().read_text()))
+            check_measured(known)
             return known
         return {}
 

@@ -228,7 +228,9 @@ class Measured(Replica):
     async def collective_rpc(self, method, args=(), **_):
         (request,) = args
         self.asked.append(request)
-        found = {"peaks": {"x": self.peak}, "gemm": [], "h2d_bytes_per_s": 9e9}
+        found = {"device": "cpu", "peaks": {"x": self.peak}, "gemm": []}
+        names = ("h2d_bytes_per_s", "d2h_bytes_per_s", "hbm_bytes_per_s", "flops_per_s")
+        found |= dict.fromkeys(names, 9e9)
         if request.get("engine"):
             found |= {"unmeasured": [], "load_fixed_s": 1e-3, "h2d_bytes_per_s": 131072e3}
         return [found]
@@ -250,3 +252,18 @@ async def test_an_engine_is_measured_once_and_the_machine_whenever_it_is_asked(t
     other._given = replace(other._given, limits=replace(other._given.limits, max_batch_tokens=512))
     await other._measure()
     assert len(other.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["null", "[]", "[1]", "{", '{"device": "cpu"}', '{"step": {}, "h2d_bytes_per_s": NaN}'],
+)
+async def test_a_file_that_is_no_measurement_is_measured_anew(tmp_path, text):
+    replica = Measured(tmp_path)
+    good = (await replica._measure()).measured
+    replica._profile_path().write_text(text)
+    assert replica._cached_profile() == {}
+    assert (await replica._measure()).measured == good and len(replica.asked) == 2
+    step = {"error": 0.1, "prior_error": 0.2, "r2": 1.0, "token_s": 1.0}
+    replica._profile_path().write_text(json.dumps(good | {"step": step}))
+    assert replica._cached_profile() == {}

@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_world_group
 
 from kappa.cost import StepModel
 from workers.vllm.measured_link import LinkTimer, TierRoom, beside_work
-from workers.vllm.measured_steps import StepLimits, StepTimer
+from workers.vllm.measured_steps import StepLimits, StepTimer, without_connector
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +64,8 @@ def measure_engine(
     if worker.parallel_config.pipeline_parallel_size > 1:
         found["unmeasured"].append("a step: its stages run on several devices in turn")
         return found
-    found |= _tried("a step", lambda: {"step": steps.measure(model, left_s)}, found)
+    with without_connector(worker.model_runner):
+        found |= _tried("a step", lambda: {"step": steps.measure(model, left_s)}, found)
     return found
 
 

@@ -125,8 +125,8 @@ class StepTimer:
         """
         found: dict[StepSize, tuple[StepWork[float], float]] = {}
         sizes = step_sizes(self._limits, prior)
-        with without_connector():
-            end_s = self._clock() + budget_s
+        end_s = self._clock() + budget_s
+        try:
             for size in _ROUNDS * sizes:
                 known = found.get(size)
                 if known is None:
@@ -141,7 +141,8 @@ class StepTimer:
                     self._once(size)
                 work, took_s = self._once(size)
                 found[size] = work, min(took_s, known[1] if known else took_s)
-            with suppress(Exception):  # the last requests leave; nothing runs
+        finally:  # the last requests leave; nothing runs
+            with suppress(Exception):
                 self._execute(self._output([], CachedRequestData.make_empty(), {}))
         return list(found.values())
 
@@ -149,12 +150,15 @@ class StepTimer:
         """A step of this size: its work, and its seconds."""
         names = [f"kappa-measured-{self._made + i}" for i in range(size.requests)]
         self._made += size.requests
-        took_s, context = self._run(self._fresh(names, size)), size.context
+        fresh, context = self._fresh(names, size), size.context
+        self._over.update(names)
+        took_s = self._run(fresh)
         if size.new == 1 and context:  # decoding: the same requests, a token further
             context += 1
-            going = self._going(names, context)
-            took_s = self._run(self._output([], going, dict.fromkeys(names, 1)))
-        self._over.update(names)
+            self._over.clear()
+            going = self._output([], self._going(names, context), dict.fromkeys(names, 1))
+            self._over.update(names)
+            took_s = self._run(going)
         return batch_work([(size.new, context)] * size.requests), took_s
 
     def _run(self, output: SchedulerOutput) -> float:
@@ -215,11 +219,14 @@ class StepTimer:
 
 
 @contextmanager
-def without_connector() -> Iterator[None]:
-    """Steps that no KV connector takes part in."""
+def without_connector(runner: Any) -> Iterator[None]:
+    """Steps of a model runner that no KV connector takes part in; vLLM's newer one has a switch."""
     connector = kv_transfer_state._KV_CONNECTOR_AGENT
+    switch = getattr(getattr(runner, "kv_connector", None), "set_disabled", lambda _: None)
+    switch(True)
     kv_transfer_state._KV_CONNECTOR_AGENT = None
     try:
         yield
     finally:
+        switch(False)
         kv_transfer_state._KV_CONNECTOR_AGENT = connector

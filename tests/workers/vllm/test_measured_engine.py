@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.kv_offload.base import TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from kappa.cost import StepModel
 from workers.vllm.measured_engine import measure_engine
@@ -34,12 +35,17 @@ class Worker:
     def __init__(self, law=LAW, slow=1.0):
         self.law, self.slow, self.now_s = law, slow, 0.0
         self.requests, self.steps, self.pending = {}, [], False
+        self.connector = ""
+
+    def set_disabled(self, disabled):
+        self.connector = "off" if disabled else "on"
 
     def clock(self):
         return self.now_s
 
     def execute(self, output):
         assert not self.pending and kv_transfer_state._KV_CONNECTOR_AGENT is None
+        assert self.connector != "on"
         for name in output.finished_req_ids:
             del self.requests[name]
         for new in output.scheduled_new_reqs:
@@ -141,10 +147,25 @@ def test_all_ranks_run_the_steps_that_the_first_has_time_for():
 
 def test_no_connector_takes_part_and_it_is_back_whatever_happens(monkeypatch):
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", "ours")
-    with pytest.raises(ZeroDivisionError), without_connector():
+    with pytest.raises(ZeroDivisionError), without_connector(SimpleNamespace()):
         assert not kv_transfer_state.has_kv_transfer_group()
         raise ZeroDivisionError
     assert kv_transfer_state._KV_CONNECTOR_AGENT == "ours"
+
+
+def test_requests_of_a_step_that_fails_leave_all_the_same():
+    worker = Worker()
+
+    def fails_later(_):
+        worker.pending = False
+        if len(worker.steps) > 5:
+            raise RuntimeError("no more")
+        return SimpleNamespace()
+
+    timer = StepTimer(worker.execute, fails_later, LIMITS, clock=worker.clock)
+    with pytest.raises(RuntimeError, match="no more"):
+        timer.samples(LAW, 1e9)
+    assert len(worker.steps) == 6 and worker.requests == {}
 
 
 class Tier:
@@ -207,7 +228,9 @@ def test_a_transfer_that_fails_or_a_tier_too_small_is_said_and_the_rest_measured
         return result
 
     engine = SimpleNamespace(
-        model_runner=SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[0, 1])),
+        model_runner=SimpleNamespace(
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[0, 1]), kv_connector=worker
+        ),
         cache_config=SimpleNamespace(num_gpu_blocks=33, block_size=16),
         model_config=SimpleNamespace(max_model_len=2048),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=16),
@@ -223,6 +246,7 @@ def test_a_transfer_that_fails_or_a_tier_too_small_is_said_and_the_rest_measured
         found = measure_engine(engine, execute, worker.sample, LAW.to_dict(), 0.4)
         assert why in found["unmeasured"][0] and "h2d" not in found
         assert len(found["unmeasured"]) == 1 and found["step"]["steps"] > 5
+        assert worker.connector == "on" and kv_transfer_state._KV_CONNECTOR_AGENT is made
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     staged = SimpleNamespace(world_size=2, pipeline_parallel_size=2)
     halves = SimpleNamespace(**{**vars(engine), "parallel_config": staged})
@@ -236,6 +260,7 @@ def test_a_transfer_that_fails_or_a_tier_too_small_is_said_and_the_rest_measured
 def test_vllm_names_what_the_measurements_go_through():
     assert "spec" in OffloadingConnectorWorker.__init__.__code__.co_names
     assert "worker" in OffloadingConnectorWorker._init_worker.__code__.co_names
+    assert callable(ActiveKVConnector.set_disabled)
     assert callable(GroupCoordinator.broadcast_object)
     assert "num_blocks" in CPUOffloadingSpec.__init__.__code__.co_names
     beside_work(torch.device("cpu"))()
