@@ -19,7 +19,12 @@ import msgspec
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from kappa.settings.engine import EngineSettings, LmcacheSettings, TransferSettings
+from kappa.settings.engine import (
+    VLLM_LIMITS,
+    EngineSettings,
+    LmcacheSettings,
+    TransferSettings,
+)
 from workers.vllm.options import (
     LINK_KEY,
     LMCACHE_KEY,
@@ -80,15 +85,17 @@ class EngineLimits:
 
     @classmethod
     def of(cls, engine: EngineSettings) -> EngineLimits:
-        """As the settings have them."""
+        """As the settings have them, or their `extra` by vLLM's names."""
+
+        def given(name: str, none: Any) -> Any:
+            value = getattr(engine, name) or engine.extra.get(VLLM_LIMITS[name][0])
+            return value if type(value) is type(none) and value not in (-1, "auto") else none
+
+        kv_dtype = str(engine.extra.get("kv_cache_dtype", "auto"))
         return cls(
-            engine.max_context_tokens or 0,
-            engine.block_tokens or 0,
-            engine.device_blocks or 0,
-            BY_SHARE if engine.host_bytes is None else engine.host_bytes,
-            engine.max_batch_tokens or 0,
-            engine.max_sequences or 0,
-            engine.dtype or "",
+            **{name: given(name, type(figure)()) for name, (_, figure) in VLLM_LIMITS.items()},
+            host_bytes=BY_SHARE if engine.host_bytes is None else engine.host_bytes,
+            kv_dtype="" if kv_dtype == "auto" else kv_dtype,
         )
 
     @property

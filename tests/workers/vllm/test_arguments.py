@@ -198,3 +198,16 @@ def test_every_argument_that_settings_name_is_one_of_vllms():
     assert {argument for argument, _ in VLLM_LIMITS.values()} <= known
     assert set(NOT_IN_EXTRA) <= known
     assert set(engine_kwargs(LIMITS, ENDPOINTS, None, EngineScheduler("fair"))) <= known
+
+
+def test_limits_in_extra_are_known_before_the_start_and_vllms_own_choices_are_not():
+    extra = {
+        "block_size": 64, "max_model_len": -1, "max_num_seqs": "many", "dtype": "auto",
+        "kv_cache_dtype": "fp8_e5m2",
+    }  # fmt: skip
+    limits = EngineLimits.of(EngineSettings(extra=extra).on(gpus=1))
+    assert (limits.block_tokens, limits.max_context_tokens, limits.max_sequences) == (64, 0, 0)
+    assert (limits.dtype, limits.kv_dtype) == ("", "fp8_e5m2")
+    assert limits.arguments() == {"block_size": 64}
+    other = EngineLimits.of(EngineSettings(extra={**extra, "kv_cache_dtype": "fp8"}).on(gpus=1))
+    assert fingerprint("m", "t", limits, "s") != fingerprint("m", "t", other, "s")

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from kappa.cost import StepModel
+from kappa.model import kv_bytes_per_token
 from kappa.protocol import CHARGES_KEY, DEVICE_TOKENS_KEY, HOST_TOKENS_KEY, TENANT_KEY, WEIGHT_KEY
+from kappa.shapes import model_shape
 from scheduler.catalogue import SCHEDULERS, rule_named
 from scheduler.config import FairConfig
 from scheduler.work import VRAM, Plan
@@ -222,6 +224,18 @@ def reference(started):
     answers = mixed(started)
     assert len(answers) == 20
     return answers
+
+
+def test_what_an_engine_runs_with_is_read_back_from_its_worker(started):
+    (facts,) = started.engine.collective_rpc("kappa_engine")
+    folder = started.scheduler.vllm_config.model_config.model
+    shape = model_shape(folder, kv_dtype="float32")
+    assert facts == {
+        "max_context_tokens": 1024, "block_tokens": BLOCK, "device_blocks": BLOCKS + 1,
+        "max_batch_tokens": BUDGET, "max_sequences": SLOTS, "dtype": "float32", "kv_dtype": "",
+        "kv_token_bytes": kv_bytes_per_token(shape),
+        "weight_bytes": pytest.approx(4 * shape.params_total, rel=0.01),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", SCHEDULERS)
