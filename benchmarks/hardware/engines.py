@@ -40,7 +40,7 @@ from kappa.model import kv_bytes_per_token
 from kappa.plans.planners import Planning
 from kappa.protocol import TENANT_KEY
 from kappa.settings.cluster import ClusterSettings
-from workers.identity import configure_vllm
+from workers.identity import WorkerPlan, configure_vllm, of_all_ranks
 from workers.vllm.arguments import CPU_ENV, Endpoints
 
 BLOCK_TOKENS = 16
@@ -184,8 +184,8 @@ class TorchServed:
 
 def vllm_arguments(
     device: Device, model: Path, rule: str, folder: str, eager: bool | None
-) -> tuple[dict[str, Any], float, str]:
-    """vLLM's arguments for one worker of a pool, the KV bytes of a token, and the host tier."""
+) -> tuple[dict[str, Any], WorkerPlan]:
+    """vLLM's arguments for one worker of a pool, and what that worker knows before it starts."""
     settings = ClusterSettings.model_validate({
         "model": {"id": "ladder", "source": str(model)}, "engine": device.sizes.engine,
         "scheduler": {"name": rule},
@@ -195,16 +195,15 @@ def vllm_arguments(
     source = Model(str(model), shape, "")
     plan = worker_plan(settings, settings.all_pools[0], source, "127.0.0.1")
     endpoints = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
-    tier = plan.engine_tier(0, {})
     arguments = {
         "model": str(model), "skip_tokenizer_init": True, "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }  # fmt: skip
     config = SimpleNamespace(engine_kwargs={}, update_engine_kwargs=arguments.update)
-    configure_vllm(config, plan, 0, endpoints, tier, "")
+    configure_vllm(config, plan, 0, endpoints, plan.engine_tier(0, {}), "")
     if eager is not None:
         arguments["enforce_eager"] = eager
-    return arguments, kv_bytes_per_token(shape), tier.choice.kind
+    return arguments, plan
 
 
 class VllmServed:
@@ -224,7 +223,8 @@ class VllmServed:
 
         self._folder = tempfile.TemporaryDirectory(prefix="kappa-ladder-")
         folder = self._folder.name
-        arguments, self.kv_bytes, self.tier = vllm_arguments(device, model, rule, folder, eager)
+        arguments, self._plan = vllm_arguments(device, model, rule, folder, eager)
+        self.kv_bytes, self.tier = kv_bytes_per_token(self._plan.served), self._plan.tier.kind
         self._context = zmq.Context()
         self._stats = self._context.socket(zmq.PULL)
         self._stats.set_hwm(1_000_000)
@@ -238,6 +238,12 @@ class VllmServed:
 
         self._llm = self._runner.run(made())
         self._block_tokens = int(self._llm.vllm_config.cache_config.block_size)
+
+    def measured(self) -> dict[str, Any]:
+        """What the engine measures of itself at a start, its blocks written over."""
+        request = self._plan.profile_request() | {"engine": self._plan.engine_request(0)}
+        asked = self._llm.collective_rpc("kappa_profile", args=(request,))
+        return of_all_ranks(self._runner.run(asked))
 
     def close(self) -> None:
         self._llm.shutdown()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -21,13 +21,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.hardware.device import Sizes, read_shape
-from benchmarks.hardware.engines import BLOCK_TOKENS, Answer, Bench, Ids, Missing, Played, Served
+from benchmarks.hardware.engines import (
+    BLOCK_TOKENS,
+    Answer,
+    Bench,
+    Ids,
+    Missing,
+    Played,
+    Served,
+    VllmServed,
+)  # fmt: skip
 from benchmarks.offload.cells import setting
 from benchmarks.offload.run import Run
 from engine.profile import repeating
 from engine.transfer import Copies, mover_for
+from engine.weights import DTYPES
 from kappa.model import kv_bytes_per_token
-from workers.profiler import measure
 
 EQUAL = "equal"
 """The verdict of what is as it should be."""
@@ -39,7 +48,6 @@ _REPEATS = 5
 _VOCABULARY = 1_000
 # Copies in pieces: a host call for each.
 _MOST_PIECES_BYTES = 1 << 26
-_SQUARE = 2_048
 # Of a prefix, its last block may be one that is computed.
 _MOST_BLOCK_TOKENS = 64
 # Log-probabilities nearer than this are the same, whatever the noise.
@@ -58,25 +66,22 @@ def prompt(length: int, seed: int) -> Ids:
 
 def rates(bench: Bench, arm: str) -> Rows:
     """Copies by size, pinned and pageable, whole and in blocks, both ways, alone and at once, and
-    beside computing; products at the model's shapes."""
+    beside computing; and what vLLM measures of itself, through its host tier and its steps."""
     device, sizes = bench.device, bench.device.sizes
     largest, shape = sizes.copy_bytes[-1], read_shape(bench.model, sizes.dtype)
     # One layer's part of a block: what the engines' layouts leave in one piece.
     block_bytes = int(kv_bytes_per_token(shape) / shape.layers) * BLOCK_TOKENS
-    if arm == "products":
-        found = measure({
-            "sizes_bytes": [largest], "block_bytes": block_bytes, "dtype": sizes.dtype,
-            "hidden": shape.hidden, "intermediate": 4 * shape.hidden,
-        })  # fmt: skip
-        yield {"kind": "memory", "bytes_per_s": found["hbm_bytes_per_s"]}
-        yield from ({"kind": "product", **row} for row in found["gemm"])
+    if arm == "vllm":
+        with closing(VllmServed(device, bench.model, eager=True)) as served:
+            yield from _of_engine(served.measured())
         return
     if arm == "pinned" and not device.cuda:
         raise Missing("pinned memory is a GPU driver's")
     there = torch.zeros(largest, dtype=torch.int8, device=device.torch)
     # A buffer for each way, so that both may go at once.
     back, forth = (device.host(largest, pinned=arm == "pinned") for _ in range(2))
-    square = torch.randn(_SQUARE, _SQUARE, device=device.torch)
+    side = 4 * shape.hidden
+    square = torch.randn(side, side, device=device.torch).to(DTYPES[sizes.dtype])
     mover = mover_for(device.torch)
 
     def compute() -> None:
@@ -108,6 +113,22 @@ def rates(bench: Bench, arm: str) -> Rows:
     mover.stop()
 
 
+def _of_engine(found: Row) -> Rows:
+    yield {"kind": "memory", "bytes_per_s": found["hbm_bytes_per_s"]}
+    yield from ({"kind": "product", **row} for row in found["gemm"])
+    yield {"kind": "engine", "unmeasured": found["unmeasured"], "step": found.get("step")}
+    rates = {"": "bytes_per_s", ", computing": "beside_bytes_per_s"}
+    # Without a link that was measured these are copies of the machine, not of the host tier.
+    ways = {"to the device": found["h2d"], "to the host": found["d2h"]}
+    for way, rows in ways.items() if "load_fixed_s" in found else ():
+        for what, key in rates.items():
+            for row in rows:
+                yield {
+                    "kind": "copy", "way": f"{way}{what}, vLLM", "layout": "blocks",
+                    "bytes": row["bytes"], "bytes_per_s": row[key], "largest": row is rows[-1],
+                }  # fmt: skip
+
+
 def _copies(target: Tensor, source: Tensor, size: int, block_bytes: int, layout: str) -> Copies:
     if layout == "whole":
         return [(target[:size], source[:size])]
@@ -122,7 +143,7 @@ def roundtrip(bench: Bench, name: str) -> Rows:
     sizes = bench.device.sizes
     length = sizes.cached[1] + sizes.new[0]
     same, other = (prompt(length, seed) for seed in (1, 2))
-    with bench.opened(name) as served:
+    with bench.opened(name, eager=True) as served:
         ask = partial(served.play, tokens=_COMPARED_TOKENS, likeliest=_LIKELIEST)
         fresh, device = (ask([same]).answers[0] for _ in range(2))
         complete = served.evict()
@@ -240,7 +261,7 @@ def just_in_time(bench: Bench, name: str) -> Rows:
     order admits them, and computed."""
     sizes = bench.device.sizes
     for rule in ("fair", "stock" if name == "vllm" else "fcfs"):
-        with bench.opened(name, rule) as served:
+        with bench.opened(name, rule, eager=True) as served:
             served.play([prompt(sizes.cached[0] + sizes.new[-1], 3)], 2)
             loads = "just in time" if rule == "fair" else "in order"
             yield {"kind": "burst", "loads": loads} | _burst(sizes, served, hit=True)
@@ -305,12 +326,12 @@ class Rung:
 
 
 RUNGS = {
-    "rates": Rung(60, "copies by size, layout and memory; products", rates,
-                  ("pinned", "pageable", "products")),
-    "roundtrip": Rung(100, "store, evict, load: the same log-probabilities?", roundtrip),
-    "ttft": Rung(140, "TTFT over cached and new tokens, by the cost model", ttft),
-    "graphs": Rung(120, "vLLM's decoding steps and CUDA graphs", graphs, ("eager", "graphs")),
-    "just_in_time": Rung(110, "a burst of loads beside decoding", just_in_time),
+    "rates": Rung(100, "copies by size, layout and memory; what vLLM measures of itself", rates,
+                  ("pinned", "pageable", "vllm")),
+    "roundtrip": Rung(90, "store, evict, load: the same log-probabilities?", roundtrip),
+    "ttft": Rung(130, "TTFT over cached and new tokens, by the cost model", ttft),
+    "graphs": Rung(110, "vLLM's decoding steps and CUDA graphs", graphs, ("eager", "graphs")),
+    "just_in_time": Rung(100, "a burst of loads beside decoding", just_in_time),
     "offload": Rung(60, "each paper's way to offload", offload, _PAPERS),
 }  # fmt: skip
 """In this order; bounds add up to less than ten minutes."""

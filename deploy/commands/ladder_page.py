@@ -119,6 +119,7 @@ def _ms(seconds: float | None) -> str:
 _TOLD: Mapping[str, Callable[[Row], str]] = {
     "copy": _copy, "compare": _compared, "fit": _fitted, "policy": _policy,
     "product": lambda r: f"product of {r['tokens']} tokens: {r['flops_per_s'] / 1e12:.3g} TFLOP/s",
+    "engine": lambda r: "; ".join(r.get("unmeasured", ())),
     "unfitted": lambda r: f"{r['arm']}: no fit: {r['why']}",
     "decode": lambda r: f"{r['arm']}, batch {r['batch']}: step {_ms(r['step_s'])}, "
     f"between tokens {_ms(r['between_tokens_s'])}",

@@ -15,6 +15,7 @@ from benchmarks.hardware.rungs import RUNGS, Rung, compare, gaps_s, prompt
 from benchmarks.offload.cells import SETTINGS, PrefixCell, arena_size, model
 from benchmarks.offload.rig import MeteredCudaMover
 from deploy.app.machine import GpuFacts, Machine
+from kappa.model import kv_bytes_per_token
 from tests.benchmarks.hardware.fake_cuda import FakeCuda
 
 TINY = replace(
@@ -172,10 +173,29 @@ def test_copies_are_measured_by_size_layout_and_way(bench):
     ways = {(c["layout"], c["way"]) for c in copies}
     assert len(copies) == 2 * 2 * 4 and len(ways) == 8
     assert all(c["bytes_per_s"] == pytest.approx(c["bytes"] / c["seconds"]) for c in copies)
-    memory, *products = rungs.rates(bench, "products")
-    assert memory["bytes_per_s"] > 0 and all(row["flops_per_s"] > 0 for row in products)
     with pytest.raises(Missing, match="a GPU driver's"):
         list(rungs.rates(bench, "pinned"))
+
+
+def test_what_an_engine_measured_of_itself_is_drawn_as_the_host_tier_that_it_is():
+    row = {"blocks": 4, "bytes": 4096, "seconds": 2e-6, "bytes_per_s": 2e9, "spread": 0.1,
+           "beside_bytes_per_s": 1e9}  # fmt: skip
+    found = {"hbm_bytes_per_s": 5e9, "gemm": [{"tokens": 16, "flops_per_s": 1e9}],
+             "unmeasured": [], "step": {"r2": 0.99}, "load_fixed_s": 1e-6,
+             "h2d": [{**row, "bytes": 1024}, row], "d2h": [row]}  # fmt: skip
+    memory, product, about, *copies = rungs._of_engine(found)
+    assert (memory["bytes_per_s"], product["tokens"], about["step"]["r2"]) == (5e9, 16, 0.99)
+    assert [(c["way"], c["bytes"], c["bytes_per_s"], c["largest"]) for c in copies] == [
+        ("to the device, vLLM", 1024, 2e9, False),
+        ("to the device, vLLM", 4096, 2e9, True),
+        ("to the device, computing, vLLM", 1024, 1e9, False),
+        ("to the device, computing, vLLM", 4096, 1e9, True),
+        ("to the host, vLLM", 4096, 2e9, True),
+        ("to the host, computing, vLLM", 4096, 1e9, True),
+    ]
+    # Without a host tier that was measured there are only the machine's copies: not told as its.
+    del found["load_fixed_s"]
+    assert [r["kind"] for r in rungs._of_engine(found)] == ["memory", "product", "engine"]
 
 
 def test_on_cuda_pinned_memory_is_asked_for_and_the_device_waited_for(bench, monkeypatch):
@@ -239,10 +259,10 @@ def test_the_settings_for_a_gpu_are_whole():
 
 
 def test_vllm_is_asked_for_what_a_replica_asks(bench):
-    arguments, kv_bytes, tier = vllm_arguments(bench.device, bench.model, "stock", "/tmp/x", True)
+    arguments, plan = vllm_arguments(bench.device, bench.model, "stock", "/tmp/x", True)
     assert arguments["enforce_eager"] and arguments["num_gpu_blocks_override"] == 264
-    assert "scheduler_cls" not in arguments and tier == "own"
+    assert "scheduler_cls" not in arguments and plan.tier.kind == "own"
     # 3 layers, 2 KV heads of 16, keys and values, four bytes.
-    assert kv_bytes == 3 * 2 * 16 * 2 * 4
-    fair, _, _ = vllm_arguments(bench.device, bench.model, "fair", "/tmp/x", None)
+    assert kv_bytes_per_token(plan.served) == 3 * 2 * 16 * 2 * 4
+    fair, _ = vllm_arguments(bench.device, bench.model, "fair", "/tmp/x", None)
     assert fair["scheduler_cls"].endswith("FairScheduler")
