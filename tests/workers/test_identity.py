@@ -24,7 +24,7 @@ from workers.identity import (
 from workers.vllm.arguments import EngineLimits
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
-ON_GPUS = EngineSettings().on(gpus=1)
+ON_GPUS = EngineSettings(host_bytes=64 << 20).on(gpus=1)
 MEASURED = {
     "device": "cpu",
     "threads": 1,
