@@ -23,6 +23,13 @@ _TOTALS = (
 )  # fmt: skip
 
 
+def served_model(url: str) -> str:
+    """What a running cluster calls its model; raises as `ClusterClient.nodes`."""
+    answer = httpx.get(f"{url}/v1/models", timeout=30.0).raise_for_status()
+    name: str = answer.json()["data"][0]["id"]
+    return name
+
+
 class ClusterClient:
     """Use as an async context manager; times are those of `time.monotonic`."""
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.harness import Json, append_line, note, publish, result, table
-from benchmarks.serving.client import MAX_OVERRUN_SHARE, ClusterClient, usage
+from benchmarks.serving.client import MAX_OVERRUN_SHARE, ClusterClient, served_model, usage
 from benchmarks.serving.predict_traffic import Governor, Phase, Player, Size, Traffic, shapes_of
 from benchmarks.serving.prediction_errors import (
     CLASS_DEFINITION,
@@ -65,7 +65,8 @@ def predict(
         ),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="A running cluster instead; then nobody freezes it.")
+        str | None,
+        typer.Option(help="A running cluster instead, which nobody freezes; real: --unpaced, too."),
     ] = None,
     records: Annotated[
         Path | None, typer.Option(help="Write every decision and outcome here, as JSON lines.")
@@ -97,7 +98,10 @@ def predict(
     cut = scale or (_REAL_SCALE if is_real and on_cpus else 1.0)
     size = Size(requests, per_class, limit, _CALIBRATE if learn is None else learn, load, cut)
     if url is not None:
-        warm_up, phase = asyncio.run(_measured(url.rstrip("/"), settings, seed, size))
+        url = url.rstrip("/")
+        served = settings.model.model_copy(update={"id": served_model(url)})
+        settings = settings.model_copy(update={"model": served})
+        warm_up, phase = asyncio.run(_measured(url, settings, seed, size))
     else:
         with running(settings) as cluster:
             warm_up, phase = asyncio.run(_measured(cluster.url, settings, seed, size))

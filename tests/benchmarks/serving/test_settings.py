@@ -1,8 +1,10 @@
 """Which cluster a bench runs on."""
 
+import httpx
 import pytest
 import typer
 
+from benchmarks.serving.client import served_model
 from benchmarks.serving.settings import bench_model, bench_settings
 from kappa.settings.cluster import load_settings
 
@@ -36,3 +38,13 @@ def test_a_model_that_is_not_there_is_a_message_and_no_traceback(capsys):
     with pytest.raises(typer.Exit):
         bench_model(bench_settings(None, "/no/such/model", True))
     assert "/no/such/model" in capsys.readouterr().err
+
+
+def test_a_running_cluster_is_asked_what_it_serves(monkeypatch):
+    def get(url, **_):
+        assert url == "http://cluster/v1/models"
+        request = httpx.Request("GET", url)
+        return httpx.Response(200, json={"data": [{"id": "mixtral"}]}, request=request)
+
+    monkeypatch.setattr(httpx, "get", get)
+    assert served_model("http://cluster") == "mixtral"
