@@ -6,6 +6,7 @@ One tiny engine in this process for the whole file, with a host tier; a test put
 import json
 import os
 import random
+import threading
 
 import msgspec
 import numpy as np
@@ -316,10 +317,18 @@ def test_what_the_host_tier_holds_is_loaded_and_gives_the_same_tokens(engine):
     assert rule.events.count("landed") == 3
 
 
-def test_who_holds_blocks_is_never_left_waiting_while_newcomers_take_blocks(engine):
+def test_no_newcomer_starts_while_a_loaded_request_lacks_blocks(engine, monkeypatch):
     """vLLM's pull request 57841: otherwise holders of blocks can wait for one another for ever."""
     from vllm.v1.request import RequestStatus
 
+    from workers.vllm.link import LOAD, Link
+
+    may_load, copy = threading.Event(), Link._copy
+    monkeypatch.setattr(
+        Link, "_copy",
+        lambda link, piece: (piece.transfer.direction != LOAD or may_load.wait(20))
+        and copy(link, piece),
+    )  # fmt: skip
     engine.use(lambda: Fifo(skip=True))
     texts = [prompt(90 + i, 400) for i in range(3)]
     for i, text in enumerate(texts):
@@ -334,16 +343,19 @@ def test_who_holds_blocks_is_never_left_waiting_while_newcomers_take_blocks(engi
 
     def watched(*args):
         output = schedule(*args)
-        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
-        left = [r for r in scheduler.held if r.num_computed_tokens and r.status != loading]
-        if left and output.scheduled_new_reqs:
-            started = [new for new in output.scheduled_new_reqs if new.num_computed_tokens == 0]
-            held_up.extend((new.req_id, [r.request_id for r in left]) for new in started)
+        unblocked = [r for r in scheduler.held if r.status == RequestStatus.WAITING]
+        left = [request.request_id for request in unblocked if request.num_computed_tokens]
+        started = [new.req_id for new in output.scheduled_new_reqs if not new.num_computed_tokens]
+        held_up.extend((left, started) for _ in range(bool(left and started)))
         return output
 
     scheduler.schedule = watched
     try:
-        answers = engine.run()
+        answers = {}
+        for _ in range(12):  # meanwhile newcomers take what they may
+            answers |= engine.step()
+        may_load.set()
+        answers |= engine.run()
     finally:
         del scheduler.schedule
     assert len(answers) == 15 and not held_up
