@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from workers.identity import WorkerPlan
-from workers.vllm.arguments import NATIVE, OWN, fingerprint
+from workers.vllm.arguments import NATIVE, OWN, STOCK_TIER, fingerprint
 from workers.vllm.warm_restart import TierFolder, claim_folder
 
 log = structlog.get_logger(__name__)
@@ -58,7 +58,8 @@ def prepare_host_memory(plan: WorkerPlan) -> TierFolder | None:
     # Only now is it known what lies in this worker's folder already, and what in others'.
     budget = host_budget(folder.folder if folder is not None else None)
     try:
-        budget.check(host_bytes, persistent=folder is not None, mapped=plan.tier.kind == NATIVE)
+        mapped = plan.tier.kind in (NATIVE, STOCK_TIER)
+        budget.check(host_bytes, persistent=folder is not None, mapped=mapped)
     except HostBudgetError:
         if folder is not None:
             folder.release()

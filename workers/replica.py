@@ -42,7 +42,7 @@ from workers.power import gpus_and_driver, power_reporter
 from workers.reaper import HangWatch, hang_patience_s, own_engines, process_age_s, watch_engine
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
-from workers.vllm.arguments import LMCACHE, Endpoints, EngineTier
+from workers.vllm.arguments import LMCACHE, STOCK_TIER, Endpoints, EngineTier
 from workers.vllm.lmcache.server import LmcacheServer, prepare_lmcache
 from workers.vllm_plugin import LOG_ENV, log_setting
 
@@ -102,7 +102,8 @@ class KappaServer(LLMServer):
         self._start_s = process_age_s()
         announced = self._announce(profile)
         self._stream.complete = power_reporter(announced, plan.gpus)
-        if plan.kind == "vllm":  # our own engines look at their loops themselves
+        # Our own engines look at their loops themselves, and a stock one says nothing of its own.
+        if plan.kind == "vllm" and plan.tier.kind != STOCK_TIER:
             self._hang = HangWatch(hang_patience_s(announced), time.monotonic())
         node = announced.node
         log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
@@ -178,6 +179,8 @@ class KappaServer(LLMServer):
         again: the machine, whatever is known of it. The engine measures itself only before it
         serves: its blocks are written over.
         """
+        if self._plan.kind == "vllm" and self._plan.tier.kind == STOCK_TIER:
+            return Profile({}, "host_tier stock: nothing of ours runs in the engine to measure it")
         async with _alone(self._profile_path().with_suffix(".lock")):
             return await self._measure_alone(again=again)
 

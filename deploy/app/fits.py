@@ -78,9 +78,11 @@ def _of_tiers(settings: ClusterSettings) -> Iterator[str]:
     link = settings.scheduler
     for pool in settings.all_pools:
         engine, gpus = pool.engine_settings(settings.engine), pool.placement.gpus
+        tier, who = engine.tier_on(gpus), f"pool {pool.name}: engine."
+        if tier == "stock":
+            yield from _of_stock(settings, pool, who)
         if engine.kind != "vllm" or engine.host_bytes == 0:
             continue
-        tier, who = engine.tier_on(gpus), f"pool {pool.name}: engine."
         if tier == "own" and gpus:
             yield (
                 f"{who}host_tier own copies between tensors of a CPU and cannot reach a GPU's: say "
@@ -103,6 +105,19 @@ def _of_tiers(settings: ClusterSettings) -> Iterator[str]:
                 f"{who}handover_dir needs scheduler.link_order loads_first, and it is fifo, which "
                 "is vLLM's own order and keeps no record of what is stored"
             )
+
+
+def _of_stock(settings: ClusterSettings, pool: PoolSettings, who: str) -> Iterator[str]:
+    """What an engine cannot do in which nothing of ours runs."""
+    asks = f"{who}host_tier stock leaves the engine as vLLM makes it"
+    if settings.scheduler.name != "stock":
+        yield f"{asks}, and scheduler.name is {settings.scheduler.name}: say stock, too"
+    if pool.paced:
+        yield f"{asks}, which cannot be paced: say 'paced: false'"
+    if pool.role != "both":
+        yield f"{asks}, which hands nothing over, and the pool's role is {pool.role}: say both"
+    if pool.engine_settings(settings.engine).host_bytes != 0 and not pool.placement.gpus:
+        yield f"{asks}, whose copies need a GPU, and placement.gpus is 0: say host_bytes: 0"
 
 
 def _of_roles(settings: ClusterSettings) -> Iterator[str]:

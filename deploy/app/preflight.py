@@ -246,7 +246,7 @@ def _tier(settings: ClusterSettings, pool: PoolSettings, machine: Machine) -> tu
     if size is None:
         gpus = machine.offers.get("GPU", 0)
         size = share_bytes(machine.memory_bytes or 0, gpus, pool.placement.gpus)
-    return size, kind == "native"
+    return size, kind in ("native", "stock")
 
 
 def _engine_bytes(engine: EngineSettings, pool: PoolSettings, shape: ModelShape) -> float:

@@ -128,7 +128,7 @@ EngineKind = Literal["vllm", "torch", "emulated"]
 
 PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail"]
 
-HostTierName = Literal["auto", "own", "native", "lmcache"]
+HostTierName = Literal["auto", "own", "native", "lmcache", "stock"]
 
 # Of which kind of engine each planner is; both have "auto" and "kv".
 _PLANNERS: dict[str, tuple[str, ...]] = {
@@ -207,7 +207,8 @@ class EngineSettings(Section):
     host_tier: HostTierName = Field(
         "auto",
         description="auto: native on GPUs, else own; native: copied by vLLM, which needs a GPU; "
-        "own: copied by us, on CPUs; lmcache: an LMCache server",
+        "own: copied by us, on CPUs; lmcache: an LMCache server; stock: vLLM's connector as it "
+        "comes, and nothing of ours in the engine",
     )
     load: Literal["ahead", "layers"] = Field(
         "ahead",
@@ -303,10 +304,10 @@ class EngineSettings(Section):
         if self.planner == "cpu" and not self.cpu_threads:
             raise ValueError("planner cpu needs cpu_threads above zero: who else would attend")
         tier, elsewhere = self.host_tier, self.host_tier in ("native", "lmcache")
-        if elsewhere and self.kind != "vllm":
+        if (elsewhere or tier == "stock") and self.kind != "vllm":
             raise ValueError(f"host_tier {tier} needs kind vllm, and this is {self.kind}")
-        if self.handover_dir and (self.kind != "vllm" or tier == "lmcache"):
-            raise ValueError("handover_dir needs kind vllm and another host_tier than lmcache")
+        if self.handover_dir and (self.kind != "vllm" or tier in ("lmcache", "stock")):
+            raise ValueError("handover_dir needs kind vllm and host_tier auto or own")
         if self.load == "layers":
             raise ValueError("load layers is not proven inside vLLM and is not served: use ahead")
         if elsewhere and self.host_bytes == 0:

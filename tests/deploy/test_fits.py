@@ -17,6 +17,8 @@ from kappa.shapes import model_shape
 MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
 GPU = {"gpus": 1, "resources": {"pool-gh200": 1}}
 KEPT = {"handover_dir": "/dev/shm/k"}
+STOCK = {"host_tier": "stock"}
+STOCK_CLUSTER = {"engine": STOCK, "scheduler": {"name": "stock"}}
 A_GPU_POOL = [{"name": "a", "placement": {"gpus": 1}}]
 
 pytestmark = pytest.mark.ray
@@ -100,6 +102,14 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
         ),
         ([{"name": "a"}], {"engine": {"host_tier": "native"}}, "native needs a GPU, and placement"),
         (A_GPU_POOL, {"scheduler": {"duplex": "half"}}, "scheduler.duplex is half: say full"),
+        (A_GPU_POOL, {"engine": STOCK}, "scheduler.name is fair: say stock, too"),
+        ([{"name": "a", "paced": True}], STOCK_CLUSTER, "cannot be paced: say 'paced: false'"),
+        ([{"name": "a"}], STOCK_CLUSTER, "copies need a GPU, and placement.gpus is 0"),
+        (
+            [*A_GPU_POOL, {"name": "b", "role": "decode", "placement": {"gpus": 1}}],
+            STOCK_CLUSTER,
+            "hands nothing over, and the pool's role is decode",
+        ),
         (
             A_GPU_POOL,
             {"engine": {"handover_dir": "/dev/shm/k"}},

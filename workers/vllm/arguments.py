@@ -51,7 +51,7 @@ CPU_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-OWN, LMCACHE, NATIVE = "own", "lmcache", "native"
+OWN, LMCACHE, NATIVE, STOCK_TIER = "own", "lmcache", "native", "stock"
 _CPU_WORKER = "workers.vllm.metered_worker.MeteredCPUWorker"
 _GPU_WORKER = "workers.vllm.metered_worker.MeteredGPUWorker"
 _SPECS = {
@@ -153,7 +153,8 @@ class Pace:
 class TierChoice:
     """What the settings say of the host tier.
 
-    kind: copied by us, by vLLM (on a GPU), or an LMCache server. planner: "tail" or "kv".
+    kind: copied by us, by vLLM (on a GPU), an LMCache server, or vLLM's connector in an engine
+    without anything of ours. planner: "tail" or "kv".
     """
 
     kind: str = OWN
@@ -228,23 +229,28 @@ def engine_kwargs(
 ) -> dict[str, Any]:
     """vLLM's engine arguments for a replica; `gpus`: of each worker, 0 on a CPU. What
     `engine.extra` gives goes before them (`EngineSettings.extra` refuses what may not)."""
-    additional: dict[str, Any] = {STATS_KEY: endpoints.stats}
-    if pace is not None:
-        additional[PACE_KEY] = pace.step.to_dict()
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoints.kv_events,
+        "topic": "kv",
+    }
     arguments: dict[str, Any] = {
         **limits.arguments(),
         # A CPU has no graphs, and compiling takes longer there than it saves.
         **({} if gpus else {"enforce_eager": True}),
         "enable_prefix_caching": True,
-        "worker_cls": _GPU_WORKER if gpus else _CPU_WORKER,
-        "additional_config": additional,
-        "kv_events_config": {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": endpoints.kv_events,
-            "topic": "kv",
-        },
+        "kv_events_config": events,
     }
+    if tier.choice.kind == STOCK_TIER:
+        if limits.host_bytes:
+            arguments["kv_transfer_config"] = _stock_transfer(limits.host_bytes)
+        return arguments
+    additional: dict[str, Any] = {STATS_KEY: endpoints.stats}
+    if pace is not None:
+        additional[PACE_KEY] = pace.step.to_dict()
+    arguments["worker_cls"] = _GPU_WORKER if gpus else _CPU_WORKER
+    arguments["additional_config"] = additional
     if scheduler.rule != STOCK:
         arguments["scheduler_cls"] = "workers.vllm.scheduler.FairScheduler"
         options = scheduler.options(endpoints.stats, pace)
@@ -258,6 +264,16 @@ def engine_kwargs(
             extra[PACE_KEY] = msgspec.to_builtins(pace.link)
         arguments["kv_transfer_config"] = config
     return arguments
+
+
+def _stock_transfer(host_bytes: int) -> dict[str, Any]:
+    """vLLM's own connector, by what its documentation names alone."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
+    }
 
 
 def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> dict[str, Any]:

@@ -68,6 +68,23 @@ def test_without_a_pace_or_a_host_tier_nothing_is_emulated():
     assert "kappa_pace" not in arguments["additional_config"]
 
 
+@pytest.mark.parametrize("host_bytes", [0, 1 << 30])
+def test_a_stock_engine_has_nothing_of_ours_in_it_and_publishes_its_events(host_bytes):
+    limits = dataclasses.replace(LIMITS, host_bytes=host_bytes)
+    tier = EngineTier(TierChoice("stock"), rates=RATES)
+    given = engine_kwargs(limits, ENDPOINTS, None, EngineScheduler(), tier, gpus=1)
+    assert "kappa" not in str(given) and "workers." not in str(given)
+    assert given["kv_events_config"]["endpoint"] == ENDPOINTS.kv_events
+    assert ("kv_transfer_config" in given) == bool(host_bytes)
+    if host_bytes:
+        assert given["kv_transfer_config"] == {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+        }
+
+
 def test_an_engine_schedules_by_a_rule_or_by_its_own():
     own = engine_kwargs(LIMITS, ENDPOINTS, None)
     assert "scheduler_cls" not in own and "kappa_scheduler" not in own["additional_config"]
