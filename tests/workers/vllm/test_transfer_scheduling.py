@@ -10,6 +10,7 @@ import pytest
 import torch
 import zmq
 
+from kappa.protocol import PLAN_KEY
 from kappa.settings.engine import TransferSettings
 from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import (
@@ -331,3 +332,42 @@ def test_a_refused_request_whose_client_leaves_is_gone(refusing):
     refusing.abort("nobody's")
     assert refusing.step()[2] == [] and not refusing.scheduler.requests
     assert not refusing.scheduler._works
+
+
+@pytest.mark.parametrize(("window", "loaded"), [(None, 64), (64, 128)])
+def test_of_a_sliding_window_all_of_a_hit_is_loaded(config, monkeypatch, window, loaded):
+    """Asked to load 64 of 128 tokens: of a window the blocks before those need not be there."""
+    from types import SimpleNamespace
+
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+        SlidingWindowSpec,
+    )
+
+    from workers.vllm.connector import HostTierConnector
+
+    shape = dict(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    spec = (
+        SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
+    )
+    page = spec.page_size_bytes
+    layer = KVCacheTensor(page * BLOCKS, ["layer"], page * BLOCKS, page)
+    cache = KVCacheConfig(BLOCKS, [layer], [KVCacheGroupSpec(["layer"], spec)])
+    connector = HostTierConnector(config, KVConnectorRole.SCHEDULER, cache)
+    hits = []
+    status = SimpleNamespace(update_num_hit_chunks=hits.append)
+    monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", lambda *_: (128, True))
+    monkeypatch.setattr(connector, "_kappa_status", lambda _: status)
+    asked = SamplingParams(extra_args={PLAN_KEY: "load=64"})
+    request = SimpleNamespace(request_id="r", num_tokens=200, sampling_params=asked)
+    assert connector.get_num_new_matched_tokens(request, 32) == (loaded, True)
+    assert hits == ([] if window else [32 + 64])
+    connector.shutdown()
