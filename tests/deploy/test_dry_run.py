@@ -97,6 +97,23 @@ def test_a_model_on_four_gpus_is_one_worker_with_four_bundles():
     assert "has GPU 2 of 4" in pool["problems"][0]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "engine", "spec", "host_bytes"),
+    [
+        # 40 % of 512 GB, divided among the four workers that four GPUs are enough for, or two.
+        (1, {}, "NativeTierSpec", 51_200_000_000),
+        (2, {}, "NativeTierSpec", 102_400_000_000),
+        (1, {"host_bytes": 1 << 30}, "NativeTierSpec", 1 << 30),
+        (0, {}, "HostTierSpec", 64 << 20),
+    ],
+)
+def test_the_host_tier_follows_the_device_and_its_size_the_machine(gpus, engine, spec, host_bytes):
+    (pool,) = tried(cluster(gpus, LLAMA_70B, engine=engine), FOUR)["pools"]
+    extra = pool["engine_args"]["kv_transfer_config"]["kv_connector_extra_config"]
+    assert (extra["spec_name"], extra["cpu_bytes_to_use"]) == (spec, host_bytes)
+    assert pool["host_tier"] == ("native" if gpus else "own")
+
+
 def test_fp8_reaches_vllm_as_it_is_given():
     extra = {"quantization": "fp8", "kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.9}
     (pool,) = tried(cluster(engine={"extra": extra}), H100)["pools"]

@@ -186,7 +186,9 @@ SOURCES = {
         "num_copies = 1 if self.replicated_layout else world_size",
         "self.num_blocks = int(cpu_bytes_to_use) // aligned_kv_bytes_per_chunk",
     ),
-    f"{_SPEC}.create_worker": ("SharedOffloadRegion(",),
+    f"{_SPEC}.create_worker": (
+        "SharedOffloadRegion(", "rank = torch.accelerator.current_device_index() % world_size",
+    ),
     "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion.__init__": (
         'f"/dev/shm/vllm_offload_{engine_id}.mmap"', "check_shm_free_space(self.total_size_bytes)",
     ),

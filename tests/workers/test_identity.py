@@ -21,7 +21,7 @@ from workers.identity import (
     measured_node,
     of_all_ranks,
 )
-from workers.vllm.arguments import EngineLimits
+from workers.vllm.arguments import EngineLimits, TierChoice
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ON_GPUS = EngineSettings(host_bytes=64 << 20).on(gpus=1)
@@ -76,6 +76,11 @@ def test_a_paced_node_prices_the_emulated_model_and_shows_the_machine_beside() -
     assert critical == pytest.approx(
         kappa_crit(model_shape("llama-3.1-8b"), node_profile("c2c")), rel=1e-6
     )
+
+
+@pytest.mark.parametrize("kind", ["own", "native", "lmcache"])
+def test_the_host_tier_that_runs_is_announced(kind) -> None:
+    assert said(dataclasses.replace(plan(paced("pcie")), tier=TierChoice(kind))).tier == kind
 
 
 def test_an_unpaced_node_takes_the_measured_figures() -> None:

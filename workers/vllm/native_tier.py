@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
+import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -123,6 +124,20 @@ class NativeTierWorker(TierWorker):
 
 class NativeTierSpec(ManagedTierSpec):
     """Copied by vLLM (`native`)."""
+
+    def create_worker(self, kv_caches: CanonicalKVCaches) -> Any:
+        """As vLLM's, with a place of each rank's own in the memory that ranks share.
+
+        vLLM takes the number of the rank's GPU modulo ranks, and on GPUs 0 and 2 two ranks would
+        write over each other's blocks.
+        """
+        accelerator: Any = torch.accelerator
+        numbered, rank = accelerator.current_device_index, self.config.parallel.rank
+        accelerator.current_device_index = lambda: rank
+        try:
+            return super().create_worker(kv_caches)
+        finally:
+            accelerator.current_device_index = numbered
 
     def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
         copies = SpecNames.get_worker(self, kv_caches)

@@ -64,12 +64,13 @@ class Event:
 class Cuda:
     """A device whose link moves so many bytes a second.
 
-    now_s, sleep: its clock. copied: (bytes, whether the source may be read in any order) by call.
+    now_s, sleep: its clock. number: of the GPU. copied: (bytes, whether the source may be read in
+    any order) by call.
     """
 
     def __init__(self, bytes_per_s=1e9, now_s=time.monotonic, sleep=time.sleep):
         self.bytes_per_s, self.now_s, self.sleep = bytes_per_s, now_s, sleep
-        self.copied = []
+        self.copied, self.number = [], 0
         self._compute = self._current = Stream(self)
 
     def swap_blocks_batch(self, src, dst, sizes, is_src_access_order_any=False):
@@ -98,8 +99,7 @@ class Cuda:
         patch(gpu_worker, "torch", Torch(Event=lambda enable_timing: Event(self)))
         patch(spec, "current_platform", platform)
         patch(spec, "_all_workers_barrier", lambda: None)
-        first = SimpleNamespace(current_device_index=lambda: 0)
-        patch(spec, "torch", Torch(accelerator=first))
+        patch(torch.accelerator, "current_device_index", lambda: self.number)
 
 
 def on_device(kv_caches):

@@ -272,6 +272,22 @@ def test_the_mapped_region_is_no_larger_than_asked_for(cuda, monkeypatch):
     assert sizes == [5 * BLOCK_BYTES] and BLOCK_BYTES % mmap.PAGESIZE == 0
 
 
+def test_ranks_on_any_two_gpus_have_places_of_their_own(cuda, monkeypatch):
+    """On GPUs 0 and 2 vLLM's own way, the number modulo two ranks, gives both the first."""
+    places, region = [], gpu_worker.SharedOffloadRegion
+
+    def placed(*args, **kwargs):
+        places.append(kwargs["rank"])
+        return region(*args, **kwargs)
+
+    monkeypatch.setattr("vllm.v1.kv_offload.cpu.spec.SharedOffloadRegion", placed)
+    for rank, cuda.number in ((0, 0), (1, 2)):
+        spec = NativeTierSpec(config(rank, ranks=2))
+        spec.get_worker(on_device(caches())).shutdown()
+        assert torch.accelerator.current_device_index() == cuda.number
+    assert places == [0, 1]
+
+
 def test_on_a_machine_without_a_gpu_vllm_refuses():
     with pytest.raises(Exception, match="only supported on CUDA"):
         NativeTierSpec(config()).get_worker(caches())
