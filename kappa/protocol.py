@@ -87,7 +87,8 @@ class Announcement:
     not known. pool: the cluster file's pool that it belongs to. role: `both`, `prefill` (hands its
     KV over) or `decode` (takes it over). measured: what the machine and the engine were measured to
     do (`workers.profiler`, `workers.vllm.measured_engine`), with `at_s`, when; node and step have
-    the figures that are priced, and profile_error names what fits badly or is missing.
+    the figures that are priced, and profile_error names what fits badly or is missing. graphs: CUDA
+    graphs that it runs by, vLLM's `cudagraph_mode`; empty: not known.
     """
 
     worker: str
@@ -117,6 +118,7 @@ class Announcement:
     role: str = "both"
     max_sequences: int = 0
     disk_blocks: int = 0
+    graphs: str = ""
     protocol: int = PROTOCOL
 
     @property

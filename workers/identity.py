@@ -71,7 +71,8 @@ class WorkerPlan:
     tier: the host tier of one of kind vllm.
     pool, role: as the cluster file says; gpus: of each worker.
     handover_dir: where its host tier outlives the engine; empty: it does not. handover_wait_s: for
-    a predecessor that still drains. observing, log_level: as in the settings.
+    a predecessor that still drains. observing, log_level: as in the settings. graphs: those of CUDA
+    that the engine was read back to run by.
     """
 
     nodes: tuple[NodeProfile, ...]
@@ -99,6 +100,7 @@ class WorkerPlan:
     handover_wait_s: float = 0.0
     observing: ObservingSettings = field(default_factory=ObservingSettings)
     log_level: str = "WARNING"
+    graphs: str = ""
 
     def node(self, rank: int) -> NodeProfile:
         """The node of the replica with this rank."""
@@ -124,7 +126,7 @@ class WorkerPlan:
             kv_token_bytes=token_bytes,
             weight_dtype_bytes=weight_bytes or self.served.weight_dtype_bytes,
         )
-        return replace(self, limits=limits, served=served)
+        return replace(self, limits=limits, served=served, graphs=ranks[0]["graphs"])
 
     @property
     def block_bytes(self) -> float:
@@ -339,4 +341,5 @@ def announce(
         measured=profile.measured,
         pool=plan.pool,
         role=plan.role,
+        graphs=plan.graphs,
     )

@@ -339,10 +339,10 @@ def scheduler(s: Snapshot) -> Verdict:
 def graphs(s: Snapshot) -> Verdict:
     """GPU workers without CUDA graphs."""
     on_gpus = [n for n in s.nodes or () if n["measured"].get("device", "cpu") != "cpu"]
-    known = [n for n in on_gpus if "eager" in n["measured"]]
+    known = [n for n in on_gpus if n["graphs"]]
     if not known:
         return Verdict("skip", "no worker on a GPU says" if on_gpus else "no worker on a GPU")
-    bad = [n["node"] for n in known if n["measured"]["eager"]]
+    bad = [n["node"] for n in known if n["graphs"] == "NONE"]
     return _fallen_back(bad, s, "drop enforce_eager from engine.extra")
 
 

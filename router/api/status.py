@@ -132,6 +132,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
             "kappa_crit": announced.kappa_crit,
             "kappa_eff": live.kappa_eff.get(worker),
             "engine": announced.engine,
+            "graphs": announced.graphs or None,
             "pool": announced.pool or None,
             "role": announced.role,
             "cost_per_hour": announced.node.cost_per_hour,

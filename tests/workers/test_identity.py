@@ -162,6 +162,7 @@ def test_an_announcement_survives_its_journey() -> None:
 CHOSEN = {
     "max_context_tokens": 131072, "block_tokens": 16, "device_blocks": 30000,
     "max_batch_tokens": 8192, "max_sequences": 256, "dtype": "bfloat16", "kv_dtype": "fp8",
+    "graphs": "FULL_AND_PIECEWISE",
 }  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def test_what_the_engine_chose_is_what_is_announced() -> None:
     announcement = said(started)
     for name in ("max_context_tokens", "block_tokens", "device_blocks", "max_batch_tokens"):
         assert getattr(announcement, name) == CHOSEN[name]
-    assert announcement.max_sequences == 256
+    assert (announcement.max_sequences, announcement.graphs) == (256, "FULL_AND_PIECEWISE")
     # Of both ranks together, weights of one byte each and KV of eight bits.
     assert announcement.kv_bytes_per_token == 28_672
     assert announcement.host_blocks == (64 << 20) // (28_672 * 16)

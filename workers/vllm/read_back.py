@@ -30,9 +30,9 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, model: Any) -> dict[str
 
     Returns:
         `EngineLimits`' fields but for `host_bytes`, and of this rank alone `kv_token_bytes` (what
-        one more token takes of the cache) and `weight_bytes`. `block_tokens` is the unit in which
-        prompts are hashed; with several groups of layers, which take blocks of one pool,
-        `device_blocks` is what the pool holds of sequences, in that unit.
+        one more token takes of the cache) and `weight_bytes`. `graphs` is vLLM's `cudagraph_mode`;
+        `block_tokens` is the unit in which prompts are hashed; with several groups of layers, which
+        take blocks of one pool, `device_blocks` is what the pool holds of sequences, in that unit.
     """
     cache, model_config = vllm_config.cache_config, vllm_config.model_config
     scheduler, groups = vllm_config.scheduler_config, kv_cache_config.kv_cache_groups
@@ -54,6 +54,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, model: Any) -> dict[str
         "max_sequences": int(scheduler.max_num_seqs),
         "dtype": dtype,
         "kv_dtype": "" if kv_dtype in ("auto", dtype) else kv_dtype,
+        "graphs": vllm_config.compilation_config.cudagraph_mode.name,
         "kv_token_bytes": _token_bytes(kv_cache_config, ranks.decode_context_parallel_size),
         "weight_bytes": sum(part.nbytes for part in model.parameters()),
     }

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -33,6 +34,7 @@ def engine(groups, blocks=1000, cache_dtype="auto", context=4096, dcp=1):
             mamba_cache_mode="align", block_size=groups[0][1].block_size,
         ),
         model_config=SimpleNamespace(max_model_len=context, dtype=torch.bfloat16),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=dcp, prefill_context_parallel_size=1
@@ -62,6 +64,7 @@ def test_limits_and_bytes_of_a_plain_model():
     assert engine_facts(*engine([(32, full())])) == {
         "max_context_tokens": 4096, "block_tokens": 16, "device_blocks": 1000,
         "max_batch_tokens": 8192, "max_sequences": 256, "dtype": "bfloat16", "kv_dtype": "",
+        "graphs": "FULL_DECODE_ONLY",
         "kv_token_bytes": 32 * PAGE / 16, "weight_bytes": (10 * 20 + 20) * 2,
     }  # fmt: skip
 
