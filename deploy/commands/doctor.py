@@ -155,7 +155,8 @@ def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
     from deploy.app.doctor import Probe
 
     block_tokens = max(node["limits"]["block_tokens"] for node in nodes)
-    text = " ".join(f"{uuid.uuid4().hex[:4]}" for _ in range(_PROBE_BLOCKS * block_tokens // 2))
+    # A word of random letters takes two tokens or more.
+    text = " ".join(uuid.uuid4().hex[:4] for _ in range(_PROBE_BLOCKS * block_tokens // 2))
     body = {
         "model": _get(client, "/v1/models")["data"][0]["id"],
         "messages": [{"role": "user", "content": text}],
@@ -169,11 +170,13 @@ def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
                 fault = f"{_KNOWN_WITHIN_S:g} s after a prompt was computed no event told of it"
                 return Probe(fault=fault)
             time.sleep(0.1)
-        answer = client.post("/v1/chat/completions", json=body).raise_for_status()
-        decision = _get(client, f"/v1/decisions/{answer.headers['x-request-id']}")
+        request_id = f"doctor-{uuid.uuid4().hex}"
+        named = {"x-request-id": request_id}
+        answer = client.post("/v1/chat/completions", json=body, headers=named).raise_for_status()
+        decision = _get(client, f"/v1/decisions/{request_id}")
         usage = answer.json()["usage"]
-    except httpx.HTTPError as error:
-        return Probe(fault=f"a prompt could not be sent: {error}")
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return Probe(fault=f"a prompt could not be sent: {error!r}")
     details = usage.get("prompt_tokens_details") or {}
     return Probe(
         prompt_tokens=usage["prompt_tokens"],

@@ -217,7 +217,7 @@ def test_where_nobody_answers_the_command_says_so():
 
 def ingress(expected, found, told=True):
     """An ingress that expects and finds so many tokens, and knows of the prompt if `told`."""
-    sent = []
+    sent, ids = [], []
 
     def answer(request):
         match request.url.path:
@@ -228,9 +228,10 @@ def ingress(expected, found, told=True):
                 return httpx.Response(200, json={"candidates": [counts]})
             case "/v1/chat/completions":
                 sent.append(json.loads(request.content)["messages"])
+                ids.append(request.headers.get("x-request-id"))
                 usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": found}}
-                return httpx.Response(200, json={"usage": usage}, headers={"x-request-id": "r"})
-            case "/v1/decisions/r":
+                return httpx.Response(200, json={"usage": usage})
+            case path if path == f"/v1/decisions/{ids[-1]}":
                 counts = {"device_tokens": expected - 16, "cached_tokens": 16}
                 return httpx.Response(200, json={"predicted": counts})
 
