@@ -45,6 +45,11 @@ def dry_run(settings: ClusterSettings, elsewhere: Sequence[Machine] = ()) -> dic
         notes.append(f"sizes are those of the built-in shape {model.shape.name}")
     elif model is None:
         notes.append("nothing that depends on the model's shape is checked")
+    notes += [
+        f"the memory of {machine.name} is not given: host tiers are neither sized nor checked there"
+        for machine in machines
+        if machine.memory_bytes is None
+    ]
     found = all_problems(settings, model, machines)
     return {
         "pools": [
@@ -86,11 +91,12 @@ def _pool(
             plan = worker_plan(settings, pool, model, "")
             # As the machine looks now; the worker goes by its memory in all.
             where = next((m for m in machines if not m.lacks(pool)), None)
-            if where is not None:
-                plan = plan.sized(where.memory_bytes or 0, where.offers.get("GPU", 0))
+            if where is not None and where.memory_bytes is not None:
+                plan = plan.sized(where.memory_bytes, where.offers.get("GPU", 0))
             tier, arguments = _engine(config, plan)
     except (StartError, ValueError) as error:
-        wrong.append(f"pool {pool.name}: {error}")
+        # What was found already may be why.
+        wrong = wrong or [f"pool {pool.name}: {error}"]
     return {
         "name": pool.name,
         "workers": {"least": pool.least, "most": pool.most},

@@ -134,7 +134,17 @@ def test_the_demo_would_start_here():
 
 def test_an_argument_that_vllm_does_not_know_is_a_problem():
     (pool,) = tried(cluster(engine={"extra": {"no_such_thing": 1}}), H100)["pools"]
-    assert pool["problems"] == ["pool a: Unknown engine argument: no_such_thing"]
+    assert len(pool["problems"]) == 1
+    assert "no_such_thing is no argument of the vLLM installed here" in pool["problems"][0]
+
+
+def test_a_host_tier_goes_by_the_memory_of_the_machine_if_that_is_given():
+    (pool,) = tried(cluster(), H100)["pools"]
+    sized = pool["engine_args"]["kv_transfer_config"]["kv_connector_extra_config"]
+    assert pool["host_tier"] == "native" and 0 < sized["cpu_bytes_to_use"] < 512 * 10**9
+    found = tried(cluster(), "gpu=1xH100-80GB")
+    assert found["pools"][0]["host_tier"] == "native" and found["pools"][0]["problems"] == []
+    assert any("memory of gpu=1xH100-80GB is not given" in note for note in found["notes"])
 
 
 def test_a_token_of_the_hub_is_not_shown():
