@@ -319,6 +319,10 @@ class EngineSettings(Section):
     def _none_of_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
         ours = NOT_IN_EXTRA.items()
         wrong = [f"{name} cannot be given: {why}" for name, why in ours if name in value]
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            ranks = value.get(name, 1)
+            if type(ranks) is not int or ranks < 1:
+                wrong.append(f"{name} is {ranks!r}: give a whole number, 1 or more")
         if wrong:
             raise ValueError("; ".join(wrong))
         return value

@@ -18,10 +18,11 @@ from workers.identity import (
     ReplicaId,
     WorkerPlan,
     announce,
+    configure_vllm,
     measured_node,
     of_all_ranks,
 )
-from workers.vllm.arguments import EngineLimits, TierChoice
+from workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, TierChoice
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ON_GPUS = EngineSettings(host_bytes=64 << 20).on(gpus=1)
@@ -205,3 +206,23 @@ def test_ranks_that_measured_at_once_are_one_node_of_their_sum() -> None:
     together = of_all_ranks([MEASURED, fast])
     assert (together["h2d_bytes_per_s"], together["flops_per_s"]) == (18e9, 12e10)
     assert (together["device"], together["threads"]) == ("cpu", 1)
+
+
+class Config:
+    """Ray Serve LLM's, as far as an engine's arguments go."""
+
+    def __init__(self, **given: object) -> None:
+        self.engine_kwargs = dict(given)
+
+    def update_engine_kwargs(self, **arguments: object) -> None:
+        self.engine_kwargs.update(arguments)
+
+
+def test_what_the_user_gives_the_engine_goes_before_what_we_would() -> None:
+    config = Config(enforce_eager=False, max_num_seqs=7)
+    ends = Endpoints("ipc://s", "ipc://k")
+    configure_vllm(config, plan(node_profile("pcie")), 0, ends, EngineTier(), "")
+    given = config.engine_kwargs
+    assert (given["enforce_eager"], given["max_num_seqs"]) == (False, 7)
+    assert (given["max_model_len"], given["enable_prefix_caching"]) == (8192, True)
+    assert given["worker_cls"].endswith("MeteredCPUWorker")

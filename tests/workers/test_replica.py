@@ -15,6 +15,7 @@ from ray.serve.llm.openai_api_models import CompletionRequest
 
 from kappa.hardware import node_profile
 from kappa.protocol import EngineDiedError
+from kappa.settings.engine import EngineSettings
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
 from workers.identity import WorkerPlan
@@ -267,3 +268,42 @@ async def test_a_file_that_is_no_measurement_is_measured_anew(tmp_path, text):
     step = {"error": 0.1, "prior_error": 0.2, "r2": 1.0, "token_s": 1.0}
     replica._profile_path().write_text(json.dumps(good | {"step": step}))
     assert replica._cached_profile() == {}
+
+
+def limits_of(engine):
+    return WorkerPlan(
+        (node_profile("pcie"),), model_shape("qwen2.5-7b"), model_shape("llama-3.1-8b"),
+        EngineLimits.of(EngineSettings(**engine).on(gpus=1)), "m", "", "", "",
+    )  # fmt: skip
+
+
+async def read_back(plan, answer):
+    replica = Replica()
+    replica._plan = plan
+
+    async def rpc(method):
+        assert method == "kappa_engine"
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    replica.collective_rpc = rpc
+    return await replica._read_back()
+
+
+async def test_an_engine_that_does_not_say_what_it_chose_is_not_served_on_a_guess():
+    with pytest.raises(RuntimeError, match=r"KeyError.*give engine.max_context_tokens, engine\."):
+        await read_back(limits_of({"dtype": "bfloat16"}), KeyError("layout"))
+
+
+async def test_an_engine_that_was_given_everything_need_not_say_it():
+    given = {
+        "max_context_tokens": 4096, "block_tokens": 16, "device_blocks": 1000, "dtype": "bfloat16",
+        "max_batch_tokens": 2048, "max_sequences": 8,
+    }  # fmt: skip
+    plan = limits_of(given)
+    assert await read_back(plan, KeyError("layout")) is plan
+    facts = {**given, "kv_dtype": "", "kv_token_bytes": 100.0, "weight_bytes": 10**10}
+    started = await read_back(plan, [{**facts, "device_blocks": 900}])
+    assert started.limits.device_blocks == 900
+    assert started.block_bytes == 1600

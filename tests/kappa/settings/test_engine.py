@@ -100,6 +100,8 @@ TORCH = {"kind": "torch"}
         ({"handover_dir": "/dev/shm/k", **TORCH}, "handover_dir needs kind vllm"),
         ({"dtype": "fp8"}, "engine.dtype"),
         ({"dtype": "auto", **TORCH}, "kind torch wants it by its whole name"),
+        ({"extra": {"tensor_parallel_size": "two"}}, "tensor_parallel_size is 'two': give a whole"),
+        ({"extra": {"pipeline_parallel_size": 0}}, "pipeline_parallel_size is 0: give a whole"),
         ({"extra": {"worker_cls": "mine.Worker"}}, "worker_cls cannot be given: a class of ours"),
         ({"extra": {"kv_transfer_config": {}}}, "kv_transfer_config cannot be given: give engine"),
         ({"extra": {"scheduler_cls": "a", "model": "b"}}, "scheduler.name.*model cannot be given"),
