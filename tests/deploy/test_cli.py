@@ -59,6 +59,18 @@ def test_a_taken_port_is_refused_with_a_remedy():
     check_port("127.0.0.1", free_port("127.0.0.1"))
 
 
+def test_a_start_that_cannot_be_ends_with_two_and_names_every_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.commands.serve.signal.signal", lambda *_: None)
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"model: {{id: m, source: {tmp_path}/none}}\n"
+        "pools: [{name: a, profile: h100-pcie5, placement: {gpus: 64}}]\n"
+    )
+    done = CliRunner().invoke(app, ["serve", "--config", str(config), "--port", "0"])
+    assert done.exit_code == 2
+    assert "none' is not there" in done.stderr and "of 64" in done.stderr
+
+
 def test_a_model_that_is_not_there_is_a_start_error(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     settings = load_settings().model_copy(
