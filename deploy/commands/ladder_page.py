@@ -137,14 +137,15 @@ def _draw_copies(rows: Rows, figure: Figure) -> None:
     panels = figure.subplots(1, 2, sharey=True)
     ways = list(dict.fromkeys(row["way"] for row in copies))
     for axes, layout in zip(panels, ("whole", "blocks"), strict=True):
-        for way, colour in zip(ways, COLOURS, strict=False):
+        for way, colour in zip(ways, COLOURS * 2, strict=False):
             line = [r for r in copies if r["layout"] == layout and r["way"] == way]
             axes.plot(
                 [r["bytes"] / 1024 for r in line], [r["bytes_per_s"] * _GB for r in line],
-                "--" if "pageable" in way else "-", marker="o", markersize=3, color=colour,
-                label=way,
+                "--" if "pageable" in way else ":" if "vLLM" in way else "-", marker="o",
+                markersize=3, color=colour, label=way,
             )  # fmt: skip
-        axes.set(title=f"copies, {layout}", xlabel="KiB of one transfer", xscale="log")
+        axes.set(title=f"copies, {layout}", xlabel="KiB of one transfer")
+        logarithmic(axes, "x")
         logarithmic(axes, "y")
     panels[0].set_ylabel("GB/s, each way")
     panels[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -201,25 +202,22 @@ def _draw_bars(groups: Mapping[str, Bars], figure: Figure) -> None:
 
 
 def _bars(rows: Rows) -> dict[str, Bars]:
-    """What is drawn as bars, by panel."""
+    """What is drawn as bars, by panel; a figure that is not known has none."""
     panels: dict[str, Bars] = {}
     for r in rows:
-        bars: Bars = []
+        seconds: dict[str, float | None] = {}
         if r["kind"] == "decode":
-            step = ("decoding step, ms", r["step_s"]), ("between tokens, ms", r["between_tokens_s"])
-            bars = [(name, (seconds or 0.0) * _MS) for name, seconds in step]
+            seconds = {"decoding step": r["step_s"], "between tokens": r["between_tokens_s"]}
             label = f"{r['arm']}, batch {r['batch']}"
         elif r["kind"] == "burst":
-            bars = [
-                ("TTFT, median, ms", r["ttft_s"] * _MS),
-                ("longest step of what decodes, ms", (r["step_most_s"] or 0.0) * _MS),
-            ]
+            seconds = {"TTFT, median": r["ttft_s"], "longest step beside it": r["step_most_s"]}
             label = f"{r['arm']}, loads {r['loads']}"
         elif r["kind"] == "policy" and r.get("speedup"):
-            bars = [(f"{r['system']} {r['cell']}, times as fast", r["speedup"])]
-            label = r["policy"]
-        for name, value in bars:
-            panels.setdefault(name, []).append((label, value))
+            panel = panels.setdefault(f"{r['system']} {r['cell']}, times as fast", [])
+            panel.append((r["policy"], r["speedup"]))
+        for name, took_s in seconds.items():
+            if took_s is not None:
+                panels.setdefault(f"{name}, ms", []).append((label, took_s * _MS))
     return panels
 
 
