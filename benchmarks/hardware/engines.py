@@ -51,7 +51,7 @@ _ANSWER_WAIT_S = 120.0
 # Tokens of the request that decodes before the others come.
 _BEFORE_TOKENS = 8
 # The last reports are a little behind the last tokens.
-_REPORTS_S = 0.05
+_REPORTS_S, _BROKEN_OFF_S = 0.05, 0.3
 Ids = Sequence[int]
 
 
@@ -263,7 +263,8 @@ class VllmServed:
         for ids, answer in zip(prompts, played.answers, strict=True):
             full = len(ids) // self._block_tokens * self._block_tokens
             self._to_store += max(0, full - answer.cached_tokens)
-        time.sleep(_REPORTS_S)
+        # What was broken off beside it may still be stored, and counts for nothing of the next.
+        time.sleep(_BROKEN_OFF_S if beside else _REPORTS_S)
         self._read()
         for report in self._reports:
             if report["kind"] == "load":
