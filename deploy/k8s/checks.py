@@ -265,7 +265,7 @@ def _shared_memory(group: Document, machine: Machine, settings: ClusterSettings)
     mapped_bytes = 0
     for pool in settings.all_pools:
         engine, gpus = pool.engine_settings(settings.engine), pool.placement.gpus
-        if engine.tier_on(gpus) == "native" and not machine.lacks(pool):
+        if engine.tier_on(gpus) in ("native", "stock") and gpus and not machine.lacks(pool):
             workers = int(machine.offers["GPU"] // gpus)
             size = _host_bytes(group, machine, pool, settings)
             mapped_bytes = max(mapped_bytes, workers * size)
