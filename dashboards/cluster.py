@@ -125,7 +125,7 @@ SCHEDULER = PanelRow(
     ),
 )  # fmt: skip
 
-_HELD = f'source=~"device|host", {NODE}'
+_HELD = f'source=~"device|host|disk", {NODE}'
 
 
 def _hit_rate(*by: str) -> str:

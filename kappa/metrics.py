@@ -130,17 +130,19 @@ PREEMPTIONS = _counter(
     "kappa_scheduler_preemptions", "running requests that lost their blocks", "node"
 )
 STORES_DROPPED = _counter(
-    "kappa_stores_dropped", "stores to the host tier that were given up", "node"
+    "kappa_stores_dropped",
+    "stores to host memory or to the disk behind it that were given up",
+    "node",
 )
 TIER_FAILURES = _counter(
     "kappa_tier_failures",
-    "what an LMCache server failed to do, by what: absent, lookup, load, store",
+    "what an LMCache server or a disk failed to do, by what: absent, lookup, load, store",
     "node", "why",
 )  # fmt: skip
 FAILED_LOADS = _counter(
     "kappa_failed_loads",
     "loads that did not arrive, each followed by computing its tokens (engines of kind torch,"
-    " and LMCache as host tier)",
+    " LMCache as host tier, disk tiers)",
     "node",
 )  # fmt: skip
 MISUSED_BLOCKS = _counter(

@@ -21,6 +21,7 @@ from kappa.protocol import Announcement
 from kappa.settings.engine import TransferSettings, share_bytes
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
+from workers.disk_file import row_bytes
 from workers.vllm.arguments import (
     BY_SHARE,
     Endpoints,
@@ -138,6 +139,11 @@ class WorkerPlan:
         """KV blocks that the host tier holds."""
         return int(self.limits.host_bytes / self.block_bytes)
 
+    @property
+    def disk_blocks(self) -> int:
+        """KV blocks that the disk tier holds."""
+        return self.tier.disk_bytes // row_bytes(int(self.block_bytes))
+
     def engine_tier(self, rank: int, measured: Mapping[str, Any], server: str = "") -> EngineTier:
         """The host tier of the engine with this rank.
 
@@ -203,9 +209,11 @@ def measured_node(
     """
     if node.source == "paced" or not measured:
         return node
+    disk = measured.get("disk", {}).get("bytes_per_s", node.disk_bytes_per_s)
     node = replace(
         node,
         source="measured",
+        disk_bytes_per_s=disk,
         gpu=measured["device"],
         link_name="memcpy" if measured["device"] == "cpu" else node.link_name,
         h2d_bytes_per_s=measured["h2d_bytes_per_s"],
@@ -327,6 +335,7 @@ def announce(
         block_tokens=limits.block_tokens,
         device_blocks=limits.device_blocks,
         host_blocks=plan.host_blocks,
+        disk_blocks=plan.disk_blocks,
         max_batch_tokens=limits.max_batch_tokens,
         max_sequences=limits.max_sequences,
         max_context_tokens=limits.max_context_tokens,

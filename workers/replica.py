@@ -28,6 +28,7 @@ from ray.serve.llm.deployment import LLMServer
 from kappa.logging import configure
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
+from workers.disk_file import DiskError, measure_disk
 from workers.host_memory import engine_version, memory_bytes, prepare_host_memory
 from workers.identity import (
     Profile,
@@ -174,7 +175,7 @@ class KappaServer(LLMServer):
             return plan
 
     async def _measure(self, *, again: bool = False) -> Profile:
-        """This machine and engine, as measured now, or at an earlier start.
+        """This machine and engine, as measured now, or at an earlier start; its disk as it is now.
 
         again: the machine, whatever is known of it. The engine measures itself only before it
         serves: its blocks are written over.
@@ -182,7 +183,16 @@ class KappaServer(LLMServer):
         if self._plan.kind == "vllm" and self._plan.tier.kind == STOCK_TIER:
             return Profile({}, "host_tier stock: nothing of ours runs in the engine to measure it")
         async with _alone(self._profile_path().with_suffix(".lock")):
-            return await self._measure_alone(again=again)
+            found = await self._measure_alone(again=again)
+            return await self._with_disk(found) if self._plan.tier.disk_bytes else found
+
+    async def _with_disk(self, found: Profile) -> Profile:
+        folder, block_bytes = Path(self._plan.tier.disk_dir), int(self._plan.block_bytes)
+        try:
+            disk = await asyncio.to_thread(measure_disk, folder, block_bytes)
+        except DiskError as error:
+            return replace(found, error=f"{found.error} {error}".strip())
+        return replace(found, measured={**found.measured, "disk": disk})
 
     async def _measure_alone(self, *, again: bool) -> Profile:
         known, request = self._cached_profile(), self._plan.profile_request()

@@ -119,6 +119,7 @@ def _engine(config: Any, plan: Any) -> tuple[str, dict[str, Any]]:
     from workers.vllm.arguments import LMCACHE, Endpoints
 
     tier = plan.tier.kind if plan.limits.host_bytes else "off"
+    tier += " and disk" if plan.tier.disk_bytes else ""
     if plan.kind != "vllm":
         return tier, {"kind": plan.kind, "planner": plan.planner, **asdict(plan.limits)}
     server = _LMCACHE if plan.tier.kind == LMCACHE and not plan.tier.shared else ""

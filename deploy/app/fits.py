@@ -83,6 +83,19 @@ def _of_tiers(settings: ClusterSettings) -> Iterator[str]:
             yield from _of_stock(settings, pool, who)
         if engine.kind != "vllm" or engine.host_bytes == 0:
             continue
+        if engine.disk_bytes and gpus:
+            yield (
+                f"{who}disk_bytes is {engine.disk_bytes:,} and placement.gpus {gpus}: ours copies "
+                "between tensors of a CPU, and vLLM's own tiering (0.29) never removes a file, so "
+                "no size holds it; leave disk_bytes and disk_dir out for pools with GPUs"
+            )
+        if engine.disk_bytes and link.link_order == "fifo":
+            yield (
+                f"{who}disk_bytes needs scheduler.link_order loads_first, and it is fifo, which is "
+                "vLLM's own order and knows no disk"
+            )
+        if engine.disk_bytes and pool.paced:
+            yield f"{who}disk_bytes is a real disk, and the pool is paced: leave it out there"
         if tier == "own" and gpus:
             yield (
                 f"{who}host_tier own copies between tensors of a CPU and cannot reach a GPU's: say "

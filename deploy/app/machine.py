@@ -51,6 +51,7 @@ class Machine:
     offers: to Ray, in all (CPU, GPU, custom resources), under labels. memory_bytes: that may still
     be used, below the limits of cgroups. shm_bytes: free in /dev/shm. gpus: those that may be
     used; no_gpus: why there are none. engine_build: of the vLLM installed, "cuda" or "cpu".
+    folder_bytes: free in a folder, 0 if this user cannot write there; None: not known.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Machine:
     gpus: tuple[GpuFacts, ...] | None = None
     no_gpus: str = ""
     engine_build: str = ""
+    folder_bytes: Callable[[str], int | None] = field(default=lambda _: None, compare=False)
 
     @classmethod
     def of_ray(cls, node: Mapping[str, Any]) -> Machine:
@@ -147,7 +149,15 @@ def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:
         gpus=gpus,
         no_gpus=no_gpus,
         engine_build=next((build for build, name in _BUILDS if _is_installed(name)), ""),
+        folder_bytes=_folder_bytes,
     )
+
+
+def _folder_bytes(folder: str) -> int:
+    if not os.access(folder, os.W_OK | os.X_OK) or not os.path.isdir(folder):
+        return 0
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
 
 
 def _offered(

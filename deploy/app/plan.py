@@ -197,7 +197,8 @@ def worker_plan(
         approx=e.approx,
         sparse=_sparse(e, model),
         tier=TierChoice(
-            e.tier_on(pool.placement.gpus), "kv" if e.planner == "kv" else "tail", e.lmcache
+            e.tier_on(pool.placement.gpus), "kv" if e.planner == "kv" else "tail", e.lmcache,
+            e.disk_dir or "", e.disk_bytes,
         ),
         pool=pool.name,
         role=pool.role,

@@ -224,6 +224,19 @@ def _of_shared_memory(
     yield from (f"pool {pool.name}: {fault}" for fault in budget.faults([tier], tier * mapped))
 
 
+def _of_disk(
+    settings: ClusterSettings, pool: PoolSettings, _model: Model | None, machine: Machine
+) -> Iterator[str]:
+    engine = pool.engine_settings(settings.engine)
+    free = machine.folder_bytes(engine.disk_dir or "") if engine.disk_bytes else None
+    if free is not None and engine.disk_bytes > free:
+        yield (
+            f"pool {pool.name}: engine.disk_bytes of {_gb(engine.disk_bytes)}, and engine.disk_dir "
+            f"{engine.disk_dir} of {machine.name} has {_gb(free)} that this user may write: lower "
+            "it, or name another folder"
+        )
+
+
 def _together(settings: ClusterSettings, machine: Machine) -> list[str]:
     """Why the host tiers of all workers do not fit the only machine of a cluster."""
     tiers = [
@@ -288,4 +301,5 @@ _CHECKS: tuple[Check, ...] = (
     _of_gpu_memory,
     _of_memory,
     _of_shared_memory,
+    _of_disk,
 )

@@ -255,6 +255,8 @@ class EngineSettings(Section):
         description="a worker's host tier; zero switches it off; none: on CPUs 64 MiB, on GPUs its "
         "share of 40 % of the machine's memory",
     )
+    disk_bytes: int = Field(0, ge=0, description="disk tier behind host memory, larger; zero: none")
+    disk_dir: str | None = Field(None, description="folder of the disk tier's file, a whole path")
     handover_dir: str | None = Field(
         None,
         description="folder in shared memory where the host tier outlives its engine, for the "
@@ -343,6 +345,24 @@ class EngineSettings(Section):
         if self.host_tier != "auto":
             return self.host_tier
         return "native" if gpus and self.kind == "vllm" else "own"
+
+    @model_validator(mode="after")
+    def _disk_can_be(self) -> EngineSettings:
+        folder, size, host = self.disk_dir or "", self.disk_bytes, self.host_bytes
+        own = self.kind == "vllm" and self.host_tier in ("auto", "own") and not self.handover_dir
+        if bool(size) != bool(folder) or (folder and not folder.startswith("/")):
+            raise ValueError(
+                f"disk_bytes is {size:,} and disk_dir {folder or 'none'}: give both, the folder as "
+                "a whole path, or neither"
+            )
+        if size and not own:
+            raise ValueError("disk_bytes needs kind vllm, host_tier auto or own, no handover_dir")
+        if size and host is not None and not 0 < host < size:
+            raise ValueError(
+                f"disk_bytes is {size:,} and host_bytes {host:,}: the disk holds what host memory "
+                "holds, too, and is reached through it: give that less, but some"
+            )
+        return self
 
     @model_validator(mode="after")
     def _context_fits(self) -> EngineSettings:

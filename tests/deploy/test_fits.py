@@ -19,6 +19,7 @@ GPU = {"gpus": 1, "resources": {"pool-gh200": 1}}
 KEPT = {"handover_dir": "/dev/shm/k"}
 STOCK = {"host_tier": "stock"}
 STOCK_CLUSTER = {"engine": STOCK, "scheduler": {"name": "stock"}}
+DISK = {"disk_dir": "/data", "disk_bytes": 1 << 30}
 A_GPU_POOL = [{"name": "a", "placement": {"gpus": 1}}]
 
 pytestmark = pytest.mark.ray
@@ -120,6 +121,17 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
             {"engine": KEPT, "scheduler": {"link_order": "fifo"}},
             "needs scheduler.link_order loads_first",
         ),
+        (A_GPU_POOL, {"engine": DISK}, "leave disk_bytes and disk_dir out for pools with GPUs"),
+        (
+            [{"name": "a"}],
+            {"engine": DISK, "scheduler": {"link_order": "fifo"}},
+            "disk_bytes needs scheduler.link_order loads_first",
+        ),
+        (
+            [{"name": "a", "profile": "pcie", "paced": True}],
+            {"engine": DISK},
+            "disk_bytes is a real disk, and the pool is paced",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, message):
@@ -135,6 +147,7 @@ def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, 
         (A_GPU_POOL, {"engine": {"host_tier": "own", "host_bytes": 0}}),
         ([*A_GPU_POOL, {"name": "b"}], {"engine": {"block_tokens": 32, "dtype": "bfloat16"}}),
         ([{"name": "a"}], {"engine": KEPT, "scheduler": {"duplex": "half"}}),
+        ([{"name": "a", "engine": DISK}, {"name": "b"}], {}),
         ([{**A_GPU_POOL[0], "role": "prefill"}, {**A_GPU_POOL[0], "name": "b"}], {}),
     ],
 )  # fmt: skip

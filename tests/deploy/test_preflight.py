@@ -319,3 +319,22 @@ def test_an_argument_that_vllm_does_not_have_is_named_with_the_nearest():
     (fault,) = found(cluster(extra={"max_num_seq": 8, "gpu_memory_utilization": 0.9}), LLAMA_8B)
     assert "engine.extra.max_num_seq is no argument" in fault
     assert fault.endswith("did you mean max_num_seqs?")
+
+
+def test_a_disk_tier_needs_a_folder_with_room():
+    def here(free):
+        return replace(machine(0), folder_bytes={"/data": free}.get)
+
+    disk = {"disk_dir": "/data", "disk_bytes": 100 * 10**9}
+    settings = cluster(0, **disk)
+    assert found(settings, None, here(100 * 10**9)) == found(settings, None, here(None)) == []
+    (fault,) = found(settings, None, here(60 * 10**9))
+    assert "engine.disk_bytes of 100 GB, and engine.disk_dir /data of m has 60 GB that" in fault
+    (fault,) = found(settings, None, here(0))
+    assert "has 0 GB that this user may write: lower it, or name another folder" in fault
+
+
+def test_what_this_machine_has_in_a_folder_is_read_and_nothing_where_it_cannot_write(tmp_path):
+    folder_bytes = read_machine(nvml=ListedNvml(0)).folder_bytes
+    assert folder_bytes(str(tmp_path)) > 0
+    assert folder_bytes(str(tmp_path / "nowhere")) == folder_bytes("/proc/self/stat") == 0

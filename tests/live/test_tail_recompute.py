@@ -1,4 +1,5 @@
-"""Real vLLM with our host tier: less than there is may be loaded, and the answer is the same."""
+"""Real vLLM with our host tier and a disk behind it: less than there is may be loaded, what host
+memory lost comes back from disk, and the answer is the same."""
 
 import random
 import tempfile
@@ -15,7 +16,8 @@ pytestmark = [pytest.mark.live, pytest.mark.vllm]
 @pytest.fixture(scope="module")
 def engine():
     with tempfile.TemporaryDirectory(prefix="kappa-tail-") as folder:
-        made = TierEngine(Path(folder))
+        # 122 blocks of host memory; all that is asked here are 10 prompts of 21.
+        made = TierEngine(Path(folder), host_bytes=2_000_000, disk_dir=folder, disk_bytes=1 << 26)
         try:
             yield made
         finally:
@@ -65,3 +67,25 @@ def test_a_prompt_that_is_there_to_its_last_token_is_answered(engine):
     # vLLM counts the last token as cached, too, and computes it all the same.
     assert whole["cached"] <= len(known)
     assert whole["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
+
+
+def test_prompts_that_host_memory_evicted_come_back_from_disk_with_the_same_answer(engine):
+    seeds, each = range(10, 17), 700 // BLOCK * BLOCK
+    cold = {seed: engine.ask(prompt(seed)) for seed in seeds}
+    deadline, events = time.monotonic() + 60.0, []
+    while sum(len(e["hashes"]) for e in events if e["medium"] == "STORAGE") < len(seeds) * 21:
+        assert time.monotonic() < deadline, "nothing more is written"
+        events += engine.reports()["events"]
+    for seed in seeds:
+        again = engine.ask(prompt(seed))
+        assert again["cached"] == each
+        assert again["tokens"] == cold[seed]["tokens"]
+        assert again["logprob"] == pytest.approx(cold[seed]["logprob"], abs=1e-5)
+    messages = engine.reports()["messages"]
+    admitted = [m for m in messages if m["kind"] == "admit"]
+    loads = [m for m in messages if m["kind"] == "load"]
+    assert [m["host_tokens"] for m in admitted] == [each] * len(seeds)
+    # The first was longest unused: it is on disk whole, and other prompts in part.
+    assert admitted[0]["disk_tokens"] > 0
+    assert [m["disk_tokens"] for m in loads] == [m["disk_tokens"] for m in admitted]
+    assert not [m for m in messages if m["kind"] in ("store_dropped", "tier_failed")]

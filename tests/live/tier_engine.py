@@ -146,9 +146,11 @@ def main():
     with tempfile.TemporaryDirectory(prefix="kappa-lmcache-engine-") as folder:
         listener = Listener(folder)
         kind = tier.pop("kind", "own")
-        choice = TierChoice(kind, TAIL, LmcacheSettings(**tier))
+        host_bytes = tier.pop("host_bytes", 1 << 26)
+        disk = tier.pop("disk_dir", ""), tier.pop("disk_bytes", 0)
+        choice = TierChoice(kind, TAIL, LmcacheSettings(**tier), *disk)
         own = EngineTier(choice, slow_rates())
-        config = transfer_config(own, 1 << 26, listener.stats)
+        config = transfer_config(own, host_bytes, listener.stats)
         if kind == "native":
             extra = config["kv_connector_extra_config"]
             extra["spec_name"], extra["spec_module_path"] = "EmulatedCudaSpec", EMULATED_CUDA

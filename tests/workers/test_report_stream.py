@@ -117,6 +117,15 @@ def test_bandwidth_is_smoothed_over_loads():
     assert totals.take(0.0).h2d_bytes_per_s == pytest.approx(120)
 
 
+def test_a_load_from_disk_says_nothing_of_the_link():
+    totals = totals_of()
+    load = {"kind": "load", "tokens": 4, "bytes": 100, "took_s": 1.0}
+    for message in (load, load | {"disk_tokens": 2, "took_s": 50.0}):
+        totals.add(message)
+    report = totals.take(0.0)
+    assert (report.h2d_bytes_per_s, report.load_seconds_total) == (100, 51.0)
+
+
 def test_unknown_kinds_are_ignored_and_nonsense_is_not():
     totals = totals_of()
     totals.add({"kind": "weather"})

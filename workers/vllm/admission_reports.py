@@ -58,9 +58,10 @@ class AdmissionReports:
         new = request.num_tokens - device_tokens - hit
         return self._tail.loaded_tokens(device_tokens, hit, new, plan_of(request.sampling_params))
 
-    def admitted(self, request: Any, host_tokens: int) -> int:
-        """Blocks are allocated, `host_tokens` will be loaded; reported once for each look-up, with
-        the tokens that were on the device, which it returns."""
+    def admitted(self, request: Any, host_tokens: int, disk_tokens: int = 0) -> int:
+        """Blocks are allocated, `host_tokens` will be loaded, of which so many come from disk;
+        reported once for each look-up, with the tokens that were on the device, which it returns.
+        """
         device_tokens = self._device_tokens.pop(request.request_id, None)
         if device_tokens is None:
             return 0
@@ -70,6 +71,7 @@ class AdmissionReports:
                 "request_id": request_id_of(request.sampling_params),
                 "device_tokens": device_tokens,
                 "host_tokens": host_tokens,
+                "disk_tokens": disk_tokens,
                 "new_tokens": max(request.num_prompt_tokens - device_tokens - host_tokens, 1),
                 "t_s": time.time(),
             }

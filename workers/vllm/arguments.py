@@ -26,6 +26,7 @@ from kappa.settings.engine import (
     TransferSettings,
 )
 from workers.vllm.options import (
+    DISK_KEY,
     LINK_KEY,
     LMCACHE_KEY,
     PACE_KEY,
@@ -154,12 +155,14 @@ class TierChoice:
     """What the settings say of the host tier.
 
     kind: copied by us, by vLLM (on a GPU), an LMCache server, or vLLM's connector in an engine
-    without anything of ours. planner: "tail" or "kv".
+    without anything of ours. planner: "tail" or "kv". disk_dir, disk_bytes: of its disk tier.
     """
 
     kind: str = OWN
     planner: str = LOAD_ALL
     lmcache: LmcacheSettings = field(default_factory=LmcacheSettings)
+    disk_dir: str = ""
+    disk_bytes: int = 0
 
     @property
     def shared(self) -> bool:
@@ -316,6 +319,8 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
         }
         spec, place = _SPECS[choice.kind]
         extra |= {"spec_name": spec, "spec_module_path": place}
+        if choice.disk_bytes:
+            extra[DISK_KEY] = (choice.disk_dir, choice.disk_bytes)
     return {
         "kv_connector": connector,
         "kv_connector_module_path": module,

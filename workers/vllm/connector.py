@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -28,6 +29,7 @@ from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
 from workers.stats_channel import StatsSender
 from workers.vllm.admission_reports import AdmissionReports, ignore_malformed_params
+from workers.vllm.disk_tier import DiskNews, DiskTierManager, DiskWrite
 from workers.vllm.host_tier import TierWorker
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
 from workers.vllm.options import STATS_KEY
@@ -45,11 +47,13 @@ if TYPE_CHECKING:
 class HostTierWorkerMetadata(OffloadingWorkerMetadata):
     """What vLLM's workers report of their transfers, and which stores among them were given up.
 
-    store_block_s: measured seconds to copy one block to the host.
+    store_block_s: measured seconds to copy one block to the host. disk: what was done there; on
+    CPUs alone, where there is one worker.
     """
 
     dropped_jobs: set[int] = field(default_factory=set)
     store_block_s: float = 0.0
+    disk: DiskNews = field(default_factory=DiskNews)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HostTierWorkerMetadata:
         """Several workers' reports as one: the slowest copy, every drop."""
@@ -60,6 +64,13 @@ class HostTierWorkerMetadata(OffloadingWorkerMetadata):
         return HostTierWorkerMetadata(
             merged.completed_jobs, merged.transfer_stats, dropped, block_s
         )
+
+
+@dataclass
+class HostTierMetadata(OffloadingConnectorMetadata):
+    """What the scheduler sends the workers of one step."""
+
+    disk_write: DiskWrite | None = None
 
 
 class HostTierConnector(OffloadingConnector):
@@ -135,7 +146,19 @@ class HostTierConnector(OffloadingConnector):
     ) -> None:
         """As vLLM's; the request is admitted."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._kappa_admissions.admitted(request, num_external_tokens)
+        manager = self._kappa_disk_manager()
+        from_disk = 0 if manager is None else manager.take_loaded() * self._kappa_block_tokens
+        self._kappa_admissions.admitted(request, num_external_tokens, from_disk)
+
+    def _kappa_disk_manager(self) -> DiskTierManager | None:
+        manager = getattr(self.connector_scheduler, "manager", None)
+        return manager if isinstance(manager, DiskTierManager) else None
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """As vLLM's, with what is to be written to disk."""
+        meta, manager = super().build_connector_meta(scheduler_output), self._kappa_disk_manager()
+        write = None if manager is None else manager.take_write()
+        return meta if write is None else HostTierMetadata(**vars(meta), disk_write=write)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's; the manager first learns which of the stores that ended have failed."""
@@ -149,6 +172,8 @@ class HostTierConnector(OffloadingConnector):
             # vLLM keeps what it would announce of a key until that is evicted; these never are.
             for key in lost:
                 scheduler._events_tracker._pending_event_metadata.pop(key, None)
+            if isinstance(manager, DiskTierManager):
+                manager.take_news(meta.disk)
         super().update_connector_output(connector_output)
 
     def request_finished(
@@ -179,12 +204,21 @@ class HostTierConnector(OffloadingConnector):
         if tier is not None:
             for job_id, job in getattr(connector_metadata, "load_jobs", {}).items():
                 tier.loading(job_id, job.req_id)
+            write = getattr(connector_metadata, "disk_write", None)
+            if write is not None and tier.disk is not None:
+                tier.disk.submit(write)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """As vLLM's, with the blocks that a disk did not bring: vLLM computes them."""
+        tier, lost = self._kappa_tier(), super().get_block_ids_with_load_errors()
+        return lost if tier is None or tier.disk is None else lost | tier.disk.take_lost()
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """As vLLM's; names the stores among them that were dropped."""
         meta, tier = super().build_connector_worker_meta(), self._kappa_tier()
-        if meta is None or tier is None:
+        disk = DiskNews() if tier is None or tier.disk is None else tier.disk.take_news()
+        if tier is None or (meta is None and disk == DiskNews()):
             return meta
-        return HostTierWorkerMetadata(
-            meta.completed_jobs, meta.transfer_stats, tier.take_dropped(), tier.store_block_s
-        )
+        meta = OffloadingWorkerMetadata() if meta is None else meta
+        ended = meta.completed_jobs, meta.transfer_stats
+        return HostTierWorkerMetadata(*ended, tier.take_dropped(), tier.store_block_s, disk)

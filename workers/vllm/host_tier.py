@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,14 @@ from vllm.v1.kv_offload.base import (
 )
 
 from scheduler.link_order import HALF, LOADS_FIRST
+from workers.disk_file import DiskFile, row_bytes
 from workers.stats_channel import StatsSender
+from workers.vllm.disk_tier import DiskRoute, DiskTierManager
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
 from workers.vllm.link import LOAD, STORE, Link, Route
 from workers.vllm.load_sources import LoadSource
 from workers.vllm.options import (
+    DISK_KEY,
     LINK_KEY,
     PACE_KEY,
     PERSIST_KEY,
@@ -53,11 +57,14 @@ _STORE_POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """blocks: in host memory; block_tokens: of each; folder: of a persistent tier, else None."""
+    """blocks: in host memory; block_tokens: of each; folder: of a persistent tier, else None;
+    disk_folder, disk_blocks: of the disk tier, if there is one."""
 
     blocks: int
     block_tokens: int
     folder: Path | None = None
+    disk_folder: str = ""
+    disk_blocks: int = 0
 
     def tensor(self, number: int, width: int) -> torch.Tensor:
         """Host memory for the `number`-th tensor of the device cache, with blocks of its width."""
@@ -74,6 +81,8 @@ class TierWorker(OffloadingWorker, LoadSource):
         LoadSource.__init__(self)
         self.device = [t.tensor for t in kv_caches.tensors]
         """The device cache's blocks, as int8 tensors of (blocks, bytes of one)."""
+        self.disk: DiskRoute | None = None
+        """Of a tier that has one."""
         self._stats = stats
         self._report_lock = threading.Lock()
         self._loading: dict[int, str] = {}
@@ -132,6 +141,11 @@ class HostTierWorker(TierWorker):
         device = self.device
         host = [size.tensor(i, int(t.shape[1])) for i, t in enumerate(device)]
         routes = {LOAD: Route(host, device), STORE: Route(device, host)}
+        if size.disk_blocks:
+            widths = [int(t.shape[1]) for t in device]
+            file = DiskFile(Path(size.disk_folder), size.disk_blocks, widths)
+            loading = partial(self.wait_for_load, 0.0)
+            self.disk = routes[LOAD] = DiskRoute(host, device, file, loading, self._report)
         shares = [routes] if rules.duplex == HALF else [{key: routes[key]} for key in routes]
         self.links = [Link(share, rules, self._pace_s, self._ended) for share in shares]
         self._loads, self._stores = self.links[0], self.links[-1]
@@ -171,12 +185,16 @@ class HostTierWorker(TierWorker):
             return True
         if self._stores.has_unfinished(STORE):
             self._stores.wait_change(min(timeout_s, _STORE_POLL_S))
+        elif self.disk is not None and self.disk.writes:
+            time.sleep(min(timeout_s, _STORE_POLL_S))
         return False
 
     def shutdown(self) -> None:
         self.leave()
         for link in self.links:
             link.close()
+        if self.disk is not None:
+            self.disk.close()
 
     def _wait(self, job_ids: set[int]) -> None:
         for link in self.links:
@@ -187,7 +205,9 @@ class HostTierWorker(TierWorker):
         return self.pace.load_s(tokens) if direction == LOAD else self.pace.store_s(tokens)
 
     def _ended(self, message: dict[str, Any]) -> None:
-        self._report({**message, "tokens": message["blocks"] * self._block_tokens})
+        counted = {"tokens": "blocks", "disk_tokens": "disk_blocks"}
+        counts = {to: message.get(of, 0) * self._block_tokens for to, of in counted.items()}
+        self._report({**message, **counts})
 
 
 class ManagedTierSpec(SpecNames):
@@ -212,8 +232,12 @@ class ManagedTierSpec(SpecNames):
                 f"engine.handover_dir needs scheduler.link_order {LOADS_FIRST}, and this is "
                 f"{self._rules.order}"
             )
-        path = Path(folder) if folder else None
-        self._size = TierSize(self.host_blocks, self.tokens_per_block[0], path)
+        disk_folder, disk_bytes = extra.get(DISK_KEY, ("", 0))
+        rows = disk_bytes // row_bytes(self.config.worker_kv_bytes_per_block)
+        if disk_bytes and not rows:
+            raise ValueError(f"engine.disk_bytes is {disk_bytes:,}, less than one block: give more")
+        path, tokens = Path(folder) if folder else None, self.tokens_per_block[0]
+        self._size = TierSize(self.host_blocks, tokens, path, disk_folder, rows)
 
     def get_manager(self) -> OffloadingManager:
         """vLLM's own manager for its own order, or else one that bounds the stores."""
@@ -230,7 +254,9 @@ class ManagedTierSpec(SpecNames):
             "backlog_s": self._rules.store_backlog_s,
             "report": StatsSender(self.extra_config.get(STATS_KEY, "")).send,
         }
-        if size.folder is None:
+        if size.disk_blocks:
+            self._manager = DiskTierManager(size.disk_blocks, **options)
+        elif size.folder is None:
             self._manager = HostTierManager(**options)
         else:
             seed = get_none_hash_seed()

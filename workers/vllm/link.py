@@ -138,12 +138,22 @@ class LinkQueue:
         return self._seconds(transfer.direction, stop) - before_s
 
 
-class Route(NamedTuple):
+class Route:
     """Where a direction's blocks come from and go to: int8 tensors of shape (blocks, bytes of one
     block), pairwise."""
 
-    src: Sequence[torch.Tensor]
-    dst: Sequence[torch.Tensor]
+    def __init__(self, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) -> None:
+        self.src, self.dst = src, dst
+
+    def disk_blocks(self, _src_ids: np.ndarray) -> int:
+        """How many of these blocks are read from a disk."""
+        return 0
+
+    def copy(self, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
+        """IndexError or RuntimeError: there is no such block."""
+        take, put = torch.from_numpy(src_ids), torch.from_numpy(dst_ids)
+        for src, dst in zip(self.src, self.dst, strict=True):
+            dst.index_copy_(0, put, src.index_select(0, take))
 
 
 class Link:
@@ -286,12 +296,11 @@ class Link:
 
     def _copy(self, piece: Piece) -> bool:
         transfer, route = piece.transfer, self._routes[piece.transfer.direction]
-        src_ids = torch.from_numpy(transfer.src_ids[piece.start : piece.stop])
-        dst_ids = torch.from_numpy(transfer.dst_ids[piece.start : piece.stop])
+        src_ids = transfer.src_ids[piece.start : piece.stop]
+        dst_ids = transfer.dst_ids[piece.start : piece.stop]
         start_s = time.monotonic()
         try:
-            for src, dst in zip(route.src, route.dst, strict=True):
-                dst.index_copy_(0, dst_ids, src.index_select(0, src_ids))
+            route.copy(src_ids, dst_ids)
         except (IndexError, RuntimeError):
             # A dead thread would leave the engine waiting for ever.
             log.exception("transfer_failed", direction=transfer.direction, job_id=transfer.job_id)
@@ -315,6 +324,7 @@ class Link:
         self._end(TransferResult(transfer.job_id, True, moved_bytes, transfer.took_s))
         self._report({
             "kind": direction, "job": transfer.job_id, "blocks": blocks, "bytes": moved_bytes,
+            "disk_blocks": self._routes[direction].disk_blocks(transfer.src_ids),
             "queued_s": transfer.queued_s, "took_s": transfer.took_s, "copy_s": transfer.copy_s,
             "pace_s": self._pace_s(direction, blocks),
         })  # fmt: skip

@@ -22,6 +22,7 @@ PERSIST_KEY = "kappa_keep"
 TAIL_KEY = "kappa_plan"
 TRANSFER_KEY = "kappa_transfer"
 LMCACHE_KEY = "kappa_lmcache"
+DISK_KEY = "kappa_disk"
 
 # The engine's own order, measured like any rule.
 STOCK = "stock"

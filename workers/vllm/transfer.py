@@ -19,11 +19,8 @@ import structlog
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-)
 
-from workers.vllm.connector import HostTierConnector
+from workers.vllm.connector import HostTierConnector, HostTierMetadata
 from workers.vllm.load_sources import LoadSource
 from workers.vllm.options import TRANSFER_KEY, read_options
 from workers.vllm.transfer_files import TransferError, TransferFiles, TransferOptions
@@ -58,7 +55,7 @@ class Receive:
 
 
 @dataclass
-class TransferMetadata(OffloadingConnectorMetadata):
+class TransferMetadata(HostTierMetadata):
     """What the scheduler sends the workers of one step."""
 
     sends: list[Send] = field(default_factory=list)
