@@ -65,23 +65,27 @@ DECISIONS = PanelRow(
               "nodes).", "Bps", (gauge_by_node(m.LOAD_BANDWIDTH), Query(
                gauge(m.ANNOUNCED_BANDWIDTH, "max", ("node", "direction"), NODE),
                "{{node}} announced {{direction}}")), width=6),
-        Panel("Calibration", "Measured over announced seconds: 1 is what the profile promised, "
+        Panel("Calibration", "Learnt over announced seconds: 1 is what the profile promised, "
               "above is slower.", "none", (gauge_by_node(m.LINK_SCALE, "{{node}} link"),
                gauge_by_node(m.COMPUTE_SCALE, "{{node}} compute"))),
+        Panel("Certainty of predictions", "Standard deviation of the logarithm of a TTFT about its "
+              "prediction, and whether a worker's reports agree with its first tokens (1, else 0).",
+              "none", (gauge_by_node(m.CALIBRATION_SD, "{{node}} deviation"),
+               gauge_by_node(m.CALIBRATION_BELIEVED, "{{node}} reports believed"))),
         Panel("Fit of the measured steps", "R² of the constants that an engine fitted to its own "
               "steps; below 0.98 predictions start out poor.", "none",
               (gauge_by_node(m.STEP_FIT),), top=1.0),
         Panel("Age of the measurement", "Since a node was measured; it is measured again when "
               "hardware, versions or settings change.", "s", (gauge_by_node(m.PROFILE_AGE),)),
         Panel("Cost beside the engine", "Seconds of a request outside its engine, as learnt.", "s",
-              (gauge_by_node(m.OVERHEAD),), width=12),
+              (gauge_by_node(m.OVERHEAD),)),
         Panel("Blind spots", "Blocks per second that the prefix index could not place, and gaps in "
               "the workers' event streams: what the router does not know. Restarts of what follows "
               "them, and entries that the router's record lost.", "cps",
               (Query(rate(m.INDEX_LOSSES, ("why",)), "lost: {{why}}"),
                Query(f"{rate(m.STREAM_GAPS)} or vector(0)", "gaps"),
                Query(rate(m.TASK_RESTARTS, ("task",)), "restarted: {{task}}"),
-               Query(rate(m.RECORD_DROPPED), "not recorded")), width=12, absent=RARE),
+               Query(rate(m.RECORD_DROPPED), "not recorded")), absent=RARE),
     ),
 )  # fmt: skip
 

@@ -54,9 +54,6 @@ N = TypeVar("N", float, Floats)
 
 Bound = Literal["memory", "compute"]
 
-# A step that took so many times as long as its reading did not wait for memory.
-_CLEARLY = 1.25
-
 # A context so long that the pairs among the new tokens do not count.
 _FAR_TOKENS = 1_000_000.0
 
@@ -100,17 +97,6 @@ class StepParts(NamedTuple, Generic[N]):
     @property
     def step_s(self) -> N:
         return _longer(self.compute_s, self.read_s) + self.fixed_s
-
-    def computed_s(self: StepParts[float], took_s: float) -> float:  # type: ignore[misc]
-        """Seconds of computing in a step with these announced parts that took `took_s`.
-
-        0 where its length does not show: it may have waited for memory. Where computing is the
-        longer part by the announced rates, though the step took no longer than reading, the true
-        seconds are at most what is returned.
-        """
-        rest_s = took_s - self.fixed_s
-        shows = rest_s > _CLEARLY * self.read_s or self.compute_s >= self.read_s
-        return max(rest_s, 0.0) if shows else 0.0
 
 
 def _longer(a: N, b: N) -> N:
@@ -167,11 +153,6 @@ class StepModel:
     def real_s(self, chunks: Iterable[tuple[int, int]]) -> float:
         """Real seconds of one step: `step_s` times the dilation."""
         return self.step_s(chunks) * self.dilation
-
-    def real_parts(self, chunks: Iterable[tuple[int, int]]) -> StepParts[float]:
-        """Real seconds of one step's parts."""
-        compute_s, read_s, fixed_s = self.batch(chunks)
-        return StepParts(compute_s * self.dilation, read_s * self.dilation, fixed_s * self.dilation)
 
     def scaled(self, factor: float) -> StepModel:
         """The same node, `factor` times as slow."""

@@ -87,9 +87,25 @@ STEP_FIT = _gauge(
 )
 PROFILE_AGE = _gauge("kappa_profile_age_seconds", "since a node was measured", "node")
 LINK_SCALE = _gauge(
-    "kappa_calibration_link_ratio", "measured over announced seconds of loads", "node"
+    "kappa_calibration_link_ratio",
+    "learnt over announced seconds of a load of 2,048 tokens",
+    "node",
 )
-COMPUTE_SCALE = _gauge("kappa_calibration_compute_ratio", "measured over announced compute", "node")
+COMPUTE_SCALE = _gauge(
+    "kappa_calibration_compute_ratio",
+    "learnt over announced seconds of a prompt of 2,048 tokens",
+    "node",
+)
+CALIBRATION_SD = _gauge(
+    "kappa_calibration_ttft_deviation",
+    "how far a time to first token lies from its prediction (standard deviation of the logarithm)",
+    "node",
+)
+CALIBRATION_BELIEVED = _gauge(
+    "kappa_calibration_believed",
+    "1 if the steps and loads that a worker reports agree with its first tokens, else 0",
+    "node",
+)
 OVERHEAD = _gauge(
     "kappa_calibration_overhead_seconds", "what a request costs besides the engine", "node"
 )

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kappa.checks import record_from
-from kappa.cost import StepModel, critical_ratio
+from kappa.cost import StepModel, StepWork, critical_ratio
 from kappa.hardware import NodeProfile
 
 PROTOCOL = 1
@@ -24,8 +24,8 @@ PROTOCOL = 1
 # "forget all blocks".
 KV, REPORT, RESET = b"kv", b"report", b"reset"
 
-# A step of fewer tokens is too short to measure a FLOP rate by.
-COMPUTE_STEP_TOKENS = 512
+# Of steps, and of loads, that a report holds.
+SAMPLES = 16
 
 # How an error begins in a streamed answer of Ray Serve LLM's, which may hold several events.
 ERROR_EVENT = 'data: {"error"'
@@ -191,6 +191,51 @@ class Spent(_ReportRow, frozen=True):
     compute_s: float
 
 
+class StepSample(_ReportRow, frozen=True):
+    """A step that the engine ran: its work (`kappa.cost.StepWork`), and real seconds."""
+
+    tokens: float
+    pairs: float
+    reads: float
+    seconds: float
+
+
+class LoadSample(_ReportRow, frozen=True):
+    """Tokens that were loaded at once, and real seconds of the link."""
+
+    tokens: float
+    seconds: float
+
+
+_Sample = TypeVar("_Sample", StepSample, LoadSample)
+
+
+class Samples:
+    """Of the steps and loads since the last report the latest of each size (a power of two), so
+    that the many that decode leave room for the few that prefill; `SAMPLES` of each at most."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, StepSample] = {}
+        self._loads: dict[int, LoadSample] = {}
+
+    def add_step(self, work: StepWork[float], seconds: float) -> None:
+        """A step of that work lasted so long."""
+        self._keep(self._steps, StepSample(*work, seconds))
+
+    def add_load(self, tokens: float, seconds: float) -> None:
+        """So many tokens took so long of the link."""
+        self._keep(self._loads, LoadSample(tokens, seconds))
+
+    def _keep(self, kept: dict[int, _Sample], sample: _Sample) -> None:
+        kept[min(int(sample.tokens).bit_length(), SAMPLES - 1)] = sample
+
+    def take(self) -> tuple[tuple[StepSample, ...], tuple[LoadSample, ...]]:
+        """What was kept; it starts anew."""
+        taken = tuple(self._steps.values()), tuple(self._loads.values())
+        self._steps, self._loads = {}, {}
+        return taken
+
+
 _Request = TypeVar("_Request", Admission, Arrival, Spent)
 
 
@@ -224,9 +269,8 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a worker measured since its last report, and its totals since it started.
 
     Seconds are real (dilated on a paced node). `*_total` never fall within one worker's life;
-    `admitted`, `prefilled` and `spent` list requests of this report only. `computed_*`: what steps
-    of at least `COMPUTE_STEP_TOKENS` tokens spent computing, as far as their length shows
-    (`kappa.cost.StepParts.computed_s`), and what the announced step model says of the same steps.
+    `admitted`, `prefilled` and `spent` list requests of this report only; `steps` and `loads` some
+    of those that it adds to the totals, unlike each other (`Samples`).
     host_spare_blocks: of the host tier, unused or held only as copies of what another worker has.
 
     Of the engine's scheduler: `iterations_total` counts iterations, `queued_iterations_total` those
@@ -245,8 +289,6 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time_s: float
     steps_total: int = 0
     step_seconds_total: float = 0.0
-    computed_seconds_total: float = 0.0
-    computed_announced_seconds_total: float = 0.0
     step_tokens_total: int = 0
     overruns_total: int = 0
     load_tokens_total: int = 0
@@ -280,6 +322,8 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admitted: tuple[Admission, ...] = ()
     prefilled: tuple[str, ...] = ()
     spent: tuple[Spent, ...] = ()
+    steps: tuple[StepSample, ...] = ()
+    loads: tuple[LoadSample, ...] = ()
     charges: tuple[TenantCharge, ...] = ()
     arrived: tuple[Arrival, ...] = ()
     finished: tuple[str, ...] = ()

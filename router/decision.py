@@ -198,6 +198,8 @@ class Estimates:
     # by recent prefills.
     ttft_s = Column()
     tpot_s = Column()
+    # How sure the former is: standard deviation of its logarithm.
+    ttft_sd = Column()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -224,6 +226,7 @@ class Estimates:
             tpot_impact_s=row["tpot_impact_s"],
             backlog_s=max(row["link_backlog_s"], row["gpu_backlog_s"]),
             in_flight=int(row["in_flight"]),
+            ttft_sd=row["ttft_sd"],
             plan=plan.kind if plan is not None else "",
             recomputed_tokens=plan.recomputed_tokens if plan is not None else 0,
         )
@@ -239,7 +242,7 @@ class PricedWorker:
     queue_s: from now until its own load or prompt could start; ttft_s: prediction until the first
     token, all included; tpot_impact_s: total delay of those that decode there; backlog_s: queued
     work on the busier of link and gpu; recomputed_tokens: of the cached ones, those that its plan
-    computes anew.
+    computes anew; ttft_sd: standard deviation of the logarithm of `ttft_s`.
     """
 
     worker: str
@@ -255,6 +258,7 @@ class PricedWorker:
     in_flight: int
     plan: str = ""
     recomputed_tokens: int = 0
+    ttft_sd: float = 0.0
 
     @property
     def bound(self) -> str:

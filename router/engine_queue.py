@@ -32,6 +32,8 @@ class EngineSpeed:
     """What an engine can do: steps, link, token budget and VRAM, in real seconds.
 
     disk_token_s: what a token on disk takes besides. packs: as `kappa.protocol.Announcement`.
+    factors: logarithms of what a step of 1, 2, 4, ... tokens takes over what `step` says; none: it
+    says all.
     """
 
     step: StepModel
@@ -41,6 +43,18 @@ class EngineSpeed:
     capacity_tokens: int
     packs: bool = False
     disk_token_s: float = 0.0
+    factors: tuple[float, ...] = ()
+
+    def step_s(self, work: Work) -> float:
+        """Real seconds of one step."""
+        seconds = self.step.real_s(work)
+        if self.factors:
+            factors = self.factors
+            x = math.log2(max(sum(new for new, _ in work), 1))
+            low = min(int(x), len(factors) - 2)
+            share = min(x - low, 1.0)
+            seconds *= math.exp((1 - share) * factors[low] + share * factors[low + 1])
+        return seconds
 
     def load_s(self, tokens: int, disk_tokens: int = 0) -> float:
         """Real seconds of link time for `tokens`, some of them on disk; none costs nothing."""
@@ -207,7 +221,7 @@ class EngineQueue:
                 continue
             if not job.admitted:
                 link_s += self._load_s(job)
-            gpu_s += self.speed.step.real_s([(job.new_tokens, job.context_tokens)])
+            gpu_s += self.speed.step_s([(job.new_tokens, job.context_tokens)])
         return link_s, gpu_s
 
     def decode_delay_s(self, new_tokens: int, context_tokens: int) -> float:
@@ -215,15 +229,15 @@ class EngineQueue:
         jobs = [job for job in self._jobs.values() if job.decoding]
         left = [max(job.output_tokens - job.decoded_tokens, 1) for job in jobs]
         decoding = [(1, job.context_tokens) for job in jobs]
-        step, total_s = self.speed.step, 0.0
-        alone_s = step.real_s(decoding)
+        step_s, total_s = self.speed.step_s, 0.0
+        alone_s = step_s(decoding)
         chunk = max(self.speed.budget_tokens - len(decoding), 1)
         # Every step with a part of the prompt in it delays a token of those that still decode.
         for i in range(max(left, default=0)):
             if new_tokens <= 0:
                 break
             tokens = min(new_tokens, chunk)
-            added_s = step.real_s([*decoding, (tokens, context_tokens)]) - alone_s
+            added_s = step_s([*decoding, (tokens, context_tokens)]) - alone_s
             total_s += added_s * sum(tokens_left > i for tokens_left in left)
             new_tokens, context_tokens = new_tokens - tokens, context_tokens + tokens
         return total_s
@@ -236,7 +250,7 @@ class EngineQueue:
         work, done = self._schedule()
         if not work:
             return self._skip_to_next_event(until_s)
-        duration_s = self.speed.step.real_s(work)
+        duration_s = self.speed.step_s(work)
         if self._now_s + duration_s > until_s:
             return False
         if all(self._jobs[request_id].decoding for request_id in done):
@@ -305,7 +319,7 @@ class EngineQueue:
         return steps, total_s, first_s + (steps - 1) * growth_s
 
     def _later_step_s(self, work: Work, steps: int) -> float:
-        return self.speed.step.real_s([(new, context + steps) for new, context in work])
+        return self.speed.step_s([(new, context + steps) for new, context in work])
 
     def _admit(self) -> None:
         """Give cache and a place on the link to those that have arrived, in order.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,7 +35,10 @@ class Flight:
 
     Of its own ones: chosen, informed, sent_s; tpot_s: predicted seconds per token if no prompts
     come in between, where outcomes are compared with predictions (0: they are not);
-    first_token_s: when that came; output_tokens: how many went to the client.
+    first_token_s: when that came; output_tokens: how many went to the client. host_tokens: loaded,
+    as far as is known, disk_tokens of them from disk; beside: requests that decoded there when it
+    was sent, and their context; decoded: when its first token came, and what the worker had decoded
+    by then.
     """
 
     request_id: str
@@ -53,6 +57,24 @@ class Flight:
     tpot_s: float = 0.0
     first_token_s: float | None = None
     output_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    beside: tuple[float, float] = (0.0, 0.0)
+    decoded: tuple[float, Floats] | None = None
+
+
+class Certainty(NamedTuple):
+    """How sure what was learnt of a worker is: standard deviations of the logarithms of what a
+    prompt and a load of 2,048 tokens take, of the overhead, and of a TTFT about its prediction
+    where all of these are right."""
+
+    compute_sd: float = 0.0
+    link_sd: float = 0.0
+    overhead_sd_s: float = 0.0
+    ttft_sd: float = 0.0
+
+
+SURE = Certainty()
 
 
 class Fleet:
@@ -136,8 +158,12 @@ class Fleet:
         )
         return slot
 
-    def calibrate(self, worker: str, speed: EngineSpeed, overhead_s: float) -> None:
+    def calibrate(
+        self, worker: str, speed: EngineSpeed, overhead_s: float, certainty: Certainty = SURE
+    ) -> None:
+        """What predictions use from now on."""
         step = speed.step
+        self._records["factors"][self._slots[worker]] = speed.factors or 0.0
         self._set(
             self._slots[worker],
             budget_tokens=speed.budget_tokens,
@@ -151,6 +177,7 @@ class Fleet:
             context_token_s=step.context_token_s * step.dilation,
             step_fixed_s=step.fixed_s * step.dilation,
             overhead_s=overhead_s,
+            **certainty._asdict(),
         )
 
     def reported(self, worker: str, now_s: float, spare_tokens: float) -> None:
@@ -187,6 +214,9 @@ class Fleet:
             request_id, estimates.workers[index], slot, float(row["load_s"]), float(row["work_s"]),
             int(row["new_tokens"]), estimates.prompt_tokens,
         )  # fmt: skip
+        record = self._records[slot]
+        flight.host_tokens, flight.disk_tokens = int(row["cached_tokens"]), int(row["disk_tokens"])
+        flight.beside = float(record["decoding"]), float(record["decode_context_tokens"])
         pricing.reserve(self._records, slot, estimates.rows, index, now_s, USE_WINDOW_S)
         self._prompts[slot][request_id] = flight
         if estimates.fetch_from:
@@ -201,7 +231,10 @@ class Fleet:
     ) -> None:
         """The engine admitted a request, with these tokens instead of the expected ones;
         `disk_tokens` of those in host came from disk."""
-        if flight.prefilled or flight.new_tokens == new_tokens:
+        if flight.prefilled:
+            return
+        flight.host_tokens, flight.disk_tokens = host_tokens, disk_tokens
+        if flight.new_tokens == new_tokens:
             return
         slot, before = flight.slot, (flight.link_s, flight.gpu_s, flight.new_tokens)
         first = next(iter(self._prompts[slot].values())) is flight

@@ -24,6 +24,7 @@ _IDENTITY = (
     "context_token_s", "step_fixed_s", "overhead_s", "dilation", "budget_tokens", "capacity_tokens",
     "max_sequences", "kappa_crit", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour",
     "net_tokens_per_s", "seen_s",
+    "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
 )  # fmt: skip
 # Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
 # of its queue; requests and tokens by state; recent use, as of `used_s`; the network card, and the
@@ -33,7 +34,11 @@ _LOAD = (
     "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "gpu_use",
     "loads_per_s", "prefills_per_s", "used_s", "net_free_s", "spare_tokens", "promised_tokens",
 )  # fmt: skip
-WORKER = np.dtype([(name, np.float64) for name in (*_IDENTITY, *_LOAD)])
+# `factors`: as `router.engine_queue.EngineSpeed` has them.
+_FACTORS = 14
+WORKER = np.dtype(
+    [*((name, np.float64) for name in (*_IDENTITY, *_LOAD)), ("factors", np.float64, _FACTORS)]
+)
 
 MOST_USE = 0.95
 # Shares that simulation chose, not derived (docs/adr/0005): of what the objective allows a token,
@@ -75,6 +80,15 @@ def leading_tokens(
 
 
 @compiled
+def factor(worker: Any, tokens: float) -> float:
+    """What a step of so many tokens takes, over what physics says."""
+    x = min(math.log2(max(tokens, 1.0)), _FACTORS - 1.0)
+    low = min(int(x), _FACTORS - 2)
+    share = x - low
+    return math.exp((1 - share) * worker.factors[low] + share * worker.factors[low + 1])
+
+
+@compiled
 def prefill_s(
     worker: Any, prompt_tokens: float, held_tokens: float, decoding: float, decode_context: float
 ) -> tuple[float, float, float]:
@@ -91,7 +105,8 @@ def prefill_s(
     read_tokens = prompt_tokens + decode_context
     read_s = steps * (worker.weights_s + read_tokens * worker.context_token_s)
     compute_s = max(work_s + steps * beside_s, read_s) + steps * worker.step_fixed_s
-    return work_s, read_s, compute_s
+    scale = factor(worker, new / steps + decoding)
+    return scale * work_s, scale * read_s, scale * compute_s
 
 
 @compiled
@@ -122,7 +137,7 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
         return 0.0
     beside_s = decoding * worker.token_s + context * worker.pair_s
     read_s = worker.weights_s + context * worker.context_token_s
-    step_s = max(beside_s, read_s) + worker.step_fixed_s
+    step_s = (max(beside_s, read_s) + worker.step_fixed_s) * factor(worker, decoding)
     return step_s * (1.5 if cached_tokens > 0 else 0.5)
 
 
@@ -130,7 +145,7 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
 def reading_step_s(worker: Any, context_tokens: float) -> float:
     """A step that waits for memory: the weights and so many tokens' KV are read."""
     read_s = worker.weights_s + context_tokens * worker.context_token_s
-    return read_s + worker.step_fixed_s
+    return (read_s + worker.step_fixed_s) * factor(worker, worker.decoding + 1)
 
 
 @compiled
@@ -148,6 +163,16 @@ def fetch_s(worker: Any, tokens: float) -> float:
 def fade(worker: Any, now_s: float, window_s: float) -> float:
     """What is left of recent use; a clock that was set back does not make it grow."""
     return math.exp(min(worker.used_s - now_s, 0.0) / window_s)
+
+
+@compiled
+def deviation(worker: Any, row: Any) -> float:
+    """Standard deviation of the logarithm of a predicted TTFT."""
+    load_s = row.load_s * worker.link_sd
+    compute_s = (row.compute_s + row.gpu_backlog_s) * worker.compute_sd
+    unsure_s = math.sqrt(load_s * load_s + compute_s * compute_s + worker.overhead_sd_s**2)
+    share = unsure_s / row.ttft_s if row.ttft_s > 0 else 0.0
+    return math.sqrt(share * share + worker.ttft_sd**2)
 
 
 # -- reservations: changes of one worker's record -------------------------------------------------
@@ -326,6 +351,7 @@ def price(
         row.link_backlog_s, row.gpu_backlog_s = link_s, gpu_s
         wait_s = max(start_s + row.load_s, gpu_s) + under_way_s(worker, cached)
         row.ttft_s = worker.overhead_s + wait_s + row.compute_s
+        row.ttft_sd = deviation(worker, row)
         step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
         row.tpot_s = step_s / (1 - min(row.gpu_use, MOST_USE))
     weight, tpot_limit_s, ttft_limit_s = objective(

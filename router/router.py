@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kappa.protocol import Announcement, Arrival, WorkerReport
 from router import pricing
 from router.admission import Demand, Lateness, alone_s, delay_s, evaluate
-from router.calibration import Calibration, OutputLengths, engine_speed
+from router.calibration import Calibration, OutputLengths
 from router.decision import (
     NO_HASHES,
     Decision,
@@ -149,15 +149,15 @@ class Router:
         planner = self.config.planner_of(announcement)
         state = self.workers.get(worker)
         if state is None:
-            calibration = Calibration()
-            queue = EngineQueue(engine_speed(announcement, calibration))
+            calibration = Calibration(announcement)
+            queue = EngineQueue(calibration.speed)
             state = self.workers[worker] = WorkerState(announcement, queue, calibration)
         elif any(
             getattr(state.announcement, name) != getattr(announcement, name)
             for name in ("node", "step", "kv_bytes_per_token")
         ):
             # What was learnt corrects the old figures; the overhead has nothing of them.
-            state.calibration = Calibration(overhead_s=state.calibration.overhead_s)
+            state.calibration = Calibration(announcement, state.calibration.overhead_s)
         state.announcement, state.planner, state.seen_s = announcement, planner, now_s
         slot = self.fleet.join(announcement, now_s)
         self._calibrated(state)
@@ -240,9 +240,9 @@ class Router:
         assert self.hasher is not None
         # Arrivals come before admissions, which correct them.
         self._reserve_remote(report.worker, report.arrived, now_s)
-        before, learn = state.report, state.calibration.reports
-        if self.calibrating and before is not None and learn(state.announcement, before, report):
-            self._calibrated(state)
+        if self.calibrating:
+            state.calibration.reported(report)
+            self._learn(state, now_s)
         state.report, state.seen_s = report, now_s
         spare_tokens = report.host_spare_blocks * self.hasher.block_tokens
         self.fleet.reported(report.worker, now_s, spare_tokens)
@@ -266,10 +266,15 @@ class Router:
                 self._finish(flight, now_s)
         self._reserve_remote(report.worker, report.in_flight or (), now_s)
 
+    def _learn(self, state: WorkerState, now_s: float) -> None:
+        if state.calibration.fit(now_s):
+            self._calibrated(state)
+
     def _calibrated(self, state: WorkerState) -> None:
-        state.queue.speed = engine_speed(state.announcement, state.calibration)
+        state.queue.speed = state.calibration.speed
+        learnt = state.calibration
         self.fleet.calibrate(
-            state.announcement.worker, state.queue.speed, state.calibration.overhead_s
+            state.announcement.worker, learnt.speed, learnt.overhead_s, learnt.certainty
         )
 
     # -- requests in flight -------------------------------------------------------------------
@@ -285,14 +290,12 @@ class Router:
         limit = self.config.calibrate_requests
         if limit is not None and self._first_tokens > limit:
             self.calibrating = False
-        state, chosen = self.workers[flight.worker], flight.chosen
+        state = self.workers[flight.worker]
         self._prefilled(state, request_id, now_s)
-        ttft_s = now_s - flight.sent_s
-        # Only one that met no queue teaches.
-        if self.calibrating and flight.informed and chosen is not None and chosen.in_flight == 0:
-            state.calibration.outcome(chosen.compute_s, chosen.load_s, ttft_s)
-            self._calibrated(state)
-        return ttft_s
+        if self.calibrating:
+            state.calibration.first_token(flight, now_s)
+            self._learn(state, now_s)
+        return now_s - flight.sent_s
 
     def tokens(self, request_id: str, count: int) -> None:
         """`count` more output tokens went to the client."""
@@ -309,7 +312,7 @@ class Router:
         if flight is None:
             return False
         self.reservations -= 1
-        self._finish(flight, now_s)
+        self._finish(flight, now_s, flight.output_tokens if complete else 0)
         self._lateness.ended(flight, now_s, flight.output_tokens if complete else 0)
         if complete and flight.output_tokens:
             self.outputs.add(flight.output_tokens)
@@ -332,11 +335,14 @@ class Router:
         state.queue.prefilled(request_id, now_s)
         # A request that was tried elsewhere since may still be reported by the first worker.
         flight = state.flights.get(request_id)
-        if flight is not None:
+        if flight is not None and not flight.prefilled:
             self.fleet.prefilled(flight, now_s)
+            state.calibration.prefilled(flight, now_s)
 
-    def _finish(self, flight: Flight, now_s: float) -> None:
+    def _finish(self, flight: Flight, now_s: float, tokens: int = 0) -> None:
         state = self.workers[flight.worker]
+        if flight.prefilled:
+            state.calibration.ended(flight, now_s, tokens if self.calibrating else 0)
         del self.flights[flight.request_id], state.flights[flight.request_id]
         state.queue.finish(flight.request_id, now_s)
         self.fleet.release(flight, now_s)

@@ -22,6 +22,7 @@ from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from scheduler.config import FairConfig, LinkRates
+from simulator.decode import OURS, EngineLaw
 
 _USABLE_HBM = 0.9
 
@@ -84,7 +85,7 @@ def kv_room(node: NodeSpec, shape: ModelShape, block_tokens: int) -> KVRoom:
 
 @dataclass(frozen=True, slots=True)
 class NodeModel:
-    """The true constants of a node, and the step constants that its announcement claims.
+    """The true constants of a node, and the law by which its steps last.
 
     load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides.
     rule: by name, as `scheduler.catalogue` has it; fair: its settings and the tenants' weights.
@@ -93,7 +94,6 @@ class NodeModel:
     """
 
     step: StepModel
-    announced_step: StepModel
     block_tokens: int
     device_blocks: int
     host_blocks: int
@@ -108,6 +108,7 @@ class NodeModel:
     duplex: str = "half"
     block_bytes: float = 0.0
     network_bytes_per_s: float = 25e9
+    law: EngineLaw = OURS
 
     @property
     def link_rates(self) -> LinkRates:
@@ -116,17 +117,15 @@ class NodeModel:
 
 
 def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeModel:
-    """The constants of a node that serves a model, and announces the truth.
+    """The constants of a node that serves a model.
 
     Raises:
         ClusterError: the model does not fit.
     """
     profile, room = spec.profile, kv_room(spec, shape, block_tokens)
     block_bytes = kv_bytes_per_token(shape) * block_tokens
-    step = step_model(shape, profile)
     return NodeModel(
-        step=step,
-        announced_step=step,
+        step=step_model(shape, profile),
         block_tokens=block_tokens,
         device_blocks=room.device_blocks,
         host_blocks=room.host_blocks,

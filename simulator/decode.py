@@ -12,10 +12,46 @@ the two, and sums over steps are quadratics with at most one crossing. Equal to 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from kappa.cost import StepModel, decode_work
+from kappa.cost import StepModel, StepParts
 from simulator.memory import SimulatedJob
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLaw:
+    """How an engine's steps last where it differs from `kappa.cost`, which the default does not.
+
+    adds: reading does not hide behind computing. tile_tokens: a prompt's tokens are computed in
+    tiles of so many. padded: those that decode are padded up to a power of two. half_tokens: a step
+    of so many tokens computes at half of the rate. link_slower: a load that starts while the engine
+    computes takes so many times as long.
+    """
+
+    adds: bool = False
+    tile_tokens: int = 1
+    padded: bool = False
+    half_tokens: float = 0.0
+    link_slower: float = 1.0
+
+    def parts(
+        self, step: StepModel, chunks: Sequence[tuple[int, int]], requests: int, context: int
+    ) -> StepParts[float]:
+        """Parts of one step over [(new tokens, context before them)] and requests that decode."""
+        tile = self.tile_tokens
+        tiled = [(-(-new // tile) * tile, held) for new, held in chunks] if tile > 1 else chunks
+        compute_s, read_s, fixed_s = step.batch(tiled, requests, context)
+        if self.padded and requests:
+            compute_s += ((1 << (requests - 1).bit_length()) - requests) * step.token_s
+        compute_s += self.half_tokens * step.token_s
+        if self.adds:
+            compute_s, read_s = compute_s + read_s, 0.0
+        return StepParts(compute_s, read_s, fixed_s)
+
+
+OURS = EngineLaw()
 
 
 class DecodeRun:
@@ -23,10 +59,14 @@ class DecodeRun:
 
     __slots__ = ("_cross", "_first", "_fixed_s", "_second")
 
-    def __init__(self, step: StepModel, requests: int, context_tokens: int) -> None:
-        compute_s, read_s, self._fixed_s = step.parts(decode_work(requests, context_tokens))
-        compute = (compute_s, requests * step.pair_s)
-        read = (read_s, requests * step.context_token_s)
+    def __init__(
+        self, step: StepModel, requests: int, context_tokens: int, law: EngineLaw = OURS
+    ) -> None:
+        compute_s, read_s, self._fixed_s = law.parts(step, (), requests, context_tokens)
+        slopes = requests * step.pair_s, requests * step.context_token_s
+        compute, read = (compute_s, slopes[0]), (read_s, slopes[1])
+        if law.adds:
+            compute, read = (compute_s, sum(slopes)), (0.0, 0.0)
         # The line that is higher at the start, the other, and the first step at which it overtakes.
         self._first, self._second = (compute, read) if compute[0] >= read[0] else (read, compute)
         lead, gain = self._first[0] - self._second[0], self._second[1] - self._first[1]

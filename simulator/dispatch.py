@@ -33,13 +33,15 @@ class SimulatedRoute(NamedTuple):
 class Dispatcher:
     """Decides, and receives what a router receives in a live cluster, if it `listens`.
 
-    decision_s: real seconds of each decision, where they are measured.
+    decision_s: real seconds of each decision, where they are measured. predicted: of a request, the
+    TTFT that the router expected and what it is mostly made of.
     """
 
     listens = False
 
     def __init__(self) -> None:
         self.decision_s: list[float] = []
+        self.predicted: dict[int, tuple[float, str]] = {}
 
     def choose(
         self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
@@ -95,6 +97,7 @@ class RouterDispatch(Dispatcher):
         router: fresh.
         announcements: of each node, as the router is to believe it.
         timer: seconds of real time, to measure decisions by; None: they are not measured.
+        samples: nodes report steps and loads, as our workers do and foreign engines do not.
     """
 
     listens = True
@@ -104,8 +107,11 @@ class RouterDispatch(Dispatcher):
         router: Router,
         announcements: Sequence[Announcement],
         timer: Callable[[], float] | None = None,
+        *,
+        samples: bool = True,
     ) -> None:
         super().__init__()
+        self._samples = samples
         self._router = router
         self._announcements = announcements
         self._timer = timer
@@ -144,6 +150,7 @@ class RouterDispatch(Dispatcher):
                 self.decision_s.append(timer() - start_s)
         except NoWorkerError:
             return None
+        self.predicted[key] = decision.chosen.ttft_s, decision.kind
         node = self._index[decision.worker]
         fetch = decision.fetch
         if fetch is None:
@@ -189,14 +196,13 @@ class RouterDispatch(Dispatcher):
         totals, link, tokens = node.totals, node.link, node.model.block_tokens
         admissions = tuple(self._admissions[node.index])
         self._admissions[node.index].clear()
+        steps, loads = node.samples.take() if self._samples else ((), ())
         self._router.report(
             WorkerReport(
                 worker=self._announcements[node.index].worker,
                 time_s=now_s + self._worker_clock_s.get(node.index, 0.0),
                 steps_total=totals.steps,
                 step_seconds_total=totals.step_s,
-                computed_seconds_total=totals.computed_s,
-                computed_announced_seconds_total=totals.computed_announced_s,
                 step_tokens_total=totals.step_tokens,
                 load_tokens_total=link.up.load_blocks * tokens,
                 load_seconds_total=link.up.load_s,
@@ -204,6 +210,8 @@ class RouterDispatch(Dispatcher):
                 store_seconds_total=link.down.store_s,
                 host_spare_blocks=node.memory.spare_host_blocks,
                 admitted=admissions,
+                steps=steps,
+                loads=loads,
             ),
             now_s + self._clock_s,
         )

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import add
 
-from kappa.cost import StepParts
-from kappa.protocol import COMPUTE_STEP_TOKENS
+from kappa.cost import StepWork, batch_work, decode_work
+from kappa.protocol import Samples
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
 from simulator.cache import Ids
@@ -36,8 +37,6 @@ class NodeTotals:
 
     steps: int = 0
     step_s: float = 0.0
-    computed_s: float = 0.0
-    computed_announced_s: float = 0.0
     step_tokens: int = 0
     held_block_s: float = 0.0
     busy_s: float = 0.0
@@ -54,13 +53,6 @@ class NodeTotals:
         self.steps += steps
         self.step_tokens += tokens
         self.step_s += seconds
-
-    def add_computing(self, seconds: float, announced: StepParts[float]) -> None:
-        """An iteration of `COMPUTE_STEP_TOKENS` or more took so long."""
-        computed_s = announced.computed_s(seconds)
-        if computed_s:
-            self.computed_s += computed_s
-            self.computed_announced_s += announced.compute_s
 
     def add_scheduler(self, scheduler: Batcher) -> None:
         fill, steps = scheduler.budget_fill
@@ -103,7 +95,7 @@ class Node:
     ) -> None:
         self.index = index
         self.model = model
-        self.totals = NodeTotals()
+        self.totals, self.samples = NodeTotals(), Samples()
         self.slow = 1.0
         self.alive = True
         self.loads_fail = False
@@ -118,6 +110,7 @@ class Node:
             fixed_s=model.load_fixed_s, order=model.link_order,
         )  # fmt: skip
         self.link = NodeLink(loop, link_noise, speeds, self._loaded, self._stored, model.duplex)
+        self.link.up.beside = self._load_factor
         self._version = 0
         self._reset()
 
@@ -143,6 +136,11 @@ class Node:
         self._landed: list[SimulatedJob] = []
         self._polled: list[SimulatedJob] = []
         self._version += 1
+
+    def _load_factor(self) -> float:
+        """How many times as long a load takes that starts now, for what is computed beside it."""
+        computing = self._step is not None or self._run is not None
+        return self.model.law.link_slower if computing else 1.0
 
     # -- from outside -------------------------------------------------------------------------
 
@@ -242,11 +240,11 @@ class Node:
         decoding, model = self._decoding, self.model
         batch = ([(new, context) for _, new, context in step.chunks],
                  decoding.requests, decoding.context_tokens)  # fmt: skip
-        tokens = decoding.requests + sum(new for _, new, _ in step.chunks)
-        seconds = model.step.batch(*batch).step_s * self._noise.factor() * self.slow
+        new, held = batch_work(batch[0]), decode_work(*batch[1:])
+        tokens = int(new.tokens + held.tokens)
+        seconds = model.law.parts(model.step, *batch).step_s * self._noise.factor() * self.slow
         self.totals.add_steps(1, tokens, seconds)
-        if tokens >= COMPUTE_STEP_TOKENS:
-            self.totals.add_computing(seconds, model.announced_step.batch(*batch))
+        self.samples.add_step(StepWork(*map(add, new, held)), seconds)
         self._count_queued(1, tokens)
         self._step = step
         now_s = self._loop.now_s
@@ -284,7 +282,8 @@ class Node:
 
     def _start_run(self, most: int) -> None:
         decoding = self._decoding
-        self._run = DecodeRun(self.model.step, decoding.requests, decoding.context_tokens)
+        model = self.model
+        self._run = DecodeRun(model.step, decoding.requests, decoding.context_tokens, model.law)
         self._run_steps = min(self._run_limit(), most)
         self._run_factor = self._noise.factor() * self.slow
         self._cut = False
@@ -310,6 +309,9 @@ class Node:
         nominal_s = run.seconds(steps)
         totals = self.totals
         totals.add_steps(steps, steps * n, nominal_s * self._run_factor)
+        # The one in the middle, which lasts as long as all do on average.
+        middle = decode_work(n, decoding.context_tokens + n * (steps - 1) // 2)
+        self.samples.add_step(middle, nominal_s * self._run_factor / steps)
         self._count_queued(steps, steps * n)
         totals.busy_s += self._loop.now_s - self._start_s
         self.scheduler.repeat(steps - 1, n)
@@ -387,6 +389,7 @@ class Node:
 
     def _loaded(self, job: SimulatedJob, seconds: float) -> None:
         """A load has landed; a busy engine polls for it as its next iteration starts."""
+        self.samples.add_load(job.cached_tokens, seconds)
         self._landed.append(job)
         self._poke()
 

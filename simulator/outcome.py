@@ -27,6 +27,7 @@ class RequestRecords:
 
     node: -1 where rejected. device, cached and new tokens: where its prompt came from on its node.
     kappa: cached over new. session: number of its session. met: within the SLO.
+    predicted_s, kind: the router's prediction of its TTFT, and what that is mostly made of.
     """
 
     arrival_s: NDArray[np.float64]
@@ -44,6 +45,8 @@ class RequestRecords:
     measured: NDArray[np.bool_]
     met: NDArray[np.bool_]
     idle_ttft_s: NDArray[np.float64]
+    predicted_s: NDArray[np.float64]
+    kind: NDArray[np.str_]
 
 
 @dataclass(frozen=True, slots=True)

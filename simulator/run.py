@@ -23,6 +23,7 @@ from router.policy import policy_named
 from router.router import Router, RouterConfig
 from scheduler.catalogue import SCHEDULERS, packs
 from simulator.clusters import NodeModel, NodeSpec, SimulatedCluster, check, node_model
+from simulator.decode import OURS, EngineLaw
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
 from simulator.faults import Faults, announced
 from simulator.node import Node
@@ -30,6 +31,8 @@ from simulator.outcome import NodeRecord, Outcome, RequestRecords
 from simulator.play import Play
 from simulator.traffic import Traffic, build_traffic
 from workload.shapes import Workload
+
+_UNKNOWN = np.nan, ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,9 @@ class SimulationConfig:
     policy: as `router.policy.policy_named` takes it. load: fraction of the capacity bound, or
     rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known already.
     warm: host tiers hold documents and histories at the start. faults: what goes wrong.
-    admission: the router rejects what would be late. scheduler: the rule of every node.
+    admission: the router rejects what would be late. scheduler: the rule of every node. laws: how
+    the nodes' steps last, in turn (none: as `kappa.cost` has it). foreign: engines report neither
+    steps nor loads. calibrate: the router learns.
     """
 
     cluster: SimulatedCluster
@@ -55,6 +60,9 @@ class SimulationConfig:
     warm: bool = True
     faults: Faults = field(default_factory=Faults)
     admission: bool = False
+    laws: tuple[EngineLaw, ...] = ()
+    foreign: bool = False
+    calibrate: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, before any work.
@@ -106,7 +114,7 @@ def simulate(
     dispatcher: Dispatcher
     if assignment is None:
         router, announcements = _router(config, models), _announcements(config, models)
-        dispatcher = RouterDispatch(router, announcements, timer)
+        dispatcher = RouterDispatch(router, announcements, timer, samples=not config.foreign)
     elif len(assignment) == traffic.requests:
         dispatcher = PlanDispatch(assignment)
     else:
@@ -165,18 +173,15 @@ def idle_speed(node: NodeSpec, shape: ModelShape) -> IdleSpeed:
 
 def node_models(config: SimulationConfig) -> list[NodeModel]:
     """The constants of each node."""
-    models: list[NodeModel] = []
-    for index, node in enumerate(config.cluster.nodes):
-        model = node_model(node, config.shape, config.workload.block_tokens)
-        wrong = config.faults.misprofiles
-        models.append(
-            replace(
-                model,
-                announced_step=announced(index, node.profile, model.step, wrong)[1],
-                rule=config.scheduler,
-            )
+    laws = config.laws or (OURS,)
+    return [
+        replace(
+            node_model(node, config.shape, config.workload.block_tokens),
+            rule=config.scheduler,
+            law=laws[index % len(laws)],
         )
-    return models
+        for index, node in enumerate(config.cluster.nodes)
+    ]
 
 
 def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
@@ -188,6 +193,7 @@ def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
             index_blocks=blocks,
             stale_after_s=float("inf"),
             forecast_workers=0,
+            calibrate=config.calibrate,
             admission=config.admission,
         )
     )
@@ -237,6 +243,7 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
     cached, new_tokens = np.array(play.cached_tokens), np.array(play.new_tokens)
     nodes = np.array(play.node, dtype=np.int64)
     e2e_s = np.array(play.e2e_s)
+    n = traffic.requests
     records = RequestRecords(
         arrival_s=np.array(play.arrival_s),
         ttft_s=ttft_s,
@@ -253,6 +260,8 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
         measured=traffic.measured,
         met=allowed.met(np.where(np.isnan(e2e_s), np.nan, ttft_s), tpot_s),
         idle_ttft_s=idle,
+        predicted_s=np.array([play.dispatcher.predicted.get(k, _UNKNOWN)[0] for k in range(n)]),
+        kind=np.array([play.dispatcher.predicted.get(k, _UNKNOWN)[1] for k in range(n)]),
     )
     return Outcome(
         policy=policy,

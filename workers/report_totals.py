@@ -10,8 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from kappa.cost import StepParts
-from kappa.protocol import COMPUTE_STEP_TOKENS, Admission, Spent, TenantCharge, WorkerReport
+from kappa.cost import StepWork
+from kappa.protocol import Admission, Samples, Spent, TenantCharge, WorkerReport
 from workers.in_flight import InFlight
 
 _BANDWIDTH_WEIGHT = 0.2
@@ -36,6 +36,7 @@ class ReportTotals:
         self._admitted: list[Admission] = []
         self._prefilled: list[str] = []
         self._spent: list[Spent] = []
+        self._samples = Samples()
         self._tier_failures: Counter[str] = Counter()
         self._charges: dict[str, TenantCharge] = {}
         self._charged: dict[str, TenantCharge] = {}
@@ -63,6 +64,7 @@ class ReportTotals:
         everything = now_s - self._reported_all_s >= _REPORT_ALL_EVERY_S
         if everything:
             self._charges, self._reported_all_s = self._charged, now_s
+        steps, loads = self._samples.take()
         report = WorkerReport(
             worker=self._worker,
             time_s=now_s,
@@ -72,6 +74,8 @@ class ReportTotals:
             admitted=tuple(self._admitted),
             prefilled=tuple(self._prefilled),
             spent=tuple(self._spent),
+            steps=steps,
+            loads=loads,
             charges=tuple(self._charges.values()),
             **self._in_flight.news(everything=everything)._asdict(),
         )
@@ -100,6 +104,7 @@ class ReportTotals:
                 took_s, moved = self._count(m, kind)
                 # A load that came from disk in part says little of the link.
                 if kind == "load" and not m.get("disk_tokens"):
+                    self._samples.add_load(_number(m["tokens"]), took_s)
                     known = self._latest.get("h2d_bytes_per_s", 0.0)
                     speed = moved / took_s if took_s > 0 else known
                     known = known or speed
@@ -128,14 +133,8 @@ class ReportTotals:
         totals["step_seconds_total"] += took_s
         totals["step_tokens_total"] += tokens
         totals["overruns_total"] += int(m["overrun"])
-        # What the announced step model says of the same step, if the engine has one.
-        announced = m.get("announced")
-        if announced and tokens >= COMPUTE_STEP_TOKENS:
-            parts = StepParts(*map(_number, announced))
-            computed_s = parts.computed_s(took_s)
-            if computed_s:
-                totals["computed_seconds_total"] += computed_s
-                totals["computed_announced_seconds_total"] += parts.compute_s
+        if "work" in m:
+            self._samples.add_step(StepWork(*map(_number, m["work"][:3])), took_s)
         for request_id in map(str, m["prefilled"]):
             self._prefilled.append(request_id)
             self._in_flight.prefilled(request_id)

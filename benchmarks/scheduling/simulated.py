@@ -52,7 +52,7 @@ def node_of(policy: str, setting: mix.Setting, blocks: int) -> NodeModel:
     block_s = mix.BLOCK_TOKENS * setting.load_token_s
     step = StepModel(mix.STEP_TOKEN_S, 0.0, 0.0, 0.0, mix.STEP_FIXED_S)
     return NodeModel(
-        step=step, announced_step=step, block_tokens=mix.BLOCK_TOKENS, device_blocks=blocks,
+        step=step, block_tokens=mix.BLOCK_TOKENS, device_blocks=blocks,
         host_blocks=_HOST_BLOCKS, load_block_s=block_s, store_block_s=block_s,
         load_fixed_s=mix.LINK_FIXED_S, budget_tokens=mix.BUDGET_TOKENS,
         max_running=mix.MAX_RUNNING, rule="fcfs" if policy == "fcfs_link" else policy,

@@ -123,7 +123,7 @@ def mirror_of(
             block_bytes = token_bytes * engine.block_tokens
             models.append(
                 NodeModel(
-                    step=real, announced_step=real, block_tokens=engine.block_tokens,
+                    step=real, block_tokens=engine.block_tokens,
                     # vLLM keeps one block for padding.
                     device_blocks=engine.device_blocks - 1, host_blocks=host_blocks,
                     load_block_s=dilation * block_bytes / profile.h2d_bytes_per_s,

@@ -18,7 +18,7 @@ from router.live.live_router import LiveRouter
 from router.live.records import oldest_waits_s
 
 # Of a report: lists of requests, which are anybody's.
-_LISTS = ("arrived", "finished", "in_flight", "admitted", "prefilled", "spent")
+_LISTS = ("arrived", "finished", "in_flight", "admitted", "prefilled", "spent", "steps", "loads")
 _LIMITS = (
     "block_tokens", "device_blocks", "max_context_tokens", "max_batch_tokens", "max_sequences",
 )  # fmt: skip
@@ -42,6 +42,8 @@ def refresh_gauges(live: LiveRouter) -> None:
             (m.LINK_SCALE, calibration.link_scale),
             (m.COMPUTE_SCALE, calibration.compute_scale),
             (m.OVERHEAD, calibration.overhead_s),
+            (m.CALIBRATION_SD, calibration.certainty.ttft_sd),
+            (m.CALIBRATION_BELIEVED, float(calibration.believed)),
             (m.BREAKER_OPEN, _OPEN[live.members.breakers.state(worker, now_s).standing]),
         ):
             metrics.set(gauge, announced.node.name, to=value)
@@ -154,6 +156,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
             "calibration": {
                 "overhead_s": calibration.overhead_s, "link_scale": calibration.link_scale,
                 "compute_scale": calibration.compute_scale,
+                **calibration.certainty._asdict(), "believed": calibration.believed,
             },
             "totals": {k: value for k, value in report.items() if k not in _LISTS} or None,
             "fingerprint": announced.fingerprint,
@@ -199,6 +202,7 @@ def explanation(decision: Decision, *, operator: bool) -> dict[str, Any]:
             "load_s": c.load_s,
             "compute_s": c.compute_s,
             "ttft_s": c.ttft_s,
+            "ttft_sd": c.ttft_sd,
             "harm_s": c.tpot_impact_s,
             "in_flight": c.in_flight,
             "plan": c.plan or None,

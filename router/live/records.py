@@ -74,6 +74,7 @@ class DecisionRecord:
                 "load_s": chosen.load_s,
                 "compute_s": chosen.compute_s,
                 "ttft_s": chosen.ttft_s,
+                "ttft_sd": chosen.ttft_sd,
             },
             "actual": {
                 "device_tokens": actual.device_tokens if actual else None,

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kappa import cost as law
-from kappa.cost import StepModel, StepParts, TokenCounts, step_model
+from kappa.cost import StepModel, TokenCounts, step_model
 from kappa.hardware import CATALOGUE, NodeProfile, node_profile
 from kappa.model import ModelShape, attention_flops
 from kappa.shapes import SHAPES, model_shape
@@ -252,31 +252,13 @@ def test_slower_flops_leave_the_reads_as_they_are():
 def test_bytes_cost_a_quarter_of_tokens_of_four_bytes():
     tokens, bytes_ = [(10, 20), (1, 100)], [(40, 80), (4, 400)]
     assert STEP.per_unit(1 / 4).step_s(bytes_) == pytest.approx(STEP.step_s(tokens))
-    assert STEP.per_unit(1 / 4).real_parts(bytes_) == pytest.approx(STEP.real_parts(tokens))
+    assert STEP.per_unit(1 / 4).batch(bytes_) == pytest.approx(STEP.batch(tokens))
 
 
 def test_a_paced_node_dilates_its_steps():
     profile = replace(node_profile("h100-pcie5"), source="paced", dilation=30.0, step_fixed_s=0.01)
     step = step_model(model_shape("llama-3.1-8b"), profile)
     assert (step.dilation, step.fixed_s) == (30.0, 0.01)
-
-
-@pytest.mark.parametrize("factor", [1 / 3, 1.0, 3.0])
-@pytest.mark.parametrize(("computes_s", "reads_s"), [(0.3, 0.1), (0.12, 0.1), (0.1, 0.02)])
-def test_a_step_shows_how_far_off_the_announced_flop_rate_is(factor, computes_s, reads_s):
-    took_s = max(computes_s, reads_s) + 0.01
-    parts = StepParts(computes_s / factor, reads_s, 0.01)
-    computed_s = parts.computed_s(took_s)
-    # Between reading and a quarter more it does not show, unless computing was thought longer.
-    if computes_s > 1.25 * reads_s or parts.compute_s >= reads_s:
-        assert computed_s / parts.compute_s == pytest.approx(factor)
-    else:
-        assert computed_s == 0.0
-
-
-def test_a_step_that_only_read_shows_at_most_how_long_it_computed():
-    assert StepParts(0.05, 0.1, 0.01).computed_s(0.11) == 0.0
-    assert StepParts(0.3, 0.1, 0.01).computed_s(0.11) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-30b-a3b"])

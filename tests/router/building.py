@@ -12,7 +12,7 @@ from kappa.keys import digest_of
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.api.tenants import Tenants
-from router.calibration import Calibration, engine_speed
+from router.calibration import Calibration
 from router.decision import Held, PricedPrompt, RouteRequest
 from router.fleet import Fleet
 from router.index.kv_events import BlocksStored
@@ -56,13 +56,11 @@ def ask(name="r", tokens=100, seed=0, **options):
     return RouteRequest(name, token_ids, max_tokens=50, **options)
 
 
-def outcome(made, compute_s, ttft_s):
-    """A request that met no queue, predicted to compute for `compute_s`, has its first token."""
-    made.route(ask("outcome"), 0.0)
-    flight = made.flights["outcome"]
-    flight.chosen = replace(flight.chosen, compute_s=compute_s, load_s=0.0, in_flight=0)
-    made.first_token("outcome", ttft_s)
-    made.release("outcome", ttft_s, complete=False)
+def outcome(made, ttft_s, at_s, tokens=100, name="outcome"):
+    """A request that meets nobody, sent at `at_s`, has its first token `ttft_s` later."""
+    made.route(ask(name, tokens=tokens), at_s)
+    made.first_token(name, at_s + ttft_s)
+    made.release(name, at_s + ttft_s, complete=False)
 
 
 def stored(worker, token_ids, tier="device"):
@@ -88,7 +86,7 @@ def match_worker(index, prefix_hashes, worker):
 
 def join(fleet, announced, now_s=0.0):
     fleet.join(announced, now_s)
-    fleet.calibrate(announced.worker, engine_speed(announced, Calibration()), 0.0)
+    fleet.calibrate(announced.worker, Calibration(announced).speed, 0.0)
 
 
 def fleet_of(*nodes):

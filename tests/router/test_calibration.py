@@ -1,248 +1,276 @@
-"""What is learnt from outcomes: from which samples, how far, and when not."""
+"""What is learnt of an engine: from steps and loads, or from first tokens alone; and when not."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from statistics import median
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
-from kappa.cost import StepModel
+from kappa.cost import StepModel, batch_work
 from kappa.hardware import node_profile
-from kappa.protocol import WorkerReport
-from router.calibration import Calibration, OutputLengths, engine_speed, load_token_s
+from kappa.protocol import LoadSample, StepSample, WorkerReport
+from router.calibration import Calibration, OutputLengths, load_token_s
 from tests.router import building
-from tests.router.building import KV_BYTES, NEVER, outcome
+from tests.router.building import KV_BYTES, NEVER, ask, outcome
 
-STEP = StepModel(1e-5, 1e-10, 1e-3, 1e-8)
+STEP = StepModel(4e-5, 2e-10, 5e-3, 4e-8, 2e-3)
+NAMES = ("token_s", "pair_s", "weights_s", "context_token_s", "fixed_s")
 
 
 def announcement(**changes):
-    plain = {"step": STEP, "device_blocks": 101, "max_batch_tokens": 512}
+    node = replace(node_profile("h100-pcie5"), load_fixed_s=1e-3)
+    plain = {"step": STEP, "device_blocks": 10_001, "node": node}
     return building.announcement("w", **{**plain, **changes})
 
 
-def cluster(*, calibrate=True, announced=None):
+def cluster(*, announced=None, **options):
     """A router of one worker, and what it knows of that."""
-    made = building.router(announced or announcement(), calibrate=calibrate, stale_after_s=NEVER)
+    made = building.router(announced or announcement(), stale_after_s=NEVER, **options)
     return made, made.workers["w"]
 
 
-def loads(made, reports, scale=3.0, steps=0, tokens=100_000):
-    """Reports of loads that lasted `scale` times as long as announced."""
-    second = tokens * load_token_s(announcement()) * scale
-    for i in range(reports):
-        report = WorkerReport(
-            "w", float(i), steps_total=steps + i, load_tokens_total=i * tokens,
-            load_seconds_total=i * second,
-        )  # fmt: skip
-        made.report(report, float(i))
+def batches(count, seed=0):
+    """Steps as a busy engine runs them: [(new tokens, context)], some with a part of a prompt."""
+    rng, made = np.random.default_rng(seed), []
+    for _ in range(count):
+        batch = [(1, int(c)) for c in rng.integers(100, 9000, rng.integers(0, 24))]
+        if not batch or rng.random() < 0.4:
+            batch.append((int(2 ** rng.uniform(4, 13)), int(rng.integers(0, 30_000))))
+        made.append(batch)
+    return made
+
+
+def took(true, seed=1, noise=0.03):
+    """Noisy seconds of a batch by the law `true`."""
+    rng = np.random.default_rng(seed)
+    return lambda batch: true(batch) * math.exp(rng.normal(0.0, noise))
+
+
+def step_sample(batch, seconds):
+    return StepSample(*batch_work(batch), seconds)
+
+
+def run(made, true, count=100, at_s=0.0, each=8, seed=0):
+    """Reports of steps that last as `true` says."""
+    seconds, steps = took(true), batches(count, seed)
+    for i in range(0, count, each):
+        samples = tuple(step_sample(batch, seconds(batch)) for batch in steps[i : i + each])
+        made.report(WorkerReport("w", at_s + i, steps=samples), at_s + i)
+
+
+def errors(worker, true):
+    """Relative errors of the learnt step seconds, on batches that were not learnt from."""
+    return [abs(worker.queue.speed.step_s(b) / true(b) - 1) for b in batches(200, seed=99)]
+
+
+# -- before anything is learnt ------------------------------------------------------------------
 
 
 def test_the_announced_speeds_are_what_a_forecast_starts_from():
     paced = replace(node_profile("h100-pcie5"), source="paced", dilation=10.0, load_fixed_s=0.5)
-    speed = engine_speed(announcement(node=paced), Calibration())
+    step = replace(STEP, dilation=10.0)
+    made = Calibration(announcement(node=paced, step=step))
+    speed = made.speed
     assert speed.load_s(0) == 0.0
     assert speed.load_s(63) == pytest.approx(5.0 + 10 * 63 * KV_BYTES / 63e9)
-    assert (speed.budget_tokens, speed.capacity_tokens) == (512, 1600)
+    assert speed.step == step and speed.step_s([(9, 9)]) == step.real_s([(9, 9)])
+    assert (made.compute_scale, made.link_scale, made.overhead_s) == (1.0, 1.0, 0.0)
+    # Nothing is known better than to about a factor of 3; of a pace, of 1.5.
+    assert made.certainty.link_sd == pytest.approx(math.log(1.5), rel=0.3)
+    assert Calibration(announcement()).certainty.link_sd == pytest.approx(math.log(3.0), rel=0.3)
+
+
+# -- steps and loads ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_constant_announced_wrong_by_three_is_learnt(name, factor):
+    wrong = replace(STEP, **{name: getattr(STEP, name) * factor})
+    made, worker = cluster(announced=announcement(step=wrong))
+    run(made, STEP.real_s)
+    off = errors(worker, STEP.real_s)
+    assert np.median(off) < 0.05 and np.quantile(off, 0.9) < 0.15
+
+
+def adds(batch):
+    parts = STEP.batch(batch)
+    return parts.compute_s + parts.read_s + parts.fixed_s
+
+
+def tiles(batch):
+    return STEP.real_s([(-(-new // 128) * 128 if new > 1 else 1, held) for new, held in batch])
+
+
+def warms_up(batch):
+    """Half of the rate at 200 tokens."""
+    parts = STEP.batch(batch)
+    return parts.compute_s * (1 + 200 / sum(new for new, _ in batch)) + parts.fixed_s
+
+
+@pytest.mark.parametrize("law", [adds, tiles, warms_up])
+@pytest.mark.parametrize("factor", [1.0, 3.0, 1 / 3])
+def test_an_engine_of_another_law_is_learnt(law, factor):
+    made, worker = cluster(announced=announcement(step=STEP.computing_scaled(factor)))
+    run(made, law)
+    off = errors(worker, law)
+    assert np.median(off) < 0.1 and np.quantile(off, 0.9) < 0.3
+
+
+def test_a_cost_that_no_constant_explains_is_learnt_by_the_tokens_of_a_step():
+    def law(batch):
+        new = sum(tokens for tokens, _ in batch)
+        return STEP.real_s(batch) * (1.6 if 200 < new < 1500 else 1.0)
+
+    made, worker = cluster()
+    run(made, law, count=200)
+    speed, batch = worker.queue.speed, [(512, 1000)]
+    assert speed.step_s(batch) == pytest.approx(law(batch), rel=0.15)
+    # Physics alone is wrong about it, and the fleet prices with the factors too.
+    assert speed.step.real_s(batch) < 0.85 * law(batch)
+    slots = made.fleet.ready(0.0, NEVER, frozenset())
+    (priced_s,), _ = made.fleet.idle_s(slots, 512, 0)
+    assert priced_s - worker.calibration.overhead_s == pytest.approx(speed.step_s([(512, 0)]))
+
+
+def test_loads_teach_the_link_whatever_else_is_announced():
+    made, worker = cluster()
+    for i, tokens in enumerate(range(500, 20_000, 500)):
+        seconds = 0.004 + tokens * 3 * load_token_s(announcement())
+        made.report(WorkerReport("w", i, loads=(LoadSample(tokens, seconds),)), float(i))
+    speed = worker.queue.speed
+    assert speed.load_s(10_000) == pytest.approx(
+        0.004 + 30_000 * load_token_s(announcement()), rel=0.03
+    )
+    assert worker.calibration.link_scale == pytest.approx(3.0, rel=0.15)
+    assert worker.calibration.certainty.link_sd < 0.1 < worker.calibration.certainty.compute_sd
     assert speed.step == STEP
 
 
-def test_a_calibration_scales_compute_and_link():
-    speed = engine_speed(announcement(), Calibration(link_scale=2.0, compute_scale=3.0))
-    assert speed.load_token_s == pytest.approx(2 * load_token_s(announcement()))
-    assert speed.step.real_s([(9000, 9)]) == pytest.approx(3 * STEP.real_s([(9000, 9)]))
-
-
-# -- overhead and compute -----------------------------------------------------------------------
-
-
-def test_the_overhead_is_a_median_once_there_are_samples():
-    calibration = Calibration()
-    for extra_s in (0.1, 0.2, 0.3, 50.0):
-        calibration.outcome(0.01, 0.5, 0.51 + extra_s)
-        assert calibration.overhead_s == 0.0
-    calibration.outcome(0.01, 0.5, 0.51 + 0.15)
-    assert calibration.overhead_s == pytest.approx(0.2)
-    assert calibration.compute_scale == 1.0
-
-
-def test_the_overhead_is_bounded():
-    late, early = Calibration(), Calibration()
-    for _ in range(20):
-        late.outcome(0.001, 0.0, 1e6)
-        early.outcome(0.001, 5.0, 0.0)
-    assert late.overhead_s == 2.0
-    assert early.overhead_s == 0.0
-
-
-@pytest.mark.parametrize(("real", "learnt"), [(0.5, 0.5), (3.0, 3.0), (99.0, 4.0), (1e-3, 0.25)])
-def test_long_prompts_teach_the_compute_scale_within_bounds(real, learnt):
-    calibration = Calibration()
-    for _ in range(10):
-        calibration.outcome(0.01, 0.0, 0.03)
-    for i in range(30):
-        # What was predicted had the correction known by then in it.
-        calibration.outcome(2.0 * calibration.compute_scale, 0.3, 0.3 + 0.02 + 2.0 * real)
-        assert i >= 4 or calibration.compute_scale == 1.0
-    assert calibration.compute_scale == pytest.approx(learnt, rel=0.01)
-    assert calibration.overhead_s == pytest.approx(0.02)
-
-
-def test_an_outcome_changes_the_forecast_unless_calibration_is_off():
-    for calibrate in (True, False):
-        made, worker = cluster(calibrate=calibrate)
-        for _ in range(10):
-            outcome(made, 0.001, 0.002)
-        for _ in range(10):
-            outcome(made, worker.calibration.compute_scale, 2.001)
-        scale = 2.0 if calibrate else 1.0
-        learnt = worker.queue.speed.step
-        assert learnt.token_s == pytest.approx(scale * STEP.token_s, rel=0.01)
-        assert learnt.pair_s == pytest.approx(scale * STEP.pair_s, rel=0.01)
-        # FLOPs are learnt, reading memory is not.
-        assert (learnt.weights_s, learnt.context_token_s) == (STEP.weights_s, STEP.context_token_s)
-
-
-# -- the link -----------------------------------------------------------------------------------
-
-
-def test_the_link_is_learnt_from_differences_of_totals():
+@pytest.mark.parametrize("factor", [30.0, 1 / 10])
+def test_an_engine_that_has_little_to_do_with_its_announcement_is_learnt_too(factor):
     made, worker = cluster()
-    loads(made, reports=1)
-    assert worker.calibration.link_scale == 1.0
-    loads(made, reports=2)
-    assert 2.0 < worker.calibration.link_scale < 3.0
-    loads(made, reports=12)
-    assert worker.calibration.link_scale == pytest.approx(3.0, rel=0.01)
-    assert worker.queue.speed.load_token_s == pytest.approx(
-        3 * load_token_s(announcement()), rel=0.01
-    )
+    run(made, lambda batch: factor * STEP.real_s(batch))
+    assert np.median(errors(worker, lambda batch: factor * STEP.real_s(batch))) < 0.1
 
 
-def test_a_paced_node_is_believed_as_soon_as_one_at_its_own_speed():
-    learnt = []
-    for dilation in (1.0, 10.0):
-        announced = announcement(
-            node=replace(announcement().node, source="paced", dilation=dilation)
-        )
-        made, worker = cluster(announced=announced)
-        for i in range(2):
-            seconds = 3.0 * i * 1000 * load_token_s(announced)
-            made.report(
-                WorkerReport("w", float(i), steps_total=i, load_tokens_total=1000 * i,
-                             load_seconds_total=seconds), float(i))  # fmt: skip
-        learnt.append(worker.calibration.link_scale)
-    assert learnt[0] == pytest.approx(learnt[1])
-    assert 1.0 < learnt[0] < 1.2
-
-
-def test_an_outlier_counts_as_four_times_what_was_announced_and_fades():
+def test_learning_stops_where_no_announcement_could_be_as_wrong():
     made, worker = cluster()
-    loads(made, reports=20, scale=1.0)
-    last, stuck_s = worker.report, 1000.0
-    made.report(
-        structs.replace(last, steps_total=99, load_tokens_total=last.load_tokens_total + 100_000,
-                load_seconds_total=last.load_seconds_total + stuck_s), 99.0)  # fmt: skip
-    assert 1.0 < worker.calibration.link_scale < 1.4
-    loads(made, reports=60, scale=1.0, steps=100)
-    assert worker.calibration.link_scale == pytest.approx(1.0, rel=0.01)
+    run(made, lambda batch: 1e4 * STEP.real_s(batch))
+    assert 1 < worker.calibration.compute_scale < 500
 
 
-@pytest.mark.parametrize(("real", "learnt"), [(1000.0, 4.0), (1e-6, 0.25)])
-def test_the_link_scale_is_bounded(real, learnt):
+def test_an_engine_that_halves_its_speed_is_known_again_within_a_few_reports():
     made, worker = cluster()
-    loads(made, reports=20, scale=real)
-    assert worker.calibration.link_scale == pytest.approx(learnt, rel=0.02)
+    run(made, STEP.real_s, count=200)
+    run(made, lambda batch: 2 * STEP.real_s(batch), count=24, at_s=1000.0, seed=7)
+    assert np.median(errors(worker, lambda batch: 2 * STEP.real_s(batch))) < 0.15
 
 
-def test_steps_that_fell_are_another_life_though_loads_and_seconds_rose():
+def test_new_figures_are_a_new_beginning_and_the_same_again_are_not():
     made, worker = cluster()
-    token_s = load_token_s(announcement())
-    tokens, seconds = 0, 0.0
-    for i in range(16):
-        # A worker starts anew at every second report; only the loads of a life are as announced.
-        tokens += 100_000
-        seconds += 100_000 * token_s * (3.0 if i % 2 else 1.0)
-        report = WorkerReport("w", 1.0 * i, steps_total=4 if i % 2 else 900,
-                              load_tokens_total=tokens, load_seconds_total=seconds)  # fmt: skip
-        made.report(report, 1.0 * i)
-    assert worker.calibration.link_scale == pytest.approx(1.0)
+    run(made, lambda batch: 2 * STEP.real_s(batch))
+    learnt = worker.calibration.compute_scale
+    assert learnt == pytest.approx(2.0, rel=0.1)
+    made.join(announcement(), 200.0)
+    assert worker.calibration.compute_scale == learnt
+    made.join(announcement(step=STEP.computing_scaled(2.0)), 201.0)
+    assert worker.calibration.compute_scale == 1.0
 
 
-def test_without_calibration_totals_are_only_kept():
+def test_without_calibration_nothing_is_learnt():
     made, worker = cluster(calibrate=False)
-    loads(made, reports=20)
-    assert worker.calibration.link_scale == 1.0
-    assert worker.report.load_tokens_total == 1_900_000
+    run(made, lambda batch: 3 * STEP.real_s(batch))
+    outcome(made, 5.0, 300.0)
+    assert worker.calibration.compute_scale == 1.0 and worker.calibration.overhead_s == 0.0
 
 
-# -- workers ------------------------------------------------------------------------------------
+# -- first tokens alone, as of a foreign engine -------------------------------------------------
 
 
-def test_the_same_figures_again_keep_what_was_learnt_and_new_ones_do_not():
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+def test_first_tokens_alone_teach_computing_and_overhead(factor):
+    made, _ = cluster(announced=announcement(step=STEP.computing_scaled(factor)))
+    rng = np.random.default_rng(3)
+    for i in range(60):
+        tokens = int(2 ** rng.uniform(5, 13))
+        outcome(made, 0.03 + STEP.real_s([(tokens, 0)]), 10.0 * i, tokens, name=f"r{i}")
+    for tokens in (300, 3000):
+        predicted_s = made.explain(ask(tokens=tokens, seed=9), 1000.0).chosen.ttft_s
+        assert predicted_s == pytest.approx(0.03 + STEP.real_s([(tokens, 0)]), rel=0.1)
+
+
+def test_gaps_between_tokens_teach_how_decoding_reads():
+    slow = replace(STEP, weights_s=3 * STEP.weights_s)
     made, worker = cluster()
-    for _ in range(10):
-        outcome(made, 0.001, 0.002)
-    loads(made, reports=20)
-    made.join(announcement(), 30.0)
-    assert worker.calibration.link_scale == pytest.approx(3.0, rel=0.01)
-    slower = replace(announcement().node, h2d_bytes_per_s=21e9)
-    made.join(announcement(node=slower), 31.0)
-    assert worker.calibration.link_scale == 1.0
-    assert worker.calibration.overhead_s == pytest.approx(0.001)
-    assert worker.queue.speed.load_token_s == pytest.approx(KV_BYTES / 21e9)
-    assert worker.seen_s == 31.0
+    now_s = 0.0
+    for i in range(40):
+        made.route(ask(f"r{i}", tokens=2000, seed=i), now_s)
+        now_s += slow.real_s([(2000, 0)])
+        made.first_token(f"r{i}", now_s)
+        now_s += 50 * slow.real_s([(1, 2025)])
+        made.tokens(f"r{i}", 51)
+        made.release(f"r{i}", now_s)
+    learnt_s = worker.queue.speed.step_s([(1, 2025)])
+    assert learnt_s == pytest.approx(slow.real_s([(1, 2025)]), rel=0.1)
 
 
-def steps(made, reports, scale):
-    """Reports of computing that lasted `scale` times as long as the announced model says."""
-    for i in range(reports):
-        report = WorkerReport(
-            "w", float(i), steps_total=10 * i, computed_seconds_total=scale * i,
-            computed_announced_seconds_total=float(i), step_seconds_total=50.0 * i,
-        )  # fmt: skip
-        made.report(report, float(i))
+# -- what must not be believed ------------------------------------------------------------------
+
+GARBAGE = [
+    StepSample(1e308, 1e308, 1e308, 1.0), StepSample(0.0, 0.0, 0.0, 0.0),
+    StepSample(100.0, 1.0, 1.0, math.nan), StepSample(100.0, math.inf, 1.0, 1.0),
+    StepSample(-5.0, -5.0, -5.0, -5.0), StepSample(math.nan, 1.0, 1.0, 1.0),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("real", "learnt"), [(3.0, 3.0), (0.5, 0.5), (100.0, 4.0), (0.01, 0.25)])
-def test_the_gpu_is_learnt_from_steps_within_bounds(real, learnt):
+def test_garbage_leaves_the_announced_speeds():
     made, worker = cluster()
-    steps(made, 8, real)
-    assert worker.calibration.compute_scale == pytest.approx(learnt, rel=0.03)
-    assert worker.queue.speed.step.real_s([(9000, 9)]) == pytest.approx(
-        worker.calibration.compute_scale * STEP.real_s([(9000, 9)])
-    )
+    loads = LoadSample(math.nan, 1.0), LoadSample(10.0, -1.0), LoadSample(math.inf, math.inf)
+    for i in range(30):
+        made.report(WorkerReport("w", i, steps=tuple(GARBAGE), loads=loads), float(i))
+    assert worker.queue.speed.step == STEP and worker.calibration.link_scale == 1.0
 
 
-def test_what_is_learnt_reaches_the_fleet():
-    made, _ = cluster()
-    slots = made.fleet.ready(0.0, 1e9, frozenset())
-    before_s = made.fleet.idle_s(slots, 1000, 500)[0]
-    steps(made, 8, 2.0)
-    loads(made, 8, scale=2.0, steps=100)
-    after_s = made.fleet.idle_s(slots, 1000, 500)[0]
-    assert after_s == pytest.approx(2 * before_s, rel=0.01)
-
-
-def test_a_little_computing_teaches_little():
+def test_seconds_that_have_nothing_to_do_with_the_work_hardly_teach():
+    rng = np.random.default_rng(5)
     made, worker = cluster()
-    made.report(WorkerReport("w", 0.0), 0.0)
-    made.report(
-        WorkerReport("w", 1.0, steps_total=1, computed_seconds_total=0.003,
-                     computed_announced_seconds_total=0.001), 1.0)  # fmt: skip
-    assert 1.0 < worker.calibration.compute_scale < 1.1
+    run(made, lambda batch: 10 ** rng.uniform(-5, 2), count=200)
+    assert all(math.isfinite(getattr(worker.queue.speed.step, name)) for name in NAMES)
+    assert worker.calibration.certainty.compute_sd > 0.2
 
 
-def test_once_steps_are_reported_outcomes_leave_the_compute_scale_alone():
+@pytest.mark.parametrize("lie", [1e-2, 1e2])
+def test_reports_that_first_tokens_contradict_are_not_believed(lie):
+    rng = np.random.default_rng(4)
     made, worker = cluster()
-    steps(made, 8, 2.0)
-    for _ in range(20):
-        outcome(made, 10.0, 90.0)
-    assert worker.calibration.compute_scale == pytest.approx(2.0, rel=0.01)
+    for i in range(30):
+        run(made, lambda batch: lie * STEP.real_s(batch), count=16, at_s=40.0 * i, seed=i)
+        tokens = int(2 ** rng.uniform(7, 13))
+        outcome(made, STEP.real_s([(tokens, 0)]), 40.0 * i + 30, tokens, name=f"r{i}")
+    assert not worker.calibration.believed
+    predicted_s = made.explain(ask(tokens=4000, seed=9), 2000.0).chosen.ttft_s
+    assert predicted_s == pytest.approx(STEP.real_s([(4000, 0)]), rel=0.25)
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_jumps_costs_one_observation(jump_s):
+    made, _ = cluster(forecast_workers=0)
+    now_s = 10_000.0
+    for i in range(40):
+        now_s += 10
+        made.route(ask(f"r{i}", tokens=1000), now_s)
+        if i == 20:
+            now_s += jump_s
+        made.first_token(f"r{i}", now_s + STEP.real_s([(1000, 0)]))
+        made.release(f"r{i}", now_s + STEP.real_s([(1000, 0)]), complete=False)
+    predicted_s = made.explain(ask(tokens=1000, seed=9), now_s + 100).chosen.ttft_s
+    assert predicted_s == pytest.approx(STEP.real_s([(1000, 0)]), rel=0.1)
 
 
 # -- lengths of streams -------------------------------------------------------------------------

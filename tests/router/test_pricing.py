@@ -287,7 +287,7 @@ def test_a_reservation_changes_its_worker_and_nobody_else():
                        "cached_tokens": 20.0},
     )  # fmt: skip
     pricing.reserve(made, 0, rows, 1, 13.0, WINDOW_S)
-    assert made[1].tolist() == workers(BUSY)[0].tolist()
+    assert made[1].tobytes() == workers(BUSY)[0].tobytes()
     changed = {
         "link_reserved_s": 3.5, "link_free_s": 14.5, "gpu_reserved_s": 5.0, "in_flight": 7.0,
         "waiting": 3.0, "queued_tokens": 400.0, "resident_tokens": 1350.0, "used_s": 13.0,

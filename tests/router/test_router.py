@@ -18,6 +18,7 @@ from router.policy import LeastTtft, policy_named
 from router.router import Router, RouterConfig
 from tests.router.building import (
     KV_BYTES,
+    NEVER,
     SHAPE,
     SIZE,
     announcement,
@@ -69,7 +70,7 @@ def test_output_lengths_are_learnt_from_complete_streams_only():
     assert made.outputs.guess(3) == 3
 
 
-def test_only_a_request_that_met_nobody_teaches():
+def test_a_request_that_met_another_teaches_less_than_one_that_met_nobody():
     made = router("a", stale_after_s=100.0)
     calibration = made.workers["a"].calibration
     for i in range(12):
@@ -79,7 +80,8 @@ def test_only_a_request_that_met_nobody_teaches():
         made.first_token(f"s{i}", 1.9 + i)
         made.release(f"r{i}", 1.95 + i)
         made.release(f"s{i}", 1.95 + i)
-    assert calibration.overhead_s == pytest.approx(0.1, abs=0.02)
+    # Half of them took 0.1 s, and those that came behind them 0.9 s.
+    assert 0.08 < calibration.overhead_s < 0.3
 
 
 # -- prices -------------------------------------------------------------------------------------
@@ -139,12 +141,12 @@ def test_a_busy_worker_is_avoided():
 
 
 def test_the_prediction_includes_the_overhead():
-    made = router("a")
+    made = router("a", stale_after_s=NEVER)
     before_s = made.explain(ask(), 1.0).chosen.ttft_s
-    for _ in range(5):
-        outcome(made, 0.0, 0.4)
-    after = made.explain(ask(), 1.0).chosen
-    assert after.ttft_s == pytest.approx(before_s + 0.4)
+    for i in range(20):
+        outcome(made, 0.4, 2.0 + i)
+    after = made.explain(ask(), 30.0).chosen
+    assert after.ttft_s == pytest.approx(before_s + 0.4, rel=0.05)
     assert after.queue_s == pytest.approx(0.0, abs=1e-6)
 
 
@@ -199,7 +201,8 @@ def test_without_tokens_it_fails_open_to_the_least_backlog(policy):
     assert (decision.reason, decision.policy) == ("uninformed_least_backlog", "least_backlog")
     assert not decision.informed and decision.prompt_tokens == 0
     made.first_token("y", 1.5)
-    assert not made.workers[decision.worker].calibration._overheads
+    calibration = made.workers[decision.worker].calibration
+    assert calibration.overhead_s == 0.0 and calibration.compute_scale == 1.0
     assert made.release("y", 2.0)
 
 

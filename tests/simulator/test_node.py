@@ -19,7 +19,7 @@ SIZE = 16
 def model(**changes):
     return NodeModel(
         **{
-            "step": STEP, "announced_step": STEP, "block_tokens": SIZE, "device_blocks": 100,
+            "step": STEP, "block_tokens": SIZE, "device_blocks": 100,
             "host_blocks": 1000, "load_block_s": 0.01, "store_block_s": 0.005,
             "load_fixed_s": 0.002, "budget_tokens": 256, **changes,
         }

@@ -8,7 +8,15 @@ import zmq
 from msgspec.structs import replace
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
-from kappa.protocol import COMPUTE_STEP_TOKENS, Admission, Spent, TenantCharge, WorkerReport
+from kappa.protocol import (
+    SAMPLES,
+    Admission,
+    LoadSample,
+    Spent,
+    StepSample,
+    TenantCharge,
+    WorkerReport,
+)
 from workers.in_flight import InFlight
 from workers.report_stream import ReportStream
 from workers.report_totals import ReportTotals
@@ -89,19 +97,25 @@ def test_a_tenants_latest_charge_is_reported_once_and_all_again_every_ten_second
     assert {c.tenant: c.vram_s for c in totals.take(110.0).charges} == {"a": 3.0, "b": 1.0}
 
 
-def test_only_steps_of_many_tokens_that_waited_for_nothing_show_the_flop_rate():
+def test_a_report_holds_the_latest_step_and_load_of_each_size():
     totals = totals_of()
-    announced = [0.2, 0.1, 0.05]
-    totals.add(step(tokens=COMPUTE_STEP_TOKENS - 1, announced=announced))
-    totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=announced))
-    # An engine without a step model, and steps that waited for loads or for memory, show nothing.
-    totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=None))
-    totals.add(step(tokens=COMPUTE_STEP_TOKENS))
-    totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=[0.1, 0.2, 0.05]))
+    for took_s, tokens in ((0.1, 20), (0.2, 31), (0.3, 32), (9.0, 1)):
+        totals.add(step(tokens=tokens, work=[tokens, 2.5, 40, 3], took_s=took_s))
+    totals.add(step(took_s=5.0))  # of an engine that does not say what it computed
+    totals.add({"kind": "load", "tokens": 640, "bytes": 6400, "took_s": 0.25})
     report = totals.take(0.0)
-    assert report.step_seconds_total == 1.25
-    assert report.computed_seconds_total == pytest.approx(0.2)
-    assert report.computed_announced_seconds_total == 0.2
+    assert report.steps == (
+        StepSample(31, 2.5, 40, 0.2), StepSample(32, 2.5, 40, 0.3), StepSample(1, 2.5, 40, 9.0),
+    )  # fmt: skip
+    assert report.loads == (LoadSample(640, 0.25),)
+    assert totals.take(1.0).steps == ()
+
+
+def test_a_report_holds_sixteen_steps_at_most():
+    totals = totals_of()
+    for size in range(40):
+        totals.add(step(tokens=2**size - 1, work=[2**size - 1, 0.0, 0, 1]))
+    assert len(totals.take(0.0).steps) == SAMPLES
 
 
 def test_bandwidth_is_smoothed_over_loads():

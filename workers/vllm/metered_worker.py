@@ -205,15 +205,13 @@ class Metered:
         start_s = time.monotonic()
         if model is not None and start_s - self._kappa_last_end_s < _BACK_TO_BACK_S:
             start_s = self._kappa_last_end_s
-        parts = model.real_parts(scheduled.chunks) if model is not None else None
         message = {
             "kind": "step",
             "tokens": tokens,
             # Its work (`kappa.cost.StepWork`), then how many requests share it.
             "work": (*batch_work(scheduled.chunks), len(scheduled.chunks)),
             "prefilled": [request_id for request_id in scheduled.prefilled if request_id],
-            "pace_s": parts.step_s if parts else 0.0,
-            "announced": parts,
+            "pace_s": model.real_s(scheduled.chunks) if model is not None else 0.0,
         }
         self._kappa_step = _Timed(scheduled, message, start_s, self._kappa_mark())
 

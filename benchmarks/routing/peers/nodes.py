@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
+from msgspec.structs import replace as dilated
 
 from benchmarks.routing.peers.wire import block_tokens
 from kappa.cost import step_model
@@ -180,11 +181,10 @@ class EmulatedNode:
         totals, link, dilation = self.node.totals, self.node.link, self._loop.dilation
         size, token_bytes = self.block_tokens, kv_bytes_per_token(self.shape)
         loaded, stored = link.up.load_blocks * size, link.down.store_blocks * size
+        steps, loads = self.node.samples.take()
         report = WorkerReport(
             worker=self.name, time_s=time.time(), steps_total=totals.steps,
             step_seconds_total=totals.step_s * dilation,
-            computed_seconds_total=totals.computed_s * dilation,
-            computed_announced_seconds_total=totals.computed_announced_s * dilation,
             step_tokens_total=totals.step_tokens,
             load_tokens_total=loaded, load_bytes_total=int(loaded * token_bytes),
             load_seconds_total=link.up.load_s * dilation,
@@ -192,6 +192,8 @@ class EmulatedNode:
             store_seconds_total=link.down.store_s * dilation,
             h2d_bytes_per_s=self.spec.profile.h2d_bytes_per_s / dilation,
             admitted=tuple(self._admitted), prefilled=tuple(self._prefilled),
+            steps=tuple(dilated(each, seconds=each.seconds * dilation) for each in steps),
+            loads=tuple(dilated(each, seconds=each.seconds * dilation) for each in loads),
         )  # fmt: skip
         self._admitted, self._prefilled = [], []
         self._reports.send_multipart([REPORT, msgspec.msgpack.encode(report.to_dict())])

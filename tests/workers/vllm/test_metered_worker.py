@@ -156,7 +156,6 @@ def test_a_paced_step_lasts_its_pace(run):
     model = StepModel(token_s=1e-3, pair_s=0.0, weights_s=0.0, context_token_s=0.0, dilation=2.0)
     (step,) = run(model, scheduled({"a": 20}, new("a", 20)))
     assert step["pace_s"] == pytest.approx(0.04)
-    assert step["announced"] == pytest.approx([0.04, 0.0, 0.0])
     assert step["took_s"] >= step["pace_s"]
     assert (step["tokens"], step["prefilled"]) == (20, ["ours-a"])
     assert step["spent"] == [["ours-a", 0, step["took_s"]]]
@@ -170,7 +169,7 @@ def test_a_step_slower_than_its_pace_is_an_overrun(run):
 
 def test_an_unpaced_step_is_reported_and_never_an_overrun(run):
     (step,) = run(None, scheduled({"a": 1}, new("a", 1)))
-    assert (step["pace_s"], step["announced"], step["overrun"]) == (0.0, None, False)
+    assert (step["pace_s"], step["overrun"]) == (0.0, False)
 
 
 @pytest.mark.parametrize("model", [None, StepModel(1e-6, 0.0, 0.0, 0.0)])
