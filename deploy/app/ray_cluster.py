@@ -155,8 +155,8 @@ class JoinedRay:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise StartError(
                 f"{wrong.format(error)}Is one there ('ray start --head'), and is its token yours "
-                "(RAY_AUTH_TOKEN, or the file that RAY_AUTH_TOKEN_PATH names)? Without --address "
-                "one is started here"
+                "(RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or the file that RAY_AUTH_TOKEN_PATH "
+                "names)? Without --address one is started here"
             ) from None
 
     def dead(self) -> str:
