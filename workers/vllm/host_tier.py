@@ -205,9 +205,9 @@ class HostTierWorker(TierWorker):
         return self.pace.load_s(tokens) if direction == LOAD else self.pace.store_s(tokens)
 
     def _ended(self, message: dict[str, Any]) -> None:
-        counted = {"tokens": "blocks", "disk_tokens": "disk_blocks"}
-        counts = {to: message.get(of, 0) * self._block_tokens for to, of in counted.items()}
-        self._report({**message, **counts})
+        disk = message.pop("disk_blocks", 0) * self._block_tokens
+        counts = {"disk_tokens": disk} if disk else {}
+        self._report({**message, "tokens": message["blocks"] * self._block_tokens, **counts})
 
 
 class ManagedTierSpec(SpecNames):
