@@ -51,7 +51,6 @@ class Machine:
     offers: to Ray, in all (CPU, GPU, custom resources), under labels. memory_bytes: that may still
     be used, below the limits of cgroups. shm_bytes: free in /dev/shm. gpus: those that may be
     used; no_gpus: why there are none. engine_build: of the vLLM installed, "cuda" or "cpu".
-    folder_bytes: free in a folder, 0 if this user cannot write there; None: not known.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Machine:
     gpus: tuple[GpuFacts, ...] | None = None
     no_gpus: str = ""
     engine_build: str = ""
-    folder_bytes: Callable[[str], int | None] = field(default=lambda _: None, compare=False)
 
     @classmethod
     def of_ray(cls, node: Mapping[str, Any]) -> Machine:
@@ -82,6 +80,10 @@ class Machine:
             else None,
             gpus=(GpuFacts(kind),) * int(offers.get("GPU", 0)),
         )
+
+    def folder_bytes(self, folder: str) -> int | None:
+        """Free in a folder, 0 if this user cannot write there; None of another machine."""
+        return _folder_bytes(folder) if self.name == THIS else None
 
     def lacks(self, pool: PoolSettings) -> list[str]:
         """Why a worker of the pool cannot run here, empty if it can."""
@@ -149,7 +151,6 @@ def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:
         gpus=gpus,
         no_gpus=no_gpus,
         engine_build=next((build for build, name in _BUILDS if _is_installed(name)), ""),
-        folder_bytes=_folder_bytes,
     )
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from deploy.app.machine import GpuFacts, Machine, read_machine, settings_without_file
+from deploy.app.machine import THIS, GpuFacts, Machine, read_machine, settings_without_file
 from deploy.app.model import Model, _no_weights
 from deploy.app.preflight import CUDA, GPU_SHARE, all_problems, problems
 from kappa.settings.base import SettingsError
@@ -321,16 +321,17 @@ def test_an_argument_that_vllm_does_not_have_is_named_with_the_nearest():
     assert fault.endswith("did you mean max_num_seqs?")
 
 
-def test_a_disk_tier_needs_a_folder_with_room():
-    def here(free):
-        return replace(machine(0), folder_bytes={"/data": free}.get)
+def test_a_disk_tier_needs_a_folder_with_room(monkeypatch):
+    settings = cluster(0, disk_dir="/data", disk_bytes=100 * 10**9)
 
-    disk = {"disk_dir": "/data", "disk_bytes": 100 * 10**9}
-    settings = cluster(0, **disk)
-    assert found(settings, None, here(100 * 10**9)) == found(settings, None, here(None)) == []
-    (fault,) = found(settings, None, here(60 * 10**9))
-    assert "engine.disk_bytes of 100 GB, and engine.disk_dir /data of m has 60 GB that" in fault
-    (fault,) = found(settings, None, here(0))
+    def faults(free, name=THIS):
+        monkeypatch.setattr("deploy.app.machine._folder_bytes", {"/data": free}.get)
+        return found(settings, None, replace(machine(0), name=name))
+
+    assert faults(100 * 10**9) == faults(0, "elsewhere") == []
+    (fault,) = faults(60 * 10**9)
+    assert "engine.disk_bytes of 100 GB, and engine.disk_dir /data of this machine has 60" in fault
+    (fault,) = faults(0)
     assert "has 0 GB that this user may write: lower it, or name another folder" in fault
 
 
