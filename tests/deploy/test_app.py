@@ -30,6 +30,7 @@ KEYED = {"by_key": {"sk-alice-0123456": "alice"}, "weights": {"alice": 2.0}}
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.usefixtures("no_ray_starts"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Using extra keyword arguments"),
 ]

@@ -22,7 +22,7 @@ STOCK_CLUSTER = {"engine": STOCK, "scheduler": {"name": "stock"}}
 DISK = {"disk_dir": "/data", "disk_bytes": 1 << 30}
 A_GPU_POOL = [{"name": "a", "placement": {"gpus": 1}}]
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_ray_starts")]
 
 
 def cluster(*pools, **more):

@@ -77,7 +77,7 @@ def test_the_prices_are_those_that_python_gives(source):
     rng = np.random.default_rng(0)
     workers = np.zeros(5, dtype=pricing.WORKER)
     for name in workers.dtype.names:
-        workers[name] = rng.uniform(0.5, 2.0, 5)
+        workers[name] = rng.uniform(0.5, 2.0, workers[name].shape)
     workers["net_tokens_per_s"][0] = workers["spare_tokens"][1] = 0.0
     workers["decoding"][2] = 0.0
     workers["resident_tokens"][4] = 5000.0

@@ -70,7 +70,8 @@ class Pair:
 
 
 def match(index, tokens, salt=None):
-    return match_worker(index, HASHER.prefix_hashes(tokens, salt_of(salt) if salt else 0), "w")
+    hashes = HASHER.prefix_hashes(tokens, salt_of(salt) if salt else 0)
+    return match_worker(index, hashes, "w")[:2]
 
 
 LONG = list(range(5 * SIZE))

@@ -303,7 +303,7 @@ async def test_an_engine_that_was_given_everything_need_not_say_it():
     }  # fmt: skip
     plan = limits_of(given)
     assert await read_back(plan, KeyError("layout")) is plan
-    facts = {**given, "kv_dtype": "", "kv_token_bytes": 100.0, "weight_bytes": 10**10}
+    facts = {**given, "kv_dtype": "", "kv_token_bytes": 100.0, "weight_bytes": 10**10, "graphs": ""}
     started = await read_back(plan, [{**facts, "device_blocks": 900}])
     assert started.limits.device_blocks == 900
     assert started.block_bytes == 1600

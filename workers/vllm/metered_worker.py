@@ -287,6 +287,10 @@ def mark_generators(runner: Any) -> None:
 class MeteredCPUWorker(Metered, CPUWorker):
     """vLLM's CPU worker, metered."""
 
+    def kappa_engine(self) -> dict[str, Any]:
+        """As `Metered`'s, but for the weights: packed anew for the CPU, most are no parameters."""
+        return {**super().kappa_engine(), "weight_bytes": 0}
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As `Metered`, with generators that vLLM can take a step back."""
         mark_generators(self.model_runner)

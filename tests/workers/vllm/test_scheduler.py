@@ -235,7 +235,7 @@ def test_what_an_engine_runs_with_is_read_back_from_its_worker(started):
         "max_context_tokens": 1024, "block_tokens": BLOCK, "device_blocks": BLOCKS + 1,
         "max_batch_tokens": BUDGET, "max_sequences": SLOTS, "dtype": "float32", "kv_dtype": "",
         "kv_token_bytes": kv_bytes_per_token(shape),
-        "weight_bytes": pytest.approx(4 * shape.params_total, rel=0.01),
+        "weight_bytes": 0, "graphs": "NONE",
     }  # fmt: skip
 
 
