@@ -23,6 +23,8 @@ from dashboards.panels import (
 )
 from kappa import metrics as m
 
+_PACED = "of nodes whose engines measured themselves, which paced ones do not"
+
 RATIOS = PanelRow(
     "Ratio against critical ratio",
     (
@@ -60,9 +62,10 @@ DECISIONS = PanelRow(
               (gauge_by_node(m.LINK_BACKLOG),), width=6),
         Panel("GPU backlog", "Seconds of prompts that are queued on a node's GPU.", "s",
               (gauge_by_node(m.GPU_BACKLOG),), width=6),
-        Panel("Bandwidth of loads", "Host to device, as the last loads went; and of every further "
-              "byte of a transfer, as the engine measured its own copies at its start (unpaced "
-              "nodes).", "Bps", (gauge_by_node(m.LOAD_BANDWIDTH), Query(
+        Panel("Bandwidth of loads", "Host to device, as the last loads went; and as announced: of "
+              "every further byte of a transfer, as the engine measured its own copies at its "
+              "start, or (paced nodes) the profile's.", "Bps",
+              (gauge_by_node(m.LOAD_BANDWIDTH), Query(
                gauge(m.ANNOUNCED_BANDWIDTH, "max", ("node", "direction"), NODE),
                "{{node}} announced {{direction}}")), width=6),
         Panel("Calibration", "Learnt over announced seconds: 1 is what the profile promised, "
@@ -74,9 +77,10 @@ DECISIONS = PanelRow(
                gauge_by_node(m.CALIBRATION_BELIEVED, "{{node}} reports believed"))),
         Panel("Fit of the measured steps", "R² of the constants that an engine fitted to its own "
               "steps; below 0.98 predictions start out poor.", "none",
-              (gauge_by_node(m.STEP_FIT),), top=1.0),
+              (gauge_by_node(m.STEP_FIT),), top=1.0, absent=_PACED),
         Panel("Age of the measurement", "Since a node was measured; it is measured again when "
-              "hardware, versions or settings change.", "s", (gauge_by_node(m.PROFILE_AGE),)),
+              "hardware, versions or settings change.", "s", (gauge_by_node(m.PROFILE_AGE),),
+              absent=_PACED),
         Panel("Cost beside the engine", "Seconds of a request outside its engine, as learnt.", "s",
               (gauge_by_node(m.OVERHEAD),)),
         Panel("Blind spots", "Blocks per second that the prefix index could not place, and gaps in "

@@ -79,7 +79,7 @@ STORE_BYTES = _counter("kappa_store_bytes", "bytes moved device to host", "node"
 LOAD_BANDWIDTH = _gauge("kappa_load_bytes_per_second", "measured host-to-device bandwidth", "node")
 ANNOUNCED_BANDWIDTH = _gauge(
     "kappa_announced_bytes_per_second",
-    "bandwidth that a node measured at its start, by direction: load, store",
+    "bandwidth that a node announced, by direction: load, store",
     "node", "direction",
 )  # fmt: skip
 STEP_FIT = _gauge(

@@ -58,12 +58,13 @@ def refresh_gauges(live: LiveRouter) -> None:
 
 
 def _refresh_measured(live: LiveRouter, announced: Announcement) -> None:
-    """Gauges of what a worker's engine measured of itself; of a paced one there is nothing."""
+    """Gauges of a worker's announced bandwidth, and of what its engine measured of itself, which
+    a paced one does not."""
     node, measured = announced.node, announced.measured
-    if node.source != "measured":
-        return
     live.metrics.set(m.ANNOUNCED_BANDWIDTH, node.name, "load", to=node.h2d_bytes_per_s)
     live.metrics.set(m.ANNOUNCED_BANDWIDTH, node.name, "store", to=node.store_bytes_per_s)
+    if node.source != "measured":
+        return
     if "step" in measured:
         live.metrics.set(m.STEP_FIT, node.name, to=measured["step"]["r2"])
     if (age_s := _age_s(measured)) is not None:
