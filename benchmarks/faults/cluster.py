@@ -288,7 +288,9 @@ def started(
         survivors += _stop(process, family)
 
 
-def launch(config: Path, errors: Path, added: Mapping[str, str]) -> subprocess.Popen[str]:
+def launch(
+    config: Path, errors: Path, added: Mapping[str, str], *options: str
+) -> subprocess.Popen[str]:
     """`kappa serve --json` with this configuration and `added` to the environment, on a free port.
 
     It writes its log to `errors`; `ready_line` waits until it serves.
@@ -296,7 +298,8 @@ def launch(config: Path, errors: Path, added: Mapping[str, str]) -> subprocess.P
     kappa = str(Path(sys.executable).with_name("kappa"))
     with errors.open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, kappa, "serve", "--json", "--port", "0", "--config", str(config)],
+            [sys.executable, kappa, "serve", "--json", "--port", "0", "--config", str(config),
+             *options],
             stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **added},
             # In the background SIGINT is ignored, and so it would be in what we start.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

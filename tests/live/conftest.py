@@ -121,11 +121,12 @@ def live(tmp_path_factory):
 
 
 @contextmanager
-def serving(folder, settings):
-    """`kappa serve` with these settings, in a process of its own; gives what it says when ready."""
+def serving(folder, settings, *options):
+    """`kappa serve` with these settings and options, in a process of its own; gives what it says
+    when ready."""
     config, errors = folder / "cluster.yaml", folder / "stderr.txt"
     config.write_text(settings)
-    process = launch(config, errors, {})
+    process = launch(config, errors, {}, *options)
     survivors = []
     try:
         yield {**ready_line(process, errors), "pid": process.pid}

@@ -1,7 +1,7 @@
 """A plain Ray Serve LLM application with one line of ours: the `request_router_class`.
 
-Run by test_drop_in.py in a process of its own, and shown in docs/drop-in.md. Prints its URL when it
-is ready and stops when its standard input closes.
+Run by test_drop_in.py in a process of its own, and shown in docs/drop-in.md. Prints its URL and the
+address of its Ray when it is ready, and stops when its standard input closes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from workers.vllm.arguments import CPU_ENV
 def main() -> None:
     model = prepare_model(load_settings())
     port = free_port("127.0.0.1")
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    rays = {"num_cpus": 12, "resources": {"rack-a": 1}, "include_dashboard": False}
+    ray.init(**rays, log_to_driver=False, logging_level="ERROR")
     serve.start(
-        http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"}
-    )
+        # A proxy for each machine would not do: others that join are this one.
+        proxy_location="HeadOnly",
+        http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"},
+    )  # fmt: skip
     config = LLMConfig(
         model_loading_config={"model_id": "plain", "model_source": model.source},
         engine_kwargs={
@@ -47,8 +50,8 @@ def main() -> None:
         runtime_env={"env_vars": {**CPU_ENV, "HF_HUB_OFFLINE": "1"}},
         log_engine_metrics=False,
     )
-    serve.run(build_openai_app({"llm_configs": [config]}))
-    print(f"http://127.0.0.1:{port}", flush=True)
+    serve.run(build_openai_app({"llm_configs": [config]}), name="plain", route_prefix="/plain")
+    print(f"http://127.0.0.1:{port}/plain {ray.get_runtime_context().gcs_address}", flush=True)
     sys.stdin.read()
     serve.shutdown()
     ray.shutdown()
