@@ -61,7 +61,8 @@ class OwnRay:
         import ray
 
         self._log_level = log_level
-        local = {"num_cpus": self._cpus, "include_dashboard": False}
+        # "local": one of our own, even where another Ray runs, or ran, on this machine.
+        local = {"address": "local", "num_cpus": self._cpus, "include_dashboard": False}
         try:
             _init(log_level, **local, object_store_memory=_OBJECT_STORE_BYTES)
         except Exception as error:  # Ray raises a bare one when a process of its own is late.

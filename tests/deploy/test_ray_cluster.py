@@ -42,14 +42,15 @@ def test_a_ray_that_came_up_without_its_token_is_stopped(monkeypatch, enabled):
     import ray
     from ray._private.authentication import authentication_utils
 
-    stopped = []
+    stopped, given = [], {}
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "init", given.update)
     monkeypatch.setattr(ray, "shutdown", lambda: stopped.append(True))
     monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: enabled)
     if enabled:
         OwnRay(workers=2).start("WARNING")
         assert not stopped
+        assert given["address"] == "local", "never another Ray of this machine, alive or dead"
         return
     with pytest.raises(StartError, match="started without one"):
         OwnRay(workers=2).start("WARNING")

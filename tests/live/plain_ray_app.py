@@ -22,7 +22,7 @@ def main() -> None:
     model = prepare_model(load_settings())
     port = free_port("127.0.0.1")
     rays = {"num_cpus": 12, "resources": {"rack-a": 1}, "include_dashboard": False}
-    ray.init(**rays, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", **rays, log_to_driver=False, logging_level="ERROR")
     serve.start(
         # A proxy for each machine would not do: others that join are this one.
         proxy_location="HeadOnly",

@@ -80,6 +80,9 @@ def plain_app(token: None) -> Iterator[PlainApp]:
 def second_machine(plain_app: PlainApp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Another Ray node, on this machine, which joins by `ray start` as one elsewhere would."""
     ray = str(Path(sys.executable).with_name("ray"))
+    # Where `ray start` says which cluster a `ray.init()` of this machine is to join.
+    current = Path("/tmp/ray/ray_current_cluster")
+    before = current.read_bytes() if current.exists() else None
     log = tmp_path_factory.mktemp("ray") / "ray-start.log"
     with log.open("w") as output:
         node = subprocess.Popen(
@@ -95,6 +98,9 @@ def second_machine(plain_app: PlainApp, tmp_path_factory: pytest.TempPathFactory
         children = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
         node.terminate()
         _end(node, children)
+        current.unlink(missing_ok=True)
+        if before is not None:
+            current.write_bytes(before)
 
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes], children: list) -> None:

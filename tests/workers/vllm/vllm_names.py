@@ -65,21 +65,33 @@ def class_names(node):
     return {"bases": bases, "methods": methods, "attributes": sorted(attributes)}
 
 
+def top_level(statements):
+    """A module's own statements, those behind conditions too."""
+    for node in statements:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from top_level(node.body)
+            yield from top_level(getattr(node, "orelse", []))
+            for handler in getattr(node, "handlers", []):
+                yield from top_level(handler.body)
+
+
 def module_names(root, module, wanted):
     """What a module defines or imports; the wanted classes in full; None: there is none such."""
     path = module_path(root, module)
     if not path.exists():
         return None
     names, classes = set(), {}
-    for node in ast.walk(parsed(path)):
+    for node in top_level(parsed(path).body):
         if isinstance(node, ast.ClassDef) and node.name in wanted:
             classes[node.name] = class_names(node)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
     # A package's modules can be imported from it; a lazy one lists what it offers.
     if path.name == "__init__.py":
         names |= {child.stem for child in path.parent.iterdir()}
