@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.live.conftest import serving
 pytestmark = pytest.mark.live
 
 _START_S = 480.0
-_STOP_S = 60.0
+_STOP_S = _JOIN_S = 60.0
 _SUBJECTS = ("rivers", "engines", "poems", "harbours", "proofs", "orchards")
 
 TWO_MACHINES = """
@@ -92,6 +93,10 @@ def second_machine(plain_app: PlainApp, tmp_path_factory: pytest.TempPathFactory
             stdout=output, stderr=output,
         )  # fmt: skip
     try:
+        until_s = time.monotonic() + _JOIN_S
+        while "Ray runtime started" not in log.read_text() and time.monotonic() < until_s:
+            assert node.poll() is None, log.read_text()
+            time.sleep(0.2)
         yield
         assert node.poll() is None, log.read_text()
     finally:
