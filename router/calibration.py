@@ -492,7 +492,7 @@ class Calibration:
         return float(np.median(np.abs(self._errors(self._rows[places], theta)))) < _WRONG
 
     def _use(self, covariance: Floats) -> None:
-        """Derive what is asked for from the parameters."""
+        """Derive speed, overhead and certainty from the parameters."""
         announced, prior, theta = self._announced, self._prior, self._theta
         constants = constants_of(theta, prior.values, prior.floors)
         dilation = announced.step.dilation

@@ -166,7 +166,7 @@ class WorkerPlan:
         }
 
     def engine_request(self, rank: int) -> dict[str, Any]:
-        """What `workers.vllm.measured_engine` is asked for; nothing of a paced engine, nor of one
+        """What `workers.vllm.measured_engine` is given; nothing of a paced engine, nor of one
         of our own."""
         node = self.node(rank)
         if self.kind != "vllm" or node.source == "paced":

@@ -1,6 +1,6 @@
 """What the ladder is climbed on: a CUDA device, or the processors as a check of the ladder itself.
 
-Whatever differs between the two is here: sizes, pinned memory, the end of what was asked for.
+Whatever differs between the two is here: sizes, pinned memory, the end of what was begun.
 Copies and their events are the engine's own (`engine.transfer`). A model of random weights is
 written once, so that both engines read the same.
 """
@@ -109,7 +109,7 @@ class Device:
         return torch.ones(size, dtype=torch.int8, pin_memory=pinned and self.cuda)
 
     def finish(self) -> None:
-        """Wait until what was asked of the device is done."""
+        """Wait until the device has done what it was given."""
         if self.cuda:
             torch.cuda.synchronize()
 

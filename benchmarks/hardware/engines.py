@@ -242,8 +242,8 @@ class VllmServed:
     def measured(self) -> dict[str, Any]:
         """What the engine measures of itself at a start, its blocks written over."""
         request = self._plan.profile_request() | {"engine": self._plan.engine_request(0)}
-        asked = self._llm.collective_rpc("kappa_profile", args=(request,))
-        return of_all_ranks(self._runner.run(asked))
+        answer = self._llm.collective_rpc("kappa_profile", args=(request,))
+        return of_all_ranks(self._runner.run(answer))
 
     def close(self) -> None:
         self._llm.shutdown()

@@ -92,16 +92,16 @@ def run_rung(name: str, argv: Argv, out: Path, bound_s: float) -> Row:
         finally:
             _end(process)
     found = harness.read_lines(rows)
-    told: Row = {
+    outcome: Row = {
         "rung": name, "what": rung.what, "bound_s": bound_s, "seconds": time.monotonic() - start_s,
         "rows": predicted([row for row in found if row["kind"] != "note"]),
     }  # fmt: skip
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-    told |= status(found, code, bound_s, tail)
-    harness.note(f"{name}: {told['status']} after {told['seconds']:.1f} s")
-    for line in [*told["why"], *sentences(told["rows"])]:
+    outcome |= status(found, code, bound_s, tail)
+    harness.note(f"{name}: {outcome['status']} after {outcome['seconds']:.1f} s")
+    for line in [*outcome["why"], *sentences(outcome["rows"])]:
         harness.note(f"  {line}")
-    return told
+    return outcome
 
 
 def status(rows: Sequence[Row], code: int | None, bound_s: float, tail: str) -> Row:

@@ -83,8 +83,8 @@ def _fit(cells: Rows, about: Row) -> Row:
 
 def sentences(rows: Rows) -> list[str]:
     """What a rung found, line by line; nothing where it found nothing."""
-    told = [_TOLD[row["kind"]](row) for row in rows if row["kind"] in _TOLD]
-    return [line for line in told if line]
+    lines = [_SENTENCES[row["kind"]](row) for row in rows if row["kind"] in _SENTENCES]
+    return [line for line in lines if line]
 
 
 def _copy(r: Row) -> str:
@@ -116,7 +116,7 @@ def _ms(seconds: float | None) -> str:
     return "unknown" if seconds is None else f"{seconds * _MS:.3g} ms"
 
 
-_TOLD: Mapping[str, Callable[[Row], str]] = {
+_SENTENCES: Mapping[str, Callable[[Row], str]] = {
     "copy": _copy, "compare": _compared, "fit": _fitted, "policy": _policy,
     "product": lambda r: f"product of {r['tokens']} tokens: {r['flops_per_s'] / 1e12:.3g} TFLOP/s",
     "engine": lambda r: "; ".join(r.get("unmeasured", ())),
@@ -261,5 +261,5 @@ def _rung(rung: Row) -> Iterable[str]:
     yield f"<p class=soft>{escape(rung['what'])}; {rung['seconds']:.1f} s</p>"
     yield from (f"<p class=soft>{escape(why)}</p>" for why in rung["why"])
     yield from (f"<figure>{drawn}</figure>" for drawn in pictures(rung["rung"], rung["rows"]))
-    told = "".join(f"<li>{escape(one)}</li>" for one in sentences(rung["rows"]))
-    yield f"<ul>{told}</ul>"
+    items = "".join(f"<li>{escape(one)}</li>" for one in sentences(rung["rows"]))
+    yield f"<ul>{items}</ul>"
