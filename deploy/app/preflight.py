@@ -85,11 +85,7 @@ def _of_dtypes(
     settings: ClusterSettings, pool: PoolSettings, _model: Model | None, _machine: Machine
 ) -> Iterator[str]:
     extra = pool.engine_settings(settings.engine).extra
-    if settings.engine.kind != "vllm" or not extra.keys() & {
-        "dtype",
-        "kv_cache_dtype",
-        "quantization",
-    }:
+    if settings.engine.kind != "vllm" or not extra.keys() & _DTYPES:
         return
     from vllm.config.cache import CacheDType
     from vllm.config.model import ModelDType
@@ -178,7 +174,7 @@ def _of_gpu_memory(
 
 
 def _in_the_dtypes_of(extra: Mapping[str, Any], shape: ModelShape) -> ModelShape:
-    """The shape as vLLM holds it where it is told to quantise; what is not FP8 counts as 4 bits,
+    """The shape as vLLM holds it where its arguments quantise; what is not FP8 counts as 4 bits,
     the least that any method takes."""
 
     def held(name: str, bytes_each: float) -> float:

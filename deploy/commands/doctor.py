@@ -7,7 +7,6 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -20,7 +19,7 @@ from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, pri
 from deploy.commands.serve import Config, settings_or_exit
 from kappa import metrics as m
 from kappa.hardware import node_profile
-from kappa.plugins import EXAMINATIONS, installed
+from kappa.plugins import EXAMINATIONS, installed, version_of
 from loadtest.client import bearer
 
 if TYPE_CHECKING:
@@ -114,16 +113,10 @@ def _snapshot(url: str | None, config: Path | None, key: str, probe: bool) -> Sn
     machine = read_machine()
     if url is not None:
         found |= _of_cluster(url.rstrip("/"), key, probe)
-    installed = {name: have for name in _PACKAGES if (have := _installed(name))}
+    installed = {name: have for name in _PACKAGES if (have := version_of(name))}
     lock = ROOT / _LOCKS.get(machine.engine_build, "")
     locked = pins(lock.read_text(encoding="utf-8")) if lock.is_file() else {}
     return Snapshot(installed, locked, machine, **found)
-
-
-def _installed(package: str) -> str:
-    with contextlib.suppress(PackageNotFoundError):
-        return version(package)
-    return ""
 
 
 def _of_cluster(url: str, key: str, probe: bool) -> dict[str, Any]:

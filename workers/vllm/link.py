@@ -28,7 +28,13 @@ LOAD, STORE = "load", "store"
 PIECE_S = 0.02
 _POLL_S = 0.2
 # Of a new measurement of seconds per block, against those before it.
-RATE_WEIGHT = 0.2
+_RATE_WEIGHT = 0.2
+
+
+def averaged_s(known_s: float, latest_s: float) -> float:
+    """EWMA of measured seconds per block; `known_s` is 0 before the first."""
+    before_s = known_s or latest_s
+    return before_s + _RATE_WEIGHT * (latest_s - before_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -307,9 +313,8 @@ class Link:
             return False
         seconds = time.monotonic() - start_s
         transfer.copy_s += seconds
-        block_s = seconds / max(len(src_ids), 1)
-        known_s = self.block_s[transfer.direction] or block_s
-        self.block_s[transfer.direction] = known_s + RATE_WEIGHT * (block_s - known_s)
+        known_s, latest_s = self.block_s[transfer.direction], seconds / max(len(src_ids), 1)
+        self.block_s[transfer.direction] = averaged_s(known_s, latest_s)
         return True
 
     def _drop(self, transfer: Transfer, why: str) -> None:

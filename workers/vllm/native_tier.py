@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 
 from workers.stats_channel import StatsSender
 from workers.vllm.host_tier import ManagedTierSpec, TierWorker
-from workers.vllm.link import LOAD, RATE_WEIGHT, STORE
+from workers.vllm.link import LOAD, STORE, averaged_s
 from workers.vllm.versions.installed import SpecNames
 
 # An engine with nothing to do but transfers under way looks for their end so often.
@@ -111,9 +111,7 @@ class NativeTierWorker(TierWorker):
         if took_s is None or moved is None:
             return
         if job.direction == STORE and job.blocks:
-            block_s = took_s / job.blocks
-            known_s = self._store_block_s or block_s
-            self._store_block_s = known_s + RATE_WEIGHT * (block_s - known_s)
+            self._store_block_s = averaged_s(self._store_block_s, took_s / job.blocks)
         queued_s = max(time.monotonic() - job.at_s - took_s, 0.0)
         self._report({
             "kind": job.direction, "job": result.job_id, "blocks": job.blocks,

@@ -65,7 +65,8 @@ class FairScheduler(SchedulerNames):
         refused = self._options.tenant_required and not tenant_of(extra)
         if refused:
             # Blocked, it is never scheduled.
-            self.block(request)
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            request.structured_output_request = None
         super().add_request(request)
         if refused:
             log.warning("request_without_tenant_refused", request_id=request.request_id)

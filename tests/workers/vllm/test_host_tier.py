@@ -2,11 +2,9 @@
 
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
@@ -33,16 +31,6 @@ pytestmark = pytest.mark.vllm
 
 BLOCKS, BLOCK_TOKENS = 24, 16
 WIDTHS = (64, 192)
-
-
-@pytest.fixture
-def stats(tmp_path):
-    """An endpoint and a function that returns the next message sent there."""
-    endpoint = f"ipc://{tmp_path}/stats"
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        socket.bind(endpoint)
-        yield endpoint, lambda: msgspec.msgpack.decode(socket.recv())
 
 
 class Copies:

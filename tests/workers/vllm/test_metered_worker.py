@@ -4,10 +4,8 @@ import threading
 from types import SimpleNamespace
 from typing import ClassVar
 
-import msgspec
 import pytest
 import torch
-import zmq
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -133,23 +131,19 @@ def metered(kind, model=None, stats=None, reports=True):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(stats):
     """A function that runs steps on a worker without vLLM's own parts; returns their reports."""
-    endpoint = f"ipc://{tmp_path}/stats"
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        socket.bind(endpoint)
+    endpoint, next_report = stats
 
-        def play(model, *steps):
-            worker = metered(MeteredCPUWorker, model, StatsSender(endpoint))
-            for step in steps:
-                worker._kappa_begin(step)
-                worker._kappa_end(None)
-            worker._kappa_stats.flush()
-            full = [step for step in steps if step.total_num_scheduled_tokens]
-            return [msgspec.msgpack.decode(socket.recv()) for _ in full]
+    def play(model, *steps):
+        worker = metered(MeteredCPUWorker, model, StatsSender(endpoint))
+        for step in steps:
+            worker._kappa_begin(step)
+            worker._kappa_end(None)
+        worker._kappa_stats.flush()
+        return [next_report() for step in steps if step.total_num_scheduled_tokens]
 
-        yield play
+    return play
 
 
 def test_a_paced_step_lasts_its_pace(run):

