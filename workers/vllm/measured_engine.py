@@ -28,7 +28,10 @@ def measure_engine(
     worker: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any],
     prior: Mapping[str, float], budget_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure an engine that has nothing in flight; its device cache holds anything afterwards.
+    """Measure an engine that has nothing in flight; its device cache is zeros afterwards.
+
+    An attention kernel may multiply slots past a sequence's end by zero: what a measurement leaves
+    there must be finite, and a load of host memory that nobody has written need not be.
 
     Args:
         worker: of vLLM; execute, sample: its methods for a step, unmetered.
@@ -40,6 +43,19 @@ def measure_engine(
         sentences on what of these is missing; none of a link where there is no host tier.
     """
     found: dict[str, Any] = {"unmeasured": []}
+    try:
+        _measure(found, worker, execute, sample, StepModel.from_dict(prior), budget_s)
+    finally:
+        for cache in worker.model_runner.kv_caches:
+            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+                tensor.zero_()
+    return found
+
+
+def _measure(
+    found: dict[str, Any], worker: Any, execute: Callable[[Any], Any],
+    sample: Callable[[None], Any], prior: StepModel, budget_s: float,
+) -> None:  # fmt: skip
     groups = len(worker.model_runner.kv_cache_config.kv_cache_groups)
     device_blocks = int(worker.cache_config.num_gpu_blocks)
     connector = getattr(kv_transfer_state._KV_CONNECTOR_AGENT, "connector_worker", None)
@@ -60,13 +76,12 @@ def measure_engine(
         groups=groups,
     )
     steps = StepTimer(execute, sample, limits, _agreement(worker.parallel_config.world_size))
-    model, left_s = StepModel.from_dict(prior), (1 - _LINK_SHARE) * budget_s
     if worker.parallel_config.pipeline_parallel_size > 1:
         found["unmeasured"].append("a step: its stages run on several devices in turn")
-        return found
+        return
     with without_connector(worker.model_runner):
-        found |= _tried("a step", lambda: {"step": steps.measure(model, left_s)}, found)
-    return found
+        left_s = (1 - _LINK_SHARE) * budget_s
+        found |= _tried("a step", lambda: {"step": steps.measure(prior, left_s)}, found)
 
 
 def _agreement(ranks: int) -> Callable[[bool], bool]:

@@ -227,9 +227,12 @@ def test_a_transfer_that_fails_or_a_tier_too_small_is_said_and_the_rest_measured
         time.sleep((worker.now_s - start_s) / 20)
         return result
 
+    caches = [torch.full((4, 8), float("nan")), [torch.ones(3)]]
     engine = SimpleNamespace(
         model_runner=SimpleNamespace(
-            kv_cache_config=SimpleNamespace(kv_cache_groups=[0, 1]), kv_connector=worker
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[0, 1]),
+            kv_connector=worker,
+            kv_caches=caches,
         ),
         cache_config=SimpleNamespace(num_gpu_blocks=33, block_size=16),
         model_config=SimpleNamespace(max_model_len=2048),
@@ -255,6 +258,7 @@ def test_a_transfer_that_fails_or_a_tier_too_small_is_said_and_the_rest_measured
     broken = measure_engine(engine, lambda _: 1 / 0, worker.sample, LAW.to_dict(), 0.4)
     assert list(broken) == ["unmeasured"]
     assert "a step: ZeroDivisionError" in broken["unmeasured"][0]
+    assert not caches[0].any() and not caches[1][0].any()
 
 
 def test_vllm_names_what_the_measurements_go_through():

@@ -368,6 +368,8 @@ def test_an_engine_measures_itself_and_its_host_tier_holds_what_it_held(engine):
     cold = tokens_of(engine.run())
     engine.settle()
     worker = engine.core.model_executor.driver_worker.worker
+    caches = worker.model_runner.kv_caches
+    assert any(cache.any() for cache in caches)
     prior = StepModel(1e-5, 1e-9, 1e-3, 1e-7).to_dict()
     found = worker.kappa_profile({
         "sizes_bytes": [1 << 12], "hidden": 64, "intermediate": 256, "dtype": "float32",
@@ -383,6 +385,7 @@ def test_an_engine_measures_itself_and_its_host_tier_holds_what_it_held(engine):
     step = found["step"]
     assert step["steps"] > 10 and step["token_s"] > 0 and step["error"] < step["prior_error"]
     assert not worker.model_runner.requests
+    assert not any(cache.any() for cache in caches)  # nothing that is not a number
     engine.forget(host=False)
     engine.add("warm", text, **{DEVICE_TOKENS_KEY: 0, HOST_TOKENS_KEY: 480})
     answers = engine.run()
