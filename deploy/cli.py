@@ -1,62 +1,93 @@
-"""The command line `kappa`: one typer application, one file per group of commands.
+"""The command line `kappa`: a table of commands, each imported when it is used.
 
-Installed entry points of `kappa.commands` are commands, too; each is imported when it is used.
+Installed entry points of `kappa.commands` are commands, too. A command whose packages are not
+installed is listed all the same, and says which extra of `kappa-serve` brings them.
 """
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
-from deploy.commands import (
-    dashboards,
-    demo,
-    doctor,
-    explain,
-    keys,
-    lmcache,
-    power,
-    profile,
-    replay,
-    roofline,
-    serve,
-    simulate,
-    why,
-    workload,
-)
-from kappa.plugins import COMMANDS, installed
+from deploy.commands.console import fail
+from kappa.plugins import COMMANDS, installed, remedy_for
+
+_COMMANDS = {
+    name: EntryPoint(name, f"deploy.commands.{place}", COMMANDS)
+    for name, place in {
+        "serve": "serve:serve", "demo": "demo:demo", "profile": "profile:profile",
+        "tables": "explain:tables", "explain": "explain:explain", "roofline": "roofline:roofline",
+        "simulate": "simulate:simulate", "workload": "workload:workload",
+        "replay": "replay:replay", "power": "power:power", "why": "why:why",
+        "dashboards": "dashboards:dashboards", "doctor": "doctor:doctor", "keys": "keys:app",
+        "lmcache": "lmcache:app",
+    }.items()
+}  # fmt: skip
 
 
-class _WithInstalled(TyperGroup):
-    """Our commands, and those that are installed as entry points: typer applications by name."""
+class _Commands(TyperGroup):
+    """Our commands, and those that are installed as entry points."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *installed(COMMANDS)]
+        return [*_COMMANDS, *installed(COMMANDS)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        own, entry = super().get_command(ctx, cmd_name), installed(COMMANDS).get(cmd_name)
-        if own is not None or entry is None:
-            return own
-        command = typer.main.get_command(entry.load())
+        entry = _COMMANDS.get(cmd_name) or installed(COMMANDS).get(cmd_name)
+        if entry is None:
+            return None
+        try:
+            loaded = entry.load()
+        except ModuleNotFoundError as error:
+            return _absent(cmd_name, error)
+        if not isinstance(loaded, typer.Typer):
+            function, loaded = loaded, typer.Typer(add_completion=False)
+            loaded.command()(function)
+        command = typer.main.get_command(loaded)
         command.name = cmd_name
         return command
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            fail(f"kappa {ctx.invoked_subcommand}: {_remedy(error)}")
+
+
+def _remedy(error: ModuleNotFoundError) -> str:
+    """What to install; raises the error itself if no extra brings the module."""
+    remedy = remedy_for(error.name or "")
+    if not remedy:
+        raise error
+    return remedy
+
+
+def _absent(name: str, error: ModuleNotFoundError) -> TyperCommand:
+    """A command that says only what is missing for it."""
+    remedy = _remedy(error)
+    takes_anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return TyperCommand(
+        name,
+        callback=lambda: fail(f"kappa {name}: {remedy}"),
+        short_help=escape(f"Not installed: {remedy}"),
+        context_settings=takes_anything,
+        add_help_option=False,
+    )
 
 
 app = typer.Typer(
     name="kappa",
-    cls=_WithInstalled,
+    cls=_Commands,
     help="LLM serving on unlike nodes: each request goes where its bytes and FLOPs are cheapest.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for _command in (
-    serve.serve, demo.demo, profile.profile, explain.tables, explain.explain, roofline.roofline,
-    simulate.simulate, workload.workload, replay.replay, power.power, why.why,
-    dashboards.dashboards, doctor.doctor,
-):  # fmt: skip
-    app.command()(_command)
-app.add_typer(keys.app, name="keys")
-app.add_typer(lmcache.app, name="lmcache")
+
+
+@app.callback()
+def _no_options() -> None:
+    """A callback makes typer take an application without commands of its own for a group."""

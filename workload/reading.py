@@ -13,10 +13,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
-import polars as pl
+
+if TYPE_CHECKING:
+    import polars as pl
 
 # Longer than any context: a larger number is a wrong unit or a damaged file.
 MOST_TOKENS = 1 << 24
@@ -139,6 +141,9 @@ def _skip(text: str, place: int) -> int:
 
 def open_table(path: Path) -> pl.DataFrame:
     """Read a Parquet file with whatever columns it has."""
+    # Half a second to import, 170 MB to install, and only tables need it.
+    import polars as pl
+
     try:
         return pl.read_parquet(path)
     except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
@@ -176,6 +181,8 @@ def read_table(
 
 
 def _require_kind(path: Path, column: pl.Series, kind: type) -> None:
+    import polars as pl
+
     dtype = column.dtype
     right = {
         str: dtype == pl.String,

@@ -27,12 +27,51 @@ def test_help_names_every_command():
         assert command in done.stdout
 
 
-def test_the_command_line_loads_no_framework():
-    program = "import sys, deploy.cli; print(*({'ray', 'vllm', 'torch'} & set(sys.modules)))"
+def run_without(packages, *arguments):
+    """`kappa ARGUMENTS` in a process of its own, in which these packages cannot be imported."""
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({packages!r}))
+from deploy.cli import app
+app({list(arguments)!r}, prog_name="kappa")
+"""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+def test_no_command_is_imported_before_it_is_used():
+    program = "import sys, deploy.cli; print(*({'numpy', 'httpx', 'ray'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lacks", "extra"),
+    [
+        (("serve", "--port", "0"), "ray", "serve"),  # imported when the command runs
+        (("dashboards",), "psutil", "serve"),  # imported with the command's file
+        (("roofline",), "matplotlib", "bench"),
+        (("simulate", "--trace", "miniswe"), "polars", "bench"),
+        (("faults", "--no-such-option"), "psutil", "serve"),
+    ],
+)
+def test_a_command_whose_packages_are_missing_names_the_extra_in_one_line(arguments, lacks, extra):
+    done = run_without((lacks,), *arguments)
+    assert done.returncode == 1
+    remedy = f"needs {lacks}: pip install 'kappa-serve[{extra}]'"
+    assert done.stderr == f"kappa {arguments[0]}: {remedy}\n"
+
+
+def test_help_lists_a_command_whose_packages_are_missing():
+    done = run_without(("psutil",), "--help")
+    assert done.returncode == 0 and "serve" in done.stdout
+    assert "'kappa-serve[serve]'" in " ".join(done.stdout.replace("│", " ").split())
+
+
+def test_a_module_that_no_extra_brings_is_an_error_as_it_is():
+    done = run_without(("yaml",), "keys", "new", "acme")
+    assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "demo"])
