@@ -4,6 +4,7 @@ import typer
 
 from benchmarks.offload.command import offload
 from benchmarks.routing.overload import overload
+from benchmarks.routing.peers.peers import peers
 from benchmarks.routing.router import router
 from benchmarks.routing.routing import routing
 from benchmarks.scheduling.scheduler import scheduler
@@ -12,5 +13,5 @@ from benchmarks.serving.serve import serve
 from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
-for command in (offload, overload, predict, router, routing, scheduler, serve, validate):
+for command in (offload, overload, peers, predict, router, routing, scheduler, serve, validate):
     app.command()(command)

@@ -1,17 +1,19 @@
-"""`kappa bench router`: how long one decision takes, part by part.
+"""`kappa bench router`: how long one decision takes, part by part, beside the real peers.
 
 The router is the one that serves, in this process, in a state such as a busy cluster has: an index
 fed by KV events up to its bound, several requests in flight on every node, prompts of which a part
-is held here and there. Tokenization is excluded.
+is held here and there. Tokenization is excluded, for the peers as well.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from importlib.metadata import version
+from typing import Annotated, Any, cast
 
 import numpy as np
 import typer
@@ -49,6 +51,7 @@ Row = dict[str, Any]
 def router(
     repeats: Annotated[int, typer.Option(min=20, help="Decisions measured per row.")] = 400,
     policy: Annotated[str, typer.Option(help="Policy that decides.")] = "priced",
+    peers: Annotated[bool, typer.Option(help="Measure the real peers too.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of prompts and state.")] = 1,
     json_output: Json = False,
 ) -> None:
@@ -65,7 +68,7 @@ def router(
     facts = result(
         rows=rows, index_bytes_per_block=bytes_per_block,
         index_blocks={str(nodes): blocks for nodes, blocks in _INDEX_BLOCKS.items()},
-        policy=policy, repeats=repeats,
+        peers=peer_rows() if peers else [], policy=policy, repeats=repeats,
     )  # fmt: skip
     publish(facts, lambda console: show(facts, console), json_output=json_output)
 
@@ -213,8 +216,48 @@ def _announcement(number: int) -> Announcement:
     )  # fmt: skip
 
 
+_PEERS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "dynamo_router.py": ({"nodes": [], "block_tokens": _BLOCK_TOKENS, "settings": {}}, {
+        "": "select_and_reserve in process, ids as list, tokenization excluded",
+    }),
+    "ray_router.py": ({"nodes": [], "router": "pow_2"}, {
+        "prefix_tree": "PrefixTree match and insert in process, without its actor's calls, text of "
+        "4 characters a token",
+        "pow_2": "PowerOfTwoChoicesRequestRouter's choice, queue lengths answered at once",
+    }),
+}  # fmt: skip
+
+
+def peer_rows(lengths: tuple[int, ...] = LENGTHS, repeats: int = 200) -> list[Row]:
+    """The real peers' decision times among four workers; one that cannot run here is left out, and
+    noted with the reason. `index` is "empty", or "held": one worker holds the whole prompt."""
+    from benchmarks.routing.peers.routers import DYNAMO_VERSION, PeerError, command_of, started
+
+    async def timed(script: str, hello: dict[str, Any]) -> list[Row]:
+        async with started(script, command_of(script), hello) as peer:
+            answer = await peer.ask({"op": "time", "lengths": lengths, "repeats": repeats})
+        return cast(list[Row], answer["rows"])
+
+    found = []
+    for script, (hello, what) in _PEERS.items():
+        try:
+            rows = asyncio.run(timed(script, hello))
+        except PeerError as error:
+            note(str(error))
+            continue
+        for row in rows:
+            name = row.get("router", "")
+            found.append({
+                "peer": f"ray_{name}" if name else "dynamo",
+                "version": version("ray") if name else DYNAMO_VERSION,
+                "tokens": row["tokens"], "workers": 4, "index": row.get("index", "empty"),
+                "us": row["us"], "what": what[name],
+            })  # fmt: skip
+    return found
+
+
 def show(facts: Row, console: Console) -> None:
-    """Each decision in parts, and the index's memory."""
+    """Ours, the peers', and the index's memory."""
     lines: list[tuple[str, ...]] = [
         (
             f"{row['tokens']:,}", f"{row['nodes']:,}", row["input"],
@@ -225,6 +268,18 @@ def show(facts: Row, console: Console) -> None:
     ]  # fmt: skip
     columns = ("tokens", "nodes", "input", "hash", "look-up", "score", "total p50", "p99")
     console.print(table(f"One decision, policy {facts['policy']}; µs", columns, lines, ("input",)))
+    lines = [
+        (
+            f"{row['peer']} {row['version']}", f"{row['tokens']:,}", str(row["workers"]),
+            row["index"], f"{row['us']['p50']:.0f}", f"{row['us']['p99']:.0f}",
+        )
+        for row in facts["peers"]
+    ]  # fmt: skip
+    if lines:
+        names = ("peer", "tokens", "workers", "index", "p50", "p99")
+        console.print(table("The peers, in process; µs", names, lines, ("index",)))
+    for peer, what in {row["peer"]: row["what"] for row in facts["peers"]}.items():
+        console.print(f"{peer}: {what}", highlight=False)
     console.print(
         f"index: {facts['index_bytes_per_block']:.1f} bytes a block at most", highlight=False
     )

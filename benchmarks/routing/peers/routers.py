@@ -1,0 +1,224 @@
+"""The routers under comparison, each in a process of its own that reads JSON lines.
+
+A process gets one line to start with and reports when it is ready. Its standard input is a pipe
+whose other end only the bench holds: when the bench is gone it reads the end and stops. Dynamo's
+wheel stays out of our lock: its environment lies under the user's cache directory and is made the
+first time a bench wants it, with uv where there is one and with pip otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.harness import note
+from benchmarks.routing.peers.wire import LINE_BYTES
+
+OURS = "kappa"
+DYNAMO_VERSION = "1.6.1"
+_REQUIREMENTS = [f"ai-dynamo-runtime=={DYNAMO_VERSION}", "pyzmq==27.3.0", "msgpack==1.2.4"]
+_READY = "kappa-peer"
+_INSTALL_S = 600.0
+_SCRIPTS = Path(__file__).with_name("scripts")
+_START_S = 60.0
+_ANSWER_S = 300.0
+_END_S = 5.0
+_OUR_VARIABLES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP"}
+"""Variables that would lead another interpreter into our packages."""
+
+Message = dict[str, Any]
+
+
+class PeerError(Exception):
+    """A router's process did not start, answer or stay; names its last words."""
+
+
+class PeerRouter(NamedTuple):
+    """version and what: as the result has them; script: that runs it, without one ours; hello: what
+    its first line holds besides the nodes."""
+
+    version: str
+    what: str
+    script: str
+    hello: Message
+
+
+_IN_PROCESS = "Ray's own class and defaults, no cluster: exact queue lengths, no actor calls"
+ROUTERS = {
+    OURS: PeerRouter(version("kappa-serve"), "router.core, fed by KV events and reports", "", {}),
+    "dynamo": PeerRouter(DYNAMO_VERSION, "SelectionService and its defaults", "dynamo_router.py",
+                         {"settings": {}}),
+    "dynamo-prefill": PeerRouter(
+        DYNAMO_VERSION, "SelectionService, prefill_load_scale 8 instead of 1", "dynamo_router.py",
+        {"settings": {"DYN_ROUTER_PREFILL_LOAD_SCALE": "8"}},
+    ),
+    "ray-prefix": PeerRouter(version("ray"), _IN_PROCESS, "ray_router.py",
+                             {"router": "prefix_affinity"}),
+    "ray-pow2": PeerRouter(version("ray"), _IN_PROCESS, "ray_router.py", {"router": "pow_2"}),
+}  # fmt: skip
+
+
+def command_of(script: str) -> list[str]:
+    """How a router's process is started; without a script, ours.
+
+    Raises:
+        PeerError: its environment cannot be made.
+    """
+    if not script:
+        return [sys.executable, "-m", "benchmarks.routing.peers.our_router"]
+    python = _dynamo_python() if script.startswith("dynamo") else sys.executable
+    return [python, "-I", str(_SCRIPTS / script)]
+
+
+class RouterProcess:
+    """One router's process; `started` makes one."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, stderr: Any) -> None:
+        self.name, self.pid = name, process.pid
+        self._process, self._stderr = process, stderr
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self.ready: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self.reader = asyncio.create_task(self._read())
+
+    async def ask(self, message: Message) -> Message:
+        """Its answer.
+
+        Raises:
+            PeerError: it has none, or is gone.
+        """
+        if self.reader.done():
+            raise self._failed("it has ended")
+        number = next(self._numbers)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send({**message, "id": number})
+            return await self.answered(self._waiting[number], _ANSWER_S)
+        finally:
+            del self._waiting[number]
+
+    def send(self, message: Message) -> None:
+        """A message that wants no answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def answered(self, future: asyncio.Future[Message], timeout_s: float) -> Message:
+        try:
+            answer = await asyncio.wait_for(asyncio.shield(future), timeout_s)
+        except TimeoutError:
+            raise self._failed(f"no answer within {timeout_s:g} s") from None
+        if "error" in answer:
+            raise self._failed(str(answer["error"]))
+        return answer
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            async for line in self._process.stdout:
+                with contextlib.suppress(ValueError, AttributeError):
+                    message = json.loads(line)
+                    number = message.get("id")
+                    future = self.ready if number is None else self._waiting.get(number)
+                    if future is not None and not future.done():
+                        future.set_result(message)
+        finally:
+            for future in (self.ready, *self._waiting.values()):
+                if not future.done():
+                    future.set_result({"error": "it has ended"})
+
+    def _failed(self, what: str) -> PeerError:
+        self._stderr.seek(0)
+        last = self._stderr.read().decode(errors="replace").strip().splitlines()[-3:]
+        return PeerError(": ".join([self.name, what, *([" | ".join(last)] if last else [])]))
+
+
+@asynccontextmanager
+async def started(
+    name: str, command: Sequence[str], hello: Message
+) -> AsyncIterator[RouterProcess]:
+    """A process that is ready; on the way out it is ended with all it started, by force after a
+    few seconds.
+
+    Raises:
+        PeerError: it ended, or was not ready in time.
+    """
+    kept = {key: value for key, value in os.environ.items() if key not in _OUR_VARIABLES}
+    with tempfile.TemporaryFile() as stderr:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                stderr=stderr, env={**kept, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+                limit=LINE_BYTES,
+            )  # fmt: skip
+        except OSError as error:
+            raise PeerError(f"{name}: {error}") from error
+        router = RouterProcess(name, process, stderr)
+        assert process.stdin is not None
+        try:
+            router.send(hello)
+            await router.answered(router.ready, _START_S)
+            yield router
+        finally:
+            process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_S if router.ready.done() else 0.0)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            await asyncio.gather(router.reader, return_exceptions=True)
+
+
+def _dynamo_python() -> str:
+    """The interpreter of Dynamo's environment, which is made if it is not there.
+
+    A file in it, written last, holds what it was made of, so that one half made is made again.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    venv = cache / "kappa-serve" / "peers" / f"ai-dynamo-runtime-{DYNAMO_VERSION}"
+    ready, python = venv / _READY, str(venv / "bin" / "python")
+    try:
+        venv.parent.mkdir(parents=True, exist_ok=True)
+        with venv.with_name(f"{venv.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not ready.exists() or ready.read_text().split() != _REQUIREMENTS:
+                note(f"making an environment for Dynamo {DYNAMO_VERSION} in {venv} (once)")
+                shutil.rmtree(venv, ignore_errors=True)
+                _install(venv, python)
+                ready.write_text("\n".join(_REQUIREMENTS) + "\n")
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or str(error)
+        raise PeerError(
+            f"Dynamo {DYNAMO_VERSION} could not be installed into {venv} ({output[-500:]}): "
+            "name an index that can be reached (UV_INDEX_URL, PIP_INDEX_URL), a folder of wheels "
+            "(UV_FIND_LINKS, PIP_FIND_LINKS), or a cache that can be written (XDG_CACHE_HOME)"
+        ) from None
+    return python
+
+
+def _install(venv: Path, python: str) -> None:
+    ours = sys.executable
+    uv = shutil.which("uv", path=f"{Path(ours).parent}{os.pathsep}{os.environ['PATH']}")
+    if uv:
+        commands = [
+            [uv, "venv", "--quiet", "--python", ours, str(venv)],
+            [uv, "pip", "install", "--quiet", "--python", python, *_REQUIREMENTS],
+        ]
+    else:
+        pip = [ours, "-m", "pip", "--python", python, "install", "--quiet", "--retries", "1"]
+        commands = [[ours, "-m", "venv", "--without-pip", str(venv)], [*pip, *_REQUIREMENTS]]
+    for command in commands:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)
