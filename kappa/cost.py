@@ -162,15 +162,6 @@ class StepModel:
         """The same node with FLOPs that take `factor` times as long; memory is as it was."""
         return replace(self, token_s=self.token_s * factor, pair_s=self.pair_s * factor)
 
-    def per_unit(self, tokens: float) -> StepModel:
-        """The same node where all is counted in units of `tokens` tokens, as bytes of text."""
-        return replace(
-            self,
-            token_s=self.token_s * tokens,
-            pair_s=self.pair_s * tokens**2,
-            context_token_s=self.context_token_s * tokens,
-        )
-
     def to_dict(self) -> dict[str, float]:
         return asdict(self)
 

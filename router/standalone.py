@@ -1,13 +1,12 @@
 """Routing with nothing but history: the drop-in for a plain Ray Serve LLM app.
 
-Stock replicas send no events and announce nothing, so prefixes are what was routed where: the
-prompt's text, cut into blocks of bytes, remembered per worker and forgotten oldest first. All
-workers are taken as one node of the catalogue; what differs is what each has seen and holds.
+Stock replicas send no events and announce nothing, so prefixes are what was sent where
+(`router.history`), forgotten oldest first. All workers are taken as one node of the catalogue; what
+differs is what each has seen and holds.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -16,20 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.model import kv_bytes_per_token
-from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.decision import NoWorkerError, RouteRequest
-from router.index.kv_events import BlocksStored
+from router.history import CacheSize, announcement_of, prompt_tokens
 from router.index.prefix_hash import secret_from_seed
 from router.policy import policy_named
 from router.router import Router, RouterConfig
 
-# About 32 tokens of English; a byte stands for a quarter of a token in the prices.
-_BLOCK_BYTES = 128
-_BYTES_PER_TOKEN = 4
 _INDEX_BLOCKS = 200_000
 _RESERVED_S = 600.0
 
@@ -43,23 +36,8 @@ class StandaloneRouter:
     def __init__(
         self, node: str = "h100-pcie5", model: str = "llama-3.1-8b", policy: str = "ttft"
     ) -> None:
-        profile, shape, per_byte = node_profile(node), model_shape(model), 1 / _BYTES_PER_TOKEN
-        self._announcement = Announcement(
-            worker="",
-            model=shape.name,
-            node=profile,
-            step=step_model(shape, profile).per_unit(per_byte),
-            kv_bytes_per_token=kv_bytes_per_token(shape) * per_byte,
-            emulated_model="",
-            fingerprint="standalone",
-            block_tokens=_BLOCK_BYTES,
-            device_blocks=1 << 20,
-            host_blocks=0,
-            max_batch_tokens=8192 * _BYTES_PER_TOKEN,
-            max_context_tokens=1 << 30,
-            events_endpoint="",
-            snapshot_endpoint="",
-        )
+        shape = model_shape(model)
+        self._announcement = announcement_of("", shape.name, node_profile(node), shape, CacheSize())
         self._router = Router(
             RouterConfig(
                 policy=policy_named(policy),
@@ -89,7 +67,7 @@ class StandaloneRouter:
             for old in [r for r, at_s in self._routed.items() if now_s - at_s > _RESERVED_S]:
                 del self._routed[old]
                 self._router.release(old, now_s, complete=False)
-            prompt = _prompt_bytes(args)
+            prompt = prompt_tokens(_body_of(args))
             exclude = frozenset(self._router.workers) - set(names)
             try:
                 decision = self._router.route(
@@ -112,22 +90,19 @@ class StandaloneRouter:
             self._router.release(request_id, time.time())
 
     def _remember(self, worker: str, prompt: np.ndarray) -> None:
-        hasher = self._router.hasher
-        assert hasher is not None
-        hashes = tuple(hasher.prefix_hashes(prompt).tolist())
-        tokens = prompt[: len(hashes) * _BLOCK_BYTES]
-        self._router.blocks([BlocksStored(worker, "device", hashes, None, tokens, _BLOCK_BYTES, 0)])
+        hasher, index = self._router.hasher, self._router.index
+        assert hasher is not None and index is not None
+        index.hold(worker, "device", hasher.prefix_hashes(prompt))
 
 
-def _prompt_bytes(args: Sequence[Any]) -> np.ndarray | None:
-    """The prompt as bytes, from the parsed body that Ray passes; None if there is none."""
+def _body_of(args: Sequence[Any]) -> dict[str, Any]:
+    """The parsed body that Ray passes, as far as its prompt goes."""
     body = args[0] if args else None
-    messages = getattr(body, "messages", None)
-    if messages is not None:
-        plain = [m if isinstance(m, dict) else m.model_dump() for m in messages]
-        text: Any = json.dumps(plain, default=str)[:-1]  # an open bracket: more extend it
-    else:
-        text = getattr(body, "prompt", None)
-        if not isinstance(text, str):
-            return None
-    return np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int64)
+    parts = {name: getattr(body, name, None) for name in ("messages", "tools", "prompt")}
+    return {name: _plain(value) for name, value in parts.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [one.model_dump() if hasattr(one, "model_dump") else one for one in value]
+    return value

@@ -249,12 +249,6 @@ def test_slower_flops_leave_the_reads_as_they_are():
     assert slow.parts(law.StepWork(2.0, 10.0, 5.0)) == pytest.approx((3 * 3.0, 7.05, 0.5))
 
 
-def test_bytes_cost_a_quarter_of_tokens_of_four_bytes():
-    tokens, bytes_ = [(10, 20), (1, 100)], [(40, 80), (4, 400)]
-    assert STEP.per_unit(1 / 4).step_s(bytes_) == pytest.approx(STEP.step_s(tokens))
-    assert STEP.per_unit(1 / 4).batch(bytes_) == pytest.approx(STEP.batch(tokens))
-
-
 def test_a_paced_node_dilates_its_steps():
     profile = replace(node_profile("h100-pcie5"), source="paced", dilation=30.0, step_fixed_s=0.01)
     step = step_model(model_shape("llama-3.1-8b"), profile)
