@@ -7,8 +7,10 @@ their faults beside the others, so that a file is mended in one go.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -63,3 +65,53 @@ def faults_in(error: ValidationError) -> list[Fault]:
 def _details(loc: tuple[int | str, ...], reason: str) -> InitErrorDetails:
     kind = PydanticCustomError("settings", "{reason}", {"reason": reason})
     return InitErrorDetails(type=kind, loc=loc, input=None)
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def settings_from(
+    kind: type[AnySection], path: str | Path | None = None, **overrides: Any
+) -> AnySection:
+    """Read settings from a YAML file (none: the defaults), then apply `overrides` on top level.
+
+    Raises:
+        SettingsError: with the file and, for each fault, its key and reason.
+    """
+    data: Any = {}
+    where = "built-in defaults"
+    if path is not None:
+        where = str(path)
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise SettingsError(f"{where}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise SettingsError(f"{where}: is not UTF-8 text: {error.reason}") from None
+        except yaml.YAMLError as error:
+            raise SettingsError(f"{where}: is not YAML: {_without_text(error)}") from None
+        if not isinstance(data, dict):
+            raise SettingsError(
+                f"{where}: expected a mapping of settings, found {type(data).__name__}"
+            )
+    try:
+        return kind.model_validate({**data, **overrides})
+    except ValidationError as error:
+        faults = "\n".join(
+            f"  {'.'.join(_shown(fault['loc'])) or '(file)'}: {fault['msg']}"
+            for fault in error.errors(include_input=False, include_url=False)
+        )
+        raise SettingsError(f"{where}: {error.error_count()} fault(s)\n{faults}") from None
+
+
+def _shown(loc: tuple[int | str, ...]) -> list[str]:
+    """Where a fault is, without the secret key that is part of the way there."""
+    parts = [str(part) for part in loc]
+    return ["(key)" if i and parts[i - 1] == "by_key" else part for i, part in enumerate(parts)]
+
+
+def _without_text(error: yaml.YAMLError) -> str:
+    """Where and why, without the line itself, which may hold a key."""
+    mark = getattr(error, "problem_mark", None)
+    why = getattr(error, "problem", None) or "unreadable"
+    return f"{why}, line {mark.line + 1} column {mark.column + 1}" if mark else str(why)

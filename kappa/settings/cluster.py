@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
-from kappa.settings.base import Fault, Section, SettingsError, checked
+from kappa.settings.base import Fault, Section, checked, settings_from
 from kappa.settings.engine import EngineSettings, SchedulerSettings, TransferSettings
 from kappa.settings.pools import (
     ModelSettings,
@@ -120,48 +119,8 @@ class ClusterSettings(Section):
 
 
 def load_settings(path: str | Path | None = None, **overrides: Any) -> ClusterSettings:
-    """Read settings from a YAML file (none: the defaults), then apply `overrides` on top level.
-
-    Raises:
-        SettingsError: with the file and, for each fault, its key and reason.
-    """
-    data: Any = {}
-    where = "built-in defaults"
-    if path is not None:
-        where = str(path)
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except OSError as error:
-            raise SettingsError(f"{where}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise SettingsError(f"{where}: is not UTF-8 text: {error.reason}") from None
-        except yaml.YAMLError as error:
-            raise SettingsError(f"{where}: is not YAML: {_without_text(error)}") from None
-        if not isinstance(data, dict):
-            raise SettingsError(
-                f"{where}: expected a mapping of settings, found {type(data).__name__}"
-            )
-    try:
-        return ClusterSettings.model_validate({**data, **overrides})
-    except ValidationError as error:
-        faults = "\n".join(
-            f"  {'.'.join(_shown(fault['loc'])) or '(file)'}: {fault['msg']}"
-            for fault in error.errors(include_input=False, include_url=False)
-        )
-        raise SettingsError(f"{where}: {error.error_count()} fault(s)\n{faults}") from None
-
-
-def _shown(loc: tuple[int | str, ...]) -> list[str]:
-    """Where a fault is, without the secret key that is part of the way there."""
-    parts = [str(part) for part in loc]
-    return ["(key)" if i and parts[i - 1] == "by_key" else part for i, part in enumerate(parts)]
-
-
-def _without_text(error: yaml.YAMLError) -> str:
-    """Where and why, without the line itself, which may hold a key."""
-    mark = getattr(error, "problem_mark", None)
-    why = getattr(error, "problem", None) or "unreadable"
-    return f"{why}, line {mark.line + 1} column {mark.column + 1}" if mark else str(why)
+    """`settings_from` a cluster file."""
+    return settings_from(ClusterSettings, path, **overrides)
 
 
 def home() -> Path:
