@@ -8,7 +8,6 @@ warm-up, what `kappa serve` prints). It lives as long as the process and is writ
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -46,7 +45,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 
     from router.api.endpoints import make_ingress
-    from router.api.start import IngressSettings
+    from router.api.start import IngressSettings, access_of, tenants_table
 
     pools, limits, replicas = settings.all_pools, settings.router, settings.http.replicas
     configs = {pool.name: pool_config(settings, pool, model.source) for pool in pools}
@@ -57,7 +56,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     # One that is taken away ends its streams, which take as long as those of workers.
     drain_s = max(pool.drain_s for pool in pools)
     ingress = serve.deployment(
-        make_ingress(access_of(settings)),
+        make_ingress(access_of(settings, own_digests(settings))),
         name="KappaIngress",
         num_replicas=replicas,
         # Enough for the requests that are served and the bodies that are awaited, twice
@@ -78,7 +77,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
             tokenizer_source=model.source,
             secret=secrets.token_hex(16),  # of its hashes: new at every start
             router=limits,
-            tenants=tenants_table(settings),
+            tenants=tenants_table(settings.tenants, own_digests(settings)),
             observing=settings.observing,
             transfer=settings.transfer,
             log_level=settings.log_level,
@@ -88,46 +87,9 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     )
 
 
-def tenants_table(settings: ClusterSettings) -> Any:
-    """The tenants' table; of their keys it holds digests only."""
-    from router.api.tenants import Tenants
-
-    t = settings.tenants
-    own = {digest_of(_OWN_KEY): OWN_TENANT} if t.closed else {}
-    table = Tenants(
-        refuse=t.closed,
-        weights=dict(t.weights),
-        # Without keys nobody can be distinguished from an operator.
-        operators=frozenset({*t.operators, *own.values()}) if t.by_key else None,
-        own_caches=bool(t.by_key) and not t.share_cache,
-        blind=secrets.token_bytes(32),
-    )
-    return table.with_digests({**t.digests, **own}, t.default_name, t.fixed_digests | own.keys())
-
-
-def access_of(settings: ClusterSettings) -> Any:
-    """What every ingress replica knows of who may send requests, how many, and in what size."""
-    from router.api.app import Access
-    from router.api.tenants import Allowance
-
-    t, a = settings.tenants, settings.access
-    allowances = {name: Allowance(**limits.model_dump()) for name, limits in t.limits.items()}
-    return Access(
-        tenants=tenants_table(settings),
-        # Replicas have working folders of their own.
-        keys_file=None if t.keys_file is None else str(Path(t.keys_file).absolute()),
-        keys_check_s=t.keys_check_s,
-        max_body_bytes=settings.router.max_body_bytes,
-        max_headers=a.max_headers,
-        max_header_bytes=a.max_header_bytes,
-        body_timeout_s=a.body_timeout_s,
-        max_outstanding_bodies=2 * settings.router.max_queue,
-        open_metrics=a.open_metrics,
-        default_allowance=Allowance(**t.default_limits.model_dump()),
-        # Its own requests are the cluster's, not a client's.
-        allowances={OWN_TENANT: Allowance(), **allowances},
-        replicas=settings.http.replicas,
-    )
+def own_digests(settings: ClusterSettings) -> dict[bytes, str]:
+    """The digest of this process' key, where those without one are refused."""
+    return {digest_of(_OWN_KEY): OWN_TENANT} if settings.tenants.closed else {}
 
 
 def own_headers(settings: ClusterSettings) -> dict[str, str]:

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings, RouterSettings
-from router.api.tenants import Tenants
+from router.api.app import Access
+from router.api.tenants import Allowance, Tenants
 from router.index.prefix_hash import secret_from_seed
 from router.live.circuit_breaker import BreakerRule
 from router.live.live_router import LiveRouter
@@ -46,6 +50,55 @@ class IngressSettings:
     log_level: str = "WARNING"
     drain_s: float = 60.0
     replicas: int = 1
+
+
+class FaceSettings(Protocol):
+    """The sections of a cluster's, or a front's, settings that are about its HTTP face."""
+
+    @property
+    def tenants(self) -> TenantSettings: ...
+    @property
+    def access(self) -> AccessSettings: ...
+    @property
+    def router(self) -> RouterSettings: ...
+    @property
+    def http(self) -> HttpSettings: ...
+
+
+def tenants_table(t: TenantSettings, own: Mapping[bytes, str] | None = None) -> Tenants:
+    """The tenants' table; of their keys it holds digests only. own: of operators besides."""
+    own = own or {}
+    table = Tenants(
+        refuse=t.closed,
+        weights=dict(t.weights),
+        # Without keys nobody can be distinguished from an operator.
+        operators=frozenset({*t.operators, *own.values()}) if t.by_key else None,
+        own_caches=bool(t.by_key) and not t.share_cache,
+        blind=secrets.token_bytes(32),
+    )
+    return table.with_digests({**t.digests, **own}, t.default_name, t.fixed_digests | own.keys())
+
+
+def access_of(settings: FaceSettings, own: Mapping[bytes, str] | None = None) -> Access:
+    """What every ingress replica knows of who may send requests, how many, and in what size."""
+    t, a = settings.tenants, settings.access
+    allowances = {name: Allowance(**limits.model_dump()) for name, limits in t.limits.items()}
+    return Access(
+        tenants=tenants_table(t, own),
+        # Replicas have working folders of their own.
+        keys_file=None if t.keys_file is None else str(Path(t.keys_file).absolute()),
+        keys_check_s=t.keys_check_s,
+        max_body_bytes=settings.router.max_body_bytes,
+        max_headers=a.max_headers,
+        max_header_bytes=a.max_header_bytes,
+        body_timeout_s=a.body_timeout_s,
+        max_outstanding_bodies=2 * settings.router.max_queue,
+        open_metrics=a.open_metrics,
+        default_allowance=Allowance(**t.default_limits.model_dump()),
+        # Its own requests are the cluster's, not a client's.
+        allowances={**{name: Allowance() for name in (own or {}).values()}, **allowances},
+        replicas=settings.http.replicas,
+    )
 
 
 def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from deploy.app.build import own_headers, tenants_table
+from deploy.app.build import own_digests, own_headers
 from deploy.app.model import Model, StartError
 from deploy.app.plan import (
     engine_scheduler,
@@ -21,6 +21,7 @@ from kappa.model import kv_bytes_per_token
 from kappa.plans.clo import FORMAT
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
+from router.api.start import tenants_table
 from scheduler.config import FairConfig
 from workers.vllm.arguments import EngineLimits
 from workers.vllm.options import LinkRules
@@ -45,15 +46,19 @@ def config_of(pool, **more):
     return pool_config(settings, settings.all_pools[0], MODEL.source)
 
 
+def table(settings):
+    return tenants_table(settings.tenants, own_digests(settings))
+
+
 def test_the_ingress_gets_the_tenants_and_not_their_keys():
-    tenants = tenants_table(load_settings(None, tenants={**KEYED, "unknown": "refuse"}))
+    tenants = table(load_settings(None, tenants={**KEYED, "unknown": "refuse"}))
     assert tenants.find(["sk-alice-0123456"]).weight == 2.0
     assert tenants.find(["sk-bob-012345678"]) is None
     assert b"sk-alice-0123456" not in pickle.dumps(tenants)
 
 
 def test_without_keys_nobody_is_refused():
-    tenants = tenants_table(load_settings())
+    tenants = table(load_settings())
     assert tenants.find(["anything"]).name == "default"
 
 
@@ -63,8 +68,8 @@ def test_our_own_requests_carry_a_key_only_where_one_is_needed():
     refusing = load_settings(None, tenants={**KEYED, "unknown": "refuse"})
     scheme, key = own_headers(refusing)["authorization"].split()
     assert scheme == "Bearer" and key != "sk-alice-0123456"
-    assert tenants_table(refusing).find([key]).operator
-    assert not tenants_table(refusing).find(["sk-alice-0123456"]).operator
+    assert table(refusing).find([key]).operator
+    assert not table(refusing).find(["sk-alice-0123456"]).operator
 
 
 def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path, monkeypatch):
