@@ -31,7 +31,7 @@ from router.live.membership import Membership, MembershipRule
 from router.live.metrics import RouterMetrics
 from router.live.record_file import RecordFile
 from router.live.records import SENT_MARK, DecisionRecord, Records
-from router.live.replica_registry import REGISTRY
+from router.live.replica_registry import REGISTRY, ReplicaRegistry
 from router.live.suspects import Suspects
 from router.recording import RecordedRouter
 from router.rollout import Arm, ShadowDecision, ray_choice
@@ -51,12 +51,14 @@ class LiveRouter:
         record: str | None = None,
         rule: MembershipRule | None = None,
         *,
+        registry: ReplicaRegistry | None = None,
         counting: bool = True,
         request_log: bool = True,
     ) -> None:
         """Make it on the event loop that it will live on; `record` names a file for its log.
 
-        counting: keep metrics. request_log: a line in the log at each request's end.
+        registry: knows which workers there are; none: that of this process. counting: keep metrics. request_log: a line in the
+        log at each request's end.
         """
         self.metrics = RouterMetrics(counting)
         dropped = partial(self.metrics.inc, m.RECORD_DROPPED)
@@ -71,7 +73,9 @@ class LiveRouter:
         # The machine's clock may be set while we run; what is expected must not jump with it.
         self._epoch_s = time.time() - time.monotonic()
         rule = rule or MembershipRule()
-        self.members = Membership(self.router, REGISTRY, rule, self.now_s, listener=self)
+        self.members = Membership(
+            self.router, registry or REGISTRY, rule, self.now_s, listener=self
+        )
 
     def now_s(self) -> float:
         """Seconds since the epoch as of the start, and never a jump since."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,7 @@ import structlog
 from kappa.protocol import Announcement, WorkerReport
 from router.decision import MismatchError
 from router.live.circuit_breaker import Blocked, BreakerRule, Breakers
-from router.live.kv_subscriber import KVSubscriber
+from router.live.kv_subscriber import KVSubscriber, StreamListener
 from router.live.replica_registry import Announcements, ReplicaRegistry
 from router.live.supervised import supervised
 from router.live.waiting import Waits
@@ -46,17 +47,37 @@ progress_of: Callable[[WorkerReport], Progress] = attrgetter(
 """What rises while the engine of a worker works."""
 
 
+class Follower(Protocol):
+    """Follows one worker, and calls a `StreamListener` with what it hears.
+
+    synced: its state is known; connected: it answers; alive: it is still followed; events: blocks
+    announced as stored, by tier, and events left out, by why.
+    """
+
+    synced: bool
+    connected: bool
+    events: Counter[str]
+
+    @property
+    def alive(self) -> bool: ...
+    async def close(self) -> None: ...
+
+
+Follow = Callable[[Announcement, StreamListener], Follower]
+
+
 @dataclass(frozen=True, slots=True)
 class MembershipRule:
     """stall_after_s: a worker without a report, or an engine with work and without progress, for so
     long counts as stalled (later where more was to be expected); lost_after_s: streams of one
     that gave no sign, or stalled, for so long are ended; drain_s: how long one that Ray takes
-    away may go on."""
+    away may go on; follow: makes what follows a worker."""
 
     stall_after_s: float = 5.0
     lost_after_s: float = 10.0
     drain_s: float = 60.0
     breaker: BreakerRule = field(default_factory=BreakerRule)
+    follow: Follow = KVSubscriber
 
 
 class MembershipListener(Protocol):
@@ -82,7 +103,7 @@ class Member:
 
     deployment: str
     announced: Mapping[str, Any]
-    subscriber: KVSubscriber
+    subscriber: Follower
     reported_s: float | None = None
     leaves_by_s: float | None = None
     lost: bool = False
@@ -112,7 +133,7 @@ class Membership:
     Args:
         router: learns of every change first.
         registry: knows which replicas there are.
-        rule: when a worker counts as gone.
+        rule: when a worker counts as gone, and how each one is followed.
         clock: seconds that never jump.
         listener: is called next.
     """
@@ -251,7 +272,7 @@ class Membership:
         self.refused.pop(worker, None)
         member, node = self._members.get(worker), announcement.node.name
         if member is None:
-            self._members[worker] = Member(deployment, data, KVSubscriber(announcement, self))
+            self._members[worker] = Member(deployment, data, self.rule.follow(announcement, self))
             log.info("worker_joined", worker=worker, node=node)
         else:
             before, member.announced, member.leaves_by_s = member.node, data, None
