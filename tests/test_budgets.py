@@ -55,9 +55,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 56_500),  # goal: 33,000
+        (PRODUCT, 58_000),  # goal: 33,000
         (("benchmarks",), 13_150),  # goal: 8,000
-        (("tests",), 54_500),  # goal: 30,000
+        (("tests",), 55_300),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):

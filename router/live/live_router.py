@@ -57,8 +57,8 @@ class LiveRouter:
     ) -> None:
         """Make it on the event loop that it will live on; `record` names a file for its log.
 
-        registry: knows which workers there are; none: that of this process. counting: keep metrics. request_log: a line in the
-        log at each request's end.
+        registry: knows which workers there are; none: that of this process. counting: keep metrics.
+        request_log: a line in the log at each request's end.
         """
         self.metrics = RouterMetrics(counting)
         dropped = partial(self.metrics.inc, m.RECORD_DROPPED)

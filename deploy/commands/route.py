@@ -1,0 +1,77 @@
+"""`kappa route`: our router in front of OpenAI-compatible servers that exist."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deploy.commands.console import fail, warn
+from kappa.settings.front import FrontSettings, backend_of, load_front_settings
+
+
+def route(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend",
+            "-b",
+            help="URL=PROFILE: a server and its node (kappa roofline lists them). Say it again "
+            "for each.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Settings (YAML); see docs/route.md.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="HTTP port.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    allow_open: Annotated[
+        bool, typer.Option("--allow-open", help="Listen beyond loopback without keys.")
+    ] = False,
+    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+) -> None:
+    """Route requests among OpenAI-compatible servers, until Ctrl-C."""
+    settings = front_settings_or_exit(
+        backend or [], config, log_level,
+        {"http": {"port": port, "host": host}, "access": {"allow_open": allow_open or None}},
+    )  # fmt: skip
+    import uvicorn
+
+    from kappa.logging import configure
+    from router.front.app import make_front_app
+
+    seen = settings.observing
+    configure(seen.log_format, seen.log_file, settings.log_level)
+    warn(
+        f"routing http://{settings.http.host}:{settings.http.port}/v1 among "
+        f"{', '.join(one.url for one in settings.backends)}", "dim",
+    )  # fmt: skip
+    uvicorn.run(
+        make_front_app(settings), host=settings.http.host, port=settings.http.port,
+        log_level="error", access_log=False, server_header=False, date_header=False,
+        timeout_graceful_shutdown=int(settings.drain_s), timeout_keep_alive=75, ws="none",
+    )  # fmt: skip
+    sys.stderr.flush()
+
+
+def front_settings_or_exit(
+    backends: list[str], config: Path | None, log_level: str | None,
+    given: dict[str, dict[str, Any]],
+) -> FrontSettings:  # fmt: skip
+    """Settings from file and options; on a fault prints it and exits with 2."""
+    if not backends and config is None:
+        fail("give --backend URL=PROFILE, once for each server, or --config FILE", 2)
+    try:
+        changes: dict[str, Any] = {} if log_level is None else {"log_level": log_level}
+        if backends:
+            changes["backends"] = [backend_of(text) for text in backends]
+        settings = load_front_settings(config, **changes)
+        for section, options in given.items():
+            changed = {name: value for name, value in options.items() if value is not None}
+            if changed:
+                changes[section] = {**getattr(settings, section).model_dump(), **changed}
+        return load_front_settings(config, **changes)
+    except ValueError as error:
+        fail(str(error), 2)

@@ -1,0 +1,143 @@
+"""`kappa route`: which servers stand behind it, and what is known of each before it is asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
+from kappa.settings.base import Finite, Section, checked, settings_from
+from kappa.settings.pools import Name, ProfileName
+from kappa.settings.routing import ObservingSettings, RouterSettings
+from kappa.shapes import model_shape
+
+_EXAMPLE = "http://10.0.0.7:8000"
+
+
+def _known_shape(value: str) -> str:
+    model_shape(value)
+    return value
+
+
+def _server_url(value: str) -> str:
+    """A server's address without what follows its path; ValueError says what is wrong."""
+    try:
+        parts = urlsplit(value)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{value!r} is no address of a server: give one such as {_EXAMPLE}")
+    # Clients' base URLs end in /v1; the server's own root does not.
+    return value.rstrip("/").removesuffix("/v1")
+
+
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
+
+
+class BackendSettings(Section):
+    """One OpenAI-compatible server. What its own metrics tell comes before what stands here."""
+
+    url: ServerUrl
+    profile: ProfileName = Field(description="a node of the catalogue, or a profile in JSON")
+    name: Name | None = Field(None, description="in metrics and tables; default: of its url")
+    model: str | None = Field(
+        None, description="the model that it must serve; default: whatever /v1/models lists"
+    )
+    shape: Annotated[str, AfterValidator(_known_shape)] | None = Field(
+        None, description="built-in shape or config.json to price it by; default: by its model"
+    )
+    device_tokens: int | None = Field(
+        None, ge=1, description="KV cache on its device, where its metrics tell nothing"
+    )
+    host_tokens: int = Field(0, ge=0, description="KV cache in its host tier; 0: it has none")
+    events: str | None = Field(
+        None,
+        description="where it publishes KV events (vLLM's --kv-events-config), tcp://HOST:PORT",
+    )
+    key_env: str | None = Field(
+        None, description="environment variable with the key that it wants; none: the client's own"
+    )
+
+    @property
+    def worker(self) -> str:
+        """Its name, or the host and port of its url."""
+        return self.name or urlsplit(self.url).netloc
+
+    @field_validator("events")
+    @classmethod
+    def _is_a_socket(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"{value!r} is no ZMQ endpoint: give tcp://HOST:PORT")
+        return value
+
+    @field_validator("key_env")
+    @classmethod
+    def _is_set(cls, value: str | None) -> str | None:
+        if value is not None and not os.environ.get(value):
+            raise ValueError(f"the environment has no {value}: set it to the server's key")
+        return value
+
+    @property
+    def key(self) -> str | None:
+        """The key that the server wants, as the environment has it."""
+        return os.environ.get(self.key_env) if self.key_env else None
+
+
+class ProbeSettings(Section):
+    """How backends are asked whether they live, and what they hold."""
+
+    every_s: Finite = Field(1.0, gt=0, le=60)
+    timeout_s: Finite = Field(2.0, gt=0, le=60)
+    failures: int = Field(3, ge=1, description="silent probes in a row after which it is down")
+    connect_timeout_s: Finite = Field(2.0, gt=0, le=60)
+
+
+class FrontSettings(Section):
+    """`kappa route`: servers, and how requests are routed among them."""
+
+    backends: tuple[BackendSettings, ...] = Field(min_length=1)
+    probe: ProbeSettings = ProbeSettings()
+    first_byte_s: Finite = Field(
+        60.0, gt=0, description="a streamed answer that has not begun by then is sought elsewhere"
+    )
+    router: RouterSettings = RouterSettings(max_body_bytes=64 << 20, max_queue=4096)
+    tenants: TenantSettings = TenantSettings()
+    access: AccessSettings = AccessSettings()
+    http: HttpSettings = HttpSettings(port=8080)
+    observing: ObservingSettings = ObservingSettings()
+    drain_s: Finite = Field(30.0, ge=1, description="at the end: for requests that are open")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _unlike(cls, data: Any, handler: Callable[[Any], Any]) -> FrontSettings:
+        made: FrontSettings = checked(handler, data, ())
+        for what in ("url", "worker"):
+            seen = [getattr(one, what) for one in made.backends]
+            twice = sorted({one for one in seen if seen.count(one) > 1})
+            if twice:
+                where = "url" if what == "url" else "name"
+                raise ValueError(f"two backends have the {where} {twice[0]}: drop or change one")
+        fault = open_door(made.tenants, made.access, made.http)
+        if fault is not None:
+            raise ValueError(f"http.host {fault}")
+        return made
+
+
+def backend_of(text: str) -> dict[str, str]:
+    """A `--backend URL=PROFILE` as a mapping; ValueError says what is missing."""
+    url, given, profile = text.rpartition("=")
+    if not given or not profile or not url:
+        raise ValueError(f"--backend {text!r}: give URL=PROFILE, such as {_EXAMPLE}=h100-pcie5")
+    return {"url": url, "profile": profile}
+
+
+def load_front_settings(path: str | Path | None = None, **overrides: Any) -> FrontSettings:
+    """`settings_from` a file of `kappa route`."""
+    return settings_from(FrontSettings, path, **overrides)

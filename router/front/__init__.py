@@ -1,0 +1,1 @@
+"""`kappa route`: the router in front of OpenAI-compatible servers that exist."""

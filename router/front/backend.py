@@ -1,0 +1,267 @@
+"""One server behind `kappa route`: probed for ever, followed like a worker, and sent requests.
+
+A probe asks whether it lives, what it has to do, and now and then which models it serves. What it
+answers becomes an announcement and reports, so that the live router treats it as any worker. A
+server that is not there is probed on; when it answers again it is taken again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+import structlog
+from yarl import URL
+
+from kappa.hardware import node_profile
+from kappa.protocol import Admission, Announcement, LoadSample, WorkerReport
+from kappa.settings.front import BackendSettings, ProbeSettings
+from kappa.shapes import SHAPES, model_shape
+from router.front.facts import LoadFacts, ModelFacts, load_in, models_in
+from router.history import BLOCK_TOKENS, UNKNOWN_BLOCKS, CacheSize, SentBlocks, announcement_of
+from router.index.kv_events import WorkerReset
+from router.live.kv_subscriber import StreamListener
+
+log = structlog.get_logger(__name__)
+
+_DEFAULT_SHAPE = "llama-3.1-8b"
+_MODELS_EVERY = 10
+_MOST_BYTES = 8 << 20
+# Of one connection, or meant for this hop alone.
+_HOP = frozenset((
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
+    "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
+))  # fmt: skip
+_SECRET = ("authorization", "x-api-key")
+
+
+class Call(NamedTuple):
+    """A request as it is passed on; target: path and query as they came."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Head(NamedTuple):
+    """How an answer begins."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    @property
+    def streamed(self) -> bool:
+        return any(
+            name == b"content-type" and value.startswith(b"text/event-stream")
+            for name, value in self.headers
+        )
+
+
+class Backend:
+    """A server. known: what it announced, None before it first answered; models: what it serves;
+    sent: what it holds as far as what was sent there tells; down: why it is not reached; refused:
+    why it is not used although it answers; empty if all is well."""
+
+    def __init__(
+        self,
+        settings: BackendSettings,
+        probe: ProbeSettings,
+        http: aiohttp.ClientSession,
+        changed: Callable[[Backend], str],
+    ) -> None:
+        """changed: called when its announcement is another; says why it cannot be used, if so."""
+        self.settings, self._probe, self._http, self._changed = settings, probe, http, changed
+        self.worker = settings.worker
+        self.known: Announcement | None = None
+        self.models: tuple[ModelFacts, ...] = ()
+        self._judged: tuple[ModelFacts, ...] = ()
+        self.sent: SentBlocks | None = None
+        self.down, self.refused = "not reached yet", ""
+        self.load = LoadFacts()
+        # As a follower of the live router's membership.
+        self.synced = self.connected = False
+        self.events = Counter[str]()
+        self._listener: StreamListener | None = None
+        self._failures = self._probes = 0
+        self._has_metrics = True
+        self._report = WorkerReport(self.worker, 0.0)
+
+    # -- as a follower ------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        return True
+
+    def follow(self, listener: StreamListener) -> Backend:
+        """From now on `listener` hears what becomes of it."""
+        self._listener, self.synced = listener, True
+        self.events.clear()
+        asyncio.get_running_loop().call_soon(self._tell)
+        return self
+
+    async def close(self) -> None:
+        """Nobody listens any more; it is probed on."""
+        self._listener, self.synced = None, False
+
+    def admitted(self, admission: Admission) -> None:
+        """An answer said how much of its prompt was found."""
+        if self._listener is not None:
+            self._listener.reported(msgspec.structs.replace(self._report, admitted=(admission,)))
+
+    def _tell(self, loads: tuple[LoadSample, ...] = ()) -> None:
+        load = self.load
+        self._report = WorkerReport(
+            self.worker, time.time(), steps_total=load.steps, step_tokens_total=load.tokens,
+            load_bytes_total=int(load.load_bytes), load_seconds_total=load.load_s,
+            running=load.running, waiting=load.waiting,
+        )  # fmt: skip
+        if self._listener is not None and self.connected:
+            self._listener.connection(self.worker, True)
+            self._listener.reported(msgspec.structs.replace(self._report, loads=loads))
+
+    # -- probes -------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Probe it until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(self._probe.timeout_s):
+                    await self._ask()
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                self._failed(error)
+            await asyncio.sleep(self._probe.every_s)
+
+    async def _ask(self) -> None:
+        """One probe; raises what is wrong."""
+        status, _ = await self._get("/health")
+        if status >= 500:
+            raise ValueError(f"/health answered {status}")
+        fresh = self.known is None or not self.connected
+        self._probes += 1
+        if fresh or self._probes % _MODELS_EVERY == 0:
+            status, body = await self._get("/v1/models")
+            if status != 200:
+                raise ValueError(f"/v1/models answered {status}")
+            self.models = models_in(body)
+            self._has_metrics = True
+        before, loads = self.load, None
+        if self._has_metrics:
+            status, body = await self._get("/metrics")
+            self._has_metrics = status == 200
+            if self._has_metrics:
+                self.load = load_in(body.decode(errors="replace"))
+                loads = None if fresh else self.load.loads_since(before)
+        self._failures, self.connected = 0, True
+        self._announce()
+        if loads is not None and self.known is not None:
+            seen = LoadSample(loads[0] / self.known.kv_bytes_per_token, loads[1])
+            self._tell((seen,))
+        else:
+            self._tell()
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        key = self.settings.key
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        url = URL(self.settings.url + path, encoded=True)
+        async with self._http.get(url, headers=headers, allow_redirects=False) as answer:
+            # Until there is no more, or too much of it.
+            body = bytearray()
+            while part := await answer.content.read(1 << 16):
+                body += part
+                if len(body) > _MOST_BYTES:
+                    raise ValueError(f"{path} answered more than {_MOST_BYTES} bytes")
+            return answer.status, bytes(body)
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        # A refused connection is no doubt; silence may be a busy machine.
+        sure = isinstance(error, aiohttp.ClientConnectorError | ValueError)
+        if sure or self._failures >= self._probe.failures:
+            self.lost(str(error) or type(error).__name__)
+
+    def lost(self, why: str) -> None:
+        """It does not answer as a server should: nothing goes there before it does."""
+        if self.down != why:
+            log.warning("backend_down", url=self.settings.url, why=why)
+        self.down = why
+        was, self.connected = self.connected, False
+        if was and self.sent is not None:
+            self.sent.clear()
+        if was and self._listener is not None:
+            self._listener.connection(self.worker, False)
+
+    def _announce(self) -> None:
+        made, before = self._announcement(), self.refused
+        if made != self.known:
+            if self.known is not None and self._listener is not None:
+                # What it held was in blocks, or of a model, that are no more.
+                self._listener.blocks([WorkerReset(self.worker)])
+            size = CacheSize(made.block_tokens, made.device_blocks, made.host_blocks)
+            self.sent, self.known = SentBlocks(self.worker, size), made
+        elif not self.down and self.models == self._judged:
+            return
+        was_down, self.down, self._judged = self.down, "", self.models
+        self.refused = self._changed(self)
+        if self.refused and self.refused != before:
+            log.error("backend_refused", url=self.settings.url, why=self.refused)
+        elif was_down and not self.refused:
+            log.info("backend_up", url=self.settings.url, models=[m.name for m in self.models])
+
+    def _announcement(self) -> Announcement:
+        """What the server is, by its profile, its model and its metrics."""
+        given, load = self.settings, self.load
+        name = given.shape or next(
+            (n for m in self.models for n in (m.root, m.name) if _is_shape(n)), ""
+        )
+        if not name and self.known is None:
+            log.warning(
+                "backend_of_unknown_shape", url=given.url, models=[m.name for m in self.models],
+                remedy=f"priced as {_DEFAULT_SHAPE} until its first tokens tell better; give shape",
+            )  # fmt: skip
+        tokens = load.device_tokens or given.device_tokens or UNKNOWN_BLOCKS * BLOCK_TOKENS
+        longest = max((m.max_tokens for m in self.models), default=0) or 1 << 30
+        size = CacheSize(
+            BLOCK_TOKENS, max(tokens // BLOCK_TOKENS, 2), given.host_tokens // BLOCK_TOKENS, longest
+        )
+        node, shape = node_profile(given.profile), model_shape(name or _DEFAULT_SHAPE)
+        return announcement_of(self.worker, self.models[0].name, node, shape, size)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    async def stream(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
+        """What the server answers: its head, once its body begins, then the body as it comes.
+
+        Closed before its end, the connection is closed, too.
+        """
+        headers = {n: v for n, v in call.headers.items() if n.lower() not in _HOP}
+        if self.settings.key:
+            headers = {n: v for n, v in headers.items() if n.lower() not in _SECRET}
+            headers["authorization"] = f"Bearer {self.settings.key}"
+        # As it is: what is passed on byte for byte must be readable for us, too.
+        headers["accept-encoding"] = "identity"
+        url = URL(self.settings.url + call.target, encoded=True)
+        answer = await self._http.request(
+            call.method, url, data=call.body or None, headers=headers, allow_redirects=False
+        )
+        try:
+            part = await answer.content.readany()
+            kept = [
+                (name.lower(), value) for name, value in answer.raw_headers
+                if name.lower().decode("latin-1") not in _HOP or name.lower() == b"content-length"
+            ]  # fmt: skip
+            yield Head(answer.status, kept)
+            while part:
+                yield part
+                part = await answer.content.readany()
+        finally:
+            answer.close()
+
+
+def _is_shape(name: str) -> bool:
+    return name.rsplit("/", 1)[-1].lower().removesuffix("-instruct") in SHAPES

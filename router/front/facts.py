@@ -1,0 +1,163 @@
+"""What a server tells of itself: its models, the sizes of its caches, its load. Pure.
+
+Read from `/v1/models` and from `/metrics` as vLLM and SGLang write them; of any other server only
+the models are known. What cannot be read is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import msgspec
+
+_LONGEST_NAME = 512
+_MOST_MODELS = 1024
+
+# One pattern, since a whole exposition takes a parser ten milliseconds of the event loop.
+_NAMES = {
+    "vllm:num_requests_running": "running",
+    "sglang:num_running_reqs": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "sglang:num_queue_reqs": "waiting",
+    "vllm:iteration_tokens_total_count": "steps",
+    "vllm:prompt_tokens_total": "tokens",
+    "sglang:prompt_tokens_total": "tokens",
+    "vllm:generation_tokens_total": "tokens",
+    "sglang:generation_tokens_total": "tokens",
+    "vllm:kv_offload_load_bytes_total": "load_bytes",
+    "vllm:kv_offload_load_time_total": "load_s",
+    "vllm:kv_offload_load_size_count": "loads",
+    "sglang:max_total_num_tokens": "device_tokens",
+}
+_INFO = "vllm:cache_config_info"
+_LINE = re.compile(
+    rf"^({'|'.join(map(re.escape, (*_NAMES, _INFO)))})(\{{[^\n]*\}})? +([^\s]+)", re.MULTILINE
+)
+_LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model that a server lists. root: what was loaded, parent: of an adapter, its base."""
+
+    name: str
+    root: str = ""
+    parent: str = ""
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFacts:
+    """What a server's metrics tell; totals since it started. device_tokens: of its KV cache, 0: not
+    told; steps, tokens: of its engine; loads, load_bytes, load_s: from its host tier."""
+
+    block_tokens: int = 0
+    device_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    tokens: int = 0
+    loads: int = 0
+    load_bytes: float = 0.0
+    load_s: float = 0.0
+
+    def loads_since(self, before: LoadFacts) -> tuple[float, float] | None:
+        """Bytes and seconds of an average load since; None if there was none, or a restart."""
+        loads, size = self.loads - before.loads, self.load_bytes - before.load_bytes
+        seconds = self.load_s - before.load_s
+        return (size / loads, seconds / loads) if min(loads, size, seconds) > 0 else None
+
+
+def models_in(body: bytes) -> tuple[ModelFacts, ...]:
+    """The models of a `/v1/models` answer; ValueError says what is wrong with it."""
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        raise ValueError("/v1/models answered something that is not JSON") from None
+    cards = data.get("data") if isinstance(data, dict) else None
+    if not isinstance(cards, list) or not cards:
+        raise ValueError("/v1/models answered no list of models")
+    found = tuple(_model(card) for card in cards[:_MOST_MODELS] if isinstance(card, dict))
+    named = tuple(one for one in found if 0 < len(one.name) <= _LONGEST_NAME)
+    if not named:
+        raise ValueError("/v1/models answered models without an id")
+    return named
+
+
+def _model(card: Mapping[str, Any]) -> ModelFacts:
+    name, root, parent = (card.get(key) for key in ("id", "root", "parent"))
+    longest = card.get("max_model_len")
+    return ModelFacts(
+        name if isinstance(name, str) else "", root if isinstance(root, str) else "",
+        parent if isinstance(parent, str) else "",
+        longest if type(longest) is int and longest > 0 else 0,
+    )  # fmt: skip
+
+
+def load_in(exposition: str) -> LoadFacts:
+    """What a `/metrics` answer tells; what several engines of one server count is added up."""
+    sums = dict.fromkeys(_NAMES.values(), 0.0)
+    facts, blocks = LoadFacts(), 0
+    for name, labels, text in _LINE.findall(exposition):
+        if name == _INFO:
+            sizes = {label: int(value) for label, value in _LABEL.findall(labels)}
+            blocks += sizes.get("num_gpu_blocks", 0)
+            facts = replace(facts, block_tokens=sizes.get("block_size", facts.block_tokens))
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            continue
+        if math.isfinite(value) and value >= 0:
+            sums[_NAMES[name]] += value
+    whole = {key: int(value) for key, value in sums.items() if not key.startswith("load_")}
+    whole["device_tokens"] = blocks * facts.block_tokens or whole["device_tokens"]
+    return replace(facts, **whole, load_bytes=sums["load_bytes"], load_s=sums["load_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a server says an answer took; cached_tokens: of the prompt, None: it does not say."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+
+
+_DECODER = msgspec.json.Decoder(dict[str, Any])
+_USAGE = b'"usage"'
+
+
+def usage_in(tail: bytes) -> Usage | None:
+    """The usage in the end of an answer, streamed or whole; None if there is none to be read."""
+    at = tail.rfind(_USAGE)
+    start = tail.find(b"{", at)
+    if at < 0 or start < 0 or tail[at + len(_USAGE) : start].strip() != b":":
+        return None
+    depth = 0
+    for end in range(start, len(tail)):
+        depth += {0x7B: 1, 0x7D: -1}.get(tail[end], 0)
+        if not depth:
+            return _usage(tail[start : end + 1])
+    return None
+
+
+def _usage(text: bytes) -> Usage | None:
+    try:
+        given = _DECODER.decode(text)
+    except msgspec.DecodeError:
+        return None
+    details = given.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    prompt, generated = given.get("prompt_tokens"), given.get("completion_tokens") or 0
+    if not _is_count(prompt) or not _is_count(generated):
+        return None
+    return Usage(prompt, generated, min(cached, prompt) if _is_count(cached) else None)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 1 << 40

@@ -1,0 +1,248 @@
+"""What `kappa route` decides with: the live router over servers that others run.
+
+A request's body is read as far as routing needs it and never changed. The decision is the same
+core's as in a cluster; what a server holds is known from what was sent to it and from what its
+answers say of their prompts (`router.history`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from kappa.protocol import Admission, Announcement
+from kappa.settings.front import FrontSettings
+from router.api import errors
+from router.api.start import IngressSettings, member_rule, router_config
+from router.decision import Decision, RouteRequest
+from router.front.backend import Backend
+from router.front.facts import Usage
+from router.history import Sent, prompt_tokens
+from router.index.prefix_hash import salt_of
+from router.live.kv_subscriber import StreamListener
+from router.live.live_router import LiveRouter
+from router.live.membership import Follower
+from router.live.replica_registry import ReplicaRegistry
+from router.live.supervised import supervised
+
+DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions")
+_DEPLOYMENT = "front"
+_KEEPALIVE_S = 4.0
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A request's body as far as routing reads it; model: empty if it names none. tokens: the
+    prompt (`router.history`), None where there is none to be read."""
+
+    model: str = ""
+    streamed: bool = False
+    tokens: np.ndarray | None = None
+    max_tokens: int = 0
+    salt: str = ""
+
+    @classmethod
+    def of(cls, path: str, body: bytes) -> Wanted:
+        """What a body asks for; nothing of one that cannot be read: the server will say why."""
+        try:
+            data = msgspec.json.decode(body) if body else None
+        except (msgspec.DecodeError, RecursionError):
+            data = None
+        if not isinstance(data, dict):
+            return cls()
+        model, salt = data.get("model"), data.get("cache_salt")
+        limit = data.get("max_completion_tokens") or data.get("max_tokens")
+        return cls(
+            model if isinstance(model, str) else "",
+            data.get("stream") is True,
+            prompt_tokens(data) if path in DECIDED_PATHS else None,
+            limit if type(limit) is int and 0 < limit < 1 << 31 else 0,
+            salt if isinstance(salt, str) else "",
+        )
+
+
+@dataclass(slots=True)
+class Flying:
+    """A request at a server: the decision, and the blocks that it brings there."""
+
+    decision: Decision
+    backend: Backend
+    sent: Sent | None = None
+
+
+class Front:
+    """Servers by name, and the live router that chooses among them; `async with` runs it."""
+
+    live: LiveRouter
+
+    def __init__(self, settings: FrontSettings) -> None:
+        self.settings = settings
+        self.backends: dict[str, Backend] = {}
+        self._registry = ReplicaRegistry()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Front:
+        settings = self.settings
+        ingress = IngressSettings(
+            tokenizer_source="", secret=secrets.token_hex(16), router=settings.router,
+            observing=settings.observing,
+        )  # fmt: skip
+        rule = replace(member_rule(ingress), follow=self._follow)
+        self.live = LiveRouter(
+            router_config(ingress), None, rule, registry=self._registry,
+            counting=settings.observing.metrics, request_log=settings.observing.request_log,
+        )  # fmt: skip
+        probe = settings.probe
+        self._http = aiohttp.ClientSession(
+            # uvicorn, and so vLLM, closes idle connections after 5 s.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=probe.connect_timeout_s),
+            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=1 << 18,
+            max_line_size=1 << 16, max_field_size=1 << 16,
+        )  # fmt: skip
+        for one in settings.backends:
+            backend = self.backends[one.worker] = Backend(one, probe, self._http, self._changed)
+            watch = supervised("probe", backend.watch, self.live.task_restarted, one.worker)
+            self._tasks.append(asyncio.create_task(watch))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await self.live.close()
+        await self._http.close()
+
+    # -- servers ------------------------------------------------------------------------------
+
+    def _follow(self, announced: Announcement, listener: StreamListener) -> Follower:
+        return self.backends[announced.worker].follow(listener)
+
+    def _changed(self, backend: Backend) -> str:
+        """A server announced itself, or something else than before; why it cannot be used."""
+        why = self._unlike(backend)
+        usable: dict[str, Mapping[str, Any]] = {
+            name: one.known.to_dict() for name, one in self.backends.items()
+            if one.known is not None and not (why if one is backend else one.refused)
+        }  # fmt: skip
+        self._registry.publish(_DEPLOYMENT, usable)
+        return why
+
+    def _unlike(self, backend: Backend) -> str:
+        """What contradicts the settings, or the other servers; empty if nothing does."""
+        wanted, names = backend.settings.model, [model.name for model in backend.models]
+        if wanted is not None and wanted not in names:
+            return (
+                f"serves {', '.join(names[:5])} and not {wanted}: start it with "
+                f"--served-model-name {wanted}, or change its model in the settings"
+            )
+        if wanted is not None:
+            return ""
+        for other in self.backends.values():
+            if other is backend or other.known is None or other.refused:
+                continue
+            theirs = {model.name: model.root for model in other.models}
+            for model in backend.models:
+                root = theirs.get(model.name)
+                if root and model.root and _stem(root) != _stem(model.root):
+                    return (
+                        f"serves {model.root} as {model.name}, by which name "
+                        f"{other.settings.url} serves {root}: give one of them another "
+                        "--served-model-name, or, if they are the same, name `model` for both"
+                    )
+        return ""
+
+    def serving(self, model: str) -> frozenset[str]:
+        """Servers that list the model; of no model, all."""
+        return frozenset(
+            name for name, one in self.backends.items()
+            if not model or any(model == known.name for known in one.models)
+        )  # fmt: skip
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def request(self, request_id: str, wanted: Wanted) -> RouteRequest:
+        """What the router decides about; raises ApiError 404 for a model that nobody serves."""
+        serving = self.serving(wanted.model)
+        if not serving and all(backend.known for backend in self.backends.values()):
+            names = sorted({m.name for one in self.backends.values() for m in one.models})
+            raise errors.UNKNOWN_MODEL(model=wanted.model[:200], served=", ".join(names))
+        adapter = any(
+            m.parent for one in self.backends.values() for m in one.models if m.name == wanted.model
+        )
+        return RouteRequest(
+            request_id, wanted.tokens, wanted.max_tokens,
+            salt_of(wanted.salt, wanted.model if adapter else None),
+            exclude=frozenset(self.backends) - serving,
+        )  # fmt: skip
+
+    def decide(self, request: RouteRequest, tenant: str = "") -> Flying:
+        """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
+        decision = self.live.route(request, tenant)
+        backend, index = self.backends[decision.worker], self.live.router.index
+        flying = Flying(decision, backend)
+        hashes = decision.priced.prefix_hashes
+        if backend.sent is not None and index is not None and len(hashes):
+            flying.sent = backend.sent.send(index, hashes)
+        return flying
+
+    def used(self, flying: Flying, usage: Usage) -> None:
+        """An answer said what its prompt took."""
+        index, sent, decision = self.live.router.index, flying.sent, flying.decision
+        if usage.cached_tokens is None or index is None or sent is None or not usage.prompt_tokens:
+            return
+        # Of its prompt in our tokens, which are four bytes of its text.
+        share = usage.cached_tokens / usage.prompt_tokens
+        cached = int(share * decision.prompt_tokens)
+        assert flying.backend.sent is not None
+        flying.backend.sent.found(index, sent, cached // decision.priced.block_tokens)
+        device = min(decision.chosen.counts.device_tokens, cached)
+        record = self.live.records.get(decision.request_id)
+        if record is not None:
+            new = max(decision.prompt_tokens - cached, 1)
+            flying.backend.admitted(Admission(record.sent_as, device, cached - device, new))
+
+    def ended(self, flying: Flying, end: str) -> None:
+        """A request is over at its server (`LiveRouter.release`)."""
+        if flying.sent is not None and flying.backend.sent is not None:
+            flying.backend.sent.ended(flying.sent)
+        self.live.release(flying.decision.request_id, end)
+
+    def models(self) -> list[Mapping[str, Any]]:
+        """A card of every model that somebody serves."""
+        cards: dict[str, Mapping[str, Any]] = {}
+        for backend in self.backends.values():
+            for model in backend.models if backend.connected and not backend.refused else ():
+                card = {"id": model.name, "object": "model", "created": 0, "owned_by": "kappa"}
+                more = {"root": model.root, "parent": model.parent}
+                card |= {key: value for key, value in more.items() if value}
+                if model.max_tokens:
+                    card["max_model_len"] = model.max_tokens
+                cards.setdefault(model.name, card)
+        return list(cards.values())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every server: where, whether it answers, what is wrong with it."""
+        return [
+            {
+                "worker": name, "url": one.settings.url, "profile": one.settings.profile,
+                "up": one.connected and not one.refused, "why": one.refused or one.down or None,
+                "models": [model.name for model in one.models],
+            }
+            for name, one in self.backends.items()
+        ]  # fmt: skip
+
+
+def _stem(root: str) -> str:
+    """What of a model's path or hub id says which model it is."""
+    return root.rstrip("/").rsplit("/", 1)[-1].lower()
