@@ -196,7 +196,7 @@ PREFILLS = _counter(
     "where",
 )  # fmt: skip
 ROLLOUT_REQUESTS = _counter(
-    "kappa_rollout_requests", "requests by who steered them (kappa, ray)", "arm"
+    "kappa_rollout_requests", "requests by who steered them (kappa, ray, present)", "arm"
 )
 ROLLOUT_TTFT = _histogram(
     "kappa_rollout_ttft_seconds", "real time to first token, by who steered", _SECONDS, "arm"

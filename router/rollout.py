@@ -1,8 +1,10 @@
 """How far our routing is trusted with real traffic: not at all, watching, a share, all of it. Pure.
 
 `ray`: Ray Serve's own router decides, ours does not. `shadow`: ours decides and writes down
-what it would have done, Ray's steers. `canary:N`: ours steers N percent of the conversations, Ray's
-the rest, with ours as a shadow. `on`: ours steers. Consulted by the ingress for every request.
+what it would have done, the present balancer steers. `canary:N`: ours steers N percent of the
+conversations, the present one the rest, with ours as a shadow. `on`: ours steers. Consulted for
+every request: by the ingress, where the present balancer is Ray's, and by `kappa route`, where it
+is emulated by one of `PRESENT` or is a real one in front of the same servers.
 """
 
 from __future__ import annotations
@@ -12,37 +14,47 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
+from router.decision import Choice, Estimates
+from router.policy import Policy, Stateless, least
+
 Mode = Literal["ray", "shadow", "canary", "on"]
-Arm = Literal["kappa", "ray"]
+Arm = Literal["kappa", "ray", "present"]
 
 _STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A mode, and the percentage of conversations that ours steers."""
+    """A mode, the percentage of conversations that ours steers, and who steers the others."""
 
     mode: Mode
     percent: float = 0.0
+    other: Arm = "ray"
 
     @classmethod
-    def parse(cls, text: str) -> Rollout:
-        """Read `ray`, `shadow`, `canary:N` (0 < N < 100) or `on`; ValueError for anything else."""
+    def parse(cls, text: str, other: Arm = "ray") -> Rollout:
+        """Read `shadow`, `canary:N` (0 < N < 100), `on` or, where Ray is the other, `ray`;
+        ValueError for anything else."""
         match text:
-            case "ray" | "shadow":
-                return cls(text)
+            case "ray" if other == "ray":
+                return cls("ray")
+            case "shadow":
+                return cls("shadow", other=other)
             case "on":
-                return cls("on", 100.0)
+                return cls("on", 100.0, other)
         name, _, share = text.partition(":")
         try:
             percent = float(share) if name == "canary" else -1.0
         except ValueError:
             percent = -1.0
         if not 0 < percent < 100:
+            first = "ray, " if other == "ray" else ""
             raise ValueError(
-                f"mode {text!r}: give ray, shadow, canary:N with 0 < N < 100 (percent), or on"
+                f"mode {text!r}: give {first}shadow, canary:N with 0 < N < 100 (percent), or on"
             )
-        return cls("canary", percent)
+        return cls("canary", percent, other)
 
     @property
     def decides(self) -> bool:
@@ -53,8 +65,58 @@ class Rollout:
         """Who steers; the same for all requests of a conversation, whichever ingress it meets."""
         # A client may name it by half of a surrogate pair, which JSON can hold.
         named = conversation.encode(errors="surrogatepass")
-        step = int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) % _STEPS
-        return "kappa" if step < self.percent / 100 * _STEPS else "ray"
+        return "kappa" if _digest(named) % _STEPS < self.percent / 100 * _STEPS else self.other
+
+
+def _digest(named: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest())
+
+
+class RoundRobin(Stateless):
+    """One worker after the other, as nginx does by default."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self._count = -1
+
+    def choose(self, estimates: Estimates) -> Choice:
+        self._count += 1
+        return Choice(self._count % len(estimates), "next_in_turn")
+
+
+class LeastConnections(RoundRobin):
+    """Fewest requests in flight; level ones in turn, as nginx' `least_conn`."""
+
+    name = "least-connections"
+
+    def choose(self, estimates: Estimates) -> Choice:
+        first = super().choose(estimates).index
+        in_turn = np.roll(np.arange(len(estimates), dtype=np.float64), first)
+        return Choice(least(estimates.in_flight, in_turn), "fewest_in_flight")
+
+
+class PrefixHash(Stateless):
+    """The hash of the prompt's beginning decides, evenly over the workers that there are.
+
+    Rendezvous hashing (Thaler and Ravishankar 1998): when a worker goes, only its prompts move, as
+    on the ring of nginx' `hash ... consistent`. Beginning: the first block, else the session.
+    """
+
+    name = "prefix-hash"
+
+    def choose(self, estimates: Estimates) -> Choice:
+        hashes = estimates.prefix_hashes
+        key = str(hashes[0]) if len(hashes) else estimates.session
+        named = (f"{worker} {key}".encode(errors="surrogatepass") for worker in estimates.workers)
+        weights = [_digest(name) for name in named]
+        return Choice(weights.index(max(weights)), "hash_of_prefix")
+
+
+PRESENT: dict[str, Callable[[], Policy]] = {
+    kind.name: kind for kind in (RoundRobin, LeastConnections, PrefixHash)
+}
+"""Emulated present balancers: name to a maker of a fresh one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +130,29 @@ class Unsteered:
 
 @dataclass(frozen=True, slots=True)
 class ShadowDecision:
-    """What ours would have done with a request that Ray's router steered; real seconds.
+    """What ours would have done with a request that the present balancer steered; real seconds.
 
-    chosen_node, predicted_ttft_s: ours. ray_node, ray_predicted_ttft_s: what became of it, priced
-    by the same forecast at the same moment.
+    chosen_node, predicted_ttft_s: ours. present_node, present_predicted_ttft_s: what became of it,
+    priced by the same forecast at the same moment.
     """
 
     chosen_worker: str
     chosen_node: str
     reason: str
     predicted_ttft_s: float
-    ray_worker: str
-    ray_node: str
-    ray_predicted_ttft_s: float
+    present_worker: str
+    present_node: str
+    present_predicted_ttft_s: float
 
     @property
     def agreed(self) -> bool:
         """Whether both chose the same worker."""
-        return self.chosen_worker == self.ray_worker
+        return self.chosen_worker == self.present_worker
 
     @property
     def saving_s(self) -> float:
         """Predicted TTFT that ours would have saved."""
-        return self.ray_predicted_ttft_s - self.predicted_ttft_s
+        return self.present_predicted_ttft_s - self.predicted_ttft_s
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with what follows from it."""

@@ -120,8 +120,9 @@ def _foreseen(account: Mapping[str, Any]) -> Iterator[str]:
         yield f"first token: {whole} ({parts})" if parts else f"first token: {whole}"
     shadow = account.get("shadow")
     if shadow:
+        who = "Ray's" if account["steered"] == "ray" else "the present balancer's"
         yield (
-            f"steered by Ray's rule; ours would have taken {shadow['chosen_node']} "
+            f"steered by {who} rule; ours would have taken {shadow['chosen_node']} "
             f"({seconds(shadow['predicted_ttft_s'])} predicted)"
         )
 

@@ -134,7 +134,7 @@ class Delivery:
                 late = late_workers(deadline, estimates, now_s, streamed=streamed)
                 routed = replace(routed, exclude=routed.exclude | late) if late else routed
         if self.rollout.arm(f"{tenant} {request.conversation}") == "ray":
-            return live.route_as_ray(routed, tenant)
+            return live.route_as(routed, tenant)
         return live.route(routed, tenant)
 
     async def _send(self, live: LiveRouter, decision: _Decided, request: ApiRequest) -> Response:

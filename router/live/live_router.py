@@ -33,6 +33,7 @@ from router.live.record_file import RecordFile
 from router.live.records import SENT_MARK, DecisionRecord, Records
 from router.live.replica_registry import REGISTRY, ReplicaRegistry
 from router.live.suspects import Suspects
+from router.policy import Policy
 from router.recording import RecordedRouter
 from router.rollout import Arm, ShadowDecision, ray_choice
 from router.router import Router, RouterConfig
@@ -101,8 +102,8 @@ class LiveRouter:
         avoided = self.members.blocked()
         decision = self._decided(self.router.route, request, avoided)
         self.metrics.observe(m.DECISION_SECONDS, value=time.perf_counter() - start_s)
-        if steered == "ray":
-            decision = replace(decision, reason="ray_rule")
+        if steered != "kappa":
+            decision = replace(decision, reason=f"{steered}_rule")
         chosen, node = decision.chosen, decision.chosen.node.name
         self.metrics.inc(m.DECISIONS, node, decision.policy, decision.reason, chosen.bound)
         self.metrics.observe(m.RATIO, node, value=chosen.counts.ratio)
@@ -127,23 +128,29 @@ class LiveRouter:
         one each of the same; what a worker reports must not be taken for the other's."""
         return f"{request_id}{SENT_MARK}{self._nonce}-{next(self._sent)}"
 
-    def route_as_ray(self, request: RouteRequest, tenant: str = "") -> Decision:
-        """As `route`, by Ray Serve's rule; what ours would have done is written down beside it."""
+    def route_as(
+        self, request: RouteRequest, tenant: str = "", present: Policy | None = None
+    ) -> Decision:
+        """As `route`, by the present balancer's rule, Ray Serve's if none is given; what ours would
+        have done is written down beside it."""
         ours = self.explain(request)
-        estimates = ours.estimates
-        assert estimates is not None
+        estimates = ours.priced
         workers = list(estimates.workers)
-        chosen = ray_choice(workers, self._in_flight, request.request_id)
+        steered: Arm = "ray" if present is None else "present"
+        if present is None:
+            chosen = ray_choice(workers, self._in_flight, request.request_id)
+        else:
+            chosen = workers[present.choose(estimates).index]
         others = frozenset(workers) - {chosen}
         rest = replace(request, exclude=request.exclude | others)
-        decision = self.route(rest, tenant, steered="ray")
+        decision = self.route(rest, tenant, steered=steered)
         shadow = ShadowDecision(
             ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s, decision.worker,
             decision.chosen.node.name, float(estimates.ttft_s[workers.index(chosen)]),
         )  # fmt: skip
         self.records[request.request_id].shadow = shadow
         self.metrics.inc(m.SHADOWS, "true" if shadow.agreed else "false")
-        self.metrics.inc(m.SHADOW_SAVING, by=max(shadow.saving_s or 0.0, 0.0))
+        self.metrics.inc(m.SHADOW_SAVING, by=max(shadow.saving_s, 0.0))
         return decision
 
     def explain(self, request: RouteRequest) -> Decision:

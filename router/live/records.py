@@ -27,7 +27,7 @@ class DecisionRecord:
 
     attempt: 0, or 1 if another worker had failed the request before. avoided: workers that were
     passed over because their breaker was open or they were leaving. steered: by whose rule; shadow:
-    what ours would have done, where it was Ray's. sent_as: the id by which its worker knows it.
+    what ours would have done, where it was not. sent_as: the id by which its worker knows it.
     """
 
     decision: Decision

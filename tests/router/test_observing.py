@@ -82,7 +82,7 @@ async def test_in_shadow_rays_rule_steers_and_ours_is_written_down(serve):
     records = list(live.records.values())
     assert [r.decision.worker for r in records] == ingress.sent
     assert set(ingress.sent) == {"a", "b"}, "two at random, both idle: both are drawn"
-    assert all(r.steered == "ray" and r.shadow.ray_worker == r.decision.worker for r in records)
+    assert all(r.steered == "ray" and r.shadow.present_worker == r.decision.worker for r in records)
     assert not live.router.reservations
     assert {r.decision.reason for r in records} == {"ray_rule"}
     text = (await get(app, "/metrics")).text

@@ -1,10 +1,13 @@
 """Rollout modes: read strictly, a canary steers its share and keeps conversations together."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.rollout import Rollout, ShadowDecision
+from router.rollout import PRESENT, Rollout, ShadowDecision
 
 
 @pytest.mark.parametrize(
@@ -53,3 +56,62 @@ def test_a_shadow_says_whether_both_agreed_and_what_ours_would_have_saved():
 @pytest.mark.parametrize("name", ["\ud800", "alice \udfff", ""])
 def test_a_name_that_is_no_text_has_an_arm_too(name):
     assert Rollout.parse("canary:50").arm(name) in ("kappa", "ray")
+
+
+@pytest.mark.parametrize("text", ["shadow", "canary:5", "on"])
+def test_where_another_balancer_is_the_present_one_the_other_arm_is_its(text):
+    rollout = Rollout.parse(text, "present")
+    arms = {rollout.arm(str(i)) for i in range(500)}
+    assert arms == {"shadow": {"present"}, "on": {"kappa"}}.get(text, {"kappa", "present"})
+
+
+def test_where_ray_is_not_the_other_ray_is_no_mode():
+    with pytest.raises(ValueError, match="'ray': give shadow, canary"):
+        Rollout.parse("ray", "present")
+
+
+# -- emulated present balancers --------------------------------------------------------------------
+
+
+class Offer(SimpleNamespace):
+    """What a rule looks at of its estimates."""
+
+    def __len__(self):
+        return len(self.workers)
+
+
+def offer(*in_flight, workers="abc", hashes=(), session=""):
+    names = list(workers)
+    load = np.array(in_flight or [0.0] * len(names), dtype=np.float64)
+    first = np.array(hashes, dtype=np.uint64)
+    return Offer(workers=names, in_flight=load, prefix_hashes=first, session=session)
+
+
+def chosen(rule, *offers):
+    return [each.workers[rule.choose(each).index] for each in offers]
+
+
+def test_round_robin_takes_one_after_the_other():
+    assert chosen(PRESENT["round-robin"](), *[offer()] * 5) == ["a", "b", "c", "a", "b"]
+
+
+def test_least_connections_takes_the_fewest_and_level_ones_in_turn():
+    rule = PRESENT["least-connections"]()
+    assert chosen(rule, offer(2, 1, 3), offer(0, 1, 1)) == ["b", "a"]
+    assert chosen(rule, *[offer(1, 1, 1)] * 4) == ["c", "a", "b", "c"]
+
+
+def test_prefix_hash_keeps_a_beginning_on_its_worker_and_moves_only_what_must_move():
+    rule = PRESENT["prefix-hash"]()
+    keys = range(1, 400)
+    before = chosen(rule, *[offer(hashes=[k, 7]) for k in keys])
+    assert before == chosen(PRESENT["prefix-hash"](), *[offer(hashes=[k]) for k in keys])
+    assert all(before.count(worker) > 90 for worker in "abc")
+    after = chosen(rule, *[offer(hashes=[k], workers="ab") for k in keys])
+    assert all(now == then for now, then in zip(after, before, strict=True) if then != "c")
+
+
+def test_prefix_hash_without_a_prompt_goes_by_the_session():
+    rule = PRESENT["prefix-hash"]()
+    assert len(set(chosen(rule, *[offer(session="\ud800 s")] * 5))) == 1
+    assert set(chosen(rule, *[offer(session=str(k)) for k in range(60)])) == set("abc")
