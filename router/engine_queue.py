@@ -13,6 +13,7 @@ Pure: every method takes the time; the clock is real seconds (dilated on a paced
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kappa.cost import StepModel, transfer_s
@@ -25,6 +26,16 @@ _ROUNDING = 1e-6
 
 Work = list[tuple[int, int]]
 """Of a step: new tokens of each request, and the tokens of its context before them."""
+
+
+def step_factor(factors: Sequence[float], tokens: int) -> float:
+    """How many times as long as said a step of so many tokens takes; 1 where nothing is known."""
+    if not factors:
+        return 1.0
+    x = math.log2(max(tokens, 1))
+    low = min(int(x), len(factors) - 2)
+    share = min(x - low, 1.0)
+    return math.exp((1 - share) * factors[low] + share * factors[low + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +60,7 @@ class EngineSpeed:
         """Real seconds of one step."""
         seconds = self.step.real_s(work)
         if self.factors:
-            factors = self.factors
-            x = math.log2(max(sum(new for new, _ in work), 1))
-            low = min(int(x), len(factors) - 2)
-            share = min(x - low, 1.0)
-            seconds *= math.exp((1 - share) * factors[low] + share * factors[low + 1])
+            seconds *= step_factor(self.factors, sum(new for new, _ in work))
         return seconds
 
     def load_s(self, tokens: int, disk_tokens: int = 0) -> float:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kappa.cost import StepModel, StepParts
+from router.engine_queue import step_factor
 from simulator.memory import SimulatedJob
 
 
@@ -27,7 +28,7 @@ class EngineLaw:
     adds: reading does not hide behind computing. tile_tokens: a prompt's tokens are computed in
     tiles of so many. padded: those that decode are padded up to a power of two. half_tokens: a step
     of so many tokens computes at half of the rate. link_slower: a load that starts while the engine
-    computes takes so many times as long.
+    computes takes so many times as long. factors: as `router.engine_queue.EngineSpeed` has them.
     """
 
     adds: bool = False
@@ -35,6 +36,7 @@ class EngineLaw:
     padded: bool = False
     half_tokens: float = 0.0
     link_slower: float = 1.0
+    factors: tuple[float, ...] = ()
 
     def parts(
         self, step: StepModel, chunks: Sequence[tuple[int, int]], requests: int, context: int
@@ -48,7 +50,8 @@ class EngineLaw:
         compute_s += self.half_tokens * step.token_s
         if self.adds:
             compute_s, read_s = compute_s + read_s, 0.0
-        return StepParts(compute_s, read_s, fixed_s)
+        times = step_factor(self.factors, requests + sum(new for new, _ in chunks))
+        return StepParts(compute_s * times, read_s * times, fixed_s * times)
 
 
 OURS = EngineLaw()
@@ -63,7 +66,8 @@ class DecodeRun:
         self, step: StepModel, requests: int, context_tokens: int, law: EngineLaw = OURS
     ) -> None:
         compute_s, read_s, self._fixed_s = law.parts(step, (), requests, context_tokens)
-        slopes = requests * step.pair_s, requests * step.context_token_s
+        times = step_factor(law.factors, requests)
+        slopes = times * requests * step.pair_s, times * requests * step.context_token_s
         compute, read = (compute_s, slopes[0]), (read_s, slopes[1])
         if law.adds:
             compute, read = (compute_s, sum(slopes)), (0.0, 0.0)

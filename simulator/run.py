@@ -113,7 +113,7 @@ def simulate(
     models = node_models(config)
     dispatcher: Dispatcher
     if assignment is None:
-        router, announcements = _router(config, models), _announcements(config, models)
+        router, announcements = _router(config, models), announcements_of(config, models)
         dispatcher = RouterDispatch(router, announcements, timer, samples=not config.foreign)
     elif len(assignment) == traffic.requests:
         dispatcher = PlanDispatch(assignment)
@@ -199,7 +199,8 @@ def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
     )
 
 
-def _announcements(config: SimulationConfig, models: Sequence[NodeModel]) -> list[Announcement]:
+def announcements_of(config: SimulationConfig, models: Sequence[NodeModel]) -> list[Announcement]:
+    """What each node announces to the router."""
     found: list[Announcement] = []
     for index, (node, model) in enumerate(zip(config.cluster.nodes, models, strict=True)):
         profile, step = announced(index, node.profile, model.step, config.faults.misprofiles)

@@ -1,6 +1,7 @@
-"""The file that `router.record` names: a diagnosis must not cost a request, nor fill the disk.
+"""The files of `router.record` and of `kappa route`'s journal: a diagnosis must not cost a request,
+nor fill the disk.
 
-Written line by line up to a bound, readable by its owner alone since it holds prompts as token ids.
+Written line by line up to a bound, readable by its owner alone since a record holds prompts.
 A write that fails ends it for the life of this process, as does the bound: a log with a gap, or
 without its beginning, could not be replayed. What a failed write left of a line is taken back.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +21,8 @@ import structlog
 log = structlog.get_logger(__name__)
 
 MAX_BYTES = 1 << 30
+_WAITING = 4096
+_CLOSE_S = 5.0
 
 
 class RecordFile:
@@ -63,3 +68,36 @@ class RecordFile:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
         self.close()
+
+
+class ThreadedFile:
+    """A `RecordFile` that a thread of its own writes: the caller never waits for the disk.
+
+    At most 4,096 entries wait; `on_drop` is called for each that is lost, on either thread.
+    """
+
+    def __init__(self, path: str, on_drop: Callable[[], None], max_bytes: int = MAX_BYTES) -> None:
+        self._file, self._on_drop = RecordFile(path, on_drop, max_bytes), on_drop
+        self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+        self._thread.start()
+
+    def __call__(self, entry: Mapping[str, Any]) -> bool:
+        """Have an entry written; False if there is no room for it."""
+        try:
+            self._waiting.put_nowait(entry)
+        except queue.Full:
+            self._on_drop()
+            return False
+        return True
+
+    def close(self) -> None:
+        """Write what waits, for five seconds at most, and no more."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+
+    def _write(self) -> None:
+        while (entry := self._waiting.get()) is not None:
+            self._file(entry)
+        self._file.close()
