@@ -1,0 +1,281 @@
+"""`kappa bench route`: `kappa route` before servers that are not ours, against plain balancers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+
+from benchmarks.harness import Json, names, note, publish, quantile, result, spread, table
+from benchmarks.harness import usage_errors as faults
+from deploy.commands.route_report import facts_of
+from loadtest.client import Endpoint, EndpointSettings
+from loadtest.journal import RequestRecord
+from router.journal import read_journal
+from workload.catalogue import workload_named
+from workload.replay import expand
+from workload.shapes import TurnShape, Workload
+
+ARMS = ("round-robin", "least-connections", "prefix-hash", "on")
+_ALL = ",".join(ARMS)
+# Of the emulated servers: microseconds of the link for a token, and a name of the catalogue that
+# each is said to be, whose figures are wrong for it in every constant.
+_SERVERS = ((10.0, "gh200-c2c"), (120.0, "a100-pcie4"))
+_START_S, _STOP_S = 60.0, 10.0
+_EARLY_SHARE = 5  # of the requests, the first fifth is not measured
+
+
+@dataclass(frozen=True, slots=True)
+class RouteLoad:
+    """What is sent. agents: at a time, each in a conversation; output: tokens an answer; pause:
+    multiple of the recorded pauses; most: longer prompts end their conversation, tokens."""
+
+    requests: int
+    agents: int
+    output: int
+    pause: float
+    most: int
+
+
+def prompt_of(turn: TurnShape, block_tokens: int) -> str:
+    """A text of four characters a token, whose beginning is another's where their blocks are."""
+    blocks = "".join(f"{block:016x}" * (block_tokens // 4) for block in turn.blocks.tolist())
+    rest = turn.input_tokens - len(turn.blocks) * block_tokens
+    return blocks + f"{turn.input_tokens:04x}" * rest
+
+
+async def play(url: str, load: RouteLoad, workload: Workload, seed: int) -> list[RequestRecord]:
+    """Agents go through conversations, each waiting for its answer; the same ones for a seed."""
+    left, sessions = itertools.count(), enumerate(expand(workload, seed))
+    begun_s = time.monotonic()
+    records: list[RequestRecord] = []
+    settings = EndpointSettings(url, "emulated", timeout_s=600.0)
+
+    async def agent(endpoint: Endpoint, number: int) -> None:
+        await asyncio.sleep(number * 0.4)
+        for session, shape in sessions:
+            for turn in shape.turns:
+                if turn.input_tokens > load.most:
+                    break
+                await asyncio.sleep(min(turn.after_s, 10.0) * load.pause)
+                if next(left) >= load.requests:
+                    return
+                record = RequestRecord(f"{session}", 0)
+                records.append(record)
+                body = settings.prepare(prompt_of(turn, workload.block_tokens), load.output)
+                await endpoint.send(body, record)
+
+    async with Endpoint(settings, lambda: time.monotonic() - begun_s) as endpoint:
+        await asyncio.gather(*(agent(endpoint, number) for number in range(load.agents)))
+    return records
+
+
+@contextlib.contextmanager
+def process(*command: str, log: Path) -> Iterator[None]:
+    """A process that is ended after."""
+    with log.open("ab") as out:
+        child = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=out)
+        try:
+            yield
+        finally:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_STOP_S)
+            child.kill()
+            child.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def ready(url: str, workers: int = 0) -> None:
+    """Wait until a server answers, and knows so many workers; TimeoutError if it does not."""
+    path = "/ready" if workers else "/health"
+    for _ in range(int(_START_S / 0.2)):
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            answer = httpx.get(url + path, timeout=5.0)
+            if answer.status_code == 200 and (not workers or answer.json()["workers"] >= workers):
+                return
+        time.sleep(0.2)
+    raise TimeoutError(f"{url} was not ready within {_START_S:g} s")
+
+
+@contextlib.contextmanager
+def backends(log: Path, speed: float, *, metrics: bool) -> Iterator[list[tuple[str, str]]]:
+    """Two emulated servers: their addresses, and the profiles that they are said to have."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for load_us, profile in _SERVERS:
+            port = free_port()
+            more = ("--metrics",) if metrics else ()
+            stack.enter_context(
+                process(
+                    "benchmarks.serving.route_backend", str(port), "--load-token-us",
+                    str(load_us), "--speed", str(speed), *more, log=log,
+                )
+            )  # fmt: skip
+            found.append((f"http://127.0.0.1:{port}", profile))
+        for url, _ in found:
+            ready(url)
+        yield found
+
+
+@contextlib.contextmanager
+def front(
+    servers: Sequence[tuple[str, str]], arm: str, journal: Path, host_tokens: int
+) -> Iterator[str]:
+    """`kappa route` before the servers, its own rule or a present balancer's steering."""
+    port = free_port()
+    mode = {"mode": "on"} if arm == "on" else {"mode": "shadow"}
+    settings = {
+        "backends": [
+            {"url": url, "profile": profile, "host_tokens": host_tokens} for url, profile in servers
+        ],
+        "router": mode, "http": {"port": port}, "journal": str(journal),
+        "present": "round-robin" if arm == "on" else arm,
+    }  # fmt: skip
+    config = journal.with_suffix(".yaml")
+    config.write_text(json.dumps(settings))
+    url = f"http://127.0.0.1:{port}"
+    with process("deploy.cli", "route", "-c", str(config), log=journal.with_suffix(".log")):
+        ready(url, len(servers))
+        yield url
+
+
+def run_arm(
+    arm: str, load: RouteLoad, workload: Workload, seed: int, folder: Path, speed: float,
+    *, metrics: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """One arm, its servers fresh: figures of the TTFTs that clients saw, in seconds."""
+    journal = folder / f"{arm}-{seed}.jsonl"
+    host_tokens = 1_000_000
+    with (
+        backends(folder / "servers.log", speed, metrics=metrics) as servers,
+        front(servers, arm, journal, host_tokens) as url,
+    ):
+        records = asyncio.run(play(url, load, workload, seed))
+    answered = [r for r in records if not r.error and r.first_token_s is not None]
+    late = sorted(answered, key=lambda r: r.sent_s)[len(records) // _EARLY_SHARE :]
+    ttft_s = [r.first_token_s - r.sent_s for r in late if r.first_token_s is not None]
+    found: dict[str, Any] = {
+        "arm": arm, "seed": seed, "requests": len(records), "failed": len(records) - len(answered),
+        "p50": quantile(ttft_s, 0.5), "mean": statistics.fmean(ttft_s),
+        "p99": quantile(ttft_s, 0.99), "lasted_s": max(r.ended_s for r in records),
+    }  # fmt: skip
+    if arm != "on":
+        lines = ((f"{n}", json.loads(line)) for n, line in enumerate(journal.open(), 1))
+        found["estimated"] = facts_of(read_journal(lines))["estimated"]
+    return found
+
+
+def route(
+    arms: Annotated[str, typer.Option(help="Of round-robin,least-connections,...")] = ",".join(
+        ARMS
+    ),
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
+    requests: Annotated[int, typer.Option(min=20, help="Of an arm.")] = 400,
+    agents: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 10,
+    trace: Annotated[str, typer.Option(help="Workload by name or file.")] = "miniswe",
+    output: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 16,
+    pause: Annotated[float, typer.Option(min=0, help="Multiple of recorded pauses.")] = 1.0,
+    most: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 20_000,
+    speed: Annotated[float, typer.Option(min=0.01, help="Of the emulated engines.")] = 1.0,
+    metrics: Annotated[
+        bool, typer.Option(help="The servers tell the size of their cache, not only usage.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
+    json_output: Json = False,
+) -> None:
+    """TTFT behind kappa route and behind plain balancers, on EMULATED servers, in real time; and
+    how near the shadow's estimate came to what turning it on then showed."""
+    with faults():
+        chosen, workload = names(arms, ARMS, "--arms"), workload_named(trace)
+    load = RouteLoad(requests, agents, output, pause, most)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(seeds):
+            # What drifts hits all arms.
+            for arm in chosen if seed % 2 == 0 else reversed(chosen):
+                rows.append(
+                    run_arm(arm, load, workload, seed, Path(folder), speed, metrics=metrics)
+                )
+                note(_line(rows[-1]))
+    facts = result(rows=rows, emulated=True, load=asdict(load), **_summary(rows))
+    publish(facts, lambda console: show(facts, console), json_output=json_output, out=out,
+            remark="EMULATED servers")  # fmt: skip
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['arm']} seed {row['seed']}: {row['requests']} requests in {row['lasted_s']:.0f} s, "
+        f"{row['failed']} failed, TTFT p50 {row['p50']:.3f} mean {row['mean']:.3f} "
+        f"p99 {row['p99']:.3f} s"
+    )
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By arm: figures over seeds, ours as a share of them, estimates as a share of the truth."""
+    by_arm: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for row in rows:
+        by_arm.setdefault(row["arm"], {})[row["seed"]] = row
+    ours, found = by_arm.get("on", {}), dict[str, Any]()
+    for arm, runs in by_arm.items():
+        facts: dict[str, Any] = {
+            name: spread([r[name] for r in runs.values()]) for name in _FIGURES
+        }
+        found[arm] = facts
+        pairs = [(r, ours[seed]) for seed, r in runs.items() if seed in ours and arm != "on"]
+        if not pairs:
+            continue
+        facts["on_over_it"] = {n: spread([o[n] / r[n] for r, o in pairs]) for n in _FIGURES}
+        facts["estimate_over_truth"] = {
+            n: spread([
+                r["estimated"]["ttft_s"]["median" if n == "p50" else n]["saved_s"] / (r[n] - o[n])
+                for r, o in pairs
+            ])
+            for n in _FIGURES
+        }  # fmt: skip
+    return {"arms": found}
+
+
+_FIGURES = ("p50", "mean", "p99")
+
+
+def show(facts: Mapping[str, Any], console: Console) -> None:
+    """A row per arm."""
+
+    def cell(found: Mapping[str, float] | None) -> str:
+        if found is None:
+            return ""
+        return f"{found['median']:.3g} ({found['least']:.3g} to {found['most']:.3g})"
+
+    rows = [
+        [
+            arm, *(cell(found[name]) for name in _FIGURES),
+            cell(found.get("on_over_it", {}).get("p99")),
+            cell(found.get("estimate_over_truth", {}).get("mean")),
+        ]
+        for arm, found in facts["arms"].items()
+    ]  # fmt: skip
+    columns = ("arm", "p50, s", "mean, s", "p99, s", "on / it, p99", "estimate / truth, mean")
+    console.print(table("TTFT; median over seeds (least to most)", columns, rows))

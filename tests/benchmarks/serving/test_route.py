@@ -1,0 +1,130 @@
+"""The emulated servers and the load of the benches of `kappa route`."""
+
+import asyncio
+import itertools
+import json
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from benchmarks.serving.route import RouteLoad, _summary, play, prompt_of
+from benchmarks.serving.route_backend import (
+    BLOCK_BYTES,
+    EmulatedEngine,
+    EmulatedLaw,
+    LruTier,
+    make_server,
+    prompt_blocks,
+)
+from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+
+FAST = EmulatedLaw(token_s=1e-7, pair_s=0, decode_s=0, step_s=1e-4, load_s=0, load_token_s=0)
+
+
+def test_a_step_costs_more_than_in_proportion_and_in_tiles():
+    law = EmulatedLaw(token_s=1e-4, pair_s=0, decode_s=1e-3, step_s=0.01)
+    assert law.of_step([(1, 0)], 0) == pytest.approx(0.01 + 128e-4 * (1 + 128 / 4096))
+    assert law.of_step([(129, 0)], 0) == law.of_step([(256, 0)], 0)
+    assert law.of_step([(2048, 0)], 0) > 2 * law.of_step([(1024, 0)], 0) - 0.01
+    assert law.of_step([], 5) == pytest.approx(0.01 + 8e-3)
+
+
+def test_a_load_takes_its_tokens_and_none_takes_nothing():
+    law = EmulatedLaw(load_token_s=1e-5, load_s=0.002)
+    assert law.of_load(0) == 0.0 and law.of_load(1000) == pytest.approx(0.012)
+
+
+def test_a_tier_gives_up_what_was_used_longest_ago_and_ends_before_beginnings():
+    tier = LruTier(4)
+    tier.keep([1, 2, 3])
+    tier.keep([7, 8])
+    assert tier.leading([1, 2, 3]) == 2 and tier.leading([7, 8]) == 2
+    tier.keep([1, 2])
+    tier.keep([9])
+    assert tier.leading([7, 8]) == 1 and tier.leading([1, 2]) == 2
+
+
+def test_a_blocks_name_is_of_all_before_it():
+    a, b = b"a" * BLOCK_BYTES, b"b" * BLOCK_BYTES
+    assert prompt_blocks(a + b)[0] == prompt_blocks(a)[0]
+    assert prompt_blocks(a + b)[1] != prompt_blocks(b + b)[1]
+    assert prompt_blocks(b"a" * (BLOCK_BYTES - 1)) == []
+
+
+def turn(tokens, key="s"):
+    return turn_of(0.0, tokens, 5, stream_ids(key_of(key), 0, 40), 64)
+
+
+def test_prompts_share_their_beginning_where_their_blocks_are_the_same():
+    short, long = prompt_of(turn(200), 64), prompt_of(turn(500), 64)
+    assert (len(short), len(long)) == (800, 2000)
+    assert long[: 3 * BLOCK_BYTES] == short[: 3 * BLOCK_BYTES]
+    assert prompt_of(turn(200, "other"), 64)[:BLOCK_BYTES] != short[:BLOCK_BYTES]
+
+
+@pytest.fixture
+async def server():
+    engine = EmulatedEngine(FAST, device_blocks=100, host_blocks=1000, seed=0)
+    async with TestClient(TestServer(make_server(engine, "b", tells_metrics=True))) as client:
+        yield client
+
+
+async def answer(client, prompt, **body):
+    given = {"prompt": prompt, "max_tokens": 3, **body}
+    response = await client.post("/v1/completions", json=given)
+    return response.headers.get("x-backend"), await response.text()
+
+
+async def test_a_server_says_how_much_of_a_prompt_it_found(server):
+    prompt = prompt_of(turn(500), 64)
+    for cached in (0, 448):
+        usage = json.loads((await answer(server, prompt))[1])["usage"]
+        assert usage["prompt_tokens"] == 500
+        assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+    await server.post("/reset")
+    usage = json.loads((await answer(server, prompt))[1])["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_a_stream_names_its_server_and_ends_as_openai_has_it(server):
+    name, text = await answer(server, "hello", stream=True)
+    events = [line[6:] for line in text.splitlines() if line]
+    assert name == "b" and events[-1] == "[DONE]"
+    assert json.loads(events[-2])["usage"]["completion_tokens"] == 3
+    assert [json.loads(e)["choices"][0]["finish_reason"] for e in events[:3]] == [
+        None,
+        None,
+        "length",
+    ]
+
+
+async def test_agents_wait_for_their_answers_and_send_what_was_asked_for(server):
+    turns = tuple(turn(100 + 64 * k) for k in range(4))
+    workload = Workload("made up", 64, (SessionShape("s", turns),), "made up")
+    load = RouteLoad(requests=10, agents=3, output=2, pause=0.0, most=10_000)
+    records = await asyncio.wait_for(play(str(server.make_url("/")), load, workload, 0), 60)
+    assert len(records) == 10 and not any(r.error for r in records)
+    by_session = {}
+    for record in records:
+        by_session.setdefault(record.session, []).append(record)
+    for session in by_session.values():
+        for before, after in itertools.pairwise(session):
+            assert after.sent_s >= before.ended_s
+
+
+def row(arm, seed, p50, mean, p99, saved=None):
+    made = {"arm": arm, "seed": seed, "p50": p50, "mean": mean, "p99": p99}
+    if saved is not None:
+        each = {name: {"saved_s": saved} for name in ("median", "mean", "p99")}
+        made["estimated"] = {"ttft_s": each}
+    return made
+
+
+def test_estimates_are_held_against_what_turning_it_on_showed():
+    rows = [row("round-robin", s, 2.0, 4.0, 8.0 + s, saved=1.5) for s in range(3)]
+    rows += [row("on", s, 1.0, 2.0, 4.0) for s in range(3)]
+    found = _summary(rows)["arms"]["round-robin"]
+    assert found["p99"] == {"median": 9.0, "least": 8.0, "most": 10.0}
+    assert found["on_over_it"]["p99"]["median"] == pytest.approx(4 / 9)
+    assert found["estimate_over_truth"]["mean"]["median"] == pytest.approx(0.75)
+    assert "on_over_it" not in _summary(rows)["arms"]["on"]
