@@ -62,7 +62,7 @@ class JournaledRequest:
 
 
 @dataclass(slots=True)
-class Segment:
+class RolloutSegment:
     """What one process wrote: mode and present rule at its start, engines as last known, the latest
     requests in the order of their ends. failed: requests that had no answer."""
 
@@ -136,7 +136,7 @@ class JournalWriter:
         return {"number": number, "like": base, "shared_blocks": shared, "blocks": rest}
 
 
-def read_journal(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Segment]:
+def read_journal(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> list[RolloutSegment]:
     """The segments of a journal, from (where, entry).
 
     Requests that had no first token are counted, not kept.
@@ -144,7 +144,7 @@ def read_journal(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Segme
     Raises:
         ValueError: names the line that cannot be read.
     """
-    segments: list[Segment] = []
+    segments: list[RolloutSegment] = []
     prompts: dict[int, UInt64s] = {}
     for where, entry in entries:
         try:
@@ -153,7 +153,7 @@ def read_journal(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Segme
                 if entry["version"] != VERSION:
                     raise ValueError(f"version {entry['version']}, this program reads {VERSION}")
                 if not segments or entry["first"]:
-                    segments.append(Segment(*begun))
+                    segments.append(RolloutSegment(*begun))
                     prompts = {}
                 segments[-1].workers.update(_workers(entry["workers"]))
             elif not segments:
@@ -179,7 +179,9 @@ def _workers(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Journaled
         )
 
 
-def _add_request(segment: Segment, entry: Mapping[str, Any], prompts: dict[int, UInt64s]) -> None:
+def _add_request(
+    segment: RolloutSegment, entry: Mapping[str, Any], prompts: dict[int, UInt64s]
+) -> None:
     rest = np.frombuffer(base64.b64decode(entry["blocks"]), dtype="<u8").astype(np.uint64)
     shared = (
         prompts[entry["like"]][: entry["shared_blocks"]] if entry["shared_blocks"] else rest[:0]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.protocol import Announcement
-from router.journal import JournaledRequest, JournaledWorker, Segment
+from router.journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.policy import Policy
 from router.router import Router, RouterConfig
 from simulator.clusters import NodeModel
@@ -73,7 +73,7 @@ class Comparison:
     raw: tuple[float, ...] = ()
 
 
-def counterfactual(segment: Segment, policy: Policy, seed: int = 0) -> Comparison:
+def counterfactual(segment: RolloutSegment, policy: Policy, seed: int = 0) -> Comparison:
     """What `policy` would have made of a segment's requests.
 
     Raises:

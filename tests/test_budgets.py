@@ -56,7 +56,7 @@ def closure(start: str) -> set[str]:
     ("packages", "most"),
     [
         (PRODUCT, 58_000),  # goal: 33,000
-        (("benchmarks",), 13_150),  # goal: 8,000
+        (("benchmarks",), 13_800),  # goal: 8,000
         (("tests",), 55_300),  # goal: 30,000
     ],
 )

@@ -22,7 +22,7 @@ import numpy as np
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.decision import RouteRequest
-from router.journal import JournaledRequest, JournaledWorker, Segment
+from router.journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.policy import Policy, policy_named
 from router.rollout import PRESENT
 from router.router import Router, RouterConfig
@@ -95,10 +95,10 @@ def run(config: SimulationConfig, traffic: Traffic, present: Policy | None = Non
     return Run(play, router, dispatch)
 
 
-def segment_of(watched: Run, traffic: Traffic, present: str) -> Segment:
+def segment_of(watched: Run, traffic: Traffic, present: str) -> RolloutSegment:
     """What a journal of the run would hold."""
     states = watched.router.workers
-    segment = Segment("shadow", present, "priced")
+    segment = RolloutSegment("shadow", present, "priced")
     for name, state in states.items():
         segment.workers[name] = JournaledWorker(
             state.announcement, state.calibration.speed, state.calibration.overhead_s

@@ -14,7 +14,7 @@ import typer
 from deploy.commands.console import KEY_VARIABLES, ApiKey, Json, fail
 
 if TYPE_CHECKING:
-    from router.journal import Segment
+    from router.journal import RolloutSegment
     from simulator.counterfactual import Comparison
 
 _TIMEOUT_S = 60.0
@@ -45,7 +45,7 @@ def report(
     print(json.dumps(found) if json_output else "\n".join(page(found)))
 
 
-def facts_of(segments: list[Segment]) -> dict[str, Any]:
+def facts_of(segments: list[RolloutSegment]) -> dict[str, Any]:
     """The figures of the page: `estimated` of the latest segment that another rule steered (none
     where ours steers all), `measured` arm against arm over all segments; each None if too little is
     known. Raises ValueError where neither is to be had."""

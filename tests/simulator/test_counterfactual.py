@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from router.calibration import Calibration
-from router.journal import JournaledRequest, JournaledWorker, Segment
+from router.journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.policy import policy_named
 from router.rollout import PRESENT, RoundRobin
 from router.router import Router, RouterConfig
@@ -115,7 +115,7 @@ def test_an_arm_of_few_requests_says_nothing():
 
 
 def test_too_few_requests_and_unknown_engines_are_refused(announced):
-    segment = Segment("shadow", "round-robin", "priced", {"a": announced[0]})
+    segment = RolloutSegment("shadow", "round-robin", "priced", {"a": announced[0]})
     segment.requests.extend([request()] * 3)
     with pytest.raises(ValueError, match=f"3 requests .* {cf.LEAST_REQUESTS} are the least"):
         cf.counterfactual(segment, policy_named("priced"))
@@ -151,7 +151,7 @@ def played(config, policy):
 
 
 def segment_of(play, traffic, workers):
-    segment = Segment("shadow", "round-robin", "priced")
+    segment = RolloutSegment("shadow", "round-robin", "priced")
     segment.workers = {one.announcement.worker: one for one in workers}
     names = list(segment.workers)
     for base, turns, name in zip(traffic.base, traffic.turns, traffic.ids, strict=True):
