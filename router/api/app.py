@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_BODY_PATHS = ("/v1/chat/completions", "/v1/completions")
+# Whose errors have Anthropic's shape.
+_MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_BODY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *_MESSAGES_PATHS)
 # What makes engines work, or the ingress: counted against a tenant's limits.
 _LIMITED_PATHS = (*_BODY_PATHS, "/v1/route", "/v1/decisions")
 # What probes ask, who have no key.
@@ -168,7 +170,8 @@ def _error_response(request: Request, error: ApiError) -> Response:
         # A validation message may quote the request, and so may a place within a parameter.
         param=None if error.param is None else error.param.partition(".")[0],
     )
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+    body = error.message_body() if request.url.path.endswith(_MESSAGES_PATHS) else error.body()
+    return JSONResponse(body, status_code=error.status, headers=error.headers())
 
 
 def places_of(error: BaseException) -> list[str]:

@@ -18,6 +18,9 @@ Check = Callable[[str, Any], Any]
 Raises ApiError 400, which names the place.
 """
 
+Kinds = Mapping[str, tuple[Mapping[str, Check], tuple[str, ...]]]
+"""Kinds of objects by their `type`: the fields of each, and those of them that it must hold."""
+
 MAX_COUNT = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 MAX_DEPTH = 64
@@ -109,9 +112,8 @@ def fields_of(checks: Mapping[str, Check]) -> Check:
     return check
 
 
-def tagged(kinds: Mapping[str, tuple[Mapping[str, Check], tuple[str, ...]]]) -> Check:
-    """Objects whose `type` names one of several kinds: each with its fields, and those of them that
-    it must hold."""
+def tagged(kinds: Kinds) -> Check:
+    """Objects whose `type` names one of several kinds."""
 
     def check(where: str, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -175,7 +177,8 @@ class FieldClasses(NamedTuple):
 
 
 def check_json(where: str, value: Any) -> None:
-    """Bound nesting, and what numbers a compiler in C++ meets, without recursion."""
+    """Bound nesting, and what numbers a compiler in C++ meets, without recursion; all texts can be
+    encoded."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         for one in level:
@@ -183,10 +186,12 @@ def check_json(where: str, value: Any) -> None:
                 raise bad_field(where, f"numbers must lie within {MAX_INT64}")
             if isinstance(one, float) and not math.isfinite(one):
                 raise bad_field(where, "numbers must be finite")
+            if isinstance(one, str) and not one.isascii():
+                TEXT(where, one)
         held = [one for one in level if isinstance(one, dict | list)]
         if not held:
             return
-        inside = (one.values() if isinstance(one, dict) else one for one in held)
+        inside = ((*one, *one.values()) if isinstance(one, dict) else one for one in held)
         level = [one for values in inside for one in values]
     raise bad_field(where, TOO_DEEP)
 

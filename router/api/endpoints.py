@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from itertools import islice
 from typing import Annotated, Any
 
@@ -23,11 +24,12 @@ from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from kappa.logging import configure
-from router.api import errors, status
+from router.api import errors, messages, responses, status
 from router.api.app import Access, inbound_of, make_app
+from router.api.blocks import RewordedStream, Wording, reworded
 from router.api.errors import ApiError
 from router.api.fields import checked_chat, checked_completion
 from router.api.metadata import PIN_HEADER, POOL_HEADER
@@ -103,7 +105,7 @@ class PoolHandles:
 
 
 class KappaIngress(OpenAiIngress):
-    """OpenAI endpoints, `GET /v1/nodes`, `GET /v1/tenants`, `POST /v1/route`,
+    """The endpoints of OpenAI and Anthropic, `GET /v1/nodes`, `GET /v1/tenants`, `POST /v1/route`,
     `GET /v1/decisions`, `GET /v1/decisions/ID`, `GET /metrics`."""
 
     def __init__(
@@ -157,6 +159,36 @@ class KappaIngress(OpenAiIngress):
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """OpenAI completions, streamed or not."""
         return await self._path.serve(body, "completions", request)
+
+    async def messages(self, request: Request) -> Response:
+        """Anthropic's messages, streamed or not."""
+        chat = messages.to_chat(await _object_in(request))
+        answer = messages.MessageAnswer(inbound_of(request).request_id)
+        return await self._as_chat(chat, request, answer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The tokens of an Anthropic message's prompt; nothing is run or reserved."""
+        chat = messages.to_chat(await _object_in(request), counted=True)
+        routed = await self._path.to_explain(_validated(_CHAT, chat), request)
+        if routed.token_ids is None:
+            raise errors.UNSUPPORTED_PROMPT()
+        return JSONResponse({"input_tokens": len(routed.token_ids)})
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's responses, streamed or not."""
+        kept = responses.checked(await _object_in(request))
+        made = responses.ResponseAnswer(inbound_of(request).request_id, kept, time.time())
+        return await self._as_chat(responses.to_chat(kept), request, made)
+
+    async def _as_chat(self, chat: dict[str, Any], request: Request, wording: Wording) -> Response:
+        """Answer a chat, whatever it was made of, in another API's words."""
+        answer = await self._path.serve(_validated(_CHAT, chat), "chat", request)
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = _reworded(answer.body_iterator, RewordedStream(wording))
+            return answer
+        content = json.dumps(reworded(json.loads(bytes(answer.body)), wording))
+        shown = {name: answer.headers[name] for name in answer.headers if name.startswith("x-")}
+        return Response(content, headers=shown, media_type="application/json")
 
     async def model_data(self, model: str) -> Any:
         """One model's card, or 404."""
@@ -287,15 +319,31 @@ class KappaIngress(OpenAiIngress):
                 log.warning("workers_not_reached", error=repr(error))
 
 
+async def _reworded(chat: AsyncIterable[Any], stream: RewordedStream) -> AsyncIterator[str]:
+    async for packet in chat:
+        if made := stream.feed(packet):
+            yield made
+
+
 async def _parsed(request: Request) -> Any:
     """A chat or completion body by its own look; ApiError 400 if it is neither."""
+    data = await _object_in(request)
+    return _validated(_CHAT if "messages" in data else _COMPLETION, data)
+
+
+async def _object_in(request: Request) -> dict[str, Any]:
+    """The JSON object that is a request's body; ApiError 400 if it is none."""
     try:
         data = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
         raise errors.INVALID_JSON(why=error) from None
     if not isinstance(data, dict):
         raise errors.NO_OBJECT()
-    schema: TypeAdapter[Any] = _CHAT if "messages" in data else _COMPLETION
+    return data
+
+
+def _validated(schema: TypeAdapter[Any], data: dict[str, Any]) -> Any:
+    """A body by its schema; ApiError 400 for whatever the schema raises."""
     try:
         return schema.validate_python(data)
     except ApiError:
@@ -311,6 +359,9 @@ ROUTES: dict[str, Callable[[FastAPI], Any]] = {
     "model_data": lambda a: a.get("/v1/models/{model:path}"),
     "chat": lambda a: a.post("/v1/chat/completions"),
     "completions": lambda a: a.post("/v1/completions"),
+    "responses": lambda a: a.post("/v1/responses"),
+    "messages": lambda a: a.post("/v1/messages"),
+    "count_tokens": lambda a: a.post("/v1/messages/count_tokens"),
     "nodes": lambda a: a.get("/v1/nodes"),
     "tenants": lambda a: a.get("/v1/tenants"),
     "profile": lambda a: a.post("/v1/nodes/profile"),

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPICS = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    503: "overloaded_error", 504: "timeout_error", **_TYPES,
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -35,6 +39,12 @@ class ApiError(Exception):
             "code": self.code,
         }
         return {"error": error}
+
+    def message_body(self) -> dict[str, Any]:
+        """The JSON body in Anthropic's shape."""
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _ANTHROPICS.get(self.status, other)
+        return {"type": "error", "error": {"type": kind, "message": _encodable(self.message)}}
 
     def headers(self) -> dict[str, str]:
         """`Retry-After` in whole seconds, at least one, and how to authenticate, where it helps."""

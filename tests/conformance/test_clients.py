@@ -1,4 +1,4 @@
-"""Clients that others wrote: the official `openai` one, and litellm in an environment of its own.
+"""Clients that others wrote: `openai`, `anthropic`, and litellm in an environment of its own.
 
 `./dev litellm` makes that environment; without it its test is skipped.
 """
@@ -8,6 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import anthropic
 import openai
 import pytest
 
@@ -49,6 +50,32 @@ def test_chats_and_completions_whole_and_streamed(client):
         assert whole.choices[0].text == WORD * 2
     with client.completions.create(model=MODEL, prompt="x", max_tokens=2, stream=True) as stream:
         assert "".join(c.choices[0].text for c in stream if c.choices) == WORD * 2
+
+
+def test_responses_and_messages_whole_and_streamed(client, stack):
+    ask = {"model": MODEL, "input": "Hello hello", "max_output_tokens": 3}
+    whole = client.responses.create(**ask)
+    with client.responses.stream(**ask) as stream:
+        *_, last = list(stream)
+    for made in (whole, last.response):
+        assert made.output_text == WORD * 3 and made.usage.output_tokens == 3
+        assert made.incomplete_details.reason == "max_output_tokens"
+    with anthropic.Anthropic(base_url=stack.url, api_key="none", max_retries=0) as other:
+        say = {"model": MODEL, "messages": MESSAGES}
+        counted = other.messages.count_tokens(**say).input_tokens
+        whole = other.messages.create(**say, max_tokens=3)
+        with other.messages.stream(**say, max_tokens=3) as stream:
+            assert "".join(stream.text_stream) == WORD * 3
+            live = stream.get_final_message()
+        for made in (whole, live):
+            usage = made.usage
+            assert made.content[0].text == WORD * 3 and made.stop_reason == "max_tokens"
+            assert usage.input_tokens + usage.cache_read_input_tokens == counted
+            assert usage.output_tokens == 3
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            other.messages.create(**say, max_tokens=600)
+        assert caught.value.body["error"]["type"] == "invalid_request_error"
+    assert stack.reserved() == 0
 
 
 @pytest.mark.parametrize(

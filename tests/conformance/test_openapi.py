@@ -15,8 +15,9 @@ CHECKS = schemathesis.checks.CHECKS.get_by_names(
     ["not_a_server_error", "content_type_conformance", "response_schema_conformance"]
 )
 ENDPOINTS = {
-    "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/v1/nodes",
-    "/v1/route", "/v1/decisions", "/v1/tenants", "/metrics", "/ready",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+    "/v1/messages/count_tokens", "/v1/models", "/v1/models/{model}", "/v1/nodes", "/v1/route",
+    "/v1/decisions", "/v1/tenants", "/metrics", "/ready",
 }  # fmt: skip
 
 

@@ -221,3 +221,44 @@ def overload(live):
         live.router.route(busy, live.now_s())
         live.router.flights[busy.request_id].sent_s -= 30.0
     return len(workers)
+
+
+# -- what vLLM answers chats with ------------------------------------------------------------------
+
+USAGE = {
+    "prompt_tokens": 40, "completion_tokens": 9, "total_tokens": 49,
+    "prompt_tokens_details": {"cached_tokens": 32},
+}  # fmt: skip
+
+
+def calling(index, arguments, call_id=None, name=None):
+    """A delta of a tool call; its first names id and function."""
+    call = {"index": index, "function": {"name": name, "arguments": arguments}}
+    return {"tool_calls": [call | ({"id": call_id, "type": "function"} if call_id else {})]}
+
+
+def chunks(*deltas, finish="stop", stop=None, usage=USAGE):
+    """A streamed chat as vLLM sends it, one event each: the role first, usage last."""
+
+    def chunk(choices, **more):
+        data = {"id": "chatcmpl-1", "model": "m", "choices": choices, **more}
+        return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+    def one(delta, **more):
+        return chunk([{"index": 0, "delta": delta, "finish_reason": None, **more}])
+
+    opening = chunk([{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+                    usage={"prompt_tokens": 40})  # fmt: skip
+    ending = one({}, finish_reason=finish, stop_reason=stop)
+    return [opening, *map(one, deltas), ending, chunk([], usage=usage), "data: [DONE]\n\n"]
+
+
+def chat_answer(message, finish="stop", stop=None):
+    """A whole chat as Ray's schema of it."""
+    from ray.serve.llm.openai_api_models import ChatCompletionResponse
+
+    choice = {
+        "index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish,
+        "stop_reason": stop,
+    }  # fmt: skip
+    return ChatCompletionResponse(id="chatcmpl-1", model="m", choices=[choice], usage=USAGE)

@@ -1,0 +1,386 @@
+"""Anthropic's Messages API at the ingress: what may be sent, as which chat, and how it is answered.
+
+Ray's delivery is replaced by a script; the official client and all else are real.
+"""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import anthropic
+import httpx2
+import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+
+from router.api.errors import ApiError
+from router.api.messages import FIELDS, to_chat
+from tests.router.building import tenants_of
+from tests.router.scripted import calling, chat_answer, chunks, nested, until
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+PATH = "/v1/messages"
+ASK = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
+TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
+def text(said):
+    return {"type": "text", "text": said}
+
+
+def chat_of(content, role="user", **more):
+    return to_chat({**ASK, "messages": [{"role": role, "content": content}], **more})
+
+
+def refused(param, **changes):
+    with pytest.raises(ApiError) as caught:
+        to_chat(ASK | changes)
+    assert (caught.value.status, caught.value.param) == (400, param), caught.value.message
+    return caught.value.message
+
+
+@asynccontextmanager
+async def client_of(app, **options):
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport) as http:
+        yield anthropic.AsyncAnthropic(
+            base_url="http://test", http_client=http, max_retries=0, **{"api_key": "k"} | options
+        )
+
+
+async def whole(message, **how):
+    yield chat_answer(message, **how)
+
+
+async def streamed(*deltas, **how):
+    for chunk in chunks(*deltas, **how):
+        yield [chunk]
+
+
+# -- fields ----------------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_client_and_of_vllm_is_in_one_class():
+    names = set(AnthropicMessagesRequest.model_fields)
+    for module, kind in (
+        (message_create_params, "MessageCreateParamsStreaming"),
+        (message_count_tokens_params, "MessageCountTokensParams"),
+    ):
+        params = getattr(module, kind)
+        names |= params.__required_keys__ | params.__optional_keys__
+    for name in names:
+        classes = [name in each for each in FIELDS]
+        assert sum(classes) == 1, f"{name}: decide whether a client may set it"
+
+
+def test_a_plain_message_is_a_plain_chat():
+    assert to_chat(ASK | {"cache_control": {"type": "ephemeral"}, "stop_sequences": None}) == ASK
+    assert to_chat({**ASK, "stop_sequences": ["END"], "metadata": {"user_id": "u"}, "top_k": 3}) \
+        == {**ASK, "stop": ["END"], "user": "u", "top_k": 3}  # fmt: skip
+    streamed = to_chat(ASK | {"stream": True})
+    assert streamed["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+
+
+def test_all_system_texts_go_first_without_what_changes_each_time():
+    billing = text("x-anthropic-billing-header: cc_version=1; cch=7f")
+    chat = to_chat({
+        **ASK, "system": [billing, text("Be kind."), {**text("Be brief."), "cache_control": {}}],
+        "messages": [*ASK["messages"], {"role": "system", "content": "Be quick."}],
+    })  # fmt: skip
+    assert chat["messages"] == [
+        {"role": "system", "content": "Be kind.\nBe brief.\nBe quick."}, *ASK["messages"],
+    ]  # fmt: skip
+
+
+def test_a_turn_with_tools_becomes_calls_and_tool_messages():
+    turn = [
+        {"role": "user", "content": [text("Look"), text("twice.")]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+            {"type": "redacted_thinking", "data": "x"}, text("So:"),
+            {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": ["é", 1]}},
+            {"type": "tool_use", "id": "c2", "name": "look", "input": {}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": "red", "is_error": True},
+            {"type": "tool_result", "tool_use_id": "c2",
+             "content": [text("blue"), {"type": "image", "source": PNG}, text("green")]},
+            text("And?"),
+        ]},
+    ]  # fmt: skip
+    chat = to_chat({**ASK, "messages": turn, "tools": [TOOL | {"type": "custom"}]})
+    asked, called, *results, last = chat["messages"]
+    assert asked == {"role": "user", "content": "Look\ntwice."}
+    assert (called["content"], called["reasoning"]) == ("So:", "Hm.")
+    assert [(c["id"], json.loads(c["function"]["arguments"])) for c in called["tool_calls"]] == [
+        ("c1", {"at": ["é", 1]}), ("c2", {}),
+    ]  # fmt: skip
+    assert results == [
+        {"role": "tool", "tool_call_id": "c1", "content": "red"},
+        {"role": "tool", "tool_call_id": "c2", "content": "blue\ngreen"},
+    ]  # fmt: skip
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    assert last == {"role": "user", "content": [url, text("And?")]}
+    function = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+    assert chat["tools"] == [{"type": "function", "function": function}]
+    assert chat["tool_choice"] == "auto" and "continue_final_message" not in chat
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({"type": "auto"}, "auto"), ({"type": "any"}, "required"), ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "look"}, {"type": "function", "function": {"name": "look"}}),
+    ],
+)  # fmt: skip
+def test_the_choice_of_tools_has_a_chats_names(given, chosen):
+    chat = to_chat({**ASK, "tools": [TOOL], "tool_choice": given})
+    assert chat["tool_choice"] == chosen and "parallel_tool_calls" not in chat
+    single = {**given, "disable_parallel_tool_use": True}
+    assert to_chat({**ASK, "tools": [TOOL], "tool_choice": single})["parallel_tool_calls"] is False
+
+
+def test_an_answers_beginning_is_gone_on_from():
+    begun = {"role": "assistant", "content": "The answer is"}
+    chat = to_chat({**ASK, "messages": [*ASK["messages"], begun]})
+    assert chat["continue_final_message"] is True and chat["add_generation_prompt"] is False
+
+
+def test_thinking_effort_and_a_schema_go_to_the_template_and_the_grammar():
+    enabled = to_chat({**ASK, "thinking": {"type": "enabled", "budget_tokens": 2048}})
+    assert enabled["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
+    disabled = to_chat({**ASK, "thinking": {"type": "disabled"},
+                        "chat_template_kwargs": {"thinking": True}})  # fmt: skip
+    assert disabled["chat_template_kwargs"] == {"enable_thinking": False, "thinking": True}
+    shaped = {"effort": "low", "format": {"type": "json_schema", "schema": nested(2)}}
+    chat = to_chat({**ASK, "output_config": shaped})
+    assert chat["reasoning_effort"] == "low"
+    assert chat["response_format"]["json_schema"]["schema"] == nested(2)
+
+
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("param", "changes"),
+    [
+        (None, {"maximum": 3}), ("max_tokens", {"max_tokens": None}),
+        ("messages", {"messages": []}), ("max_tokens", {"max_tokens": 0}),
+        ("temperature", {"temperature": 1.5}),
+        ("container", {"container": "c"}), ("mcp_servers", {"mcp_servers": [{}]}),
+        ("tools.0.type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+        ("tools.0.input_schema", {"tools": [{"name": "f"}]}),
+        ("tools.0.input_schema", {"tools": [{"name": "f", "input_schema": nested(65)}]}),
+        ("tools.0.input_schema", {"tools": [{"name": "f", "input_schema": {"\ud800": 1}}]}),
+        ("tool_choice.name", {"tool_choice": {"type": "tool"}}),
+        ("thinking.type", {"thinking": {"type": "always"}}),
+        ("output_config.format.type", {"output_config": {"format": {"type": "xml"}}}),
+        ("stop_sequences", {"stop_sequences": ["a"] * 5}),
+        ("system.0.type", {"system": [{"type": "image", "source": PNG}]}),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_its_place(param, changes):
+    assert refused(param, **changes).startswith(param or "Unrecognized")
+
+
+@pytest.mark.parametrize(
+    ("place", "role", "content"),
+    [
+        (".role", "tool", "x"), (".content", "user", None), (".content", "user", 7),
+        (".content", "user", [text("x")] * 1025), (".content.0.type", "user", [7]),
+        (".content.0.type", "user", [USE]), (".content.0.text", "user", [{"type": "text"}]),
+        (".content.0.type", "user", [{"type": "document", "source": PNG}]),
+        (".content.0.type", "assistant", [{"type": "image", "source": PNG}]),
+        (".content.0.input", "assistant", [{**USE, "input": "{}"}]),
+        (".content.0.input", "assistant", [{**USE, "input": {"a": float("nan")}}]),
+        (".content.0.source.media_type", "user",
+         [{"type": "image", "source": {**PNG, "media_type": "text/html"}}]),
+        (".content.0.source.url", "user",
+         [{"type": "image", "source": {"type": "url", "url": "file:///etc/passwd"}}]),
+        (".content.0.tool_use_id", "user", [{"type": "tool_result"}]),
+        (".content.0.content.0.type", "user",
+         [{"type": "tool_result", "tool_use_id": "c", "content": [
+             {"type": "tool_result", "tool_use_id": "c", "content": "nested"}]}]),
+    ],
+)  # fmt: skip
+def test_a_message_that_is_not_served_is_refused_by_its_place(place, role, content):
+    refused(f"messages.0{place}", messages=[{"role": role, "content": content}])
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+async def test_the_client_gets_thought_text_and_calls_whole_and_streamed(serve):
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    message = {"reasoning": "Hm.", "content": "So:", "tool_calls": [call]}
+
+    def script(_worker):
+        if not here.ingress.bodies[-1].stream:
+            return whole(message)
+        return streamed(
+            {"reasoning": "Hm"}, {"reasoning": "."}, {"content": "So:"},
+            calling(0, "", "c1", "look"), calling(0, '{"at"'), calling(0, ": 1}"),
+        )  # fmt: skip
+
+    here = await serve(script)
+    async with client_of(here.app) as client:
+        ask = {**ASK, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "look"}}
+        answer = await client.messages.create(**ask)
+        async with client.messages.stream(**ask) as stream:
+            kinds = [event.type async for event in stream]
+            live = await stream.get_final_message()
+    for made in (answer, live):
+        thought, said, used = made.content
+        assert (thought.thinking, said.text) == ("Hm.", "So:") and thought.signature
+        assert (used.id, used.name, used.input) == ("c1", "look", {"at": 1})
+        # vLLM says "stop" after a call that was demanded by name.
+        assert (made.stop_reason, made.model, made.role) == ("tool_use", "m", "assistant")
+        usage = made.usage
+        assert (usage.input_tokens, usage.cache_read_input_tokens) == (40 - 32, 32)
+        assert usage.output_tokens == 9
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert here.ingress.bodies[0].tool_choice.function.name == "look"
+    assert here.live.router.reservations == 0
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "reason"),
+    [("stop", None, "end_turn"), ("length", None, "max_tokens"), ("stop", "END", "stop_sequence")],
+)
+async def test_why_an_answer_ended_has_anthropics_names(serve, finish, stop, reason):
+    def script(_worker):
+        how = {"finish": finish, "stop": stop}
+        stream = here.ingress.bodies[-1].stream
+        return streamed(**how) if stream else whole({"content": ""}, **how)
+
+    here = await serve(script)
+    async with client_of(here.app) as client:
+        answer = await client.messages.create(**ASK)
+        async with client.messages.stream(**ASK) as stream:
+            live = await stream.get_final_message()
+    assert [(m.stop_reason, m.stop_sequence) for m in (answer, live)] == [(reason, stop)] * 2
+    assert [block.text for block in answer.content] == [""] and live.content == []
+
+
+async def test_arguments_that_are_no_json_object_are_given_as_they_are(serve):
+    for arguments in ('{"a": ', "[1]", "[" * 100_000):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        here = await serve(lambda _, call=call: whole({"content": None, "tool_calls": [call]}))
+        answer = await here.client.post(PATH, json={**ASK, "tools": [TOOL]})
+        (used,) = answer.json()["content"]
+        assert used["input"] == {"_not_a_json_object": arguments}
+
+
+async def test_an_engine_that_fails_midway_ends_the_stream_with_anthropics_error(serve):
+    async def script(_worker):
+        for chunk in chunks({"content": "Hi"})[:2]:
+            yield [chunk]
+        raise RuntimeError("secret detail")
+
+    here = await serve(script)
+    async with client_of(here.app) as client:
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            async with client.messages.stream(**ASK) as stream:
+                await stream.get_final_message()
+    assert caught.value.body["error"]["type"] == "api_error" and "secret" not in str(caught.value)
+    (record,) = here.live.records.values()
+    assert (record.end, here.live.router.reservations) == ("error", 0)
+
+
+async def test_a_client_that_leaves_in_the_middle_frees_its_reservation(serve):
+    gone = asyncio.Event()
+
+    async def script(_worker):
+        try:
+            for chunk in chunks(*[{"content": "word "}] * 1000):
+                yield [chunk]
+                await asyncio.sleep(0.001)
+        finally:
+            gone.set()
+
+    here = await serve(script)
+    body = json.dumps(ASK | {"stream": True}).encode()
+    inbox, sent, left = [{"type": "http.request", "body": body}], [], asyncio.Event()
+
+    async def receive():
+        if inbox:
+            return inbox.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+        if b"content_block_delta" in message.get("body", b""):
+            left.set()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST",
+        "path": PATH, "raw_path": PATH.encode(), "query_string": b"", "root_path": "",
+        "scheme": "http", "http_version": "1.1", "server": ("test", 80), "client": ("c", 1),
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    async with asyncio.timeout(30.0):
+        await here.app(scope, receive, send)
+        await gone.wait()
+        await until(lambda: here.ingress.closed == 1)
+    (record,) = here.live.records.values()
+    assert (record.end, here.live.router.reservations) == ("client_gone", 0)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+async def test_every_refusal_has_anthropics_shape_and_becomes_the_clients_own_exception(serve):
+    here = await serve(tenants=tenants_of({"sk-alice": "alice"}, refuse=True))
+    async with client_of(here.app, api_key="wrong") as client:
+        with pytest.raises(anthropic.AuthenticationError):
+            await client.messages.create(**ASK)
+    async with client_of(here.app, api_key="sk-alice") as client:
+        for changes, kind, name in (
+            ({"model": "x"}, anthropic.NotFoundError, "not_found_error"),
+            ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
+            ({"max_tokens": 8000}, anthropic.BadRequestError, "invalid_request_error"),
+            ({"tool_choice": {"type": "x"}}, anthropic.BadRequestError, "invalid_request_error"),
+        ):
+            for call in (client.messages.create, client.messages.stream):
+                with pytest.raises(kind) as caught:
+                    made = call(**{**ASK, **changes})
+                    await (made if asyncio.iscoroutine(made) else made.__aenter__())
+                body = caught.value.body
+                assert set(body) == {"type", "error"} and body["error"]["type"] == name
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.count_tokens(model="x", messages=ASK["messages"])
+    answer = await here.client.post(PATH, content=b"{", headers={"x-api-key": "sk-alice"})
+    assert (answer.status_code, answer.json()["type"]) == (400, "error")
+    assert here.ingress.sent == []
+
+
+async def test_an_engine_that_takes_no_images_says_so_in_anthropics_shape(serve):
+    async def script(_worker):
+        yield 'data: {"error": {"message": "m is not a multimodal model", "code": 400}}\n\n'
+
+    here = await serve(script)
+    image = [{"role": "user", "content": [{"type": "image", "source": PNG}]}]
+    answer = await here.client.post(PATH, json={**ASK, "messages": image})
+    assert answer.status_code == 400
+    assert "not a multimodal model" in answer.json()["error"]["message"]
+
+
+# -- counting --------------------------------------------------------------------------------------
+
+
+async def test_tokens_are_counted_as_they_will_be_and_nothing_is_sent(serve):
+    here = await serve(lambda _: whole({"content": "Hi"}))
+    asked = {k: v for k, v in ASK.items() if k != "max_tokens"} | {"tools": [TOOL], "system": "S"}
+    async with client_of(here.app) as client:
+        counted = await client.messages.count_tokens(**asked)
+        assert here.ingress.sent == []
+        await client.messages.create(**asked, max_tokens=8)
+    (record,) = here.live.records.values()
+    assert counted.input_tokens == record.to_dict()["predicted"]["new_tokens"] > 20
+    image = [{"role": "user", "content": [{"type": "image", "source": PNG}]}]
+    answer = await here.client.post(f"{PATH}/count_tokens", json={**asked, "messages": image})
+    assert answer.status_code == 400 and answer.json()["type"] == "error"

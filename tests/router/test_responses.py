@@ -1,0 +1,269 @@
+"""OpenAI's Responses API at the ingress: what may be sent, as which chat, and how it is answered.
+
+Ray's delivery is replaced by a script; the official client and all else are real.
+"""
+
+import json
+from contextlib import asynccontextmanager
+
+import httpx2
+import openai
+import pytest
+from openai.types.responses import ResponseStreamEvent, response_create_params
+from pydantic import TypeAdapter
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+from router.api import responses
+from router.api.errors import ApiError
+from router.api.responses import FIELDS, checked
+from tests.router.scripted import calling, chat_answer, chunks, nested
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+PATH = "/v1/responses"
+ASK = {"model": "m", "input": "Hello"}
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+HELLO = {"role": "user", "content": "Hello"}
+
+
+def to_chat(**changes):
+    return responses.to_chat(checked({**ASK, **changes}))
+
+
+def messages(*items, **changes):
+    return to_chat(input=list(items), **changes)["messages"]
+
+
+def item(kind, **fields):
+    return {"type": kind, **fields}
+
+
+@asynccontextmanager
+async def client_of(app):
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport) as http:
+        yield openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key="k", http_client=http, max_retries=0
+        )
+
+
+# -- fields ----------------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_client_and_of_vllm_is_in_one_class():
+    params = response_create_params.ResponseCreateParamsStreaming
+    names = params.__required_keys__ | params.__optional_keys__
+    for name in names | set(ResponsesRequest.model_fields):
+        classes = [name in each for each in FIELDS]
+        assert sum(classes) == 1, f"{name}: decide whether a client may set it"
+
+
+def test_a_text_is_a_chat_of_one_message():
+    assert to_chat() == {"model": "m", "messages": [HELLO]}
+    chat = to_chat(
+        max_output_tokens=5, reasoning={"effort": "low", "summary": "auto"}, stream=True, seed=7,
+        user="u", store=False, include=["reasoning.encrypted_content"], truncation="disabled",
+        stream_options={"include_obfuscation": False},
+    )  # fmt: skip
+    assert chat == {
+        "model": "m", "messages": [HELLO], "max_completion_tokens": 5, "reasoning_effort": "low",
+        "stream": True, "stream_options": {"include_usage": True}, "seed": 7, "user": "u",
+    }  # fmt: skip
+
+
+def test_instructions_and_the_developers_first_messages_are_one_system_message():
+    made = messages(
+        item("message", role="developer", content="Be brief."), HELLO,
+        {"role": "developer", "content": "Be quick."}, instructions="Be kind.",
+    )  # fmt: skip
+    assert made == [
+        {"role": "system", "content": "Be kind.\nBe brief."}, HELLO,
+        {"role": "system", "content": "Be quick."},
+    ]  # fmt: skip
+
+
+def test_what_an_assistant_thought_said_and_called_in_a_row_is_one_message():
+    url = "data:image/png;base64,AAAA"
+    picture = item("input_image", image_url=url, detail="low")
+    asked, said, one, two, shown, again = messages(
+        {"role": "user", "content": [item("input_text", text="Look"),
+                                     item("input_text", text="twice.")]},
+        item("reasoning", id="rs", summary=[], content=[item("reasoning_text", text="Hm.")]),
+        item("message", role="assistant", id="m", status="completed",
+             content=[item("output_text", text="So:", annotations=[])]),
+        item("function_call", call_id="c1", name="look", arguments='{"at": 1}', id="fc"),
+        item("function_call", call_id="c2", name="look", arguments="{"),
+        item("function_call_output", call_id="c1", output="red"),
+        item("function_call_output", call_id="c2",
+             output=[item("input_text", text="blue"), picture]),
+        item("reasoning", summary=[item("summary_text", text="Ah.")], encrypted_content="x"),
+    )  # fmt: skip
+    assert asked == {"role": "user", "content": "Look\ntwice."}
+    assert (said["reasoning"], said["content"]) == ("Hm.", "So:")
+    assert [(c["id"], c["function"]) for c in said["tool_calls"]] == [
+        ("c1", {"name": "look", "arguments": '{"at": 1}'}),
+        ("c2", {"name": "look", "arguments": "{"}),
+    ]  # fmt: skip
+    assert (one["tool_call_id"], one["content"]) == ("c1", "red")
+    assert (two["tool_call_id"], two["content"]) == ("c2", "blue")
+    assert shown["content"] == [item("image_url", image_url={"url": url, "detail": "low"})]
+    assert again == {"role": "assistant", "content": "", "reasoning": "Ah."}
+
+
+def test_tools_and_formats_have_a_chats_names():
+    chat = to_chat(tools=[TOOL, {"type": "web_search", "external_web_access": False}])
+    function = {"name": "look", "parameters": {"type": "object"}, "strict": False}
+    assert chat["tools"] == [item("function", function=function)]
+    assert chat["tool_choice"] == "auto"
+    chat = to_chat(tools=[TOOL], tool_choice=item("function", name="look"))
+    assert chat["tool_choice"] == item("function", function={"name": "look"})
+    assert "tools" not in to_chat(tools=[{"type": "web_search"}], tool_choice="auto")
+    shape = {"name": "a", "schema": nested(2), "strict": True}
+    chat = to_chat(text={"format": item("json_schema", **shape), "verbosity": "low"})
+    assert chat["response_format"] == item("json_schema", json_schema=shape)
+    assert to_chat(text={"format": item("json_object")})["response_format"] == item("json_object")
+
+
+@pytest.mark.parametrize(
+    ("param", "changes"),
+    [
+        (None, {"maximum": 3}), ("input", {"input": None}), ("input", {"input": []}),
+        ("input", {"input": 7}), ("store", {"store": True}), ("background", {"background": True}),
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("conversation", {"conversation": {"id": "c"}}), ("truncation", {"truncation": "auto"}),
+        ("prompt", {"prompt": {"id": "p"}}), ("top_logprobs", {"top_logprobs": 3}),
+        ("include", {"include": ["message.output_text.logprobs"]}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("metadata", {"metadata": {str(i): "" for i in range(17)}}),
+        ("metadata.*", {"metadata": {"a": 7}}),
+        ("tools.0.type", {"tools": [{"type": "custom", "name": "f"}]}),
+        ("tools.0.name", {"tools": [{"type": "function"}]}),
+        ("tools.0.parameters", {"tools": [{**TOOL, "parameters": nested(65)}]}),
+        ("tool_choice", {"tool_choice": "any"}),
+        ("tool_choice.type", {"tool_choice": {"type": "allowed_tools"}}),
+        ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "a"}}}),
+        ("reasoning", {"reasoning": "high"}),
+        ("input.0.type", {"input": [{"type": "item_reference", "id": "a"}]}),
+        ("input.0.role", {"input": [{"role": "tool", "content": "x"}]}),
+        ("input.0.content", {"input": [{"role": "user", "content": [{}] * 1025}]}),
+        ("input.0.content.0.type", {"input": [{"role": "user", "content": [{"type": "file"}]}]}),
+        ("input.0.content.0.image_url", {"input": [
+            {"role": "user", "content": [item("input_image", image_url="file:///etc/passwd")]}]}),
+        ("input.0.arguments", {"input": [item("function_call", call_id="c", name="f")]}),
+        ("input.0.arguments", {"input": [
+            item("function_call", call_id="c", name="f", arguments="[" * 70 + "]" * 70)]}),
+        ("input.0.output.0.type", {"input": [
+            item("function_call_output", call_id="c", output=[item("function_call_output")])]}),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_its_place(param, changes):
+    with pytest.raises(ApiError) as caught:
+        to_chat(**changes)
+    assert (caught.value.status, caught.value.param) == (400, param), caught.value.message
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+async def test_the_client_gets_thought_text_and_calls_whole_and_streamed(serve):
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+
+    async def script(_worker):
+        if not here.ingress.bodies[-1].stream:
+            yield chat_answer({"reasoning": "Hm.", "content": "So:", "tool_calls": [call]})
+            return
+        for chunk in chunks(
+            {"reasoning": "Hm"}, {"reasoning": "."}, {"content": "So:"},
+            calling(0, "", "c1", "look"), calling(0, '{"at"'), calling(0, ": 1}"),
+        ):  # fmt: skip
+            yield [chunk]
+
+    here = await serve(script)
+    ask = {**ASK, "tools": [TOOL], "instructions": "Look.", "metadata": {"a": "b"}}
+    async with client_of(here.app) as client:
+        answer = await client.responses.create(**ask)
+        async with client.responses.stream(**ask) as stream:
+            events = [event async for event in stream]
+            live = await stream.get_final_response()
+    for made in (answer, live):
+        thought, said, called = made.output
+        assert [part.text for part in thought.content] == ["Hm."] and thought.summary == []
+        assert made.output_text == said.content[0].text == "So:"
+        assert (called.call_id, called.name, called.arguments) == ("c1", "look", '{"at": 1}')
+        assert (made.status, made.model, made.store) == ("completed", "m", False)
+        assert (made.instructions, made.metadata) == ("Look.", {"a": "b"})
+        assert made.tools[0].name == "look" and made.tool_choice == "auto"
+        assert (made.usage.input_tokens, made.usage.output_tokens) == (40, 9)
+        assert made.usage.input_tokens_details.cached_tokens == 32
+    numbers = [event.sequence_number for event in events]
+    assert numbers == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
+    assert here.live.router.reservations == 0
+
+
+async def test_every_event_is_as_openais_client_defines_it(serve):
+    async def script(_worker):
+        for chunk in chunks({"reasoning": "Hm"}, {"content": "So"}, calling(0, "{}", "c", "f")):
+            yield [chunk]
+
+    here = await serve(script)
+    answer = await here.client.post(PATH, json={**ASK, "stream": True, "tools": [TOOL]})
+    check = TypeAdapter(ResponseStreamEvent)
+    seen = set()
+    for block in filter(None, answer.text.split("\n\n")):
+        name, data = block.split("\n")
+        event = check.validate_python(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {event.type}" and type(event).__name__ != "ResponseErrorEvent"
+        seen.add(event.type)
+    assert len(seen) == 13 and "response.completed" in seen
+
+
+async def test_an_answer_that_its_bound_cut_is_incomplete(serve):
+    async def script(_worker):
+        if not here.ingress.bodies[-1].stream:
+            yield chat_answer({"content": "Hi"}, finish="length")
+            return
+        for chunk in chunks({"content": "Hi"}, finish="length"):
+            yield [chunk]
+
+    here = await serve(script)
+    async with client_of(here.app) as client:
+        answer = await client.responses.create(**ASK)
+        stream = await client.responses.create(**ASK, stream=True)
+        *_, last = [event async for event in stream]
+    assert last.type == "response.incomplete"
+    for made in (answer, last.response):
+        assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert made.output_text == "Hi"
+
+
+async def test_an_engine_that_fails_midway_ends_the_stream_as_failed(serve):
+    async def script(_worker):
+        for chunk in chunks({"content": "Hi"}, calling(0, "{}", "c", "f"))[:3]:
+            yield [chunk]
+        raise RuntimeError("secret detail")
+
+    here = await serve(script)
+    async with client_of(here.app) as client:
+        stream = await client.responses.create(**ASK, stream=True)
+        *_, last = [event async for event in stream]
+    assert (last.type, last.response.error.code) == ("response.failed", "server_error")
+    assert "secret" not in last.to_json() and last.response.output[0].content[0].text == "Hi"
+    (record,) = here.live.records.values()
+    assert (record.end, here.live.router.reservations) == ("error", 0)
+
+
+async def test_refusals_are_the_clients_own_exceptions(serve):
+    here = await serve()
+    async with client_of(here.app) as client:
+        for changes, kind, code in (
+            ({"model": "x"}, openai.NotFoundError, "model_not_found"),
+            ({"store": True}, openai.BadRequestError, "unsupported_parameter"),
+            ({"input": "a b c d " * 1000}, openai.BadRequestError, "context_length_exceeded"),
+        ):
+            with pytest.raises(kind) as caught:
+                await client.responses.create(**{**ASK, **changes})
+            assert caught.value.code == code
+    assert here.ingress.sent == []
