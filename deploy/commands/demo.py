@@ -27,7 +27,7 @@ from loadtest.sessions import ChatSession, chat_sessions, node_rows, replay
 from workload.sessions import demo_sessions_path, read_sessions
 
 _TOKENS = ("device_tokens", "cached_tokens", "new_tokens")
-_HEADER = (
+HEADER = (
     f"{'session/turn':<13} {'node':<8} {'device':>6} {'C host':>6} {'N new':>6} {'κ':>7} "
     f"{'κ_crit':>7} {'bound':<8} {'reason':<14} {'predicted':>9} {'TTFT':>9}"
 )
@@ -41,6 +41,9 @@ def demo(
     ] = None,
     config: Config = None,
     policy: Policy = None,
+    emulated: Annotated[
+        bool, typer.Option("--emulated", help="Simulated nodes: no engine, no cluster.")
+    ] = False,
     sessions: Annotated[int, typer.Option(min=1, max=256, help="Sessions at once.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 8,
     json_output: Json = False,
@@ -48,6 +51,13 @@ def demo(
     """Replay recorded agent sessions and show where each request went, and why."""
     if url is not None and (config is not None or policy is not None):
         raise typer.BadParameter("--config and --policy are for a cluster started here: drop --url")
+    if emulated:
+        if (url, config, policy) != (None, None, None):
+            raise typer.BadParameter("--emulated has nodes of its own: drop the other options")
+        from deploy.commands.emulated import show_emulated
+
+        show_emulated(json_output)
+        return
     chats = chat_sessions(read_sessions(demo_sessions_path()), sessions)
     if url is not None:
         show(url.rstrip("/"), chats, max_tokens, json_output)
@@ -65,7 +75,7 @@ def show(url: str, chats: Sequence[ChatSession], max_tokens: int, json_output: b
     try:
         before = asyncio.run(node_rows(url))
         console.print(title(before), highlight=False)
-        console.print(_HEADER, style="bold", highlight=False)
+        console.print(HEADER, style="bold", highlight=False)
         is_drawn = console.is_terminal and not json_output
         with Progress(console=console, transient=True, disable=not is_drawn) as progress:
             task = progress.add_task("requests", total=sum(len(chat.turns) for chat in chats))
@@ -131,7 +141,7 @@ def to_dict(record: RequestRecord) -> Row:
 
 
 def line(row: Row) -> str:
-    """One request as a row under `_HEADER`."""
+    """One request as a row under `HEADER`."""
     head = f"{row['session'] + '/' + str(row['turn']):<13} {row['node'] or '-':<8} "
     if row["error"]:
         return f"{head}failed: {row['error']}"

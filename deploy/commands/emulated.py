@@ -1,0 +1,107 @@
+"""`kappa demo --emulated`: the router's decisions on two unlike nodes, without any engine.
+
+The router is the one that runs live. Its nodes are simulated: a GH200 and an H100 whose steps and
+loads last as `kappa.cost` says, in simulated seconds. So it needs no GPU, no model and no cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from deploy.commands.console import percent, print_json, print_table, print_text, seconds
+from deploy.commands.demo import HEADER, Row, line
+from kappa.cost import kappa_crit
+from kappa.shapes import model_shape
+from simulator.clusters import KINDS, SimulatedCluster
+from simulator.outcome import Outcome
+from simulator.run import SimulationConfig, simulate, traffic_of
+from workload.catalogue import workload_named
+
+OURS = "priced"
+BASELINES = {"round_robin": "round robin", "ray_prefix": "prefix affinity"}
+"""What ours is compared with, by name; `ray_prefix` is Ray Serve's policy, reimplemented."""
+
+_MODEL = "llama-3.1-8b"
+_RATE_RPS = 1.2
+_REQUESTS = 600
+_SHOWN = 16
+
+
+def show_emulated(json_output: bool) -> None:
+    """Decide the same requests under every policy, and print decisions and what they came to."""
+    cluster = SimulatedCluster("two emulated nodes", (KINDS["gh200"], KINDS["h100"]))
+    config = SimulationConfig(
+        cluster=cluster,
+        workload=workload_named("mooncake"),
+        shape=model_shape(_MODEL),
+        rate_rps=_RATE_RPS,
+        requests=_REQUESTS,
+    )
+    nodes = " and ".join(f"{n.name} ({n.profile.link_name})" for n in cluster.nodes)
+    title = (
+        f"EMULATED: no engine runs. {nodes} are simulated nodes with {_MODEL}; the router is the "
+        f"real one.\n{_REQUESTS} requests of a recorded trace (Mooncake), {_RATE_RPS:g} a second; "
+        "all seconds are simulated. mostly: what the predicted TTFT is mostly made of"
+    )
+    traffic = traffic_of(config)
+    if not json_output:
+        print_text(f"{title}\n{HEADER.replace('reason', 'mostly')}")
+    ours = simulate(config.replaced(policy=OURS), traffic=traffic)
+    rows = decisions(ours, config, _SHOWN)
+    if not json_output:
+        print_text("\n".join(map(line, rows)))
+    summaries = {OURS: ours.summary()}
+    for policy in BASELINES:
+        summaries[policy] = simulate(config.replaced(policy=policy), traffic=traffic).summary()
+    if json_output:
+        print_json({"emulated": True, "title": title, "requests": rows, "policies": summaries})
+        return
+    names = {OURS: "priced (ours)"} | BASELINES
+    print_comparison(
+        "The same requests under three policies, EMULATED engines",
+        {names[policy]: comparison_row(found) for policy, found in summaries.items()},
+    )
+
+
+def decisions(outcome: Outcome, config: SimulationConfig, count: int) -> list[Row]:
+    """So many measured requests, evenly over the run, as `deploy.commands.demo.line` takes them."""
+    records, nodes = outcome.records, config.cluster.nodes
+    done = np.flatnonzero(records.measured & ~np.isnan(records.e2e_s))
+    by_arrival = done[np.argsort(records.arrival_s[done], kind="stable")]
+    chosen = by_arrival[np.linspace(0, len(by_arrival) - 1, min(count, len(by_arrival)), dtype=int)]
+    first = {int(s): int(np.argmax(records.session == s)) for s in records.session[chosen]}
+    rows = []
+    for k in map(int, chosen):
+        session, node = int(records.session[k]), nodes[records.node[k]]
+        critical, ratio = kappa_crit(config.shape, node.profile), float(records.kappa[k])
+        rows.append({
+            "session": str(session), "turn": k - first[session], "node": node.name,
+            "device_tokens": int(records.device_tokens[k]),
+            "cached_tokens": int(records.cached_tokens[k]),
+            "new_tokens": int(records.new_tokens[k]),
+            "ratio": ratio, "kappa_crit": critical,
+            "bound": "memory" if ratio >= critical else "compute",
+            "reason": str(records.kind[k]), "error": None,
+            "predicted_ttft_s": float(records.predicted_s[k]),
+            "ttft_s": float(records.ttft_s[k]),
+        })  # fmt: skip
+    return rows
+
+
+def comparison_row(summary: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    """Of a simulation's summary: TTFT p50 and p99 in s, goodput in requests/s, share within SLO."""
+    ttft_s = summary["ttft_s"]
+    return ttft_s["p50"], ttft_s["p99"], summary["goodput_rps"], summary["slo"]["met"]
+
+
+def print_comparison(title: str, rows: Mapping[str, tuple[float, float, float, float]]) -> None:
+    """Policies side by side, each with its `comparison_row`."""
+    columns = ("policy", "TTFT p50", "TTFT p99", "goodput", "within SLO")
+    cells = [
+        (name, seconds(p50_s), seconds(p99_s), f"{goodput_rps:.3g} /s", percent(met, 0))
+        for name, (p50_s, p99_s, goodput_rps, met) in rows.items()
+    ]
+    print_table(title, columns, cells)
