@@ -9,9 +9,21 @@ from benchmarks.routing.router import router
 from benchmarks.routing.routing import routing
 from benchmarks.scheduling.scheduler import scheduler
 from benchmarks.serving.predict import predict
+from benchmarks.serving.route import route
 from benchmarks.serving.serve import serve
 from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
-for command in (offload, overload, peers, predict, router, routing, scheduler, serve, validate):
+for command in (
+    offload,
+    overload,
+    peers,
+    predict,
+    route,
+    router,
+    routing,
+    scheduler,
+    serve,
+    validate,
+):
     app.command()(command)

@@ -24,7 +24,7 @@ _COMMANDS = {
         "simulate": "simulate:simulate", "workload": "workload:workload",
         "replay": "replay:replay", "power": "power:power", "why": "why:why",
         "dashboards": "dashboards:dashboards", "doctor": "doctor:doctor", "keys": "keys:app",
-        "lmcache": "lmcache:app", "route": "route:route",
+        "lmcache": "lmcache:app", "route": "route:app",
     }.items()
 }  # fmt: skip
 

@@ -26,6 +26,9 @@ from router.router import Router
 
 Entry = dict[str, Any]
 
+CacheBlocks = dict[str, int]
+"""`device_blocks` and `host_blocks` of an engine."""
+
 VERSION = 1
 MOST_REQUESTS = 50_000
 """Of a segment, the latest."""
@@ -85,15 +88,18 @@ class JournalWriter:
         self._lines: OrderedDict[int, UInt64s] = OrderedDict()
         self._first: dict[int, int] = {}
 
-    def workers(self, router: Router, time_s: float) -> Entry:
-        """What is known of the engines now."""
+    def workers(
+        self, router: Router, time_s: float, caches: Mapping[str, CacheBlocks] | None = None
+    ) -> Entry:
+        """What is known of the engines now; caches: of those whose size was learnt, by name."""
+        learnt = caches or {}
         known = [
             {
-                "announcement": state.announcement.to_dict(),
+                "announcement": state.announcement.to_dict() | learnt.get(name, {}),
                 "speed": asdict(state.calibration.speed),
                 "overhead_s": state.calibration.overhead_s,
             }
-            for state in router.workers.values()
+            for name, state in router.workers.items()
         ]
         first, self._begun = not self._begun, True
         return {"line": "workers", "version": VERSION, "time_s": time_s, "first": first,

@@ -100,14 +100,15 @@ class PrefixHash(Stateless):
     """The hash of the prompt's beginning decides, evenly over the workers that there are.
 
     Rendezvous hashing (Thaler and Ravishankar 1998): when a worker goes, only its prompts move, as
-    on the ring of nginx' `hash ... consistent`. Beginning: the first block, else the session.
+    on the ring of nginx' `hash ... consistent`. Beginning: of the conversation, which is
+    `session`, else the first block.
     """
 
     name = "prefix-hash"
 
     def choose(self, estimates: Estimates) -> Choice:
         hashes = estimates.prefix_hashes
-        key = str(hashes[0]) if len(hashes) else estimates.session
+        key = estimates.session or str(hashes[0] if len(hashes) else "")
         named = (f"{worker} {key}".encode(errors="surrogatepass") for worker in estimates.workers)
         weights = [_digest(name) for name in named]
         return Choice(weights.index(max(weights)), "hash_of_prefix")

@@ -36,6 +36,7 @@ _ALL = ",".join(ARMS)
 # Of the emulated servers: microseconds of the link for a token, and a name of the catalogue that
 # each is said to be, whose figures are wrong for it in every constant.
 _SERVERS = ((10.0, "gh200-c2c"), (120.0, "a100-pcie4"))
+_KAPPA = "from deploy.cli import app; app()"
 _START_S, _STOP_S = 60.0, 10.0
 _EARLY_SHARE = 5  # of the requests, the first fifth is not measured
 
@@ -89,7 +90,7 @@ async def play(url: str, load: RouteLoad, workload: Workload, seed: int) -> list
 def process(*command: str, log: Path) -> Iterator[None]:
     """A process that is ended after."""
     with log.open("ab") as out:
-        child = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=out)
+        child = subprocess.Popen([sys.executable, *command], stdout=out, stderr=out)
         try:
             yield
         finally:
@@ -130,7 +131,7 @@ def backends(log: Path, speed: float, *, metrics: bool) -> Iterator[list[tuple[s
             more = ("--metrics",) if metrics else ()
             stack.enter_context(
                 process(
-                    "benchmarks.serving.route_backend", str(port), "--load-token-us",
+                    "-m", "benchmarks.serving.route_backend", str(port), "--load-token-us",
                     str(load_us), "--speed", str(speed), *more, log=log,
                 )
             )  # fmt: skip
@@ -157,7 +158,7 @@ def front(
     config = journal.with_suffix(".yaml")
     config.write_text(json.dumps(settings))
     url = f"http://127.0.0.1:{port}"
-    with process("deploy.cli", "route", "-c", str(config), log=journal.with_suffix(".log")):
+    with process("-c", _KAPPA, "route", "-c", str(config), log=journal.with_suffix(".log")):
         ready(url, len(servers))
         yield url
 

@@ -9,10 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from deploy.commands.console import fail, warn
+from deploy.commands.route_report import report
 from kappa.settings.front import FrontSettings, backend_of, load_front_settings
 
+app = typer.Typer(invoke_without_command=True, add_completion=False)
+app.command()(report)
 
+
+@app.callback()
 def route(
+    ctx: typer.Context,
     backend: Annotated[
         list[str] | None,
         typer.Option(
@@ -30,12 +36,31 @@ def route(
     allow_open: Annotated[
         bool, typer.Option("--allow-open", help="Listen beyond loopback without keys.")
     ] = False,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="Who steers: shadow (the present balancer), canary:N (percent) or on."),
+    ] = None,
+    present: Annotated[
+        str | None,
+        typer.Option(
+            help="The present balancer, emulated: round-robin, least-connections or prefix-hash."
+        ),
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Write here what was decided and came of it.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Route requests among OpenAI-compatible servers, until Ctrl-C."""
+    if ctx.invoked_subcommand is not None:
+        return
     settings = front_settings_or_exit(
-        backend or [], config, log_level,
-        {"http": {"port": port, "host": host}, "access": {"allow_open": allow_open or None}},
+        backend or [], config,
+        {"log_level": log_level, "present": present, "journal": str(journal) if journal else None},
+        {
+            "http": {"port": port, "host": host}, "access": {"allow_open": allow_open or None},
+            "router": {"mode": mode},
+        },
     )  # fmt: skip
     import uvicorn
 
@@ -57,14 +82,14 @@ def route(
 
 
 def front_settings_or_exit(
-    backends: list[str], config: Path | None, log_level: str | None,
+    backends: list[str], config: Path | None, top: dict[str, str | None],
     given: dict[str, dict[str, Any]],
 ) -> FrontSettings:  # fmt: skip
-    """Settings from file and options; on a fault prints it and exits with 2."""
+    """Settings from file and options, on top level and by section; a fault ends it with 2."""
     if not backends and config is None:
         fail("give --backend URL=PROFILE, once for each server, or --config FILE", 2)
     try:
-        changes: dict[str, Any] = {} if log_level is None else {"log_level": log_level}
+        changes: dict[str, Any] = {name: value for name, value in top.items() if value is not None}
         if backends:
             changes["backends"] = [backend_of(text) for text in backends]
         settings = load_front_settings(config, **changes)

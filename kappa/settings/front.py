@@ -106,6 +106,14 @@ class FrontSettings(Section):
     first_byte_s: Finite = Field(
         60.0, gt=0, description="a streamed answer that has not begun by then is sought elsewhere"
     )
+    present: Literal["round-robin", "least-connections", "prefix-hash"] = Field(
+        "round-robin",
+        description="the present balancer, emulated: steers in mode shadow, and the rest in canary",
+    )
+    journal: str | None = Field(
+        None, description="file for what was decided and came of it (`kappa route report`)"
+    )
+    journal_bytes: int = Field(256 << 20, ge=1 << 16, description="the journal ends at this size")
     router: RouterSettings = RouterSettings(max_body_bytes=64 << 20, max_queue=4096)
     tenants: TenantSettings = TenantSettings()
     access: AccessSettings = AccessSettings()
@@ -124,6 +132,13 @@ class FrontSettings(Section):
             if twice:
                 where = "url" if what == "url" else "name"
                 raise ValueError(f"two backends have the {where} {twice[0]}: drop or change one")
+        if made.router.mode == "ray":
+            raise ValueError("router.mode ray: there is no Ray here; give shadow, canary:N or on")
+        if made.router.mode != "on" and made.journal is None:
+            raise ValueError(
+                f"router.mode {made.router.mode}: name a journal (--journal FILE), from which "
+                "kappa route report says what ours would save"
+            )
         fault = open_door(made.tenants, made.access, made.http)
         if fault is not None:
             raise ValueError(f"http.host {fault}")

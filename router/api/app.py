@@ -45,7 +45,7 @@ _LIMITED_PATHS = (*_BODY_PATHS, "/v1/route", "/v1/decisions")
 # What probes ask, who have no key.
 _OPEN_PATHS = ("/health", "/ready")
 _METRICS_PATH = "/metrics"
-OPERATOR_PATHS = ("/v1/nodes", "/v1/nodes/profile", "/v1/tenants")
+OPERATOR_PATHS = ("/v1/nodes", "/v1/nodes/profile", "/v1/tenants", "/v1/journal")
 """What concerns the whole cluster. Decisions show a tenant its own ones, an operator all."""
 _ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
 _LONGEST_ID = 128

@@ -15,6 +15,9 @@ from router.decision import Decision
 
 PIN_HEADER = "x-kappa-pin"
 POOL_HEADER = "x-kappa-pool"
+# What a client calls its conversation: this header, else one of these fields of its body.
+SESSION_HEADER = "x-session-id"
+CONVERSATION_KEYS = ("prompt_cache_key", "user")
 PLAN_HEADER = "x-kappa-plan"
 APPROX_HEADER = "x-kappa-approx"
 

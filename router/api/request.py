@@ -20,7 +20,12 @@ from kappa.protocol import Announcement
 from router.api import errors
 from router.api.app import Inbound, inbound_of
 from router.api.fields import choices_in
-from router.api.metadata import APPROX_HEADER, PLAN_HEADER
+from router.api.metadata import (
+    APPROX_HEADER,
+    CONVERSATION_KEYS,
+    PLAN_HEADER,
+    SESSION_HEADER,
+)
 from router.api.render import TokenizedPrompt, is_chat
 from router.api.tenants import Tenant
 from router.decision import Estimates
@@ -29,11 +34,9 @@ from router.live.suspects import content_digest
 from router.telemetry import RequestTimeline
 
 DEADLINE_HEADER = "x-kappa-deadline-ms"
-SESSION_HEADER = "x-session-id"
 
 _LONGEST_DEADLINE_MS = 24 * 3600 * 1000
 _CLOCK_SLACK_S = 0.005
-_CONVERSATION_KEYS = ("prompt_cache_key", "user")
 _APPROX_VALUES = {"ok": True, "no": False, "": None}
 _GIVEN_UP = ("client_gone", "deadline")
 
@@ -104,7 +107,7 @@ class ApiRequest:
         """What its client calls its conversation: a header `x-session-id`, else OpenAI's
         `prompt_cache_key` or `user`; else its id."""
         named = [self.headers.get(SESSION_HEADER)]
-        named += [getattr(self.body, key, None) for key in _CONVERSATION_KEYS]
+        named += [getattr(self.body, key, None) for key in CONVERSATION_KEYS]
         return str(next(filter(None, named), self.request_id))
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from kappa.settings.front import FrontSettings
@@ -41,6 +41,7 @@ def make_front_app(settings: FrontSettings) -> Starlette:
         Route("/v1/models", face.models),
         Route("/v1/nodes", face.nodes),
         Route("/v1/tenants", face.tenants),
+        Route("/v1/journal", face.journal),
         Route("/v1/route", face.route, methods=["POST"]),
         Route("/v1/decisions", face.decisions),
         Route("/v1/decisions/{request_id:path}", face.decision),
@@ -88,6 +89,10 @@ class _Face:
     async def tenants(self, request: Request) -> Response:
         charged = self._front.live.charges.totals()
         return JSONResponse({"tenants": status.shares(self._tenants(request.app.state), charged)})
+
+    async def journal(self, request: Request) -> Response:
+        """The journal of the rollout, JSON lines; empty if none is written."""
+        return StreamingResponse(self._front.rollout.journal(), media_type="application/x-ndjson")
 
     async def route(self, request: Request) -> Response:
         """What would be decided for a chat or completion body; nothing is sent or reserved."""

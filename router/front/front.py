@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,12 +22,15 @@ import numpy as np
 from kappa.protocol import Admission, Announcement
 from kappa.settings.front import FrontSettings
 from router.api import errors
+from router.api.metadata import CONVERSATION_KEYS
 from router.api.start import IngressSettings, member_rule, router_config
 from router.decision import Decision, RouteRequest
 from router.front.backend import Backend
 from router.front.facts import Usage
+from router.front.rollout import FrontRollout
 from router.history import Sent, prompt_tokens
 from router.index.prefix_hash import salt_of
+from router.journal import CacheBlocks
 from router.live.kv_subscriber import StreamListener
 from router.live.live_router import LiveRouter
 from router.live.membership import Follower
@@ -36,18 +40,21 @@ from router.live.supervised import supervised
 DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions")
 _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
+_OPENING = 1024  # characters, or token ids, of a text
 
 
 @dataclass(slots=True)
 class Wanted:
     """A request's body as far as routing reads it; model: empty if it names none. tokens: the
-    prompt (`router.history`), None where there is none to be read."""
+    prompt (`router.history`), None where there is none to be read; session: its conversation, by
+    the name that the client gives it, else by how it begins."""
 
     model: str = ""
     streamed: bool = False
     tokens: np.ndarray | None = None
     max_tokens: int = 0
     salt: str = ""
+    session: str = ""
 
     @classmethod
     def of(cls, path: str, body: bytes) -> Wanted:
@@ -66,6 +73,7 @@ class Wanted:
             prompt_tokens(data) if path in DECIDED_PATHS else None,
             limit if type(limit) is int and 0 < limit < 1 << 31 else 0,
             salt if isinstance(salt, str) else "",
+            _session(data),
         )
 
 
@@ -76,6 +84,7 @@ class Flying:
     decision: Decision
     backend: Backend
     sent: Sent | None = None
+    session: str = ""
 
 
 class Front:
@@ -100,6 +109,7 @@ class Front:
             router_config(ingress), None, rule, registry=self._registry,
             counting=settings.observing.metrics, request_log=settings.observing.request_log,
         )  # fmt: skip
+        self.rollout = FrontRollout(settings, self.live, self._caches)
         probe = settings.probe
         self._http = aiohttp.ClientSession(
             # uvicorn, and so vLLM, closes idle connections after 5 s.
@@ -120,6 +130,7 @@ class Front:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        self.rollout.close()
         await self.live.close()
         await self._http.close()
 
@@ -183,14 +194,14 @@ class Front:
         return RouteRequest(
             request_id, wanted.tokens, wanted.max_tokens,
             salt_of(wanted.salt, wanted.model if adapter else None),
-            exclude=frozenset(self.backends) - serving,
+            exclude=frozenset(self.backends) - serving, session=wanted.session,
         )  # fmt: skip
 
     def decide(self, request: RouteRequest, tenant: str = "") -> Flying:
         """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
-        decision = self.live.route(request, tenant)
+        decision = self.rollout.decide(request, tenant)
         backend, index = self.backends[decision.worker], self.live.router.index
-        flying = Flying(decision, backend)
+        flying = Flying(decision, backend, session=request.session)
         hashes = decision.priced.prefix_hashes
         if backend.sent is not None and index is not None and len(hashes):
             flying.sent = backend.sent.send(index, hashes)
@@ -216,7 +227,13 @@ class Front:
         """A request is over at its server (`LiveRouter.release`)."""
         if flying.sent is not None and flying.backend.sent is not None:
             flying.backend.sent.ended(flying.sent)
-        self.live.release(flying.decision.request_id, end)
+        self.rollout.ended(flying.decision, flying.session, end)
+
+    def _caches(self) -> dict[str, CacheBlocks]:
+        return {
+            name: {f"{tier}_blocks": int(blocks) for tier, blocks in one.sent.size.items()}
+            for name, one in self.backends.items() if one.sent is not None
+        }  # fmt: skip
 
     def models(self) -> list[Mapping[str, Any]]:
         """A card of every model that somebody serves."""
@@ -241,6 +258,24 @@ class Front:
             }
             for name, one in self.backends.items()
         ]  # fmt: skip
+
+
+def _session(data: Mapping[str, Any]) -> str:
+    named = next((data[key] for key in CONVERSATION_KEYS if isinstance(data.get(key), str)), "")
+    messages, prompt = data.get("messages"), data.get("prompt")
+    if named or not isinstance(messages if messages is not None else prompt, list | str):
+        return named
+    opening = (messages or prompt or "")[:_OPENING]
+    if messages:
+        first = (i for i, one in enumerate(messages) if isinstance(one, dict) and _asks(one))
+        opening = messages[: next(first, 0) + 1]
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        return hashlib.blake2b(msgspec.json.encode(opening), digest_size=8).hexdigest()
+    return ""
+
+
+def _asks(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "user"
 
 
 def _stem(root: str) -> str:

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from router.api import errors
 from router.api.app import Inbound, inbound_of
 from router.api.errors import ApiError
-from router.api.metadata import decision_headers
+from router.api.metadata import SESSION_HEADER, decision_headers
 from router.api.tenants import Places
 from router.decision import NoWorkerError, OverloadedError
 from router.front.backend import Call, Head
@@ -125,6 +125,7 @@ class _Passage:
         """Send the request to a server; once more to another. Raises ApiError."""
         path = call.target.partition("?")[0]
         wanted = Wanted.of(path, call.body)
+        wanted.session = call.headers.get(SESSION_HEADER) or wanted.session
         self._streamed = wanted.streamed
         routed = self._front.request(self._request_id, wanted)
         if self._inbound.lease is not None and wanted.tokens is not None:

@@ -24,15 +24,17 @@ def commands():
 
 
 def _command(command):
-    if hasattr(command, "list_commands"):
-        context = typer.Context(command)
-        names = sorted(command.list_commands(context))
-        return {name: _command(command.get_command(context, name)) for name in names}
-    return sorted(
+    options = sorted(
         " ".join([*param.opts, *param.secondary_opts])
         for param in command.params
-        if param.name != "help"
+        if param.name not in ("help", "install_completion", "show_completion")
     )
+    if not hasattr(command, "list_commands"):
+        return options
+    context = typer.Context(command)
+    names = sorted(command.list_commands(context))
+    found = {name: _command(command.get_command(context, name)) for name in names}
+    return {"": options, **found} if options else found
 
 
 def metrics():

@@ -1,0 +1,151 @@
+"""Modes of `kappa route`: who steers, what the journal holds, and what is reported from it."""
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cli import app as kappa
+from kappa.settings.base import SettingsError
+from kappa.settings.front import load_front_settings
+from router.front.front import Wanted
+from router.journal import read_journal
+from tests.router.front.conftest import chat, routing
+from tests.router.front.offering import FakeServer, serving
+
+CHATS = "/v1/chat/completions"
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def segments_of(path):
+    return read_journal((f"{n}", line) for n, line in enumerate(lines_of(path), 1))
+
+
+async def send(here, count, **headers):
+    for k in range(count):
+        body = chat(f"question {k} " * 40, stream=True, stream_options={"include_usage": True})
+        async with here.http.post(CHATS, json=body, headers=headers) as answer:
+            assert answer.status == 200
+            await answer.read()
+
+
+async def test_in_shadow_the_present_balancer_steers_and_ours_is_written_down(tmp_path):
+    path = tmp_path / "j"
+    async with serving(FakeServer(), FakeServer()) as (one, two):
+        async with routing(one, two, router={"mode": "shadow"}, journal=str(path)) as here:
+            await send(here, 6)
+            async with here.http.get("/v1/journal") as answer:
+                assert answer.status == 200
+                assert all(json.loads(line) for line in (await answer.text()).splitlines())
+        assert [len(one.seen), len(two.seen)] == [3, 3]
+    (segment,) = segments_of(path)
+    assert segment.mode == "shadow" and segment.present == "round-robin"
+    assert sorted(segment.workers) == ["a", "b"] and len(segment.requests) == 6
+    assert {r.steered for r in segment.requests} == {"present"}
+    assert [r.worker for r in segment.requests].count("a") == 3
+    first = segment.requests[0]
+    assert first.output_tokens == 4 and len(first.blocks) and first.end_s >= first.arrival_s
+    assert all(line["shadow"] for line in lines_of(path) if line["line"] == "request")
+
+
+async def test_a_canary_keeps_conversations_in_their_arms(tmp_path):
+    path = tmp_path / "j"
+    given = {"router": {"mode": "canary:50"}, "journal": str(path)}
+    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers, **given) as here:
+        for k in range(12):
+            await send(here, 2, **{"x-session-id": f"talk {k}"})
+    (segment,) = segments_of(path)
+    arms = {}
+    for request in segment.requests:
+        arms.setdefault(request.conversation, set()).add(request.steered)
+    assert len(arms) == 12 and all(len(each) == 1 for each in arms.values())
+    assert set().union(*arms.values()) == {"kappa", "present"}
+
+
+async def test_without_a_journal_ours_steers_and_nothing_is_written(tmp_path):
+    async with serving(FakeServer()) as servers, routing(*servers) as here:
+        await send(here, 1)
+        async with here.http.get("/v1/journal") as answer:
+            assert (answer.status, await answer.text()) == (200, "")
+        (record,) = here.front.live.records.values()
+        assert record.steered == "kappa" and record.shadow is None
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"router": {"mode": "ray"}}, "no Ray here"),
+        ({"router": {"mode": "shadow"}}, "--journal FILE"),
+        ({"router": {"mode": "half"}}, "canary:N"),
+        ({"present": "random"}, "round-robin"),
+    ],
+)
+def test_modes_that_cannot_be_are_refused(given, why):
+    backends = [{"url": "http://a", "profile": "h100-pcie5"}]
+    with pytest.raises(SettingsError, match=why):
+        load_front_settings(None, backends=backends, **given)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"user": "u", "prompt": "a"}, {"user": "u", "prompt": "b"}, True),
+        ({"prompt": "a" * 1024 + "x"}, {"prompt": "a" * 1024 + "y"}, True),
+        ({"prompt": "a"}, {"prompt": "b"}, False),
+        ({"prompt": [1, 2]}, {"prompt": [1, 3]}, False),
+        (chat("a"), {"messages": [*chat("a")["messages"], {"role": "assistant"}]}, True),
+        ({"messages": [{"role": "system"}, {"role": "user", "content": "a"}]},
+         {"messages": [{"role": "system"}, {"role": "user", "content": "b"}]}, False),
+    ],
+)  # fmt: skip
+def test_a_conversation_is_known_by_its_name_or_its_beginning(one, other, same):
+    names = [Wanted.of(CHATS, json.dumps(body).encode()).session for body in (one, other)]
+    assert all(names) and (names[0] == names[1]) == same
+
+
+@pytest.mark.parametrize("body", [{}, {"messages": 5}, {"prompt": None}, {"user": 3}])
+def test_a_body_that_tells_no_conversation_has_none(body):
+    assert Wanted.of(CHATS, json.dumps(body).encode()).session == ""
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def report(*args):
+    return CliRunner().invoke(kappa, ["route", "report", *map(str, args)])
+
+
+async def written(path, mode, requests=60):
+    given = {"router": {"mode": mode}, "journal": str(path)}
+    slow = FakeServer(ttft_s=0.02)
+    async with serving(FakeServer(), slow) as servers, routing(*servers, **given) as here:
+        for k in range(requests):
+            await send(here, 1, **{"x-session-id": f"{k % 20}"})
+
+
+async def test_a_shadows_report_says_what_would_be_saved_and_how_sure_that_is(tmp_path):
+    await written(tmp_path / "j", "shadow")
+    found = json.loads(report(tmp_path / "j", "--json").stdout)
+    assert found["mode"] == "shadow" and found["measured"] is None and found["requests"] == 60
+    for row in found["estimated"]["ttft_s"].values():
+        assert row["present"] > 0 and row["kappa"] > 0 and row["low_s"] <= row["high_s"]
+        assert math.isclose(row["present"] - row["kappa"], row["saved_s"], abs_tol=1e-9)
+    text = report(tmp_path / "j").stdout
+    assert "would save" in text and "round-robin" in text and "p99" in text
+    assert len(text.splitlines()) < 40
+
+
+def test_what_is_no_journal_is_named_and_ends_the_command(tmp_path):
+    path = tmp_path / "j"
+    path.write_text('{"line": "request"}\n')
+    for given in ((), (path, "--url", "http://a")):
+        assert report(*given).exit_code == 2
+    ended = report(path)
+    assert ended.exit_code == 2 and "j:1" in ended.output
+    path.write_text("")
+    assert "empty" in report(path).output
+    assert report(tmp_path / "absent").exit_code == 2
