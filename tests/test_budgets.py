@@ -55,9 +55,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 58_250),  # goal: 33,000
+        (PRODUCT, 58_400),  # goal: 33,000
         (("benchmarks",), 13_800),  # goal: 8,000
-        (("tests",), 55_300),  # goal: 30,000
+        (("tests",), 55_700),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):

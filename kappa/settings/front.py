@@ -98,10 +98,24 @@ class ProbeSettings(Section):
     connect_timeout_s: Finite = Field(2.0, gt=0, le=60)
 
 
+class RoutingSettings(RouterSettings):
+    """How requests are routed; images are in bodies, and servers have queues of their own."""
+
+    max_body_bytes: int = Field(64 << 20, ge=1024)
+    max_queue: int = Field(4096, ge=1, description="requests in flight before 429")
+
+
+class ListenSettings(HttpSettings):
+    """Where it listens: one process, beside a server on the same machine."""
+
+    port: int = Field(8080, ge=0, le=65535)
+    replicas: Literal[1] = 1
+
+
 class FrontSettings(Section):
     """`kappa route`: servers, and how requests are routed among them."""
 
-    backends: tuple[BackendSettings, ...] = Field(min_length=1)
+    backends: tuple[BackendSettings, ...]
     probe: ProbeSettings = ProbeSettings()
     first_byte_s: Finite = Field(
         60.0, gt=0, description="a streamed answer that has not begun by then is sought elsewhere"
@@ -114,11 +128,14 @@ class FrontSettings(Section):
         None, description="file for what was decided and came of it (`kappa route report`)"
     )
     journal_bytes: int = Field(256 << 20, ge=1 << 16, description="the journal ends at this size")
-    router: RouterSettings = RouterSettings(max_body_bytes=64 << 20, max_queue=4096)
+    router: RoutingSettings = RoutingSettings()
     tenants: TenantSettings = TenantSettings()
     access: AccessSettings = AccessSettings()
-    http: HttpSettings = HttpSettings(port=8080)
+    http: ListenSettings = ListenSettings()
     observing: ObservingSettings = ObservingSettings()
+    block_tokens: int = Field(
+        16, ge=1, le=4096, description="of servers that publish events: vLLM's --block-size"
+    )
     drain_s: Finite = Field(30.0, ge=1, description="at the end: for requests that are open")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
@@ -126,6 +143,8 @@ class FrontSettings(Section):
     @classmethod
     def _unlike(cls, data: Any, handler: Callable[[Any], Any]) -> FrontSettings:
         made: FrontSettings = checked(handler, data, ())
+        if not made.backends:
+            raise ValueError("backends: give at least one server")
         for what in ("url", "worker"):
             seen = [getattr(one, what) for one in made.backends]
             twice = sorted({one for one in seen if seen.count(one) > 1})

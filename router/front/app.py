@@ -18,7 +18,7 @@ from router.api import errors, status
 from router.api.app import guard, inbound_of
 from router.api.start import access_of, tenants_table
 from router.decision import NoWorkerError
-from router.front.front import DECIDED_PATHS, Front, Wanted
+from router.front.front import DECIDED_PATHS, Front
 from router.front.relay import Relay
 
 _MOST_DECISIONS = 256
@@ -97,7 +97,8 @@ class _Face:
     async def route(self, request: Request) -> Response:
         """What would be decided for a chat or completion body; nothing is sent or reserved."""
         inbound, live = inbound_of(request), self._front.live
-        routed = self._front.request(inbound.request_id, Wanted.of(DECIDED_PATHS[0], inbound.body))
+        wanted = await self._front.read(DECIDED_PATHS[0], inbound.body)
+        routed = self._front.request(inbound.request_id, wanted)
         try:
             decision = live.explain(routed)
         except NoWorkerError as error:

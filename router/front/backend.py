@@ -8,14 +8,18 @@ server that is not there is probed on; when it answers again it is taken again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+import numpy as np
 import structlog
+import zmq
+import zmq.asyncio
 from yarl import URL
 
 from kappa.hardware import node_profile
@@ -24,7 +28,13 @@ from kappa.settings.front import BackendSettings, ProbeSettings
 from kappa.shapes import SHAPES, model_shape
 from router.front.facts import LoadFacts, ModelFacts, load_in, models_in
 from router.history import BLOCK_TOKENS, UNKNOWN_BLOCKS, CacheSize, SentBlocks, announcement_of
-from router.index.kv_events import WorkerReset
+from router.index.kv_events import (
+    BlocksStored,
+    KVEvent,
+    StreamCursor,
+    WorkerReset,
+    decode_batch,
+)
 from router.live.kv_subscriber import StreamListener
 
 log = structlog.get_logger(__name__)
@@ -37,7 +47,12 @@ _HOP = frozenset((
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
     "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
 ))  # fmt: skip
-_SECRET = ("authorization", "x-api-key")
+KEY_HEADERS = ("authorization", "x-api-key")
+# What of a body makes its prompt.
+_PROMPT_FIELDS = (
+    "model", "messages", "prompt", "tools", "add_generation_prompt", "continue_final_message",
+    "add_special_tokens", "chat_template_kwargs",
+)  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -74,9 +89,12 @@ class Backend:
         probe: ProbeSettings,
         http: aiohttp.ClientSession,
         changed: Callable[[Backend], str],
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
-        """changed: called when its announcement is another; says why it cannot be used, if so."""
+        """changed: called when its announcement is another; says why it cannot be used, if so.
+        block_tokens: of all servers that the router knows."""
         self.settings, self._probe, self._http, self._changed = settings, probe, http, changed
+        self._block_tokens = block_tokens
         self.worker = settings.worker
         self.known: Announcement | None = None
         self.models: tuple[ModelFacts, ...] = ()
@@ -147,43 +165,102 @@ class Backend:
         if fresh or self._probes % _MODELS_EVERY == 0:
             status, body = await self._get("/v1/models")
             if status != 200:
-                raise ValueError(f"/v1/models answered {status}")
+                key = "; it wants a key: give key_env" if status in (401, 403) else ""
+                raise ValueError(f"/v1/models answered {status}{key}")
             self.models = models_in(body)
             self._has_metrics = True
-        before, loads = self.load, None
+        before = self.load
         if self._has_metrics:
-            status, body = await self._get("/metrics")
-            self._has_metrics = status == 200
-            if self._has_metrics:
-                self.load = load_in(body.decode(errors="replace"))
-                loads = None if fresh else self.load.loads_since(before)
+            # Not every server has them; one that cannot tell them may serve well.
+            with contextlib.suppress(aiohttp.ClientError, ValueError):
+                status, body = await self._get("/metrics")
+                self._has_metrics = status == 200
+                self.load = load_in(body.decode(errors="replace")) if status == 200 else before
         self._failures, self.connected = 0, True
         self._announce()
-        if loads is not None and self.known is not None:
-            seen = LoadSample(loads[0] / self.known.kv_bytes_per_token, loads[1])
-            self._tell((seen,))
-        else:
+        loads = None if fresh or self.known is None else self.load.loads_since(before)
+        if loads is None or self.known is None:
             self._tell()
+        else:
+            self._tell((LoadSample(loads[0] / self.known.kv_bytes_per_token, loads[1]),))
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
+    async def tokens(self, body: Mapping[str, Any]) -> np.ndarray | None:
+        """A prompt's token ids as its `/tokenize` makes them (vLLM); None if it does not."""
+        prompt = {name: body[name] for name in _PROMPT_FIELDS if name in body}
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError):
+            async with asyncio.timeout(self._probe.timeout_s):
+                status, answer = await self._get("/tokenize", prompt)
+            if status == 200:
+                return np.array(msgspec.json.decode(answer)["tokens"], dtype=np.int64)
+        return None
+
+    async def _get(self, path: str, body: Any = None) -> tuple[int, bytes]:
         key = self.settings.key
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        url = URL(self.settings.url + path, encoded=True)
-        async with self._http.get(url, headers=headers, allow_redirects=False) as answer:
+        headers = {"accept-encoding": "identity"}
+        headers |= {"authorization": f"Bearer {key}"} if key else {}
+        url, method = URL(self.settings.url + path, encoded=True), "GET" if body is None else "POST"
+        async with self._http.request(
+            method, url, json=body, headers=headers, allow_redirects=False
+        ) as answer:
             # Until there is no more, or too much of it.
-            body = bytearray()
+            read = bytearray()
             while part := await answer.content.read(1 << 16):
-                body += part
-                if len(body) > _MOST_BYTES:
+                read += part
+                if len(read) > _MOST_BYTES:
                     raise ValueError(f"{path} answered more than {_MOST_BYTES} bytes")
-            return answer.status, bytes(body)
+            return answer.status, bytes(read)
+
+    async def receive(self, endpoint: str) -> None:
+        """Follow its KV events, as vLLM publishes them, until cancelled.
+
+        What was published before, or lost on the way, is not known: after a gap all is forgotten.
+        """
+        socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            socket.connect(endpoint)
+            cursor = StreamCursor()
+            while True:
+                _, number, payload = await socket.recv_multipart()
+                seq = int.from_bytes(number, "big")
+                if seq != cursor.expected:
+                    self._heard([WorkerReset(self.worker)])
+                    cursor.resume(seq)
+                cursor.advance(seq)
+                self._heard(decode_batch(payload, self.worker, self.events))
+        finally:
+            socket.close()
+
+    def _heard(self, events: list[KVEvent]) -> None:
+        """Events of the server, as far as their blocks are of the router's size."""
+        if self._listener is None:
+            return
+        fit = [
+            one for one in events
+            if not isinstance(one, BlocksStored) or one.block_tokens == self._block_tokens
+        ]  # fmt: skip
+        if len(fit) < len(events) and not self.events["other_size"]:
+            log.error("backend_events_unused", url=self.settings.url, why=self._other_size())
+        self.events["other_size"] += len(events) - len(fit)
+        self._listener.blocks(fit)
+
+    def _other_size(self) -> str:
+        return (
+            f"its blocks are not of {self._block_tokens} tokens: set block_tokens to its "
+            "--block-size, which is one for all servers with events"
+        )
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
         # A refused connection is no doubt; silence may be a busy machine.
         sure = isinstance(error, aiohttp.ClientConnectorError | ValueError)
         if sure or self._failures >= self._probe.failures:
-            self.lost(str(error) or type(error).__name__)
+            self.lost(_why(error))
+
+    def unreachable(self, error: Exception) -> None:
+        """A request could not even be sent to it."""
+        self.lost(_why(error))
 
     def lost(self, why: str) -> None:
         """It does not answer as a server should: nothing goes there before it does."""
@@ -203,8 +280,10 @@ class Backend:
                 # What it held was in blocks, or of a model, that are no more.
                 self._listener.blocks([WorkerReset(self.worker)])
             size = CacheSize(made.block_tokens, made.device_blocks, made.host_blocks)
-            self.sent, self.known = SentBlocks(self.worker, size), made
-        elif not self.down and self.models == self._judged:
+            # Its own events say better what it holds than what was sent there.
+            self.sent = None if self.settings.events else SentBlocks(self.worker, size)
+            self.known = made
+        elif not self.down and not self.refused and self.models == self._judged:
             return
         was_down, self.down, self._judged = self.down, "", self.models
         self.refused = self._changed(self)
@@ -224,11 +303,10 @@ class Backend:
                 "backend_of_unknown_shape", url=given.url, models=[m.name for m in self.models],
                 remedy=f"priced as {_DEFAULT_SHAPE} until its first tokens tell better; give shape",
             )  # fmt: skip
-        tokens = load.device_tokens or given.device_tokens or UNKNOWN_BLOCKS * BLOCK_TOKENS
+        block = self._block_tokens
+        tokens = load.device_tokens or given.device_tokens or UNKNOWN_BLOCKS * block
         longest = max((m.max_tokens for m in self.models), default=0) or 1 << 30
-        size = CacheSize(
-            BLOCK_TOKENS, max(tokens // BLOCK_TOKENS, 2), given.host_tokens // BLOCK_TOKENS, longest
-        )
+        size = CacheSize(block, max(tokens // block, 2), given.host_tokens // block, longest)
         node, shape = node_profile(given.profile), model_shape(name or _DEFAULT_SHAPE)
         return announcement_of(self.worker, self.models[0].name, node, shape, size)
 
@@ -241,7 +319,7 @@ class Backend:
         """
         headers = {n: v for n, v in call.headers.items() if n.lower() not in _HOP}
         if self.settings.key:
-            headers = {n: v for n, v in headers.items() if n.lower() not in _SECRET}
+            headers = {n: v for n, v in headers.items() if n.lower() not in KEY_HEADERS}
             headers["authorization"] = f"Bearer {self.settings.key}"
         # As it is: what is passed on byte for byte must be readable for us, too.
         headers["accept-encoding"] = "identity"
@@ -261,6 +339,13 @@ class Backend:
                 part = await answer.content.readany()
         finally:
             answer.close()
+
+
+def _why(error: Exception) -> str:
+    """What of an error says what is wrong."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect: {error.strerror or error.os_error}"
+    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))
 
 
 def _is_shape(name: str) -> bool:

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -28,7 +29,7 @@ from router.decision import Decision, RouteRequest
 from router.front.backend import Backend
 from router.front.facts import Usage
 from router.front.rollout import FrontRollout
-from router.history import Sent, prompt_tokens
+from router.history import BLOCK_TOKENS, BYTES_PER_TOKEN, Sent, prompt_tokens
 from router.index.prefix_hash import salt_of
 from router.journal import CacheBlocks
 from router.live.kv_subscriber import StreamListener
@@ -46,35 +47,37 @@ _OPENING = 1024  # characters, or token ids, of a text
 @dataclass(slots=True)
 class Wanted:
     """A request's body as far as routing reads it; model: empty if it names none. tokens: the
-    prompt (`router.history`), None where there is none to be read; session: its conversation, by
-    the name that the client gives it, else by how it begins."""
+    prompt (`router.history`), None where there is none to be read; bound: the most that it is;
+    session: its conversation, by the name that the client gives it, else by how it begins."""
 
     model: str = ""
     streamed: bool = False
     tokens: np.ndarray | None = None
+    bound: int = 0
     max_tokens: int = 0
     salt: str = ""
     session: str = ""
 
     @classmethod
-    def of(cls, path: str, body: bytes) -> Wanted:
-        """What a body asks for; nothing of one that cannot be read: the server will say why."""
+    def of(cls, body: bytes) -> tuple[Wanted, dict[str, Any]]:
+        """What a body asks for, and the body; nothing of one that cannot be read: the server will
+        say why."""
         try:
             data = msgspec.json.decode(body) if body else None
         except (msgspec.DecodeError, RecursionError):
             data = None
         if not isinstance(data, dict):
-            return cls()
+            return cls(), {}
         model, salt = data.get("model"), data.get("cache_salt")
         limit = data.get("max_completion_tokens") or data.get("max_tokens")
-        return cls(
+        wanted = cls(
             model if isinstance(model, str) else "",
             data.get("stream") is True,
-            prompt_tokens(data) if path in DECIDED_PATHS else None,
-            limit if type(limit) is int and 0 < limit < 1 << 31 else 0,
-            salt if isinstance(salt, str) else "",
-            _session(data),
+            max_tokens=limit if type(limit) is int and 0 < limit < 1 << 31 else 0,
+            salt=salt if isinstance(salt, str) else "",
+            session=_session(data),
         )
+        return wanted, data
 
 
 @dataclass(slots=True)
@@ -96,6 +99,9 @@ class Front:
         self.settings = settings
         self.backends: dict[str, Backend] = {}
         self._registry = ReplicaRegistry()
+        # Events are about token ids; without them text will do.
+        self._by_ids = any(one.events for one in settings.backends)
+        self._block_tokens = settings.block_tokens if self._by_ids else BLOCK_TOKENS
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Front:
@@ -119,10 +125,16 @@ class Front:
             max_line_size=1 << 16, max_field_size=1 << 16,
         )  # fmt: skip
         for one in settings.backends:
-            backend = self.backends[one.worker] = Backend(one, probe, self._http, self._changed)
-            watch = supervised("probe", backend.watch, self.live.task_restarted, one.worker)
-            self._tasks.append(asyncio.create_task(watch))
+            backend = Backend(one, probe, self._http, self._changed, self._block_tokens)
+            self.backends[one.worker] = backend
+            self._run("probe", one.worker, backend.watch)
+            if one.events is not None:
+                self._run("feed", one.worker, partial(backend.receive, one.events))
         return self
+
+    def _run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:
+        running = supervised(name, task, self.live.task_restarted, worker)
+        self._tasks.append(asyncio.create_task(running))
 
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
@@ -182,6 +194,25 @@ class Front:
 
     # -- requests -----------------------------------------------------------------------------
 
+    async def read(self, path: str, body: bytes) -> Wanted:
+        """A body as far as routing reads it. Where servers publish events, its prompt is tokenized
+        by one of them that has least to do; it is only bounded if that does not succeed soon."""
+        wanted, data = Wanted.of(body)
+        if path not in DECIDED_PATHS or not data:
+            return wanted
+        wanted.bound = len(body) // BYTES_PER_TOKEN
+        if not self._by_ids or isinstance(data.get("prompt"), list):
+            wanted.tokens = prompt_tokens(data)
+            return wanted
+        able = [
+            one for name, one in self.backends.items()
+            if name in self.serving(wanted.model) and one.settings.events and one.connected
+        ]  # fmt: skip
+        if able:
+            chosen = min(able, key=lambda one: self.live.router.in_flight_on(one.worker))
+            wanted.tokens = await chosen.tokens(data)
+        return wanted
+
     def request(self, request_id: str, wanted: Wanted) -> RouteRequest:
         """What the router decides about; raises ApiError 404 for a model that nobody serves."""
         serving = self.serving(wanted.model)
@@ -194,7 +225,8 @@ class Front:
         return RouteRequest(
             request_id, wanted.tokens, wanted.max_tokens,
             salt_of(wanted.salt, wanted.model if adapter else None),
-            exclude=frozenset(self.backends) - serving, session=wanted.session,
+            exclude=frozenset(self.backends) - serving, prompt_tokens=wanted.bound,
+            session=wanted.session,
         )  # fmt: skip
 
     def decide(self, request: RouteRequest, tenant: str = "") -> Flying:

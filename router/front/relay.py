@@ -27,9 +27,9 @@ from router.api.errors import ApiError
 from router.api.metadata import SESSION_HEADER, decision_headers
 from router.api.tenants import Places
 from router.decision import NoWorkerError, OverloadedError
-from router.front.backend import Call, Head
+from router.front.backend import KEY_HEADERS, Call, Head
 from router.front.facts import usage_in
-from router.front.front import DECIDED_PATHS, Flying, Front, Wanted
+from router.front.front import DECIDED_PATHS, Flying, Front
 from router.live.waiting import Wait, WorkerLostError
 
 log = structlog.get_logger(__name__)
@@ -57,8 +57,8 @@ class Relay:
 
     def __init__(self, front: Front) -> None:
         self.front = front
-        limit = front.settings.router.max_queue
-        self._places = Places(limit, shared=bool(front.settings.tenants.by_key))
+        self._keyed = bool(front.settings.tenants.by_key)
+        self._places = Places(front.settings.router.max_queue, shared=self._keyed)
         self._open: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +74,7 @@ class Relay:
         self._open.add(request_id)
         passage = _Passage(self.front, inbound, request_id, send)
         try:
-            await _unless_gone(receive, passage.serve(_call_of(scope, inbound)))
+            await _unless_gone(receive, passage.serve(_call_of(scope, inbound, self._keyed)))
         except ApiError as error:
             live.answered(tenant.name, error.status, error.code)
             raise
@@ -85,10 +85,12 @@ class Relay:
             live.answered(tenant.name, passage.status)
 
 
-def _call_of(scope: Scope, inbound: Inbound) -> Call:
+def _call_of(scope: Scope, inbound: Inbound, keyed: bool) -> Call:
     query = scope.get("query_string", b"").decode("latin-1")
     path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
     headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"]}
+    if keyed:  # No server needs the keys that are ours, or may log one.
+        headers = {n: v for n, v in headers.items() if n not in KEY_HEADERS}
     headers["x-request-id"] = inbound.request_id
     return Call(scope["method"], f"{path}?{query}" if query else path, headers, inbound.body)
 
@@ -124,7 +126,7 @@ class _Passage:
     async def serve(self, call: Call) -> None:
         """Send the request to a server; once more to another. Raises ApiError."""
         path = call.target.partition("?")[0]
-        wanted = Wanted.of(path, call.body)
+        wanted = await self._front.read(path, call.body)
         wanted.session = call.headers.get(SESSION_HEADER) or wanted.session
         self._streamed = wanted.streamed
         routed = self._front.request(self._request_id, wanted)
@@ -240,7 +242,7 @@ class _Passage:
             head = await wait.next(stream, limit_s)
             return head, await _next(stream, wait, limit_s)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            flying.backend.lost(str(error))
+            flying.backend.unreachable(error)
             raise Unserved("worker_died", "it cannot be reached", reached=False) from None
         except WorkerLostError as error:
             raise Unserved("worker_died", str(error)) from None

@@ -70,6 +70,8 @@ class FakeServer:
         body = await request.read()
         headers = {name.lower(): value for name, value in request.headers.items()}
         self.seen.append((request.method, request.path_qs, headers, body))
+        if request.path == "/tokenize":
+            return web.json_response({"tokens": list(json.loads(body)["prompt"].encode())})
         try:
             return await self._answer(request, body)
         except (asyncio.CancelledError, ConnectionResetError):

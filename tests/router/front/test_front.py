@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
 from tests.router.front.conftest import chat, routing, until
 from tests.router.front.offering import FakeServer, serving, stream_of
+
+CHAT = "/v1/chat/completions"
+LONG = "a document that is long enough to be worth keeping " * 200
+
+
+def sent_to(servers):
+    """Requests that each server saw."""
+    return [len(server.seen) for server in servers]
+
+
+# -- passed on -----------------------------------------------------------------------------------
 
 
 async def test_a_stream_comes_through_byte_for_byte():
     async with serving(FakeServer(), FakeServer()) as servers, routing(*servers) as front:
-        answer = await front.http.post("/v1/chat/completions", json=chat(stream=True))
+        answer = await front.http.post(CHAT, json=chat(stream=True))
         assert answer.status == 200
         assert await answer.read() == stream_of(servers[0])
         assert answer.headers["content-type"] == "text/event-stream"
@@ -24,3 +41,396 @@ async def test_the_server_gets_the_body_as_it_was_sent():
         method, target, headers, seen = servers[0].seen[-1]
         assert (method, target, seen) == ("POST", "/v1/completions?a=b%20c", body)
         assert headers["x-request-id"] == answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/version", "/v1/files/x%2Fy?limit=2", "/v1/embeddings"])
+async def test_a_path_that_is_not_known_goes_to_the_server_with_least_to_do(path):
+    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers) as front:
+        for server in servers:
+            server.hold.clear()
+        busy = asyncio.create_task(front.http.post(CHAT, json=chat(LONG, stream=True)))
+        await until(lambda: sum(sent_to(servers)) == 1)
+        idle = servers[sent_to(servers).index(0)]
+        idle.hold.set()
+        answer = await front.http.get(path)
+        assert answer.status == 200
+        assert idle.seen[-1][:2] == ("GET", path)
+        for server in servers:
+            server.hold.set()
+        await (await busy).read()
+
+
+async def test_an_answer_that_refuses_the_request_is_passed_on_as_it_is():
+    async with (
+        serving(FakeServer(status=400), FakeServer(status=400)) as servers,
+        routing(*servers) as front,
+    ):
+        answer = await front.http.post(CHAT, json=chat())
+        assert (answer.status, await answer.json()) == (400, {"error": {"message": "no"}})
+        assert sum(sent_to(servers)) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_ends_the_request_at_its_server(stream):
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
+        servers[0].hold.clear()
+        leaving = asyncio.create_task(front.http.post(CHAT, json=chat(stream=stream)))
+        await until(lambda: servers[0].seen)
+        leaving.cancel()
+        await until(lambda: servers[0].gone == 1)
+        await until(lambda: not front.front.live.router.flights)
+        record = next(reversed(front.front.live.records.values()))
+        assert record.end == "client_gone"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b'{"messages": 5}', b"\xff" * 100])
+async def test_a_body_that_cannot_be_read_is_the_servers_to_refuse(body):
+    async with serving(FakeServer(status=400)) as servers, routing(*servers) as front:
+        assert (await front.http.post(CHAT, data=body)).status == 400
+        assert servers[0].seen[-1][3] == body
+
+
+# -- decided -------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_returns_to_the_server_that_holds_it():
+    # Learning off: how busy this machine is would decide.
+    async with (
+        serving(FakeServer(), FakeServer()) as servers,
+        routing(*servers, router={"calibrate": False}) as front,
+    ):
+        for letter in "wxyzwxyz":
+            text = letter + LONG
+            await (await front.http.post(CHAT, json=chat(text, stream=True))).read()
+        homes = [{json.loads(seen[3])["messages"][0]["content"][0] for seen in server.seen}
+                 for server in servers]  # fmt: skip
+        assert not homes[0] & homes[1]
+        decisions = (await (await front.http.get("/v1/decisions")).json())["decisions"]
+        assert [d["predicted"]["device_tokens"] > 2000 for d in decisions] == [False] * 4 + [
+            True
+        ] * 4
+
+
+async def test_an_answer_s_usage_corrects_what_a_server_is_thought_to_hold():
+    async with serving(FakeServer(cached=0)) as servers, routing(*servers) as front:
+        for _ in range(2):
+            await (await front.http.post(CHAT, json=chat(LONG, stream=True))).read()
+        assert front.front.backends["a"].sent.size["device"] < 200
+        records = list(front.front.live.records.values())
+        assert records[1].decision.chosen.counts.device_tokens > 2000
+        assert records[1].admitted.device_tokens == 0
+
+
+async def test_first_tokens_teach_what_the_profile_got_wrong():
+    server = FakeServer(ttft_s=0.05)
+    async with serving(server), routing(server) as front:
+        before = front.front.live.router.workers["a"].calibration.overhead_s
+        for i in range(12):
+            await (await front.http.post(CHAT, json=chat(f"{i}", stream=True))).read()
+        first, *_, last = front.front.live.records.values()
+        assert first.decision.chosen.ttft_s < 0.04
+        assert last.decision.chosen.ttft_s > first.decision.chosen.ttft_s
+        assert front.front.live.router.workers["a"].calibration.overhead_s > before
+
+
+async def test_metrics_bound_what_a_server_holds_and_tell_what_it_does():
+    metrics = (
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="64"} 1.0\n'
+        "vllm:num_requests_running 3.0\n"
+    )
+    async with serving(FakeServer(metrics=metrics)) as servers, routing(*servers) as front:
+        row = (await (await front.http.get("/v1/nodes")).json())["nodes"][0]
+        assert row["limits"]["device_blocks"] == 64 * 16 // 32
+        await until(lambda: front.front.live.router.workers["a"].report.running == 3)
+
+
+async def test_a_server_whose_cache_changes_starts_anew():
+    server = FakeServer(metrics='vllm:cache_config_info{block_size="16",num_gpu_blocks="640"} 1\n')
+    async with serving(server), routing(server) as front:
+        await (await front.http.post(CHAT, json=chat(LONG))).read()
+        server.metrics = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="640"} 1\n'
+        state = front.front.live.router.workers["a"]
+        await until(lambda: state.announcement.device_blocks == 640)
+        await (await front.http.post(CHAT, json=chat(LONG))).read()
+        assert [
+            r.decision.chosen.counts.device_tokens for r in front.front.live.records.values()
+        ] == [0, 0]
+
+
+# -- servers that fail ---------------------------------------------------------------------------
+
+
+async def test_everything_down_is_503_until_a_server_is_there():
+    server = FakeServer()
+    await server.start()
+    await server.stop()
+    async with routing(server, ready=False) as front:
+        answer = await front.http.post(CHAT, json=chat())
+        assert (answer.status, "retry-after" in answer.headers) == (503, True)
+        assert (await front.http.get("/health")).status == 200
+        assert (await front.http.get("/ready")).status == 503
+        row = (await (await front.http.get("/v1/nodes")).json())["backends"][0]
+        assert not row["up"] and "connect" in row["why"]
+        async with serving(server):
+            await until(lambda: front.front.live.choosable == 1)
+            assert (await front.http.post(CHAT, json=chat())).status == 200
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_server_that_fails_before_its_first_byte_is_followed_by_one_other(status):
+    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers) as front:
+        servers[0].status = status
+        for i in range(4):
+            answer = await front.http.post(CHAT, json=chat(f"{i}", stream=True))
+            assert await answer.read() == stream_of(servers[1])
+        assert len(servers[1].seen) == 4
+
+
+async def test_two_servers_that_fail_are_all_that_are_tried():
+    async with (
+        serving(*(FakeServer(status=500) for _ in range(3))) as servers,
+        routing(*servers) as front,
+    ):
+        answer = await front.http.post(CHAT, json=chat())
+        assert (answer.status, await answer.json()) == (500, {"error": {"message": "no"}})
+        assert sorted(sent_to(servers)) == [0, 1, 1]
+
+
+async def test_what_may_have_been_done_is_not_done_twice():
+    async with (
+        serving(*(FakeServer(status=500) for _ in range(2))) as servers,
+        routing(*servers) as front,
+    ):
+        assert (await front.http.post("/v1/files", data=b"x")).status == 500
+        assert sum(sent_to(servers)) == 1
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_and_is_not_tried_again():
+    async with (
+        serving(FakeServer(die_after=2), FakeServer(die_after=2)) as servers,
+        routing(*servers) as front,
+    ):
+        answer = await front.http.post(CHAT, json=chat(stream=True))
+        body = await answer.read()
+        assert b"t1 " in body and b"[DONE]" not in body
+        assert json.loads(body.rsplit(b"data: ", 1)[1])["error"]["code"] == "engine"
+        assert sum(sent_to(servers)) == 1
+
+
+async def test_a_server_that_stalls_is_left_for_another():
+    async with (
+        serving(FakeServer(), FakeServer()) as servers,
+        routing(*servers, first_byte_s=0.2) as front,
+    ):
+        await (await front.http.post(CHAT, json=chat(LONG, stream=True))).read()
+        stalled = servers[sent_to(servers).index(1)]
+        stalled.hold.clear()
+        answer = await front.http.post(CHAT, json=chat(LONG, stream=True))
+        assert await answer.read() == stream_of(stalled)
+        assert sent_to(servers) in ([2, 1], [1, 2])
+        await until(lambda: stalled.gone == 1)
+
+
+async def test_an_unhealthy_server_gets_nothing_until_it_is_well():
+    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers) as front:
+        servers[0].healthy = 503
+        await until(lambda: front.front.live.choosable == 1)
+        for i in range(3):
+            await (await front.http.post(CHAT, json=chat(f"{i}{LONG}"))).read()
+        assert sent_to(servers) == [0, 3]
+        servers[0].healthy = 200
+        await until(lambda: front.front.live.choosable == 2)
+
+
+async def test_nothing_is_lost_when_a_server_is_killed_and_comes_back():
+    servers = [FakeServer(tokens=2), FakeServer(tokens=2)]
+    async with serving(*servers), routing(*servers) as front:
+
+        async def one(i):
+            answer = await front.http.post(CHAT, json=chat(f"{i} {LONG}", stream=i % 2 == 0))
+            body = await answer.read()
+            return answer.status == 200 and (i % 2 or body == stream_of(servers[0]))
+
+        async def some(first, count):
+            return await asyncio.gather(*(one(i) for i in range(first, first + count)))
+
+        lost = []
+        for kill in range(3):
+            lost += await some(100 * kill, 40)
+            await servers[kill % 2].stop()
+            lost += await some(100 * kill + 40, 40)
+            await servers[kill % 2].start()
+            lost += await some(100 * kill + 80, 20)
+            await until(lambda: front.front.live.choosable == 2)
+        assert len(lost) == 300 and all(lost)
+        assert min(sent_to(servers)) > 20
+
+
+# -- servers that lie ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [(b"<html>", "not JSON"), (b'{"data": []}', "no list"), (b"x" * (9 << 20), "more than")],
+)
+async def test_a_server_that_answers_garbage_is_named_and_the_other_serves(body, why):
+    async with (
+        serving(FakeServer(models_body=body), FakeServer()) as servers,
+        routing(*servers, ready=False) as front,
+    ):
+        await until(lambda: front.front.live.choosable == 1)
+        await until(lambda: why in front.front.backends["a"].down)
+        assert (await front.http.post(CHAT, json=chat())).status == 200
+        assert sent_to(servers) == [0, 1]
+
+
+async def test_a_server_of_another_model_than_it_should_have_is_not_used_until_it_has():
+    async with serving(FakeServer(model="other"), FakeServer()) as servers:
+        rows = [
+            {"url": one.url, "profile": "pcie", "name": name, "model": "llama-3.1-8b"}
+            for one, name in zip(servers, "ab", strict=True)
+        ]
+        async with routing(*rows, ready=False) as front:
+            await until(lambda: front.front.backends["a"].refused)
+            assert "serves other and not llama-3.1-8b" in front.front.backends["a"].refused
+            await until(lambda: front.front.live.choosable == 1)
+            assert (await front.http.post(CHAT, json=chat())).status == 200
+            servers[0].model = "llama-3.1-8b"
+            await until(lambda: front.front.live.choosable == 2)
+
+
+async def test_two_models_under_one_name_are_not_mixed():
+    async with (
+        serving(FakeServer(root="/m/llama"), FakeServer(root="org/qwen")) as servers,
+        routing(*servers, ready=False) as front,
+    ):
+        backends = front.front.backends
+        await until(lambda: backends["a"].refused or backends["b"].refused)
+        why = backends["a"].refused or backends["b"].refused
+        assert "--served-model-name" in why and "llama" in why and "qwen" in why
+        await until(lambda: front.front.live.choosable == 1)
+        assert (await front.http.post(CHAT, json=chat())).status == 200
+
+
+async def test_one_model_from_two_folders_is_one_model():
+    async with (
+        serving(FakeServer(root="/m/Llama-8B"), FakeServer(root="org/llama-8b")) as servers,
+        routing(*servers) as front,
+    ):
+        assert front.front.live.choosable == 2
+
+
+async def test_a_model_goes_to_those_that_serve_it_and_an_unknown_one_nowhere():
+    async with (
+        serving(FakeServer(), FakeServer(model="qwen")) as servers,
+        routing(*servers) as front,
+    ):
+        for _ in range(3):
+            await front.http.post(CHAT, json=chat(model="qwen"))
+        assert sent_to(servers) == [0, 3]
+        answer = await front.http.post(CHAT, json=chat(model="nonesuch"))
+        assert answer.status == 404
+        assert "llama-3.1-8b, qwen" in (await answer.json())["error"]["message"]
+        cards = (await (await front.http.get("/v1/models")).json())["data"]
+        assert [card["id"] for card in cards] == ["llama-3.1-8b", "qwen"]
+
+
+# -- keys, limits, metrics -----------------------------------------------------------------------
+
+KEYS = {"by_key": {"sk-alice-0123456": "alice", "sk-bob-0123456789": "bob"}, "unknown": "refuse"}
+
+
+async def test_keys_are_checked_here_and_go_no_further():
+    async with serving(FakeServer()) as servers, routing(*servers, tenants=KEYS) as front:
+        assert (await front.http.post(CHAT, json=chat())).status == 401
+        key = {"authorization": "Bearer sk-alice-0123456"}
+        answer = await front.http.post(CHAT, json=chat(), headers=key)
+        assert answer.status == 200
+        assert "authorization" not in servers[0].seen[-1][2]
+        other = {"x-api-key": "sk-bob-0123456789"}
+        own = await front.http.get("/v1/decisions", headers=other)
+        assert (await own.json())["decisions"] == []
+        one = f"/v1/decisions/{answer.headers['x-request-id']}"
+        assert (await front.http.get(one, headers=other)).status == 404
+        assert (await (await front.http.get(one, headers=key)).json())["end"] == "done"
+        assert (await front.http.get("/v1/nodes", headers=other)).status == 403
+
+
+async def test_without_keys_of_ours_the_client_s_goes_to_the_server():
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
+        await front.http.post(CHAT, json=chat(), headers={"authorization": "Bearer theirs"})
+        assert servers[0].seen[-1][2]["authorization"] == "Bearer theirs"
+
+
+async def test_a_server_s_own_key_takes_the_place_of_the_client_s(monkeypatch):
+    monkeypatch.setenv("KAPPA_TEST_KEY", "sk-server")
+    async with serving(FakeServer()) as servers:
+        row = {"url": servers[0].url, "profile": "pcie", "key_env": "KAPPA_TEST_KEY"}
+        async with routing(row) as front:
+            await front.http.post(CHAT, json=chat(), headers={"x-api-key": "theirs"})
+            headers = servers[0].seen[-1][2]
+            assert headers["authorization"] == "Bearer sk-server" and "x-api-key" not in headers
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+async def test_limits_hold_for_whatever_is_passed_on(path):
+    tenants = {**KEYS, "limits": {"alice": {"requests_per_minute": 2}}}
+    async with serving(FakeServer()) as servers, routing(*servers, tenants=tenants) as front:
+        key = {"authorization": "Bearer sk-alice-0123456"}
+        codes = [(await front.http.post(path, json=chat(), headers=key)).status for _ in range(3)]
+        assert codes == [200, 200, 429]
+
+
+async def test_what_happened_is_counted():
+    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers) as front:
+        servers[0].status = 500
+        for i in range(2):
+            await (await front.http.post(CHAT, json=chat(f"{i}", stream=True))).read()
+        text = await (await front.http.get("/metrics")).text()
+        assert 'kappa_requests_total{status="200"} 2.0' in text
+        assert 'kappa_output_tokens_total{node="gh200-c2c"} 8.0' in text
+        assert "kappa_retries_total" in text
+
+
+async def test_a_decision_is_explained_without_being_made():
+    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers) as front:
+        answer = await (await front.http.post("/v1/route", json=chat(LONG))).json()
+        assert [c["node"] for c in answer["candidates"]] == ["h100-pcie5", "gh200-c2c"]
+        assert answer["prompt_tokens"] > 2000
+        assert sent_to(servers) == [0, 0]
+        assert not front.front.live.router.flights
+
+
+async def test_one_id_twice_at_a_time_is_two_requests():
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
+        servers[0].hold.clear()
+        both = [
+            asyncio.create_task(front.http.post(CHAT, json=chat(), headers={"x-request-id": "r"}))
+            for _ in range(2)
+        ]
+        await until(lambda: len(servers[0].seen) == 2)
+        assert len(front.front.live.router.flights) == 2
+        servers[0].hold.set()
+        assert [(await one).status for one in both] == [200, 200]
+
+
+async def test_an_answer_that_is_cut_short_is_not_taken_for_whole():
+    async def short(reader, writer):
+        request = await reader.readuntil(b"\r\n\r\n")
+        if b"/v1/models" in request:
+            body = b'{"data":[{"id":"m"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        elif b"POST" in request:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\nhalf")
+        else:
+            writer.write(b"HTTP/1.1 404 No\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(short, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    row = {"url": f"http://127.0.0.1:{port}", "profile": "pcie"}
+    async with server, routing(row) as front:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await (await front.http.post(CHAT, json={"messages": []})).read()
+        await until(lambda: not front.front.live.router.flights)

@@ -103,13 +103,13 @@ def test_modes_that_cannot_be_are_refused(given, why):
     ],
 )  # fmt: skip
 def test_a_conversation_is_known_by_its_name_or_its_beginning(one, other, same):
-    names = [Wanted.of(CHATS, json.dumps(body).encode()).session for body in (one, other)]
+    names = [Wanted.of(json.dumps(body).encode())[0].session for body in (one, other)]
     assert all(names) and (names[0] == names[1]) == same
 
 
 @pytest.mark.parametrize("body", [{}, {"messages": 5}, {"prompt": None}, {"user": 3}])
 def test_a_body_that_tells_no_conversation_has_none(body):
-    assert Wanted.of(CHATS, json.dumps(body).encode()).session == ""
+    assert Wanted.of(json.dumps(body).encode())[0].session == ""
 
 
 # -- the report ------------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""Servers that publish KV events as vLLM does: what they hold is what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tests.router.front.conftest import routing, until
+from tests.router.front.offering import FakeServer, serving
+
+TEXT = "0123456789abcdef" * 8
+PATH = "/v1/completions"
+
+
+def body(text=TEXT):
+    return {"model": "llama-3.1-8b", "prompt": text, "stream": True}
+
+
+class Publisher:
+    """A server's ZMQ publisher; numbers batches from `seq` on."""
+
+    def __init__(self, seq=0):
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.PUB)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint, self.seq = f"tcp://127.0.0.1:{port}", seq
+
+    async def stored(self, text, size=16):
+        tokens = list(text.encode())
+        hashes = list(range(1, len(tokens) // size + 1))
+        event = {
+            "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None,
+            "token_ids": tokens, "block_size": size, "lora_id": None, "medium": "GPU",
+        }  # fmt: skip
+        await self.send([event])
+
+    async def send(self, events):
+        payload = msgspec.msgpack.encode([time.time(), events, None])
+        await self.socket.send_multipart([b"", self.seq.to_bytes(8, "big"), payload])
+        self.seq += 1
+
+
+@asynccontextmanager
+async def two_servers():
+    """A front over two servers, of which one publishes."""
+    publisher = Publisher(seq=7)
+    try:
+        async with serving(FakeServer(), FakeServer()) as servers:
+            rows = [
+                {"url": servers[0].url, "profile": "pcie", "name": "a",
+                 "events": publisher.endpoint},
+                {"url": servers[1].url, "profile": "pcie", "name": "b"},
+            ]  # fmt: skip
+            async with routing(*rows) as front:
+                front.servers, front.publisher = servers, publisher
+                yield front
+    finally:
+        publisher.socket.close()
+
+
+async def held(http, text=TEXT):
+    """Device tokens of a prompt that each server is expected to have."""
+    answer = await (await http.post("/v1/route", json=body(text))).json()
+    return {one["worker"]: one["device_tokens"] for one in answer["candidates"]}
+
+
+async def published(http, publisher, text=TEXT, tokens=112):
+    """Publish until it is heard: who subscribes late misses what came before."""
+
+    async def heard():
+        await publisher.stored(text)
+        return (await held(http))["a"] == tokens
+
+    while not await heard():
+        pass
+
+
+async def test_blocks_that_a_server_announces_are_expected_there():
+    async with two_servers() as it:
+        await published(it.http, it.publisher)
+        assert (await held(it.http))["b"] == 0
+        await (await it.http.post(PATH, json=body())).read()
+        assert next(reversed(it.front.live.records.values())).decision.worker == "a"
+        await it.publisher.send([{"type": "AllBlocksCleared"}])
+        await until(lambda: not it.front.live.router.index.stats()["names"])
+        assert (await held(it.http))["a"] == 0
+
+
+async def test_a_server_without_events_holds_what_was_sent_there():
+    async with two_servers() as it:
+        for server in it.servers:
+            server.hold.clear()
+        texts = ["x" * 64, "y" * 64]
+        both = [asyncio.create_task(it.http.post(PATH, json=body(text))) for text in texts]
+        await until(lambda: all(len(server.seen) > 0 for server in it.servers))
+        for server in it.servers:
+            server.hold.set()
+        for one in both:
+            await (await one).read()
+        found = [await held(it.http, text) for text in texts]
+        # The last block is computed again; of the other server only its events count.
+        assert sorted(one["b"] for one in found) == [0, 48]
+        assert [one["a"] for one in found] == [0, 0]
+
+
+async def test_a_gap_forgets_what_was_announced_before():
+    async with two_servers() as it:
+        await published(it.http, it.publisher)
+        it.publisher.seq += 3
+        await it.publisher.send([])
+        await until(lambda: not it.front.live.router.index.stats()["names"])
+        await published(it.http, it.publisher)
+
+
+async def test_a_server_that_starts_anew_is_followed_from_its_first_batch():
+    async with two_servers() as it:
+        await published(it.http, it.publisher)
+        it.publisher.seq = 0
+        await it.publisher.send([])
+        await until(lambda: not it.front.live.router.index.stats()["names"])
+        await published(it.http, it.publisher)
+
+
+async def test_blocks_of_another_size_are_left_out_and_counted():
+    async with two_servers() as it:
+        await published(it.http, it.publisher)
+        await it.publisher.stored("x" * 64, size=32)
+        events = it.front.backends["a"].events
+        await until(lambda: events["other_size"] == 1)
+        assert (await held(it.http))["a"] == 112
+
+
+async def test_garbage_on_the_socket_does_not_end_the_feed():
+    async with two_servers() as it:
+        await published(it.http, it.publisher)
+        await it.publisher.socket.send_multipart([b"", b"\0" * 8, b"\xc1garbage"])
+        await it.publisher.socket.send_multipart([b"alone"])
+        await published(it.http, it.publisher)
+        assert (await it.http.post(PATH, json=body())).status == 200
+
+
+async def test_without_tokens_a_request_goes_where_there_is_least_to_do():
+    async with two_servers() as it:
+        answer = await it.http.post("/v1/chat/completions", json={"messages": [{"content": "x"}]})
+        assert answer.status == 200
+        record = next(reversed(it.front.live.records.values()))
+        assert record.decision.reason == "uninformed_least_backlog"

@@ -1,0 +1,25 @@
+"""`kappa route` starts without the heavy half of the project."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+import deploy.commands.route
+import router.front.app, uvicorn
+from kappa.settings.front import load_front_settings
+router.front.app.make_front_app(
+    load_front_settings(None, backends=[{"url": "http://a", "profile": "pcie"}])
+)
+heavy = ("ray", "torch", "vllm", "transformers", "fastapi", "tokenizers", "polars", "pandas")
+print([name for name in heavy if name in sys.modules])
+"""
+
+
+def test_nothing_heavy_is_imported():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

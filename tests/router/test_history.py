@@ -1,0 +1,163 @@
+"""What engines hold by what was sent to them, with caches and blocks counted by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from router.history import CacheSize, SentBlocks, prompt_tokens
+from router.index.prefix_hash import PrefixHasher
+from router.index.prefix_index import PrefixIndex
+
+SIZE = 2
+
+
+class Engine:
+    """An engine's caches and the index that follows them."""
+
+    def __init__(self, **blocks):
+        self.hasher = PrefixHasher(SIZE, 1)
+        self.index = PrefixIndex(self.hasher, 1000)
+        self.blocks = SentBlocks("a", CacheSize(SIZE, **blocks))
+
+    def hashes(self, letter, blocks):
+        return self.hasher.prefix_hashes([ord(letter)] * SIZE * blocks)
+
+    def send(self, letter, blocks):
+        return self.blocks.send(self.index, self.hashes(letter, blocks))
+
+    def done(self, letter, blocks):
+        self.blocks.ended(self.send(letter, blocks))
+
+    def held(self, letter, blocks):
+        """Leading blocks on the device, and further ones in the host tier."""
+        return tuple(self.index.match_columns(self.hashes(letter, blocks))[:2, 0].tolist())
+
+
+def test_what_was_sent_is_held():
+    engine = Engine()
+    engine.done("x", 3)
+    assert engine.held("x", 5) == (3, 0)
+    assert engine.held("y", 5) == (0, 0)
+
+
+def test_a_full_device_gives_up_the_end_of_its_oldest_prompt_first():
+    engine = Engine(device_blocks=5)
+    engine.done("x", 3)
+    engine.done("y", 4)
+    assert engine.held("x", 3) == (1, 0)
+    assert engine.held("y", 4) == (4, 0)
+
+
+def test_using_a_prompt_again_keeps_it():
+    engine = Engine(device_blocks=6)
+    for letter in "xyx":
+        engine.done(letter, 3)
+    engine.done("z", 3)
+    assert [engine.held(letter, 3)[0] for letter in "xyz"] == [3, 0, 3]
+
+
+def test_what_left_the_device_is_in_the_host_tier():
+    engine = Engine(device_blocks=3, host_blocks=6)
+    engine.done("x", 3)
+    engine.done("y", 3)
+    assert engine.held("x", 3) == (0, 3)
+    assert engine.held("y", 3) == (3, 0)
+    engine.done("z", 3)
+    assert engine.held("x", 3) == (0, 0)
+
+
+def test_an_engine_that_finds_less_holds_less():
+    # Of four prompts of two blocks only the last three were still there.
+    engine = Engine(device_blocks=100)
+    for letter in "uxyz":
+        engine.done(letter, 2)
+    again = engine.send("u", 2)
+    assert engine.blocks.found(engine.index, again, 0)
+    assert [engine.held(letter, 2)[0] for letter in "uxyz"] == [2, 2, 2, 2]
+    assert engine.blocks.size["device"] == 8  # Three prompts, and the one that it computed anew.
+    engine.blocks.ended(again)
+    engine.done("v", 2)
+    assert engine.held("x", 2) == (0, 0)
+
+
+def test_what_is_older_than_a_block_that_was_gone_is_gone_too():
+    engine = Engine(device_blocks=100)
+    for letter in "uxy":
+        engine.done(letter, 2)
+    engine.blocks.found(engine.index, engine.send("x", 2), 0)
+    assert [engine.held(letter, 2)[0] for letter in "uxy"] == [0, 2, 2]
+
+
+def test_a_size_that_was_too_small_grows_back_to_its_limit():
+    engine = Engine(device_blocks=9)
+    for letter in "ux":
+        engine.done(letter, 2)
+    engine.blocks.found(engine.index, engine.send("u", 2), 0)
+    assert engine.blocks.size["device"] == 4
+    for _ in range(100):
+        engine.blocks.found(engine.index, engine.send("x", 2), 2)
+    assert engine.blocks.size["device"] == 9
+
+
+def test_a_block_that_another_request_still_computes_may_be_missing():
+    engine = Engine(device_blocks=100)
+    engine.send("x", 3)  # not ended
+    second = engine.send("x", 3)
+    assert not engine.blocks.found(engine.index, second, 0)
+    assert engine.blocks.size["device"] == 100
+
+
+@pytest.mark.parametrize(("blocks", "contradicts"), [(2, False), (1, True)])
+def test_the_last_block_may_be_rounded_away(blocks, contradicts):
+    engine = Engine(device_blocks=100)
+    engine.done("x", 3)
+    assert engine.blocks.found(engine.index, engine.send("x", 3), blocks) is contradicts
+
+
+def test_a_cleared_engine_expects_nothing():
+    engine = Engine()
+    engine.done("x", 3)
+    engine.blocks.clear()
+    assert engine.send("x", 3).before == [0, 0, 0]
+
+
+# -- prompts -------------------------------------------------------------------------------------
+
+
+def test_four_bytes_are_a_token_and_the_rest_waits():
+    assert prompt_tokens({"prompt": "abcdefg"}).tolist() == [int.from_bytes(b"abcd", "little")]
+
+
+def test_more_messages_extend_a_prompt():
+    messages = [{"role": "user", "content": "first question"}]
+    one = prompt_tokens({"messages": messages})
+    two = prompt_tokens({"messages": [*messages, {"role": "assistant", "content": "x"}]})
+    assert len(two) > len(one)
+    assert np.array_equal(two[: len(one)], one)
+
+
+def test_the_order_of_a_message_s_keys_is_nothing():
+    one = prompt_tokens({"messages": [{"role": "user", "content": "hello there"}]})
+    two = prompt_tokens({"messages": [{"content": "hello there", "role": "user"}]})
+    assert np.array_equal(one, two)
+
+
+def test_other_tools_are_another_prompt():
+    body = {"messages": [{"role": "user", "content": "hello there"}]}
+    one, two = (prompt_tokens({**body, "tools": [{"name": name}]}) for name in "ab")
+    assert one[0] == two[0]
+    assert not np.array_equal(one[:4], two[:4])
+
+
+def test_token_ids_are_taken_as_they_are():
+    assert prompt_tokens({"prompt": [5, 6]}).tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"prompt": ["a", "b"]}, {"prompt": [1, True]}, {"prompt": [1 << 70]}, {"prompt": 1},
+     {"messages": [{"content": "\ud800"}]}, {"messages": [{"content": object()}]}],
+)  # fmt: skip
+def test_what_cannot_be_read_is_no_prompt(body):
+    assert prompt_tokens(body) is None
