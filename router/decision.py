@@ -50,6 +50,7 @@ class RouteRequest:
     prompt_tokens alone is the most that a prompt which could not be tokenized comes to.
     session: what the client calls its conversation, for policies that stick to it.
     handed_tokens: of the prompt, computed already and on their way to whichever worker is chosen.
+    model: that its worker must serve; empty: the only one that there is.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class RouteRequest:
     session: str = ""
     retry: bool = False
     handed_tokens: int = 0
+    model: str = ""
 
     @property
     def informed(self) -> bool:

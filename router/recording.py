@@ -140,11 +140,13 @@ def replay(entries: Iterable[Mapping[str, Any]], router: Router) -> list[tuple[A
 def _request_out(request: RouteRequest) -> Entry:
     fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     tokens = None if request.token_ids is None else [int(t) for t in request.token_ids]
-    return {**fields, "token_ids": tokens, "exclude": sorted(request.exclude)}
+    # As logs have it that were written before there were several models.
+    model = {"model": request.model} if request.model else {}
+    return {**fields, **model, "token_ids": tokens, "exclude": sorted(request.exclude)}
 
 
 def _request_in(data: Mapping[str, Any]) -> RouteRequest:
-    fields = {name: data[name] for name in _REQUEST_FIELDS if name in data}
+    fields = {name: data[name] for name in (*_REQUEST_FIELDS, "model") if name in data}
     tokens = data["token_ids"]
     ids = None if tokens is None else np.asarray(tokens, dtype=np.int64)
     return RouteRequest(**{**fields, "token_ids": ids, "exclude": frozenset(data["exclude"])})

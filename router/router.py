@@ -3,7 +3,8 @@
 The ingress feeds it what happens (a worker joins, blocks are stored, a first token comes) and has
 it decide where a request goes; the simulator and the replay of a recorded log do exactly the same.
 Pure: each call takes the time. It joins the prefix index, the fleet, calibration, load plans and
-the engine queue models of the workers whose KV blocks mean the same; a policy picks one of them.
+the engine queue models of the workers; a policy picks one of those that serve the request's model.
+Of each model there is an index of its own, so that no prefix of one is ever counted for another.
 
 Several ingresses decide over the same workers, and each would send the next request to the worker
 that looks idle to it. So every worker reports to all of them what arrived and what left; a request
@@ -13,6 +14,7 @@ reports all that is in flight there, and what is not among that is dropped.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -95,11 +97,29 @@ class RouterConfig:
     planner_of: PlannerOf = no_planner
 
 
+@dataclass(slots=True, eq=False)
+class ModelState:
+    """What the workers of one model share.
+
+    number: the model's, by which `Router` knows the places of its workers. fingerprint: of their
+    blocks; empty while it has no workers. outputs: how long its answers were; demand: what
+    admission saw of its requests.
+    """
+
+    number: int
+    hasher: PrefixHasher
+    index: PrefixIndex
+    fingerprint: str = ""
+    outputs: OutputLengths = field(default_factory=OutputLengths)
+    demand: Demand = field(default_factory=Demand)
+
+
 @dataclass(slots=True)
 class WorkerState:
     """One worker as the router sees it. flights: what is in flight there, whoever sent it."""
 
     announcement: Announcement
+    model: ModelState
     queue: EngineQueue
     calibration: Calibration
     report: WorkerReport | None = None
@@ -112,8 +132,8 @@ class Router:
     """Decides where requests go, from what was reported to it.
 
     workers: by name, in the order in which they joined. flights: requests in flight in the cluster,
-    as far as is known; reservations: how many of them this router sent. index, hasher: who holds
-    which prefix, and what hashes prompts; None before a worker has joined.
+    as far as is known; reservations: how many of them this router sent. models: by name, in the
+    order of their first workers.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -122,16 +142,15 @@ class Router:
         self.flights: dict[str, Flight] = {}
         self.reservations = 0
         self.fleet = Fleet(config.first)
-        self.index: PrefixIndex | None = None
-        self.hasher: PrefixHasher | None = None
-        self.outputs = OutputLengths()
+        self.models: dict[str, ModelState] = {}
         self.calibrating = config.calibrate
         self._first_tokens = 0
-        self._lateness, self._demand = Lateness(), Demand()
-        # Where the index answers for the worker in each place of the fleet.
+        self._lateness = Lateness()
+        # Of the worker in each place of the fleet: where its model's index answers for it, and the
+        # number of its model.
         self._columns: Slots = np.zeros(0, dtype=np.intp)
+        self._numbers: Slots = np.zeros(0, dtype=np.intp)
         self._any_planner = self._tiers_shared = False
-        self._fingerprint = ""
         # Compiled now rather than while the first request waits.
         pricing.leading_tokens(np.zeros((3, 0), dtype=np.int64), self._columns, self._columns, 0, 1)
 
@@ -145,13 +164,14 @@ class Router:
             ValueError: its load planner cannot be used.
         """
         worker = announcement.worker
-        index = self._index_for(announcement)
-        planner = self.config.planner_of(announcement)
         state = self.workers.get(worker)
+        planner = self.config.planner_of(announcement)
+        model = self._model_for(announcement, state)
+        model.fingerprint = announcement.fingerprint
         if state is None:
             calibration = Calibration(announcement)
             queue = EngineQueue(calibration.speed)
-            state = self.workers[worker] = WorkerState(announcement, queue, calibration)
+            state = self.workers[worker] = WorkerState(announcement, model, queue, calibration)
         elif any(
             getattr(state.announcement, name) != getattr(announcement, name)
             for name in ("node", "step", "kv_bytes_per_token")
@@ -164,30 +184,37 @@ class Router:
         if slot >= len(self._columns):
             more = np.zeros(slot + 1 - len(self._columns), dtype=np.intp)
             self._columns = np.concatenate([self._columns, more])
-        self._columns[slot] = index.column(worker)
+            self._numbers = np.concatenate([self._numbers, more])
+        self._columns[slot], self._numbers[slot] = model.index.column(worker), model.number
         self._note_kinds()
 
-    def _index_for(self, announcement: Announcement) -> PrefixIndex:
-        """The index, which the first worker's blocks set; MismatchError for others."""
-        size = announcement.block_tokens
-        if not self.workers:
-            self._fingerprint = announcement.fingerprint
-        known = self.hasher.block_tokens if self.hasher is not None else 0
-        if self.index is None or (not self.workers and known != size):
-            self.hasher, known = PrefixHasher(size, self.config.secret), size
-            self.index = PrefixIndex(self.hasher, self.config.index_blocks)
-        if announcement.fingerprint != self._fingerprint:
+    def _model_for(self, announcement: Announcement, state: WorkerState | None) -> ModelState:
+        """The state of its model, whose blocks the first worker sets; MismatchError for others."""
+        name, size = announcement.model, announcement.block_tokens
+        if state is not None and state.announcement.model != name:
+            raise MismatchError(
+                f"worker {announcement.worker} announces model {name}, and was of model "
+                f"{state.announcement.model}: a worker serves one model for life"
+            )
+        model = self.models.get(name)
+        served = any(each.model is model for each in self.workers.values())
+        if model is None or (not served and model.hasher.block_tokens != size):
+            hasher = PrefixHasher(size, self.config.secret)
+            number = len(self.models) if model is None else model.number
+            index = PrefixIndex(hasher, self.config.index_blocks)
+            model = self.models[name] = ModelState(number, hasher, index)
+        if served and announcement.fingerprint != model.fingerprint:
             raise MismatchError(
                 f"worker {announcement.worker} has fingerprint {announcement.fingerprint}, the "
-                f"pool {self._fingerprint}: model, dtype, block size or chat template differ; "
+                f"pool {model.fingerprint}: model, dtype, block size or chat template differ; "
                 "engine.dtype and engine.block_tokens make vLLM's choice one"
             )
-        if size != known:
+        if size != model.hasher.block_tokens:
             raise MismatchError(
-                f"worker {announcement.worker} has blocks of {size} tokens, "
-                f"the pool of {known}: give them one by engine.block_tokens"
+                f"worker {announcement.worker} has blocks of {size} tokens, the pool of "
+                f"{model.hasher.block_tokens}: give them one by engine.block_tokens"
             )
-        return self.index
+        return model
 
     def leave(self, worker: str) -> list[str]:
         """A worker is gone, with all that it held; returns those of its requests that this router
@@ -201,8 +228,7 @@ class Router:
             del self.flights[request_id]
         self.fleet.leave(worker)
         self._note_kinds()
-        if self.index is not None:
-            self.index.handle(WorkerGone(worker))
+        state.model.index.handle(WorkerGone(worker))
         lost = [flight.request_id for flight in state.flights.values() if flight.own]
         self.reservations -= len(lost)
         return lost
@@ -215,10 +241,10 @@ class Router:
 
     def blocks(self, events: Iterable[KVEvent]) -> None:
         """KV blocks were stored or removed somewhere; those of a worker that is gone are late."""
-        if self.index is not None:
-            for event in events:
-                if event.worker in self.workers:
-                    self.index.handle(event)
+        for event in events:
+            state = self.workers.get(event.worker)
+            if state is not None:
+                state.model.index.handle(event)
 
     def invalidate(self, worker: str, now_s: float) -> None:
         """Nothing that a worker reported is true any more: its blocks, and what others sent it.
@@ -226,9 +252,9 @@ class Router:
         What this router sent there itself stays, until its ingress releases it.
         """
         state = self.workers.get(worker)
-        if self.index is None or state is None:
+        if state is None:
             return
-        self.index.handle(WorkerReset(worker))
+        state.model.index.handle(WorkerReset(worker))
         for flight in [f for f in state.flights.values() if not f.own]:
             self._finish(flight, now_s)
 
@@ -237,14 +263,13 @@ class Router:
         state = self.workers.get(report.worker)
         if state is None:
             return
-        assert self.hasher is not None
         # Arrivals come before admissions, which correct them.
         self._reserve_remote(report.worker, report.arrived, now_s)
         if self.calibrating:
             state.calibration.reported(report)
             self._learn(state, now_s)
         state.report, state.seen_s = report, now_s
-        spare_tokens = report.host_spare_blocks * self.hasher.block_tokens
+        spare_tokens = report.host_spare_blocks * state.announcement.block_tokens
         self.fleet.reported(report.worker, now_s, spare_tokens)
         for a in report.admitted:
             state.queue.correct(
@@ -315,7 +340,7 @@ class Router:
         self._finish(flight, now_s, flight.output_tokens if complete else 0)
         self._lateness.ended(flight, now_s, flight.output_tokens if complete else 0)
         if complete and flight.output_tokens:
-            self.outputs.add(flight.output_tokens)
+            self.workers[flight.worker].model.outputs.add(flight.output_tokens)
         return True
 
     def _own(self, request_id: str) -> Flight | None:
@@ -349,15 +374,15 @@ class Router:
 
     def _reserve_remote(self, worker: str, arrivals: Iterable[Arrival], now_s: float) -> None:
         """Put other ingresses' requests where they went, priced as if this router had sent them."""
-        assert self.hasher is not None
+        model = self.workers[worker].model
         for arrival in arrivals:
             # A client may use one id twice; the second is then not seen, and nothing is confused.
             if arrival.request_id in self.flights:
                 continue
             device, host = float(arrival.device_tokens), float(arrival.host_tokens)
             tokens = arrival.device_tokens + arrival.host_tokens + max(arrival.new_tokens, 1)
-            expected = self.outputs.guess(arrival.max_tokens)
-            prompt = PricedPrompt(tokens, expected, self.hasher.block_tokens)
+            expected = model.outputs.guess(arrival.max_tokens)
+            prompt = PricedPrompt(tokens, expected, model.hasher.block_tokens)
             slots = np.array([self.fleet.slot(worker)], dtype=np.intp)
             known = device, host, float(arrival.disk_tokens)
             held = Held(*(np.array([tokens]) for tokens in known))
@@ -368,6 +393,23 @@ class Router:
                 self._prefilled(self.workers[worker], arrival.request_id, now_s)
 
     # -- what is known ------------------------------------------------------------------------
+
+    @property
+    def index(self) -> PrefixIndex | None:
+        """Who holds which prefix, of the first model; None before a worker has joined."""
+        return next((model.index for model in self.models.values()), None)
+
+    @property
+    def hasher(self) -> PrefixHasher | None:
+        """What hashes prompts, of the first model; None before a worker has joined."""
+        return next((model.hasher for model in self.models.values()), None)
+
+    def index_stats(self) -> Counter[str]:
+        """`PrefixIndex.stats` of all models together."""
+        total = Counter[str]()
+        for model in self.models.values():
+            total.update(model.index.stats())
+        return total
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request is in flight that this router sent."""
@@ -437,11 +479,15 @@ class Router:
 
     def _decide(self, request: RouteRequest, now_s: float) -> Decision:
         slots = self.fleet.ready(now_s, self.config.stale_after_s, request.exclude)
-        if not len(slots):
-            known = self.workers.keys()
+        model = self._model_of(request)
+        if model is not None and len(self.models) > 1:
+            slots = slots[self._numbers[slots] == model.number]
+        if model is None or not len(slots):
+            known = {name for name, state in self.workers.items() if state.model is model}
             excluded = len(known & request.exclude)
+            of_it = f" of model {request.model}" if request.model else ""
             raise NoWorkerError(
-                f"no worker is ready ({len(known)} known, {excluded} excluded, "
+                f"no worker{of_it} is ready ({len(known)} known, {excluded} excluded, "
                 f"{len(known) - excluded} not heard from in the last "
                 f"{self.config.stale_after_s:g} s)"
             )
@@ -462,11 +508,18 @@ class Router:
             fetch=choice.fetch,
         )
 
+    def _model_of(self, request: RouteRequest) -> ModelState | None:
+        """The model that a request asks for; None: no worker of it has joined, or it asks for none
+        where there are several."""
+        if request.model or len(self.models) != 1:
+            return self.models.get(request.model)
+        return next(iter(self.models.values()))
+
     def _admitted(self, request: RouteRequest, decision: Decision) -> Decision:
         """The decision if its worker is expected to meet the objective, else one for those that
         are."""
         estimates = decision.priced
-        now_s, demand = estimates.now_s, self._demand
+        now_s, demand = estimates.now_s, self.workers[decision.worker].model.demand
         found = evaluate(self.fleet, estimates, self._lateness, demand)
         rejected = found.rejected
         demand.evaluated(now_s, found.work_s, found.slack_s, admitted=not rejected.all())
@@ -490,11 +543,11 @@ class Router:
     def _estimate(self, request: RouteRequest, slots: Slots, now_s: float) -> Estimates:
         """The request priced on `slots`, by what each of them holds as the index has it; where the
         policy fetches, also with the longest prefix brought from its holder first."""
-        assert self.hasher is not None
-        expected, size = self.outputs.guess(request.max_tokens), self.hasher.block_tokens
+        model = self._at(slots[0]).model
+        expected, size = model.outputs.guess(request.max_tokens), model.hasher.block_tokens
         hashes = request.prefix_hashes
         if request.token_ids is not None:
-            hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
+            hashes = model.hasher.prefix_hashes(request.token_ids, request.salt)
         elif hashes is None:
             hashes = NO_HASHES
         prompt = PricedPrompt(request.tokens, expected, size, hashes, request.session)
@@ -531,14 +584,13 @@ class Router:
         hashes, size = prompt.prefix_hashes, prompt.block_tokens
         if not len(hashes):
             return Held(np.zeros(len(slots)), np.zeros(len(slots)), np.zeros(len(slots)))
-        assert self.index is not None
         # An engine computes at least the last token: a full hit gives its last block back.
         usable = (prompt.tokens - 1) // size
-        held = self.index.match_columns(hashes)
+        held = self._at(slots[0]).model.index.match_columns(hashes)
         device, cached, disk = pricing.leading_tokens(held, self._columns, slots, usable, size)
         servers: dict[str, list[int]] = {}
         for row, slot in enumerate(slots if self._tiers_shared else ()):
-            server = self.workers[self.fleet.names[slot]].announcement.shared_tier
+            server = self._at(slot).announcement.shared_tier
             if server:
                 servers.setdefault(server, []).append(row)
         for rows in servers.values():
@@ -546,6 +598,9 @@ class Router:
             reach = float((device[at] + cached[at]).max())
             cached[at] = np.maximum(cached[at], reach - device[at])
         return Held(device, cached, disk)
+
+    def _at(self, slot: int | np.intp) -> WorkerState:
+        return self.workers[self.fleet.names[slot]]
 
     def _plan_loads(self, estimates: Estimates) -> None:
         if not self._any_planner:

@@ -31,6 +31,7 @@ class _Block:
     extra_keys: tuple[Any, ...] | None
     media: set[str]
     device_copies: int = 0
+    lora_name: str | None = None
 
 
 class KvMirror:
@@ -84,7 +85,7 @@ class KvMirror:
                     block_size=self._block_size,
                     lora_id=None,
                     medium=medium,
-                    lora_name=None,
+                    lora_name=block.lora_name,
                     extra_keys=[block.extra_keys],
                 )
                 events.append(stored)
@@ -102,7 +103,8 @@ class KvMirror:
             if block is None and len(token_ids) == size:
                 # Without its tokens a block cannot be matched to a prompt: not worth a row.
                 extra = event.extra_keys[i] if event.extra_keys else None
-                block = self._blocks[block_hash] = _Block(parent, token_ids, extra, set())
+                block = _Block(parent, token_ids, extra, set(), lora_name=event.lora_name)
+                self._blocks[block_hash] = block
             if block is not None and medium == _DEVICE:
                 block.device_copies += 1
             elif block is not None:

@@ -51,10 +51,10 @@ def refresh_gauges(live: LiveRouter) -> None:
     for label, count in paced.items():
         metrics.set(m.WORKERS, label, to=count)
     metrics.set(m.OTHERS_RESERVATIONS, to=router.in_flight - router.reservations)
-    stats = router.index.stats() if router.index else {}
-    metrics.set(m.INDEX_BLOCKS, to=stats.get("blocks", 0))
+    stats = router.index_stats()
+    metrics.set(m.INDEX_BLOCKS, to=stats["blocks"])
     for why in ("orphans", "unjoined", "refused", "evicted", "ambiguous"):
-        metrics.total(m.INDEX_LOSSES, why, to=stats.get(why, 0))
+        metrics.total(m.INDEX_LOSSES, why, to=stats[why])
 
 
 def _refresh_measured(live: LiveRouter, announced: Announcement) -> None:
@@ -126,6 +126,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
         rows.append({
             "worker": worker,
             "node": announced.node.name,
+            "model": announced.model,
             "paced": announced.node.source == "paced",
             "emulated_model": announced.emulated_model or None,
             "profile": announced.node.to_dict(),

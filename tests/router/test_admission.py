@@ -183,7 +183,7 @@ def test_an_idle_cluster_admits_anything_whatever_came_of_others(tokens):
     made.first_token("slow", 99.0)
     made.release("slow", 100.0)
     for _ in range(128):
-        made._demand.evaluated(100.0, 1e-9, 1e9, admitted=False)
+        made.models["m"].demand.evaluated(100.0, 1e-9, 1e9, admitted=False)
     assert made._lateness.late_s("a", 100.0) > 3
     made.route(ask("costly", tokens=tokens, seed=3), 100.0)
     with pytest.raises(OverloadedError):

@@ -66,8 +66,8 @@ def test_output_lengths_are_learnt_from_complete_streams_only():
         made.tokens(name, count)
         made.release(name, 2.0, complete=complete)
     made.tokens("gone", 5)
-    assert made.outputs.guess(0) == 7
-    assert made.outputs.guess(3) == 3
+    assert made.models["m"].outputs.guess(0) == 7
+    assert made.models["m"].outputs.guess(3) == 3
 
 
 def test_a_request_that_met_another_teaches_less_than_one_that_met_nobody():

@@ -177,3 +177,15 @@ def test_any_history_gives_the_live_index(seed):
     for tokens in prompts:
         for salt in SALTS:
             assert match(rebuilt, tokens, salt) == match(pair.live, tokens, salt)
+
+
+def test_an_adapters_blocks_are_rebuilt_as_that_adapters():
+    pair = Pair()
+    event = stored(LONG)
+    event.lora_name, event.lora_id = "fine", 1
+    event.extra_keys = [("fine", "tenant-a")] + [("fine",)] * 4
+    pair.tell(event)
+    theirs = HASHER.prefix_hashes(LONG, salt_of("tenant-a", "fine"))
+    for index in (pair.live, pair.rebuilt()):
+        assert match_worker(index, theirs, "w")[:2] == (5, 0)
+        assert match(index, LONG, "tenant-a") == match(index, LONG) == (0, 0)

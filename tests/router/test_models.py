@@ -1,0 +1,170 @@
+"""Several models, and adapters of one, behind one router and one endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kappa.protocol import Arrival, WorkerReport
+from router.decision import MismatchError, NoWorkerError, RouteRequest
+from router.index.prefix_hash import salt_of
+from router.policy import policy_named
+from router.recording import RecordedRouter, replay
+from router.router import Router, RouterConfig
+from tests.router.building import SIZE, announcement, ask, prompt, router, stored
+
+SMALL = {"model": "small", "fingerprint": "s"}
+LARGE = {"model": "large", "fingerprint": "l", "kv_bytes_per_token": 327680.0}
+PROMPT = prompt(100 * SIZE)
+
+
+def two_models(**options):
+    """Workers s0 and s1 of one model, l0 of another."""
+    return router(
+        announcement("s0", **SMALL), announcement("s1", **SMALL), announcement("l0", **LARGE),
+        calibrate=False, **options,
+    )  # fmt: skip
+
+
+def of(model, name="r", **options):
+    return RouteRequest(name, PROMPT, max_tokens=8, model=model, **options)
+
+
+def workers_priced(made, request):
+    return {candidate.worker for candidate in made.explain(request, 1.0).candidates}
+
+
+# -- the pure router ----------------------------------------------------------------------------
+
+
+def test_a_prefix_of_one_model_is_not_counted_for_another():
+    made = two_models()
+    made.blocks([stored("s0", PROMPT)])
+    assert made.explain(of("large"), 1.0).chosen.counts.device_tokens == 0
+    assert made.explain(of("small"), 1.0).worker == "s0"
+    made.blocks([stored("l0", PROMPT)])
+    made.leave("s0")
+    assert made.explain(of("small"), 1.0).chosen.counts.device_tokens == 0
+    assert made.explain(of("large"), 1.0).chosen.counts.device_tokens == 99 * SIZE
+
+
+@pytest.mark.parametrize("forecast", [0, 4])
+def test_only_workers_of_the_model_are_priced_however_busy_they_are(forecast):
+    made = two_models(forecast_workers=forecast)
+    for i in range(40):
+        assert made.route(of("small", f"r{i}"), 1.0).worker in ("s0", "s1")
+    assert workers_priced(made, of("small")) == {"s0", "s1"}
+    assert workers_priced(made, of("large")) == {"l0"}
+    assert made.in_flight_on("l0") == 0
+
+
+def test_without_a_worker_of_the_model_the_error_names_it():
+    made = two_models()
+    made.leave("l0")
+    with pytest.raises(NoWorkerError, match=r"no worker of model large is ready \(0 known"):
+        made.route(of("large"), 1.0)
+    with pytest.raises(NoWorkerError, match=r"of model small is ready \(2 known, 2 excluded"):
+        made.route(of("small", exclude=frozenset(("s0", "s1"))), 1.0)
+    with pytest.raises(NoWorkerError, match="of model other"):
+        made.route(of("other"), 1.0)
+    with pytest.raises(NoWorkerError, match="no worker is ready"):
+        made.route(of(""), 1.0)
+    assert made.reservations == 0
+
+
+def test_a_request_that_names_no_model_goes_to_the_only_one():
+    made = router("a")
+    assert made.route(of(""), 1.0).worker == made.route(of("m", "s"), 1.0).worker == "a"
+
+
+def test_each_worker_is_priced_by_its_own_model():
+    made = two_models()
+    for worker in ("s0", "l0"):
+        made.blocks([replace(stored(worker, PROMPT), tier="host")])
+    small, large = (made.explain(of(model), 1.0).chosen for model in ("small", "large"))
+    assert small.counts.cached_tokens == large.counts.cached_tokens == 99 * SIZE
+    # Bytes of a token over the same link.
+    assert large.load_s / small.load_s == pytest.approx(327680 / 131072)
+
+
+def test_models_may_differ_in_their_blocks_and_workers_of_one_may_not():
+    made = two_models()
+    made.join(announcement("x0", model="x", fingerprint="x", block_tokens=4 * SIZE), 0.0)
+    made.blocks(
+        [replace(stored("x0", PROMPT), block_tokens=4 * SIZE, engine_hashes=tuple(range(25)))]
+    )
+    assert made.explain(of("x"), 1.0).chosen.counts.device_tokens == 24 * 4 * SIZE
+    with pytest.raises(MismatchError, match="fingerprint s, the pool l"):
+        made.join(announcement("l1", **{**LARGE, "fingerprint": "s"}), 0.0)
+    with pytest.raises(MismatchError, match="blocks of 32"):
+        made.join(announcement("l1", **LARGE, block_tokens=32), 0.0)
+    assert workers_priced(made, of("large")) == {"l0"}
+
+
+def test_a_worker_that_announces_another_model_is_refused():
+    made = two_models()
+    with pytest.raises(MismatchError, match="announces model large, and was of model small"):
+        made.join(announcement("s0", **LARGE), 1.0)
+
+
+def test_what_other_ingresses_sent_counts_for_the_workers_own_model():
+    made = two_models()
+    made.report(WorkerReport("l0", 1.0, arrived=(Arrival("other", new_tokens=4000),)), 1.0)
+    made.route(of("small", "mine"), 1.0)
+    made.tokens("mine", 100)
+    made.release("mine", 2.0)
+    assert made.models["small"].outputs.guess(0) == 100
+    assert made.models["large"].outputs.guess(0) != 100
+    assert made.remote_in_flight_on("l0") == 1
+
+
+def test_admission_looks_at_the_demand_of_the_models_own_requests():
+    made = two_models(admission=True)
+    made.route(of("small"), 1.0)
+    assert len(made.models["small"].demand._last) == 1
+    assert len(made.models["large"].demand._last) == 0
+
+
+def test_an_adapters_prefix_is_neither_the_bases_nor_anothers():
+    made = router("a")
+    salts = {name: salt_of("tenant", name) for name in (None, "one", "two")}
+    made.blocks([replace(stored("a", PROMPT), salt=salts["one"])])
+    found = {
+        name: made.explain(of("", salt=salt), 1.0).chosen.counts.device_tokens
+        for name, salt in salts.items()
+    }
+    assert found == {None: 0, "one": 99 * SIZE, "two": 0}
+
+
+def test_a_log_of_two_models_replays_to_the_same_decisions():
+    log = []
+    config = RouterConfig(policy=policy_named("priced"), secret=7)
+    recorded = RecordedRouter(config, log.append)
+    for worker, model in (("s0", SMALL), ("l0", LARGE)):
+        recorded.join(announcement(worker, **model), 0.0)
+    for i, model in enumerate(("small", "large", "large", "none")):
+        try:
+            recorded.route(of(model, f"r{i}"), 1.0)
+        except NoWorkerError:
+            assert model == "none"
+    pairs = replay(log, Router(config))
+    assert [then.get("worker") for then, _ in pairs] == ["s0", "l0", "l0", None]
+    assert all(then == now for then, now in pairs)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["small", "large"]), st.integers(0, 3)), max_size=12))
+def test_no_request_ever_meets_a_worker_or_a_prefix_of_another_model(asked):
+    made = two_models()
+    held: dict[str, set[int]] = {"small": set(), "large": set()}
+    for i, (model, seed) in enumerate(asked):
+        request = replace(ask(f"r{i}", tokens=10 * SIZE + 1, seed=seed), model=model)
+        decision = made.route(request, float(i))
+        assert decision.worker.startswith(model[0])
+        if seed not in held[model]:
+            assert decision.chosen.counts.device_tokens == 0
+        held[model].add(seed)
+        made.blocks([stored(decision.worker, request.token_ids)])
