@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from deploy.app.build import build_app
-from deploy.app.model import prepare_model
+from deploy.app.model import prepare_models
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
 
@@ -44,13 +44,14 @@ def app(args: dict[str, Any]) -> Any:
     """The bound Serve application; called by Ray Serve with the config file's `args`."""
     settings = settings_of(args)
     # Workers are on machines of their own: each offers its stream on its address in Ray's cluster.
-    return build_app(settings, prepare_model(settings), stream_host="")
+    return build_app(settings, prepare_models(settings), stream_host="")
 
 
 def main() -> None:
-    """Make, or check, the model that the settings name."""
+    """Make, or check, the models that the settings name."""
     path = sys.argv[1] if len(sys.argv) > 1 else None
-    print(prepare_model(load_settings(path), partial(print, file=sys.stderr)).source)
+    for model in prepare_models(load_settings(path), partial(print, file=sys.stderr)):
+        print(model.source)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ warm-up, what `kappa serve` prints). It lives as long as the process and is writ
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -25,10 +26,13 @@ OWN_TENANT = "kappa-own"
 _OWN_KEY = new_key(secrets.token_bytes(32))
 
 
-def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0.0.1") -> Any:
+def build_app(
+    settings: ClusterSettings, models: Sequence[Model], stream_host: str = "127.0.0.1"
+) -> Any:
     """The Serve application: `KappaServer` replicas behind a `KappaIngress`.
 
-    `stream_host`: where workers offer their report streams; empty: each on its machine's address.
+    models: in the order of `settings.by_model()`. `stream_host`: where workers offer their report
+    streams; empty: each on its machine's address.
 
     Raises:
         PreflightError: settings that do not go together, and what to change.
@@ -45,16 +49,24 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 
     from router.api.endpoints import make_ingress
+    from router.api.request import EndpointModel
     from router.api.start import IngressSettings, access_of, tenants_table
 
-    pools, limits, replicas = settings.all_pools, settings.router, settings.http.replicas
-    configs = {pool.name: pool_config(settings, pool, model.source) for pool in pools}
-    workers = {
-        pool.name: pool_deployment(settings, pool, model, configs[pool.name], stream_host)
-        for pool in pools
-    }
+    limits, replicas = settings.router, settings.http.replicas
+    workers: dict[str, Any] = {}
+    cards: dict[str, Any] = {}
+    served: list[EndpointModel] = []
+    for of_one, model in zip(settings.by_model(), models, strict=True):
+        names = (of_one.model.id, *of_one.model.adapters)
+        for pool in of_one.all_pools:
+            config = pool_config(of_one, pool, model.source, model.adapter_rank)
+            workers[pool.name] = pool_deployment(of_one, pool, model, config, stream_host)
+        # Pools of one model are alike in what its card says.
+        cards |= {name: to_model_metadata(name, config) for name in names}
+        pools = tuple(pool.name for pool in of_one.all_pools)
+        served.append(EndpointModel(of_one.model.id, model.source, names[1:], pools))
     # One that is taken away ends its streams, which take as long as those of workers.
-    drain_s = max(pool.drain_s for pool in pools)
+    drain_s = max(pool.drain_s for pool in settings.all_pools)
     ingress = serve.deployment(
         make_ingress(access_of(settings, own_digests(settings))),
         name="KappaIngress",
@@ -68,13 +80,11 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
         graceful_shutdown_timeout_s=drain_s,
         ray_actor_options={"num_cpus": 0},
     )
-    # Every pool serves the same model: any of their configurations makes its card.
-    card = to_model_metadata(settings.model.id, configs[pools[0].name])
     return ingress.bind(
         pools=workers,
-        model_cards={settings.model.id: card},
+        model_cards=cards,
         kappa=IngressSettings(
-            tokenizer_source=model.source,
+            models=tuple(served),
             secret=secrets.token_hex(16),  # of its hashes: new at every start
             router=limits,
             tenants=tenants_table(settings.tenants, own_digests(settings)),

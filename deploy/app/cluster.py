@@ -20,7 +20,7 @@ import httpx
 
 from deploy.app.build import build_app, own_headers
 from deploy.app.machine import Machine
-from deploy.app.model import Model, PreflightError, StartError, model_here, prepare_model
+from deploy.app.model import Model, PreflightError, StartError, model_here, prepare_models
 from deploy.app.preflight import all_problems
 from deploy.app.ray_cluster import APP, JoinedRay, OwnRay, check_port, machines, reachable
 from kappa.settings.access import HttpSettings, open_door
@@ -79,42 +79,49 @@ class Cluster:
             check_port(http.host, http.port)  # before seconds are spent on what cannot be reached
         foreseen = self._ray.foreseen()
         self._progress("preparing the model")
-        model, faults = None, []
-        try:
-            model = model_here(self.settings)
-        except StartError as error:
-            faults = [str(error)]
-        self._check(model, foreseen, faults)
-        if model is None:
-            model = prepare_model(self.settings, self._progress)
-            self._check(model, foreseen)
+        here: list[Model | None] = []
+        faults = []
+        for of_one in self.settings.by_model():
+            try:
+                here.append(model_here(of_one))
+            except StartError as error:
+                here.append(None)
+                faults.append(str(error))
+        self._check(here, foreseen, faults)
+        models = [model for model in here if model is not None]
+        if len(models) < len(here):
+            models = prepare_models(self.settings, self._progress)
+            self._check(models, foreseen)
         self._progress("joining Ray" if self._ray.joined else "starting Ray")
         self._ray.start(self.settings.log_level)
         if self._ray.joined:
-            self._check(model, machines())
+            self._check(models, machines())
         host, port = self._ray.serve_on(http.host, http.port)
         # A Ray Serve that ran there before us listens where others chose.
         refused = open_door(self.settings.tenants, self.settings.access, HttpSettings(host=host))
         if refused:
             raise StartError(f"the Ray Serve of the cluster {refused}")
         self._progress(f"starting {self.settings.workers} engines")
-        self._deploy(model)
+        self._deploy(models)
         self.url = f"http://{reachable(host)}:{port}"
         self._progress("warming up")
         self._warm_up()
 
     def _check(
-        self, model: Model | None, machines: Sequence[Machine], faults: Sequence[str] = ()
+        self,
+        models: Sequence[Model | None],
+        machines: Sequence[Machine],
+        faults: Sequence[str] = (),
     ) -> None:
-        found = all_problems(self.settings, model, machines)
+        found = all_problems(self.settings, models, machines)
         listed = [*faults, *(fault for of_pool in found.values() for fault in of_pool)]
         if listed:
             raise PreflightError("\n".join(listed))
 
-    def _deploy(self, model: Model) -> None:
+    def _deploy(self, models: Sequence[Model]) -> None:
         from ray import serve
 
-        app = build_app(self.settings, model, stream_host=self._ray.stream_host)
+        app = build_app(self.settings, models, stream_host=self._ray.stream_host)
         try:
             serve.run(app, name=APP, route_prefix="/")
         except (RuntimeError, ValueError) as error:
@@ -142,14 +149,15 @@ class Cluster:
                 time.sleep(0.5)
             else:
                 raise StartError(f"not all of {wanted} workers reported within {_WARM_TIMEOUT_S} s")
+            names = [one.model.id for one in self.settings.by_model() for _ in range(one.workers)]
             # A round at once: each one's reservation sends the next to another worker.
             with ThreadPoolExecutor(wanted) as pool:
                 for turn in range(_WARM_ROUNDS):
-                    list(pool.map(partial(self._warm, client, turn), range(wanted)))
+                    list(pool.map(partial(self._warm, client, turn), range(wanted), names))
 
-    def _warm(self, client: httpx.Client, turn: int, number: int) -> None:
+    def _warm(self, client: httpx.Client, turn: int, number: int, model: str) -> None:
         body = {
-            "model": self.settings.model.id,
+            "model": model,
             "messages": [{"role": "user", "content": f"warm up {number} {turn}"}],
             "max_tokens": 2,
             "stream": turn > 0,

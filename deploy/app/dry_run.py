@@ -32,28 +32,32 @@ def dry_run(settings: ClusterSettings, elsewhere: Sequence[Machine] = ()) -> dic
     machines = elsewhere or OwnRay(sum(pool.most for pool in settings.all_pools)).foreseen()
     wrong: list[str] = []
     notes: list[str] = []
-    model = None
-    try:
-        model = model_here(settings)
-        if model is None:
-            notes.append(
-                f"model.source {settings.model.source!r} is not on disk: a start fetches it"
-            )
-    except StartError as error:
-        (notes if elsewhere else wrong).append(str(error))
-    if model is None and (model := _built_in(settings)) is not None:
-        notes.append(f"sizes are those of the built-in shape {model.shape.name}")
-    elif model is None:
-        notes.append("nothing that depends on the model's shape is checked")
+    models: list[Model | None] = []
+    for of_one in settings.by_model():
+        model = None
+        try:
+            model = model_here(of_one)
+            if model is None:
+                source = of_one.model.source
+                notes.append(f"model.source {source!r} is not on disk: a start fetches it")
+        except StartError as error:
+            (notes if elsewhere else wrong).append(str(error))
+        if model is None and (model := _built_in(of_one)) is not None:
+            notes.append(f"sizes are those of the built-in shape {model.shape.name}")
+        elif model is None:
+            notes.append("nothing that depends on the model's shape is checked")
+        models.append(model)
     notes += [
         f"the memory of {machine.name} is not given: host tiers are neither sized nor checked there"
         for machine in machines
         if machine.memory_bytes is None
     ]
-    found = all_problems(settings, model, machines)
+    found = all_problems(settings, models, machines)
     return {
         "pools": [
-            _pool(settings, p, model, machines, found.get(p.name, [])) for p in settings.all_pools
+            _pool(of_one, pool, model, machines, found.get(pool.name, []))
+            for of_one, model in zip(settings.by_model(), models, strict=True)
+            for pool in of_one.all_pools
         ],
         "machines": [asdict(machine) for machine in machines],
         "problems": wrong + found.get("", []),
@@ -83,7 +87,10 @@ def _pool(
     wrong: Sequence[str],
 ) -> dict[str, Any]:
     wrong, place = list(wrong), pool.placement
-    config = pool_config(settings, pool, model.source if model else str(settings.model.source))
+    source, rank = str(settings.model.source), 0
+    if model is not None:
+        source, rank = model.source, model.adapter_rank
+    config = pool_config(settings, pool, source, rank)
     tier = "off"
     arguments: dict[str, Any] = {}
     try:
@@ -99,6 +106,7 @@ def _pool(
         wrong = wrong or [f"pool {pool.name}: {error}"]
     return {
         "name": pool.name,
+        "model": settings.model.id,
         "workers": {"least": pool.least, "most": pool.most},
         "device": "cuda" if place.gpus else "cpu",
         "host_tier": tier,

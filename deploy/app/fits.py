@@ -21,7 +21,9 @@ _ROUNDING = 1e-5
 
 def contradictions(settings: ClusterSettings) -> list[str]:
     """Settings that are sound one by one and do not go together."""
-    return [*_of_engines(settings), *_of_tiers(settings), *_of_roles(settings)]
+    checks = (_of_engines, _of_tiers, _of_roles, _of_adapters)
+    found = [fault for of_one in settings.by_model() for check in checks for fault in check(of_one)]
+    return list(dict.fromkeys(found))
 
 
 def _of_engines(settings: ClusterSettings) -> Iterator[str]:
@@ -153,6 +155,20 @@ def _of_roles(settings: ClusterSettings) -> Iterator[str]:
             yield (
                 f"{who} has no GPU, and transfer.connector is nixl, which vLLM's CPU build lacks: "
                 "say files"
+            )
+
+
+def _of_adapters(settings: ClusterSettings) -> Iterator[str]:
+    if not settings.model.adapters:
+        return
+    who = f"model {settings.model.id} has adapters, which"
+    if settings.engine.kind != "vllm":
+        yield f"{who} engine.kind {settings.engine.kind} does not serve: say vllm"
+    for pool in settings.all_pools:
+        if pool.engine_settings(settings.engine).tier_on(pool.placement.gpus) == "lmcache":
+            yield (
+                f"{who} LMCache's keys do not know (KV of one would be taken for another's): pool "
+                f"{pool.name} needs another engine.host_tier"
             )
 
 

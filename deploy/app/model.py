@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -41,13 +42,15 @@ class PreflightError(StartError):
 class Model:
     """A model on disk or by name: where it is, its shape and its chat template.
 
-    no_weights: what its folder lacks of them; empty: nothing, or it is not a folder.
+    no_weights: what its folder lacks of them; empty: nothing, or it is not a folder. adapter_rank:
+    the highest of its LoRA adapters; 0: it has none.
     """
 
     source: str
     shape: ModelShape
     chat_template: str
     no_weights: str = ""
+    adapter_rank: int = 0
 
 
 def prepare_model(
@@ -64,8 +67,17 @@ def prepare_model(
         return _read(str(smollm2.smollm2(home() / "models", progress)), settings)
     try:
         return model_here(settings) or _read(str(settings.model.source), settings)
+    except PreflightError:
+        raise
     except Exception as error:  # transformers lets through what its parts raise
         raise _unread(str(settings.model.source), error) from None
+
+
+def prepare_models(
+    settings: ClusterSettings, progress: Callable[[str], None] = lambda _: None
+) -> list[Model]:
+    """`prepare_model` of each model that is served."""
+    return [prepare_model(of_one, progress) for of_one in settings.by_model()]
 
 
 def model_here(settings: ClusterSettings) -> Model | None:
@@ -87,6 +99,8 @@ def model_here(settings: ClusterSettings) -> Model | None:
         return _read(str(made), settings) if made.exists() else None
     try:
         return _read(source, settings, is_offline=True)
+    except PreflightError:
+        raise
     except Exception as error:  # transformers lets through what its parts raise
         if source.startswith(_PLACES) or Path(source).exists():
             raise _unread(source, error) from None
@@ -124,7 +138,42 @@ def _read(source: str, settings: ClusterSettings, *, is_offline: bool = False) -
     lacking = _no_weights(Path(source))
     if Path(source).is_dir() and not lacking:
         shape = with_stored_weights(shape, Path(source))
-    return Model(source, shape, str(tokenizer.chat_template or ""), lacking)
+    found = [adapter_rank(*each, config) for each in settings.model.adapters.items()]
+    return Model(source, shape, str(tokenizer.chat_template or ""), lacking, max(found, default=0))
+
+
+def adapter_rank(name: str, folder: str, config: Mapping[str, Any]) -> int:
+    """The rank of a LoRA adapter in PEFT's layout, made for a model of this configuration.
+
+    Raises:
+        PreflightError: it is not there, cannot be read, or was made for another model.
+    """
+    from safetensors import safe_open
+
+    who = f"model.adapters: {name} in {folder}"
+    try:
+        facts = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+        rank, base = int(facts["r"]), facts.get("base_model_name_or_path")
+        with safe_open(Path(folder) / "adapter_model.safetensors", "np") as file:
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors has errors of its own
+        raise PreflightError(
+            f"{who} cannot be read: {error}. Give a folder with adapter_config.json and "
+            "adapter_model.safetensors, as PEFT writes them"
+        ) from None
+    hidden = config.get("text_config", config).get("hidden_size")
+    # Those that read the layer's input: A is (rank, width of its input).
+    widths = {
+        s[1]
+        for k, s in shapes.items()
+        if k.endswith(("q_proj.lora_A.weight", "v_proj.lora_A.weight"))
+    }
+    if hidden and widths - {hidden}:
+        raise PreflightError(
+            f"{who} was made for another model (it says {base}): its layers are "
+            f"{', '.join(map(str, sorted(widths)))} wide, the model's {hidden}"
+        )
+    return rank
 
 
 def _no_weights(folder: Path) -> str:

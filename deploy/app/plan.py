@@ -7,9 +7,10 @@ the workers on machines that offer what the pool demands; Serve's autoscaler cal
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from deploy.app.model import Model, StartError
 from kappa.hardware import NodeProfile, node_profile
@@ -27,6 +28,8 @@ _ROUTERS = {"on": "router.ray_router.KappaRouter", "ray": "router.ray_own.Watche
 _SCALING_POLICY = "workers.scaling_policy:BacklogPolicy"
 # A domain that cannot exist: vLLM fetches from any where none is named.
 _NO_MEDIA_DOMAINS = ["nowhere.invalid"]
+# Adapters in one step of an engine: each takes device memory from its start on.
+_ADAPTERS_AT_ONCE = 8
 # Serve averages what workers report over so long; they report every 10 s.
 _LOOK_BACK_S = 20.0
 
@@ -34,8 +37,13 @@ _LOOK_BACK_S = 20.0
 # -- the deployment -------------------------------------------------------------------------------
 
 
-def pool_config(settings: ClusterSettings, pool: PoolSettings, model_source: str) -> Any:
-    """Ray Serve LLM's configuration of a pool's deployment; model_source: a folder, or a name."""
+def pool_config(
+    settings: ClusterSettings, pool: PoolSettings, model_source: str, adapter_rank: int = 0
+) -> Any:
+    """Ray Serve LLM's configuration of a pool's deployment, of a cluster with one model.
+
+    model_source: a folder, or a name. adapter_rank: the highest of the model's adapters.
+    """
     from ray.serve.llm import LLMConfig
 
     from workers.vllm.arguments import CPU_ENV
@@ -47,6 +55,7 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model_source: str
     arguments: dict[str, Any] = {
         "enable_prompt_tokens_details": True,
         "allowed_media_domains": _NO_MEDIA_DOMAINS,
+        **_adapter_arguments(settings.model.adapters, adapter_rank),
         **engine.extra,
     }
     if place.gpus > 1:
@@ -89,6 +98,26 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model_source: str
         runtime_env={"env_vars": {**environment, "HF_HUB_OFFLINE": "0" if is_fetched else "1"}},
         log_engine_metrics=engine.metrics,
     )
+
+
+def _adapter_arguments(adapters: Mapping[str, str], rank: int) -> dict[str, Any]:
+    """vLLM's arguments for an engine that has all of a model's LoRA adapters from its start."""
+    if not adapters:
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+
+    return {
+        "enable_lora": True,
+        # vLLM's buffers have room for one of a few ranks; a rank beyond, it refuses itself.
+        "max_lora_rank": next((each for each in get_args(MaxLoRARanks) if each >= rank), rank),
+        "max_loras": min(len(adapters), _ADAPTERS_AT_ONCE),
+        "max_cpu_loras": len(adapters),
+        # Workers have working folders of their own.
+        "lora_modules": [
+            LoRAModulePath(name, str(Path(folder).absolute())) for name, folder in adapters.items()
+        ],
+    }
 
 
 def pool_deployment(
@@ -167,7 +196,7 @@ def pool_nodes(settings: ClusterSettings, pool: PoolSettings) -> tuple[NodeProfi
 def worker_plan(
     settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str
 ) -> Any:
-    """What each replica of a pool must know before its engine starts.
+    """What each replica of a pool must know before its engine starts; of a cluster with one model.
 
     stream_host: loopback in a cluster that we start, which is on one machine.
     """

@@ -36,19 +36,26 @@ Check = Callable[[ClusterSettings, PoolSettings, Model | None, Machine], Iterato
 
 
 def all_problems(
-    settings: ClusterSettings, model: Model | None, machines: Sequence[Machine]
+    settings: ClusterSettings, models: Sequence[Model | None], machines: Sequence[Machine]
 ) -> dict[str, list[str]]:
     """Every fault by pool, under "" those between settings; a pool is held to the machine of
-    those with a place for it that has the fewest. No machines: they are not known yet."""
-    pools = settings.all_pools
-    unplaced = misfits(pools, machines) if machines else {}
-    found = {"": contradictions(settings)}
-    for pool in pools:
-        here = [problems(settings, pool, model, m) for m in machines if not m.lacks(pool)]
-        faults = [unplaced[pool.name]] if pool.name in unplaced else []
-        found[pool.name] = faults + min(here, key=len, default=[])
+    those with a place for it that has the fewest.
+
+    models: in the order of `settings.by_model()`; None: not on disk yet. machines: none where they
+    are not known yet.
+    """
+    unplaced = misfits(settings.all_pools, machines) if machines else {}
+    found, engines_bytes = {"": contradictions(settings)}, 0.0
+    for of_one, model in zip(settings.by_model(), models, strict=True):
+        for pool in of_one.all_pools:
+            here = [problems(of_one, pool, model, m) for m in machines if not m.lacks(pool)]
+            faults = [unplaced[pool.name]] if pool.name in unplaced else []
+            found[pool.name] = faults + min(here, key=len, default=[])
+            if model is not None and settings.engine.kind != "emulated":
+                engine = pool.engine_settings(of_one.engine)
+                engines_bytes += pool.least * _engine_bytes(engine, pool, model.shape)
     if len(machines) == 1:
-        found[""] += _together(settings, machines[0])
+        found[""] += _together(settings, machines[0], engines_bytes)
     return {name: faults for name, faults in found.items() if faults}
 
 
@@ -233,8 +240,9 @@ def _of_disk(
         )
 
 
-def _together(settings: ClusterSettings, machine: Machine) -> list[str]:
-    """Why the host tiers of all workers do not fit the only machine of a cluster."""
+def _together(settings: ClusterSettings, machine: Machine, engines_bytes: float) -> list[str]:
+    """Why the host tiers of all workers, or these and what their engines hold in its memory beside
+    them, do not fit the only machine of a cluster."""
     tiers = [
         _tier(settings, pool, machine) for pool in settings.all_pools for _ in range(pool.least)
     ]
@@ -242,7 +250,15 @@ def _together(settings: ClusterSettings, machine: Machine) -> list[str]:
         return []
     budget = HostBudget(machine_bytes=machine.memory_bytes, shm_bytes=machine.shm_bytes)
     mapped_bytes = sum(tier for tier, mapped in tiers if mapped)
-    return budget.faults([tier for tier, _ in tiers], mapped_bytes)
+    faults = budget.faults([tier for tier, _ in tiers], mapped_bytes)
+    whole, free = sum(tier for tier, _ in tiers), machine.memory_bytes
+    if not faults and free is not None and whole + engines_bytes > free:
+        faults.append(
+            f"the {len(tiers)} workers need {_gb(engines_bytes)} for weights and device caches and "
+            f"{_gb(whole)} for host tiers, and {machine.name} has {_gb(free)} of memory left: "
+            "serve fewer workers or models, or lower engine.host_bytes"
+        )
+    return faults
 
 
 def _tier(settings: ClusterSettings, pool: PoolSettings, machine: Machine) -> tuple[int, bool]:

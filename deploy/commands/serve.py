@@ -216,8 +216,10 @@ def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
 
     headers = own_headers(settings)
     nodes = httpx.get(f"{url}/v1/nodes", headers=headers, timeout=30.0).json()["nodes"]
+    served = [of_one.model for of_one in settings.by_model()]
+    models = [name for model in served for name in (model.id, *model.adapters)]
     if json_output:
-        print_json({"url": url, "model": settings.model.id, "nodes": nodes})
+        print_json({"url": url, "model": models[0], "models": models, "nodes": nodes})
         return
     rows = []
     for node in nodes:
@@ -229,9 +231,9 @@ def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
             paced if node["paced"] else profile["source"],
         ))  # fmt: skip
     columns = ("node", "link", "GB/s", "TFLOP/s", "κ_crit", "speed")
-    print_table(f"{settings.model.id} at {url}/v1", columns, rows, left=2)
+    print_table(f"{', '.join(models)} at {url}/v1", columns, rows, left=2)
     body = {
-        "model": settings.model.id,
+        "model": models[0],
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 8,
     }

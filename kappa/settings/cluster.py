@@ -64,8 +64,9 @@ class ClusterSettings(Section):
     @field_validator("nodes", "pools", mode="wrap")
     @classmethod
     def _agree(cls, value: Any, handler: Handler, info: ValidationInfo) -> Any:
-        faults = node_faults if info.field_name == "nodes" else pool_faults
-        return checked(handler, value, faults(value))
+        if info.field_name == "nodes":
+            return checked(handler, value, node_faults(value))
+        return checked(handler, value, pool_faults(value, info.data.get("model")))
 
     @model_validator(mode="wrap")
     @classmethod
@@ -105,11 +106,26 @@ class ClusterSettings(Section):
         """Workers that the cluster starts with."""
         return sum(pool.least for pool in self.all_pools)
 
+    def by_model(self) -> tuple[ClusterSettings, ...]:
+        """For each model that is served the same cluster with its pools alone; the names of their
+        models differ."""
+        pools: dict[str, list[PoolSettings]] = {}
+        models: dict[str, ModelSettings] = {}
+        for pool in self.pools:
+            model = pool.model or self.model
+            models[model.id] = model
+            pools.setdefault(model.id, []).append(pool.model_copy(update={"model": None}))
+        return tuple(
+            self.model_copy(update={"model": model, "pools": tuple(pools[name])})
+            for name, model in models.items()
+        ) or (self,)
+
     def first_worker(self) -> ClusterSettings:
         """The same cluster with one worker only, of its first pool."""
+        first = self.by_model()[0]
         one = {"replicas": 1, "autoscaling": None, "role": "both"}
-        pools = tuple(pool.model_copy(update=one) for pool in self.pools[:1])
-        return self.model_copy(update={"nodes": self.nodes[:1], "pools": pools})
+        pools = tuple(pool.model_copy(update=one) for pool in first.pools[:1])
+        return first.model_copy(update={"nodes": self.nodes[:1], "pools": pools})
 
     def unpaced(self) -> ClusterSettings:
         """The same cluster at the machine's own speed."""

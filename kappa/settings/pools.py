@@ -1,11 +1,13 @@
 """Pools: workers with the same engine arguments on nodes of one kind, how many, and where.
 
-Every pool of a cluster serves the same model, and the ingress chooses across all of them. `nodes`
-of the cluster file is the short form: each of them becomes a pool of one.
+A pool serves the cluster's model or names one of its own, and the ingress chooses across all pools
+of the model that a request asks for. `nodes` of the cluster file is the short form: each of them
+becomes a pool of one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -79,10 +81,39 @@ class ScalingSettings(Section):
         return self
 
 
+class ModelSettings(Section):
+    """Which model is served. Without a `source` a tiny random one is made from `seed`."""
+
+    id: str = Field("kappa-tiny", min_length=1, description="name that clients use")
+    source: str | None = Field(
+        None, description="folder, Hugging Face name or smollm2-135m; none: made"
+    )
+    seed: int = Field(0, ge=0, description="seed of the made model")
+    emulate: Annotated[str, AfterValidator(_known_model)] = Field(
+        "llama-3.1-8b", description="model whose cost a paced node emulates"
+    )
+    adapters: dict[Annotated[str, Field(min_length=1)], str] = Field(
+        default_factory=dict,
+        description="LoRA adapters: the name that clients use, and its folder",
+    )
+
+    @model_validator(mode="after")
+    def _adapters_have_names_of_their_own(self) -> ModelSettings:
+        if self.id in self.adapters:
+            raise ValueError(f"adapter {self.id!r} has the name of its model: give it another")
+        return self
+
+    @property
+    def emulated_shape(self) -> ModelShape:
+        """The shape that paced nodes price and pace."""
+        return model_shape(self.emulate)
+
+
 class PoolSettings(Section):
     """Workers alike: their hardware, their number, their place, their share of the work."""
 
     name: Name
+    model: ModelSettings | None = Field(None, description="what it serves; none: the cluster's")
     profile: ProfileName = Field(
         description="catalogue name or profile JSON: prior, or what to pace as"
     )
@@ -129,8 +160,11 @@ class PoolSettings(Section):
         return changed.on(self.placement.gpus)
 
 
-def pool_faults(pools: Any) -> list[Fault]:
-    """What is wrong between pools, as they stand in the file: some may be misshapen themselves."""
+def pool_faults(pools: Any, shared: ModelSettings | None = None) -> list[Fault]:
+    """What is wrong between pools, as they stand in the file: some may be misshapen themselves.
+
+    shared: the cluster's model, of pools that name none.
+    """
     if not isinstance(pools, list | tuple):
         return []
     names = [value_of(pool, "name") for pool in pools]
@@ -139,11 +173,52 @@ def pool_faults(pools: Any) -> list[Fault]:
         for number, name in enumerate(names)
         if isinstance(name, str) and names.index(name) < number
     ]
-    roles = [value_of(pool, "role") or "both" for pool in pools]
-    if roles and set(roles) == {"prefill"}:
-        found.append(((), "every pool's role is prefill, and nobody would decode: make one both"))
-    if roles and set(roles) == {"decode"}:
-        found.append(((), "every pool's role is decode, and nobody hands over: make one both"))
+    models = [_model_of(pool, shared) for pool in pools]
+    for served in dict.fromkeys(model and model.id for model in models):
+        of_it = [
+            p for p, model in zip(pools, models, strict=True) if (model and model.id) == served
+        ]
+        roles = {value_of(pool, "role") or "both" for pool in of_it}
+        whose = f" of model {served}" if len(of_it) < len(pools) else ""
+        if roles == {"prefill"}:
+            why = f"every pool's role{whose} is prefill, and nobody would decode: make one both"
+            found.append(((), why))
+        if roles == {"decode"}:
+            why = f"every pool's role{whose} is decode, and nobody hands over: make one both"
+            found.append(((), why))
+    return found + _model_faults(models)
+
+
+def _model_of(pool: Any, shared: ModelSettings | None) -> ModelSettings | None:
+    """The model that a pool serves; None if what it says of it is misshapen, or nothing is said."""
+    try:
+        given = value_of(pool, "model")
+        return shared if given is None else ModelSettings.model_validate(given)
+    except ValidationError:
+        return None
+
+
+def _model_faults(models: Sequence[ModelSettings | None]) -> list[Fault]:
+    """Of pools, by number: two models under one name, or an adapter under another's name."""
+    found: list[Fault] = []
+    first: dict[str, tuple[int, ModelSettings]] = {}
+    for number, model in enumerate(models):
+        if model is None:
+            continue
+        other, same = first.setdefault(model.id, (number, model))
+        for name in ModelSettings.model_fields:
+            here, there = getattr(model, name), getattr(same, name)
+            if here != there:
+                why = f"pool {other} calls its model {model.id!r}, too, and there {name} is "
+                why += f"{there!r}, here {here!r}: one name is one model"
+                found.append(((number, "model", name), why))
+    taken = {name: f"model {name!r}" for name in first}
+    for number, model in first.values():
+        for adapter in model.adapters:
+            if adapter in taken:
+                why = f"adapter {adapter!r} has the name of {taken[adapter]}: give it another"
+                found.append(((number, "model", "adapters"), why))
+            taken[adapter] = f"an adapter of model {model.id!r}"
     return found
 
 
@@ -171,6 +246,7 @@ def engine_faults(pools: Any, shared: Any) -> list[Fault]:
             ((*where, key), "is the same in all pools, or their blocks would not match: give it "
              "in the section engine")
             for key in sorted(own.keys() & SHARED_ENGINE_KEYS)
+            if key == "kind" or not _all_of_its_model_give(key, pool, listed)
         ]  # fmt: skip
         found += [
             ((*where, *loc), reason)
@@ -178,6 +254,21 @@ def engine_faults(pools: Any, shared: Any) -> list[Fault]:
             if (loc and loc[0] in own) or (not loc and not known)
         ]
     return found
+
+
+def _all_of_its_model_give(key: str, pool: Any, pools: Sequence[Any]) -> bool:
+    """Whether a pool names its model, and every pool that names it has the same value of `key`."""
+    name = _named_model(pool)
+    values = {
+        str(value_of(value_of(other, "engine") or {}, key))
+        for other in pools
+        if _named_model(other) == name
+    }
+    return name is not None and len(values) == 1
+
+
+def _named_model(pool: Any) -> Any:
+    return value_of(value_of(pool, "model") or {}, "id")
 
 
 def _gpus_of(pool: Any) -> int:
@@ -196,24 +287,6 @@ def _engine_faults(data: dict[str, Any], gpus: int) -> list[Fault]:
 def value_of(part: Any, key: str) -> Any:
     """A part's value, whether it is validated already or not."""
     return part.get(key) if isinstance(part, dict) else getattr(part, key, None)
-
-
-class ModelSettings(Section):
-    """Which model is served. Without a `source` a tiny random one is made from `seed`."""
-
-    id: str = Field("kappa-tiny", min_length=1, description="name that clients use")
-    source: str | None = Field(
-        None, description="folder, Hugging Face name or smollm2-135m; none: made"
-    )
-    seed: int = Field(0, ge=0, description="seed of the made model")
-    emulate: Annotated[str, AfterValidator(_known_model)] = Field(
-        "llama-3.1-8b", description="model whose cost a paced node emulates"
-    )
-
-    @property
-    def emulated_shape(self) -> ModelShape:
-        """The shape that paced nodes price and pace."""
-        return model_shape(self.emulate)
 
 
 class NodeSettings(Section):

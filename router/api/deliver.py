@@ -81,7 +81,7 @@ class Delivery:
                 after_s = error.retry_after_s
                 raise errors.OVERLOADED(reason=error, retry_after_s=after_s) from last
             except NoWorkerError as error:
-                raise _nobody_left(live, last, str(error)) from last
+                raise _nobody_left(live, request, last, str(error)) from last
             try:
                 request.timeline.decided(decision, time.time())
                 request.body.vllm_xargs = _metadata(live, decision, routed, request)
@@ -105,7 +105,8 @@ class Delivery:
                 # lacks.
                 live.release(request.request_id, "unsent")
                 raise
-        raise _nobody_left(live, last, "two workers failed on this request") from last
+        why = "two workers failed on this request"
+        raise _nobody_left(live, request, last, why) from last
 
     async def serve_by_ray(
         self, live: LiveRouter, request: ApiRequest, metadata: Metadata
@@ -114,11 +115,14 @@ class Delivery:
         own = tenant_metadata(live.sent_as(request.request_id), request.tenant)
         request.body.vllm_xargs = own | metadata
         live.metrics.inc(m.ROLLOUT_REQUESTS, "ray")
-        unsteered = Unsteered(request.request_id, live.pool_for_ray(request.request_id))
+        model = request.model
+        pool = live.pool_for_ray(request.request_id, model.name) or next(iter(model.pools), "")
+        unsteered = Unsteered(request.request_id, pool)
         try:
             return await self._send(live, unsteered, request)
         except WorkerFailed as failure:
-            raise _nobody_left(live, failure, "the worker failed on this request") from None
+            why = "the worker failed on this request"
+            raise _nobody_left(live, request, failure, why) from None
 
     def _decide(self, live: LiveRouter, routed: RouteRequest, request: ApiRequest) -> Decision:
         """Choose and reserve, by our rule or, as the rollout has it, by Ray's; kept from workers
@@ -177,11 +181,13 @@ def _metadata(
     return sent
 
 
-def _nobody_left(live: LiveRouter, last: WorkerFailed | None, why: str) -> ApiError:
+def _nobody_left(
+    live: LiveRouter, request: ApiRequest, last: WorkerFailed | None, why: str
+) -> ApiError:
     """The error of a request that cannot be tried again."""
     if last is not None and last.end == "error":
         return errors.ENGINE_FAILED()
-    return errors.NO_WORKER(why=why, retry_after_s=live.retry_after_s())
+    return errors.NO_WORKER(why=why, retry_after_s=live.retry_after_s(request.model.name))
 
 
 @dataclass(slots=True, eq=False)
@@ -386,7 +392,7 @@ def may_pass_on(live: LiveRouter, request: ApiRequest, worker: str) -> None:
     if blame == "killer":
         raise errors.KILLED_AN_ENGINE()
     raise errors.ALONE_IN_DEAD_ENGINE(
-        request_id=request.request_id, retry_after_s=live.retry_after_s()
+        request_id=request.request_id, retry_after_s=live.retry_after_s(request.model.name)
     )
 
 

@@ -34,6 +34,7 @@ from router.api.errors import ApiError
 from router.api.fields import checked_chat, checked_completion
 from router.api.metadata import PIN_HEADER, POOL_HEADER
 from router.api.render import PromptRenderer, Tokenizing
+from router.api.request import model_of
 from router.api.request_path import RequestPath
 from router.api.start import IngressSettings, LiveStart
 from router.api.tenants import Places, Tenants
@@ -58,10 +59,10 @@ _CHAT, _COMPLETION = TypeAdapter(ChatBody), TypeAdapter(CompletionBody)
 
 
 class PoolHandles:
-    """Ray Serve's handles of the pools that serve the model, in the cluster file's order.
+    """Ray Serve's handles of the pools, in the cluster file's order.
 
     Ray's own ingress knows one deployment for each model; ours has one for each pool, and decides
-    over all of them.
+    over all that serve the model.
     """
 
     def __init__(self, handles: Mapping[str, Any]) -> None:
@@ -116,9 +117,9 @@ class KappaIngress(OpenAiIngress):
         self._pools = PoolHandles(pools)
         # Ray's ingress knows one deployment for each model; it never delivers.
         super().__init__(dict.fromkeys(model_cards, self._pools.all()[0]), model_cards)
-        self._wire(kappa, PromptRenderer(kappa.tokenizer_source))
+        self._wire(kappa, {m.name: PromptRenderer(m.tokenizer_source) for m in kappa.models})
 
-    def _wire(self, settings: IngressSettings, renderer: PromptRenderer) -> None:
+    def _wire(self, settings: IngressSettings, renderers: Mapping[str, PromptRenderer]) -> None:
         try:
             rank = int(serve.get_replica_context().rank.rank)
         except RayServeException:  # outside of Ray Serve
@@ -138,8 +139,8 @@ class KappaIngress(OpenAiIngress):
         # Without keys nobody can be told from another.
         places = Places(settings.router.max_queue, shared=bool(settings.tenants.by_digest))
         self._path = RequestPath(
-            settings.router, settings.transfer, Tokenizing(renderer), places, self._telemetry,
-            self._live, lambda: list(self._model_cards), self._call,
+            settings.router, settings.transfer, Tokenizing(renderers), places, self._telemetry,
+            self._live, settings.models, self._call,
         )  # fmt: skip
 
     def __del__(self) -> None:
@@ -192,7 +193,7 @@ class KappaIngress(OpenAiIngress):
 
     async def model_data(self, model: str) -> Any:
         """One model's card, or 404."""
-        self._path.check_model(model)
+        model_of(self._path.models, model)
         return await super().model_data(model)
 
     async def nodes(self) -> Response:
@@ -224,7 +225,8 @@ class KappaIngress(OpenAiIngress):
         try:
             decision = live.explain(routed)
         except NoWorkerError as error:
-            raise errors.NO_WORKER(why=error, retry_after_s=live.retry_after_s()) from None
+            after_s = live.retry_after_s(routed.model)
+            raise errors.NO_WORKER(why=error, retry_after_s=after_s) from None
         operator = inbound_of(request).tenant.operator
         return JSONResponse(status.explanation(decision, operator=operator))
 

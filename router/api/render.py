@@ -202,20 +202,25 @@ def _bytes_in(value: Any) -> int:
 
 
 class Tokenizing:
-    """Turns prompts into tokens for all requests of an ingress."""
+    """Turns prompts into tokens for all requests of an ingress, whichever model they ask for."""
 
-    def __init__(self, renderer: PromptRenderer, process: TokenizerProcess | None = None) -> None:
-        """`process`: tokenizes long prompts; by default one of the renderer's tokenizer."""
-        self._renderer = renderer
-        self._process = process or TokenizerProcess(renderer.source)
+    def __init__(
+        self, renderers: Mapping[str, PromptRenderer], process: TokenizerProcess | None = None
+    ) -> None:
+        """`renderers`: by model; `process`: tokenizes long prompts of all of them; by default one
+        of the renderers' tokenizers."""
+        self._renderers = dict(renderers)
+        sources = dict.fromkeys(renderer.source for renderer in renderers.values())
+        self._process = process or TokenizerProcess(*sources)
         self._short, self._long = TokenizingLane("tokenize"), TokenizingLane("tokenize-long")
 
     async def tokens(
-        self, body: Any, body_bytes: int, tenant: Tenant, most_tokens: int | None
+        self, model: str, body: Any, body_bytes: int, tenant: Tenant, most_tokens: int | None
     ) -> TokenizedPrompt:
-        """A body's prompt as token ids, int64; bounded in length if it cannot be rendered here.
+        """A body's prompt as token ids of the model, int64; bounded in length if it cannot be
+        rendered here.
 
-        most_tokens: the largest context of any worker; None: not known.
+        most_tokens: the largest context of any worker of the model; None: not known.
 
         Raises:
             ApiError: 400, it cannot fit `most_tokens`, or tokenizing it was ended; 503, there is no
@@ -225,15 +230,20 @@ class Tokenizing:
         prompt = getattr(body, "prompt", "")
         holds_text = isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str)
         short = body_bytes <= SHORT_BYTES or not holds_text
-        tokenizer = self._renderer.tokenizer if short else self._process
+        renderer = self._renderers[model]
+
+        def ids(plain: dict[str, Any]) -> np.ndarray:
+            if short:
+                return renderer.tokenizer.tokens(plain, most_tokens)
+            return self._process.tokens(plain, most_tokens, renderer.source)
 
         def work() -> TokenizedPrompt:
-            return self._renderer.render(body, lambda plain: tokenizer.tokens(plain, most_tokens))
+            return renderer.render(body, ids)
 
         try:
             return await (self._short if short else self._long).run(tenant, body_bytes, work)
         except PromptTooLong as error:
-            token_bytes = self._renderer.tokenizer.longest_token_bytes
+            token_bytes = renderer.tokenizer.longest_token_bytes
             assert token_bytes is not None
             raise errors.PROMPT_TOO_LONG(
                 limit_tokens=most_tokens, text_bytes=error.args[0],
@@ -354,22 +364,25 @@ class TokenizerProcess:
     another. Blocking: call it from a thread, and not from two at once; `close` is for any.
     """
 
-    def __init__(self, source: str, module: str = "router.api.tokenizer") -> None:
-        """`source`: the tokenizer's folder or name; `module`: what is run."""
-        self._command = [sys.executable, "-m", module, source]
+    def __init__(self, *sources: str, module: str = "router.api.tokenizer") -> None:
+        """`sources`: the tokenizers' folders or names; `module`: what is run."""
+        self._command = [sys.executable, "-m", module, *sources]
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._lock, self._closed = threading.Lock(), False
 
-    def tokens(self, plain: Mapping[str, Any], most_tokens: int | None = None) -> np.ndarray:
-        """As `PromptTokenizer.tokens`, there.
+    def tokens(
+        self, plain: Mapping[str, Any], most_tokens: int | None = None, source: str = ""
+    ) -> np.ndarray:
+        """As `PromptTokenizer.tokens`, there; `source`: by which tokenizer, empty: the first.
 
         Raises:
             ApiError: 400, it took too long or too much memory; 503, the process did not start.
             PromptTooLong: it cannot fit `most_tokens`.
             PromptRefused: the template or the tokenizer refused it.
         """
-        question = json.dumps({"plain": plain, "most_tokens": most_tokens}).encode()
+        asked = {"plain": plain, "most_tokens": most_tokens, "source": source}
+        question = json.dumps(asked).encode()
         limit_s = longest_s(len(question))
         too_much = errors.PROMPT_NOT_TOKENIZED(prompt_bytes=len(question), limit_s=limit_s)
         pipe = self._started()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,33 @@ _APPROX_VALUES = {"ok": True, "no": False, "": None}
 _GIVEN_UP = ("client_gone", "deadline")
 
 
+@dataclass(frozen=True, slots=True)
+class EndpointModel:
+    """A model behind the endpoint: its name, where its tokenizer is, the names of its adapters, the
+    pools that serve it."""
+
+    name: str
+    tokenizer_source: str
+    adapters: tuple[str, ...] = ()
+    pools: tuple[str, ...] = ()
+
+
+def model_of(
+    models: Sequence[EndpointModel], asked: str | None
+) -> tuple[EndpointModel, str | None]:
+    """The model that a request asks for by its name or by an adapter's, and that adapter; raises
+    ApiError 404 if there is none, 400 if it names none and there are several."""
+    if asked is None and len(models) == 1:
+        return models[0], None
+    names = ", ".join(name for model in models for name in (model.name, *model.adapters))
+    if asked is None:
+        raise errors.bad_field("model", f"name one of {names}")
+    for model in models:
+        if asked == model.name or asked in model.adapters:
+            return model, None if asked == model.name else asked
+    raise errors.UNKNOWN_MODEL(model=str(asked), served=names)
+
+
 @dataclass(slots=True, eq=False)
 class ApiRequest:
     """A request from its accepted body to the end of its answer.
@@ -48,7 +75,7 @@ class ApiRequest:
     request_id: its id here, unlike that of any other that is open; method: Ray's name of its kind,
     `chat` or `completions`; body: Ray's schema of it; timeline: where its time goes; on_end: called
     once with the end and the status, when the request is over; deadline: by when its answer must
-    have begun.
+    have begun; model, adapter: what it asks for.
     """
 
     request_id: str
@@ -59,6 +86,8 @@ class ApiRequest:
     timeline: RequestTimeline = field(init=False)
     on_end: Callable[[ApiRequest, str, int], None] | None = None
     deadline: Deadline | None = None
+    model: EndpointModel = field(init=False)
+    adapter: str | None = None
 
     @classmethod
     def of(cls, http: Request, body: Any, method: str) -> ApiRequest:
@@ -66,9 +95,11 @@ class ApiRequest:
         inbound = inbound_of(http)
         return cls(inbound.request_id, method, body, http.headers, inbound)
 
-    def prepare(self) -> None:
-        """Read its deadline, and make its body's `cache_salt` its tenant's own, for engine and
-        router alike; raises ApiError 400 if its deadline is none."""
+    def prepare(self, models: Sequence[EndpointModel]) -> None:
+        """Find its model, read its deadline, and make its body's `cache_salt` its tenant's own, for
+        engine and router alike; raises ApiError 404 if there is no such model, 400 if its deadline
+        is none."""
+        self.model, self.adapter = model_of(models, self.body.model)
         salt = cache_salt(self.tenant, self.body.cache_salt)
         if salt is not None:
             self.body.cache_salt = salt
@@ -94,13 +125,14 @@ class ApiRequest:
 
     @property
     def salt(self) -> int:
-        """What sets its cached prefixes apart: its tenant, or that it finds none at all, since vLLM
-        computes all of a prompt whose logprobs are wanted."""
+        """What sets its cached prefixes apart: tenant and adapter, or that it finds none at all,
+        since vLLM computes all of a prompt whose logprobs are wanted."""
         body = self.body
         reads_no_cache = body.prompt_logprobs is not None
         if body.echo and not reads_no_cache:
             reads_no_cache = (body.top_logprobs if is_chat(body) else body.logprobs) is not None
-        return salt_of(f"{self.request_id} finds no prefix" if reads_no_cache else body.cache_salt)
+        own = f"{self.request_id} finds no prefix" if reads_no_cache else body.cache_salt
+        return salt_of(own, self.adapter)
 
     @property
     def conversation(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from router.api.errors import ApiError
 from router.api.metadata import prompt_metadata
 from router.api.prefill import PREFILL_SUFFIX, PrefillElsewhere
 from router.api.render import TokenizedPrompt, Tokenizing, bounded
-from router.api.request import ApiRequest, exact_workers, unfit_workers
+from router.api.request import ApiRequest, EndpointModel, exact_workers, unfit_workers
 from router.api.tenants import Places, Tenant
 from router.decision import RouteRequest
 from router.live.live_router import LiveRouter
@@ -44,7 +44,7 @@ _FIRST_WORKER_S = 5.0
 class RequestPath:
     """What happens to a chat or completion request.
 
-    live: the live router; models: names that are served; call: Ray's delivery.
+    live: the live router; models: that are served; call: Ray's delivery.
     """
 
     settings: RouterSettings
@@ -53,7 +53,7 @@ class RequestPath:
     places: Places
     telemetry: Telemetry
     live: Callable[[], LiveRouter]
-    models: Callable[[], list[str]]
+    models: Sequence[EndpointModel]
     call: Call
     open: set[str] = field(default_factory=set)
 
@@ -85,19 +85,12 @@ class RequestPath:
         """What the router would decide about, for a body that is only explained: it holds a place
         until it is tokenized."""
         live, request, holder = self.live(), ApiRequest.of(http, body, ""), object()
-        self.check_model(body.model)
-        request.prepare()
+        request.prepare(self.models)
         self._take_place(live, holder, request.tenant)
         try:
             return _route_request(request, await self._tokenized(live, request), frozenset())
         finally:
             self.places.leave(holder)
-
-    def check_model(self, model: str | None) -> None:
-        """Refuse a model that is not served here: ApiError 404."""
-        served = self.models()
-        if model is not None and model not in served:
-            raise errors.UNKNOWN_MODEL(model=str(model), served=", ".join(served))
 
     # -- parts --------------------------------------------------------------------------------
 
@@ -121,8 +114,7 @@ class RequestPath:
         self.telemetry.end(request.timeline, end, status, time.time())
 
     async def _answer(self, live: LiveRouter, request: ApiRequest) -> Response:
-        self.check_model(request.body.model)
-        request.prepare()
+        request.prepare(self.models)
         if live.suspects and live.suspects.refused(request.digest, live.now_s()):
             raise errors.KILLED_AN_ENGINE()
         self._take_place(live, request.request_id, request.tenant)
@@ -134,7 +126,7 @@ class RequestPath:
         count = None if prompt.token_ids is None else prompt.tokens
         request.timeline.tokenized(count, time.time())
         request.tokenized(prompt)
-        workers, approx = _announcements(live), request.approx
+        workers, approx = _announcements(live, request), request.approx
         unfit = unfit_workers(workers, prompt.longest_tokens, request.max_tokens)
         routed = _route_request(request, prompt, unfit | exact_workers(workers, approx))
         routed = await self.prefill(live, routed, request)
@@ -142,7 +134,7 @@ class RequestPath:
 
     async def _by_ray(self, live: LiveRouter, request: ApiRequest) -> Response:
         """Hand a request to Ray's own router; nothing is decided, reserved or foreseen here."""
-        by_ids = any(one.engine in PROMPT_ENGINES for one in _announcements(live))
+        by_ids = any(one.engine in PROMPT_ENGINES for one in _announcements(live, request))
         prompt = await self._tokenized(live, request) if by_ids else bounded(request.body)
         sent = prompt_metadata(prompt.token_ids, request.load_plan) if by_ids else {}
         request.tokenized(prompt)
@@ -165,12 +157,13 @@ class RequestPath:
             ApiError: 400, it cannot fit, or took too much; 503, 504, it was not done in time.
         """
         start_s, limit_s = time.perf_counter(), self.settings.request_timeout_s
-        largest = max((one.max_context_tokens for one in _announcements(live)), default=None)
+        workers = _announcements(live, request)
+        largest = max((one.max_context_tokens for one in workers), default=None)
         body_bytes = len(request.inbound.body)
         try:
             async with asyncio.timeout(request.patience_s(limit_s)):
                 prompt = await self.tokenizing.tokens(
-                    request.body, body_bytes, request.tenant, largest
+                    request.model.name, request.body, body_bytes, request.tenant, largest
                 )
         except ApiError:
             raise
@@ -186,8 +179,10 @@ class RequestPath:
         return prompt
 
 
-def _announcements(live: LiveRouter) -> list[Announcement]:
-    return [state.announcement for state in live.router.workers.values()]
+def _announcements(live: LiveRouter, request: ApiRequest) -> list[Announcement]:
+    """Of the workers that serve the request's model."""
+    known = (state.announcement for state in live.router.workers.values())
+    return [one for one in known if one.model == request.model.name]
 
 
 def _route_request(
@@ -195,5 +190,5 @@ def _route_request(
 ) -> RouteRequest:
     return RouteRequest(
         request.request_id, prompt.token_ids, request.max_tokens, request.salt, exclude=exclude,
-        prompt_tokens=prompt.tokens,
+        prompt_tokens=prompt.tokens, model=request.model.name,
     )  # fmt: skip

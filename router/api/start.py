@@ -20,6 +20,7 @@ from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings, RouterSettings
 from router.api.app import Access
+from router.api.request import EndpointModel
 from router.api.tenants import Allowance, Tenants
 from router.index.prefix_hash import secret_from_seed
 from router.live.circuit_breaker import BreakerRule
@@ -37,11 +38,11 @@ _DRAIN_MARGIN_S = 5.0
 class IngressSettings:
     """What the ingress is configured with.
 
-    drain_s: the longest that any pool's worker may take to finish its requests when it is taken
-    away; replicas: how many ingresses there are.
+    models: that it serves, in the cluster file's order. drain_s: the longest that any pool's worker
+    may take to finish its requests when it is taken away; replicas: how many ingresses there are.
     """
 
-    tokenizer_source: str
+    models: tuple[EndpointModel, ...]
     secret: str
     router: RouterSettings = field(default_factory=RouterSettings)
     tenants: Tenants = field(default_factory=Tenants)

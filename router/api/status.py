@@ -126,7 +126,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
         rows.append({
             "worker": worker,
             "node": announced.node.name,
-            "model": announced.model,
+            "model": announced.model or None,
             "paced": announced.node.source == "paced",
             "emulated_model": announced.emulated_model or None,
             "profile": announced.node.to_dict(),

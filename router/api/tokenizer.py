@@ -1,9 +1,9 @@
 """The model's own tokenizer and chat template, from plain values to token ids; and as a program.
 
-`python -m router.api.tokenizer SOURCE` tokenizes long prompts for an ingress. Its standard input is
-a socket, on which frames come as `multiprocessing.connection` sends them. It dies with its parent,
-and each prompt may take only so much memory; its other side is `router.api.render`. So this file
-imports little: no Ray, no vLLM, no torch.
+`python -m router.api.tokenizer SOURCE...` tokenizes long prompts for an ingress. Its standard input
+is a socket, on which frames come as `multiprocessing.connection` sends them. It dies with its
+parent, and each prompt may take only so much memory; its other side is `router.api.render`. So this
+file imports little: no Ray, no vLLM, no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,8 @@ def _flat(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 # -- the program ------------------------------------------------------------------------------
 
 
-def main(source: str, load: Callable[[str], Any] = PromptTokenizer) -> None:
-    """Load the tokenizer of `source` and serve on standard input until the ingress is gone.
+def main(sources: Sequence[str], load: Callable[[str], Any] = PromptTokenizer) -> None:
+    """Load the tokenizers of `sources` and serve on standard input until the ingress is gone.
 
     Answers are ids as little-endian int32 after a space, or a JSON object with `error` or
     `too_long`.
@@ -150,20 +150,21 @@ def main(source: str, load: Callable[[str], Any] = PromptTokenizer) -> None:
     for name in ("torch", "torchvision", "scipy", "sklearn", "pandas"):
         sys.modules[name] = None  # type: ignore[assignment]
     with contextlib.suppress(EOFError, OSError):
-        tokenizer, pipe = load(source), Connection(os.dup(0))
+        tokenizers, pipe = {source: load(source) for source in sources}, Connection(os.dup(0))
         pipe.send_bytes(b"ready")
         while True:
             question = pipe.recv_bytes()
             _bound_memory(_SPARE_BYTES + _MEMORY_PER_BYTE * len(question))
-            pipe.send_bytes(_answer(tokenizer, question))
+            pipe.send_bytes(_answer(tokenizers, question))
             if len(question) > _LARGE_BYTES:
                 # What a long prompt took would stay for good.
                 ctypes.CDLL(None).malloc_trim(0)
 
 
-def _answer(tokenizer: Any, question: bytes) -> bytes:
+def _answer(tokenizers: Mapping[str, Any], question: bytes) -> bytes:
     try:
         given = json.loads(question)
+        tokenizer = tokenizers[given["source"] or next(iter(tokenizers))]
         ids = tokenizer.tokens(given["plain"], given["most_tokens"])
         return b" " + bytes(ids.astype("<i4").tobytes())
     except PromptTooLong as error:
@@ -186,4 +187,4 @@ def _bound_memory(more_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -275,7 +275,7 @@ class Backend:
 
     def _announce(self) -> None:
         made, before = self._announcement(), self.refused
-        if made != self.known:
+        if made != self.known or self.models[:1] != self._judged[:1]:
             if self.known is not None and self._listener is not None:
                 # What it held was in blocks, or of a model, that are no more.
                 self._listener.blocks([WorkerReset(self.worker)])
@@ -308,7 +308,8 @@ class Backend:
         longest = max((m.max_tokens for m in self.models), default=0) or 1 << 30
         size = CacheSize(block, max(tokens // block, 2), given.host_tokens // block, longest)
         node, shape = node_profile(given.profile), model_shape(name or _DEFAULT_SHAPE)
-        return announcement_of(self.worker, self.models[0].name, node, shape, size)
+        # By which names a server is asked, `Front.serving` knows, and excludes the others.
+        return announcement_of(self.worker, "", node, shape, size)
 
     # -- requests -----------------------------------------------------------------------------
 

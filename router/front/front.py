@@ -107,7 +107,7 @@ class Front:
     async def __aenter__(self) -> Front:
         settings = self.settings
         ingress = IngressSettings(
-            tokenizer_source="", secret=secrets.token_hex(16), router=settings.router,
+            models=(), secret=secrets.token_hex(16), router=settings.router,
             observing=settings.observing,
         )  # fmt: skip
         rule = replace(member_rule(ingress), follow=self._follow)

@@ -217,11 +217,13 @@ class LiveRouter:
         self.metrics.inc(m.REQUESTS, str(status))
         self.metrics.inc(m.TENANT_REQUESTS, self.metrics.tenant(tenant), outcome)
 
-    def retry_after_s(self) -> float:
-        """When it makes sense to come back: the least backlog of any worker, or its next trial."""
+    def retry_after_s(self, model: str = "") -> float:
+        """When it makes sense to come back: the least backlog of any worker, of `model` if that is
+        given, or its next trial."""
         now_s, gone = self.now_s(), self.members.blocked().gone
         backlogs = self.router.backlogs_s(now_s).items()
-        waits_s = (max(pair) for worker, pair in backlogs if worker not in gone)
+        able = {w for w, s in self.router.workers.items() if model in ("", s.announcement.model)}
+        waits_s = (max(pair) for worker, pair in backlogs if worker in able - gone)
         soonest_s = min(waits_s, default=_NO_WORKER_RETRY_S)
         return max(soonest_s, self.members.breakers.retry_after_s(now_s))
 
@@ -257,10 +259,11 @@ class LiveRouter:
         state = self.router.workers.get(worker)
         return state.announcement.pool if state is not None else ""
 
-    def pool_for_ray(self, request_id: str) -> str:
-        """The pool of a request that Ray's router steers: drawn, each with the odds of its workers;
-        empty if none is known."""
-        pools = [s.announcement.pool for s in self.router.workers.values()]
+    def pool_for_ray(self, request_id: str, model: str) -> str:
+        """The pool of a request that Ray's router steers: drawn of the model's, each with the odds
+        of its workers; empty if none is known."""
+        known = (state.announcement for state in self.router.workers.values())
+        pools = [one.pool for one in known if one.model == model]
         return ray_choice(pools, lambda _: 0, request_id) if pools else ""
 
     def worker_joined(self, announcement: Announcement) -> None:

@@ -22,6 +22,7 @@ from router.api.app import Access, make_app
 from router.api.endpoints import ROUTES, KappaIngress
 from router.api.metadata import PIN_HEADER
 from router.api.render import PromptRenderer
+from router.api.request import EndpointModel, model_of
 from router.api.start import IngressSettings
 from router.live.replica_registry import ReplicaRegistry
 from tests.workers.emulation import emulated_plan
@@ -73,7 +74,7 @@ class InProcess(KappaIngress):
     """The ingress with its engines in this process instead of behind Ray's handles."""
 
     def __init__(self, renderer, nodes, settings):
-        self._wire(settings, renderer)
+        self._wire(settings, {MODEL: renderer})
         card = {"id": MODEL, "object": "model", "owned_by": "test", "permission": []}
         self._default_serve_handles = {MODEL: SimpleNamespace(llm_config=None)}
         self._model_cards = {MODEL: card}
@@ -86,7 +87,7 @@ class InProcess(KappaIngress):
         return {"object": "list", "data": list(self._model_cards.values())}
 
     async def model_data(self, model: str):
-        self._path.check_model(model)
+        model_of(self._path.models, model)
         return self._model_cards[model]
 
     async def profile(self):
@@ -181,7 +182,7 @@ class Serving:
 
 def settings_of_ingress():
     small = RouterSettings(index_blocks=10_000, max_queue=64, stale_after_s=1e9)
-    return IngressSettings(tokenizer_source="", secret="s", router=small)
+    return IngressSettings((EndpointModel(MODEL, ""),), secret="s", router=small)
 
 
 @pytest.fixture(scope="session")

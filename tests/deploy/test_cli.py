@@ -11,12 +11,13 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from deploy.app.model import PreflightError, StartError, model_here, prepare_model
-from deploy.app.plan import worker_nodes
+from deploy.app.plan import pool_config, worker_nodes
 from deploy.app.ray_cluster import check_port, free_port
 from deploy.cli import app
 from kappa.model_config import shape_from_config
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import ModelSettings
+from tests.deploy.adapters import make_adapter
 from workers.tiny_model import make_tiny_model
 
 
@@ -140,6 +141,39 @@ def model_of(tiny, folder, change, **engine):
     text = change if isinstance(change, str) else json.dumps({**tiny[1], **change})
     (folder / "config.json").write_text(text)
     return model_here(load_settings(model={"source": str(folder)}, engine=engine))
+
+
+def with_adapter(tiny, folder):
+    return load_settings(model={"source": str(tiny[0]), "adapters": {"fine": str(folder)}})
+
+
+def test_an_adapters_rank_is_read_and_rounded_up_to_one_that_vllm_has(tiny, tmp_path):
+    folder = make_adapter(tmp_path / "fine", tiny[0], rank=9)
+    settings = with_adapter(tiny, folder)
+    found = model_here(settings)
+    assert found.adapter_rank == 9
+    config = pool_config(settings, settings.all_pools[0], found.source, found.adapter_rank)
+    given = config.engine_kwargs
+    assert given["enable_lora"] is True and given["max_lora_rank"] == 16
+    assert (given["max_loras"], given["max_cpu_loras"]) == (1, 1)
+    assert [(each.name, each.path) for each in given["lora_modules"]] == [("fine", str(folder))]
+    plain = pool_config(load_settings(), settings.all_pools[0], found.source).engine_kwargs
+    assert not any("lora" in name for name in plain)
+
+
+def test_an_adapter_that_is_missing_or_of_another_model_is_refused_by_name(tiny, tmp_path):
+    with pytest.raises(PreflightError, match=r"model\.adapters: fine in .*none cannot be read"):
+        model_here(with_adapter(tiny, tmp_path / "none"))
+    folder = make_adapter(tmp_path / "wide", tiny[0], hidden=128)
+    with pytest.raises(
+        PreflightError, match=r"another model .* layers are 128 wide, the model's 64"
+    ):
+        model_here(with_adapter(tiny, folder))
+    with pytest.raises(PreflightError, match="128 wide"):
+        prepare_model(with_adapter(tiny, folder))
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(PreflightError, match="cannot be read: 'r'"):
+        model_here(with_adapter(tiny, folder))
 
 
 def test_the_tiny_models_parameters_are_counted_as_they_are_stored(tiny, tmp_path):

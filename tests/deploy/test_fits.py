@@ -37,14 +37,14 @@ def test_every_contradiction_is_reported_at_once():
     found = contradictions(settings)
     assert len(found) == 3
     with pytest.raises(StartError) as caught:
-        build_app(settings, MODEL)
+        build_app(settings, [MODEL])
     assert str(caught.value).splitlines() == found
 
 
 def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
     keys = {"sk-bob-cannot-be-guessed": "bob", f"sha256:{64 * 'a'}": "carol"}
     with capture_logs() as logged:
-        build_app(cluster({"name": "a"}, tenants={"by_key": keys}), MODEL)
+        build_app(cluster({"name": "a"}, tenants={"by_key": keys}), [MODEL])
     (warning,) = [line for line in logged if line["event"] == "keys_in_clear"]
     assert warning["keys"] == 1 and "kappa keys hash" in warning["remedy"]
     assert "bob" not in str(warning)
@@ -278,3 +278,24 @@ def test_what_does_not_fit_is_reported_with_what_is_missing(pools, machines, fau
 def test_every_pool_at_fault_is_reported_at_once():
     pools = [pool(placement={"cpus": 64}), pool("b", placement=GPU), pool("c", replicas=9)]
     assert len(misfits(pools, [machine(CPU=4)])) == 3
+
+
+def test_adapters_need_an_engine_and_a_tier_that_keep_them_apart():
+    model = {"id": "m", "adapters": {"f": "/a"}}
+    (found,) = contradictions(cluster({"name": "a", "placement": {"gpus": 1}}, model=model,
+                                      engine="torch"))  # fmt: skip
+    assert "model m has adapters, which engine.kind torch does not serve: say vllm" in found
+    lmcache = {"host_tier": "lmcache"}
+    pool = {"name": "a", "engine": lmcache}
+    (found,) = contradictions(cluster(pool, model=model))
+    assert "LMCache's keys do not know" in found and "pool a" in found
+    other = {"name": "b", "model": {"id": "n"}, "engine": {"host_tier": "lmcache"}}
+    assert contradictions(cluster({"name": "a"}, other, model=model)) == []
+
+
+def test_pools_of_different_models_may_be_on_gpus_and_cpus_without_one_block_size():
+    pools = {"name": "a", "placement": {"gpus": 1}}, {"name": "b"}
+    assert any(
+        "none could use another's blocks" in each for each in contradictions(cluster(*pools))
+    )
+    assert contradictions(cluster(pools[0], {**pools[1], "model": {"id": "n"}})) == []

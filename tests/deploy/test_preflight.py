@@ -36,8 +36,8 @@ def found(settings, model=None, where=None):
 
 
 def test_a_pool_that_suits_its_machine_has_no_problem():
-    assert all_problems(cluster(), LLAMA_8B, [machine(engine_build="cuda")]) == {}
-    assert all_problems(load_settings(), LLAMA_8B, [machine(gpus=0, engine_build="cpu")]) == {}
+    assert all_problems(cluster(), [LLAMA_8B], [machine(engine_build="cuda")]) == {}
+    assert all_problems(load_settings(), [LLAMA_8B], [machine(gpus=0, engine_build="cpu")]) == {}
 
 
 def test_weights_and_one_sequence_are_held_against_the_gpus_share_of_memory():
@@ -148,12 +148,12 @@ def test_host_tiers_of_all_workers_of_the_only_machine_are_added_up():
     ]
     settings = load_settings(None, pools=pools, engine={"host_bytes": 60 << 30})
     here = replace(machine(4), shm_bytes=200 << 30)
-    assert all_problems(settings, LLAMA_8B, [replace(here, shm_bytes=240 << 30)]) == {}
-    (fault,) = all_problems(settings, LLAMA_8B, [here])[""]
+    assert all_problems(settings, [LLAMA_8B], [replace(here, shm_bytes=240 << 30)]) == {}
+    (fault,) = all_problems(settings, [LLAMA_8B], [here])[""]
     assert "of 4 workers on a machine are 240 GiB together, and /dev/shm has 200 GiB" in fault
-    assert "" not in all_problems(settings, LLAMA_8B, [here, here]), "Ray may part them"
+    assert "" not in all_problems(settings, [LLAMA_8B], [here, here]), "Ray may part them"
     tight = replace(here, memory_bytes=200 << 30, shm_bytes=None)
-    (fault,) = all_problems(settings, LLAMA_8B, [tight])[""]
+    (fault,) = all_problems(settings, [LLAMA_8B], [tight])[""]
     assert "together, and the machine has 200 GiB left" in fault
 
 
@@ -213,15 +213,15 @@ def test_a_model_folder_with_its_weights_is_served(tmp_path):
 
 def test_a_gpu_that_is_not_there_is_refused_with_why():
     none = replace(machine(0), no_gpus="NVML: Driver Not Loaded; is NVIDIA's driver installed?")
-    (fault,) = all_problems(cluster(), LLAMA_8B, [none])["a"]
+    (fault,) = all_problems(cluster(), [LLAMA_8B], [none])["a"]
     assert "m has GPU 0 of 1 (NVML: Driver Not Loaded" in fault
 
 
 def test_of_several_machines_one_that_suits_is_enough():
     old = machine(gpu=replace(H100, driver="535.1.1"))
-    assert list(all_problems(cluster(), LLAMA_8B, [old, old])) == ["a"]
-    assert all_problems(cluster(), LLAMA_8B, [old, machine()]) == {}
-    assert all_problems(cluster(), LLAMA_8B, []) == {}, "not known yet"
+    assert list(all_problems(cluster(), [LLAMA_8B], [old, old])) == ["a"]
+    assert all_problems(cluster(), [LLAMA_8B], [old, machine()]) == {}
+    assert all_problems(cluster(), [LLAMA_8B], []) == {}, "not known yet"
 
 
 class ListedNvml:
@@ -304,7 +304,7 @@ def test_without_a_file_the_cuda_build_serves_one_worker_a_gpu(name, profile):
     where = machine(gpus=3, gpu=GpuFacts(name), engine_build="cuda")
     (pool,) = load_settings(**settings_without_file(where)).all_pools
     assert (pool.least, pool.placement.gpus, pool.paced, pool.profile) == (3, 1, False, profile)
-    assert all_problems(load_settings(**settings_without_file(where)), None, [where]) == {}
+    assert all_problems(load_settings(**settings_without_file(where)), [None], [where]) == {}
 
 
 def test_without_a_file_and_a_gpu_the_cuda_build_is_refused_and_the_cpu_build_serves_the_demo():
@@ -339,3 +339,25 @@ def test_what_this_machine_has_in_a_folder_is_read_and_nothing_where_it_cannot_w
     folder_bytes = read_machine(nvml=ListedNvml(0)).folder_bytes
     assert folder_bytes(str(tmp_path)) > 0
     assert folder_bytes(str(tmp_path / "nowhere")) == folder_bytes("/proc/self/stat") == 0
+
+
+def test_models_that_fit_a_machine_one_by_one_are_added_up():
+    # 8.03e9 parameters of 2 bytes are 16.06 GB each; the tier is 1 GB, a device cache 8.6 MB.
+    other = {"id": "other", "source": "/models/other"}
+    pools = [
+        {"name": name, "profile": "pcie", "model": model}
+        for name, model in (("a", None), ("b", other))
+    ]
+    engine = {"host_bytes": 10**9, "dtype": "bfloat16"}
+    settings = load_settings(None, pools=pools, engine=engine)
+    here = Machine("m", {"CPU": 8.0}, memory_bytes=40 * 10**9, shm_bytes=None)
+    assert all_problems(settings, [LLAMA_8B, LLAMA_8B], [here]) == {}
+    tight = replace(here, memory_bytes=30 * 10**9)
+    assert not any(
+        problems(part, part.all_pools[0], LLAMA_8B, tight) for part in settings.by_model()
+    ), "each has room"
+    (fault,) = all_problems(settings, [LLAMA_8B, LLAMA_8B], [tight])[""]
+    assert "the 2 workers need" in fault and "2 GB for host tiers" in fault
+    assert "m has 30 GB of memory left: serve fewer workers or models" in fault
+    # Of a model that is not on disk nothing is known.
+    assert all_problems(settings, [LLAMA_8B, None], [tight]) == {}

@@ -22,6 +22,7 @@ from router.api.app import Access, make_app
 from router.api.endpoints import ROUTES, KappaIngress
 from router.api.metadata import PIN_HEADER
 from router.api.render import PromptRenderer
+from router.api.request import EndpointModel
 from router.api.start import IngressSettings
 from router.api.tenants import Tenants
 from router.decision import RouteRequest
@@ -75,7 +76,8 @@ def ingress_settings(**changes):
         "policy": "ttft", "index_blocks": 1000, "max_queue": 8, "stale_after_s": 1e9,
         "calibrate": False, "request_timeout_s": 60.0,
     }  # fmt: skip
-    return IngressSettings("", "s", RouterSettings(**small | changes), **own)
+    own.setdefault("models", (EndpointModel("m", ""),))
+    return IngressSettings(secret="s", router=RouterSettings(**small | changes), **own)
 
 
 class Scripted(KappaIngress):
@@ -86,7 +88,8 @@ class Scripted(KappaIngress):
     """
 
     def __init__(self, renderer, script, **changes):
-        self._wire(ingress_settings(**changes), renderer)
+        settings = ingress_settings(**changes)
+        self._wire(settings, {model.name: renderer for model in settings.models})
         self._model_cards = {"m": None}
         self.script, self.sent, self.closed = script, [], 0
         self.bodies, self.headers = [], []

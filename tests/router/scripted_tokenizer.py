@@ -25,4 +25,4 @@ class Script:
 
 
 if __name__ == "__main__":
-    main("", lambda _source: Script())
+    main([""], lambda _source: Script())

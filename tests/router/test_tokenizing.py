@@ -181,7 +181,7 @@ class Recorded:
     def __init__(self):
         self.asked = []
 
-    def tokens(self, plain, most_tokens):
+    def tokens(self, plain, most_tokens, _source):
         self.asked.append((plain, most_tokens))
         return np.arange(3)
 
@@ -192,7 +192,7 @@ class Recorded:
 @pytest.fixture
 def tokenizing(renderer):
     process = Recorded()
-    tokenizing = Tokenizing(renderer, process)
+    tokenizing = Tokenizing({"m": renderer}, process)
     yield tokenizing, process
     tokenizing.close()
     assert process.asked[-1] == "closed"
@@ -204,22 +204,22 @@ def prompt(text):
 
 async def test_only_long_texts_go_to_the_process(tokenizing, renderer):
     tokenizing, process = tokenizing
-    short = await tokenizing.tokens(prompt("hello"), SHORT_BYTES, ALICE, None)
+    short = await tokenizing.tokens("m", prompt("hello"), SHORT_BYTES, ALICE, None)
     expected = renderer.render(prompt("hello")).token_ids
     assert short.token_ids.tolist() == expected.tolist()
-    ids = await tokenizing.tokens(prompt([5, 6]), SHORT_BYTES + 1, ALICE, None)
+    ids = await tokenizing.tokens("m", prompt([5, 6]), SHORT_BYTES + 1, ALICE, None)
     assert ids.token_ids.tolist() == [5, 6] and process.asked == []
-    await tokenizing.tokens(prompt("hello"), SHORT_BYTES + 1, ALICE, 9)
+    await tokenizing.tokens("m", prompt("hello"), SHORT_BYTES + 1, ALICE, 9)
     assert process.asked == [({"text": "hello", "add_special_tokens": True}, 9)]
 
 
 async def test_a_prompt_of_too_many_bytes_is_refused_untokenized(tokenizing, renderer):
     tokenizing, _ = tokenizing
     longest = renderer.tokenizer.longest_token_bytes
-    fits = await tokenizing.tokens(prompt("a" * 2 * longest), 1, ALICE, 2)
+    fits = await tokenizing.tokens("m", prompt("a" * 2 * longest), 1, ALICE, 2)
     assert fits.tokens > 2, "the bytes alone do not say so"
     with pytest.raises(ApiError) as error:
-        await tokenizing.tokens(prompt("a" * (2 * longest + 1)), 1, ALICE, 2)
+        await tokenizing.tokens("m", prompt("a" * (2 * longest + 1)), 1, ALICE, 2)
     assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
     assert f"{2 * longest + 1} bytes are at least 3" in error.value.message
 
@@ -304,7 +304,7 @@ def test_nfc_shrinks_no_character_to_less_than_a_quarter():
 
 @pytest.fixture(scope="module")
 def scripted():
-    process = TokenizerProcess("", "tests.router.scripted_tokenizer")
+    process = TokenizerProcess("", module="tests.router.scripted_tokenizer")
     yield process
     process.close()
 
@@ -356,7 +356,7 @@ def test_what_a_template_refuses_is_named_without_its_text(scripted):
 
 
 def test_a_process_that_does_not_start_is_an_error_of_ours():
-    process = TokenizerProcess("", "tests.router.no_such_module")
+    process = TokenizerProcess("", module="tests.router.no_such_module")
     with pytest.raises(ApiError) as error:
         process.tokens(text("ab"))
     assert (error.value.status, error.value.code) == (503, "tokenizer_not_started")
@@ -364,7 +364,7 @@ def test_a_process_that_does_not_start_is_an_error_of_ours():
 
 
 def test_a_closed_process_is_gone_and_starts_no_more():
-    process = TokenizerProcess("", "tests.router.scripted_tokenizer")
+    process = TokenizerProcess("", module="tests.router.scripted_tokenizer")
     process.tokens(text("ab"))
     pid = process._process.pid
     process.close()
@@ -376,7 +376,7 @@ def test_a_closed_process_is_gone_and_starts_no_more():
 def test_the_process_dies_with_its_parent():
     program = (
         "import os; from router.api.render import TokenizerProcess as P;"
-        "p = P('', 'tests.router.scripted_tokenizer');"
+        "p = P('', module='tests.router.scripted_tokenizer');"
         "p.tokens({'text': 'a'}); print(p._process.pid, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)

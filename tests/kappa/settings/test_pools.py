@@ -163,3 +163,88 @@ def test_the_documented_file_is_sound(tmp_path):
     assert [(p.name, p.least, p.most) for p in settings.all_pools] == [
         ("gh200", 2, 8), ("a100", 2, 2),
     ]  # fmt: skip
+
+
+# -- several models -------------------------------------------------------------------------------
+
+OTHER = {"id": "other", "source": "/models/other"}
+
+
+def test_pools_without_a_model_serve_the_clusters_and_models_stand_by_themselves():
+    settings = load_settings(
+        None,
+        model={"id": "m", "adapters": {"fine": "/adapters/fine"}},
+        pools=[pool(), pool(name="b", model=OTHER), pool(name="c"), pool(name="d", model=OTHER)],
+    )
+    parts = settings.by_model()
+    assert [(p.model.id, [each.name for each in p.all_pools]) for p in parts] == [
+        ("m", ["a", "c"]), ("other", ["b", "d"]),
+    ]  # fmt: skip
+    assert parts[0].model.adapters == {"fine": "/adapters/fine"}
+    assert [len(part.by_model()) for part in parts] == [1, 1]
+    first = load_settings(None, pools=[pool(model=OTHER)]).first_worker()
+    assert first.model.id == "other"
+    assert load_settings().by_model() == (load_settings(),)
+
+
+@pytest.mark.parametrize(
+    ("pools", "where", "why"),
+    [
+        (
+            [pool(model=OTHER), pool(name="b", model={**OTHER, "source": "/elsewhere"})],
+            "pools.1.model.source",
+            "pool 0 calls its model 'other', too, and there source is '/models/other', here "
+            "'/elsewhere'",
+        ),
+        (
+            [pool(), pool(name="b", model={"id": "m", "seed": 3})],
+            "pools.1.model.seed",
+            "pool 0 calls its model 'm', too",
+        ),
+        (
+            [pool(model={**OTHER, "adapters": {"other": "/a"}})],
+            "pools.0.model",
+            "adapter 'other' has the name of its model",
+        ),
+        (
+            [pool(), pool(name="b", model={**OTHER, "adapters": {"m": "/a"}})],
+            "pools.1.model.adapters",
+            "adapter 'm' has the name of model 'm'",
+        ),
+        (
+            [
+                pool(model={"id": "x", "adapters": {"f": "/a"}}),
+                pool(name="b", model={**OTHER, "adapters": {"f": "/a"}}),
+            ],
+            "pools.1.model.adapters",
+            "adapter 'f' has the name of an adapter of model 'x'",
+        ),
+        (
+            [pool(), pool(name="b", model=OTHER, role="prefill")],
+            "pools",
+            "every pool's role of model other is prefill",
+        ),
+        (
+            [pool(), pool(name="b", model=OTHER, role="decode")],
+            "pools",
+            "every pool's role of model other is decode",
+        ),
+    ],
+)
+def test_what_does_not_go_together_among_models_is_one_clear_message(pools, where, why):
+    found = fault(model={"id": "m"}, pools=pools)
+    assert f"{where}: " in found and why in found
+    assert found.count("\n") == 1, found
+
+
+def test_blocks_may_differ_between_models_and_not_between_pools_of_one():
+    own = {"engine": {"block_tokens": 64, "dtype": "bfloat16"}}
+    pools = [pool(), pool(name="b", model=OTHER, **own), pool(name="c", model=OTHER, **own)]
+    settings = load_settings(None, pools=pools)
+    engine = settings.all_pools[1].engine_settings(settings.engine)
+    assert (engine.block_tokens, engine.dtype) == (64, "bfloat16")
+    pools[2] = pool(name="c", model=OTHER, engine={"block_tokens": 32})
+    found = fault(pools=pools)
+    assert "pools.1.engine.block_tokens: is the same" in found
+    assert "pools.2.engine.block_tokens: is the same" in found
+    assert "kind: is the same" in fault(pools=[pool(model=OTHER, engine={"kind": "torch"})])
