@@ -24,13 +24,14 @@ from grafana_foundation_sdk.models import prometheus as queries
 
 from dashboards import names
 from dashboards.cluster import CLUSTER
+from dashboards.overview import OVERVIEW
 from dashboards.panels import Dashboard, Panel
 from dashboards.routing import ROUTING
 from kappa import metrics as m
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-DASHBOARDS = (CLUSTER, ROUTING)
+DASHBOARDS = (OVERVIEW, CLUSTER, ROUTING)
 RULE_FILES = ("recording.yaml", "alerts.yaml")
 RULE_OBJECT = ROOT / "deploy" / "k8s" / "components" / "monitoring" / "prometheus-rule.yaml"
 

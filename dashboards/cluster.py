@@ -162,6 +162,9 @@ CACHE = PanelRow(
               "were computed), and misuse of blocks, which is a fault of the engine.", "cps",
               (rate_by_node(m.FAILED_LOADS, "{{node}} failed loads"),
                rate_by_node(m.MISUSED_BLOCKS, "{{node}} misused blocks"))),
+        Panel("Cached tokens by tier", "Tokens whose KV the nodes hold, as the router's index "
+              "knows; what several tiers hold counts in each.", "none",
+              (Query(gauge(m.CACHED_TOKENS, by=("tier",), where=NODE), "{{tier}}"),)),
         Panel("Prefix index", "Entries of the router's prefix index.", "none",
               (Query(gauge(m.INDEX_BLOCKS), "entries"),)),
     ),

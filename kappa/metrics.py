@@ -61,6 +61,11 @@ RESERVATIONS = _gauge("kappa_reservations", "requests in flight", "node")
 LINK_BACKLOG = _gauge("kappa_link_backlog_seconds", "queued loads", "node")
 GPU_BACKLOG = _gauge("kappa_gpu_backlog_seconds", "queued prompts", "node")
 INDEX_BLOCKS = _gauge("kappa_index_blocks", "entries of the prefix index")
+CACHED_TOKENS = _gauge(
+    "kappa_cached_tokens",
+    "tokens whose KV a node holds, by tier (device, host, disk), as the prefix index knows",
+    "node", "tier",
+)  # fmt: skip
 INDEX_LOSSES = _counter(
     "kappa_index_losses", "blocks that the prefix index could not place, by why", "why"
 )

@@ -320,6 +320,18 @@ class Decision:
         return () if estimates is None else tuple(map(estimates.candidate, range(len(estimates))))
 
     @property
+    def soonest_other(self) -> tuple[str, float] | None:
+        """Node and predicted TTFT, in seconds, of the soonest worker besides the chosen one; None:
+        there was no other, or it is not known any more."""
+        estimates = self.estimates
+        if estimates is None or len(estimates) == 1:
+            return None
+        ttft_s = estimates.ttft_s.copy()
+        ttft_s[self.index] = np.inf
+        other = int(ttft_s.argmin())
+        return estimates.nodes[other].name, float(ttft_s[other])
+
+    @property
     def kind(self) -> str:
         """What the predicted TTFT is mostly made of: queue, load, compute or device."""
         chosen = self.chosen

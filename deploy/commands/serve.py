@@ -239,7 +239,7 @@ def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
     }
     key = '-H "authorization: Bearer $KEY" ' if headers else ""
     print_text(
-        f"policy {settings.router.policy}; try:\n"
+        f"watch it at {url}/\npolicy {settings.router.policy}; try:\n"
         f"curl -i {url}/v1/chat/completions -H 'content-type: application/json' {key}"
         f"-d '{json.dumps(body)}'\nCtrl-C stops the cluster."
     )

@@ -31,6 +31,7 @@ from kappa.protocol import MAX_TENANTS
 from router.api import errors
 from router.api.errors import ApiError
 from router.api.tenants import Allowance, Lease, Places, Tenant, TenantLimiter, Tenants, keys_in
+from router.page.mount import add_page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -42,8 +43,8 @@ _MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _BODY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *_MESSAGES_PATHS)
 # What makes engines work, or the ingress: counted against a tenant's limits.
 _LIMITED_PATHS = (*_BODY_PATHS, "/v1/route", "/v1/decisions")
-# What probes ask, who have no key.
-_OPEN_PATHS = ("/health", "/ready")
+# What probes ask, who have no key, and the page, which holds no data.
+_OPEN_PATHS = ("/", "/health", "/ready")
 _METRICS_PATH = "/metrics"
 OPERATOR_PATHS = ("/v1/nodes", "/v1/nodes/profile", "/v1/tenants", "/v1/journal")
 """What concerns the whole cluster. Decisions show a tenant its own ones, an operator all."""
@@ -105,7 +106,7 @@ def inbound_of(request: Request) -> Inbound:
 
 
 def make_app(access: Access | None = None) -> FastAPI:
-    """`guarded` FastAPI, with no routes yet."""
+    """`guarded` FastAPI, with no routes of its own yet."""
     # Half a second and 7 MB that `kappa route` does without.
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
@@ -121,7 +122,7 @@ def make_app(access: Access | None = None) -> FastAPI:
 
 
 def guard(app: Starlette, access: Access) -> None:
-    """Put our middleware and error handlers around an application.
+    """Put our middleware and error handlers around an application, and the page at `/`.
 
     `app.state.keys_refused` counts requests that were refused for want of a known key,
     `app.state.refused` those that were by their tenant's limits, by (tenant, code);
@@ -136,6 +137,7 @@ def guard(app: Starlette, access: Access) -> None:
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_middleware(Gate, access=access)
+    add_page(app)
 
 
 # -- errors -----------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ class Gate:
         if size_bytes > most:
             raise errors.HEADERS_TOO_LARGE(what=f"{size_bytes} bytes of headers", limit=most)
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        path = path if len(path) == 1 else path.rstrip("/")
+        path = path.rstrip("/") or "/"
         await self._keyring.refresh(time.monotonic())
         tenants, state = self._keyring.tenants, scope["app"].state
         given = (headers.get(name, b"") for name in (b"authorization", b"x-api-key"))

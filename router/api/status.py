@@ -29,6 +29,7 @@ def refresh_gauges(live: LiveRouter) -> None:
     """Bring the gauges up to date, before they are scraped."""
     now_s, metrics, router = live.now_s(), live.metrics, live.router
     backlogs = router.backlogs_s(now_s)
+    held = router.index.held_blocks() if router.index else {}
     paced = {"true": 0, "false": 0}
     for worker, state in router.workers.items():
         announced, calibration = state.announcement, state.calibration
@@ -47,6 +48,9 @@ def refresh_gauges(live: LiveRouter) -> None:
             (m.BREAKER_OPEN, _OPEN[live.members.breakers.state(worker, now_s).standing]),
         ):
             metrics.set(gauge, announced.node.name, to=value)
+        for tier, blocks in held.get(worker, {}).items():
+            tokens = blocks * announced.block_tokens
+            metrics.set(m.CACHED_TOKENS, announced.node.name, tier, to=tokens)
         _refresh_measured(live, announced)
     for label, count in paced.items():
         metrics.set(m.WORKERS, label, to=count)
@@ -113,8 +117,9 @@ def shares(known: Tenants, charged: Mapping[str, Charge]) -> list[dict[str, Any]
 
 
 def nodes(live: LiveRouter) -> list[dict[str, Any]]:
-    """Every worker: profile, measurements, backlogs, critical ratio, paced or not."""
-    now_s = live.now_s()
+    """Every worker: profile, measurements, backlogs, caches, critical ratio, paced or not."""
+    now_s, index = live.now_s(), live.router.index
+    held = index.held_blocks() if index else {}
     backlogs = live.router.backlogs_s(now_s)
     rows = []
     for worker, state in live.router.workers.items():
@@ -144,6 +149,8 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
             "host_tier": announced.tier,
             "tiers": tiers(announced),
             "host_tier_contents": "estimated" if announced.shared_tier else "told",
+            "held_blocks": held.get(worker),
+            "prompt_tokens": dict(live.prompt_tokens.get(worker, {})),
             "in_flight": live.router.in_flight_on(worker),
             "others_in_flight": live.router.remote_in_flight_on(worker),
             "link_backlog_s": link_s,

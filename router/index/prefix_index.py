@@ -157,6 +157,24 @@ class PrefixIndex:
             "evicted": self._table.evicted,
         }
 
+    def held_blocks(self) -> dict[str, dict[str, int]]:
+        """Blocks that each worker holds on the device, in host memory and on disk, as far as they
+        are kept here; one that several tiers hold counts in each."""
+        sets, counts = self._table.sets, np.zeros((self._columns, _TIER_BITS), dtype=np.int64)
+        numbers, size = sets.numbers(), -(-self._columns * _TIER_BITS // 8)
+        for at in range(0, len(numbers), _BATCH):
+            some = numbers[at : at + _BATCH]
+            packed = b"".join(sets.bits[n].to_bytes(size, "little") for n in some)
+            lanes = np.frombuffer(packed, np.uint8).reshape(len(some), size)
+            held = np.unpackbits(lanes, axis=1, count=counts.size, bitorder="little")
+            blocks = np.array([sets.blocks[n] for n in some], dtype=np.int64)
+            counts += (blocks @ held).reshape(counts.shape)
+        rows, tiers = counts.tolist(), ("device", "host", "disk")
+        return {
+            worker: dict(zip(tiers, rows[holder.bit], strict=True))
+            for worker, holder in self._holders.items()
+        }
+
     def _matches(self, prefix_hashes: UInt64s) -> list[tuple[int, Match]]:
         """What workers hold, in groups that hold the same; a group is a set of device bits."""
         table = self._table

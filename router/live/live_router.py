@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -71,6 +72,8 @@ class LiveRouter:
         self.suspects = Suspects()
         self._nonce, self._sent = secrets.token_hex(8), itertools.count()
         self.kappa_eff: dict[str, float | None] = {}
+        # By worker: prompt tokens by where they came from, since it joined.
+        self.prompt_tokens: dict[str, Counter[str]] = {}
         # The machine's clock may be set while we run; what is expected must not jump with it.
         self._epoch_s = time.time() - time.monotonic()
         rule = rule or MembershipRule()
@@ -119,6 +122,7 @@ class LiveRouter:
             avoided=tuple(sorted(avoided.gone | avoided.failing)),
             steered=steered,
             sent_as=self.sent_as(request.request_id),
+            soonest_other=decision.soonest_other,
         )
         self.records.add(record)
         return decision
@@ -272,6 +276,7 @@ class LiveRouter:
 
     def worker_left(self, worker: str, node: str, lost: list[str]) -> None:
         self.kappa_eff.pop(worker, None)
+        self.prompt_tokens.pop(worker, None)
         self.charges.left(worker)
         self.suspects.left(worker)
         self.metrics.left(worker)
@@ -316,12 +321,13 @@ class LiveRouter:
             record = self.records.of(admission.request_id, worker)
             if record is not None:
                 record.admitted = admission
-            self.metrics.inc(m.PROMPT_TOKENS, node.name, "device", by=admission.device_tokens)
             loaded = admission.host_tokens - admission.disk_tokens
-            self.metrics.inc(m.PROMPT_TOKENS, node.name, host, by=loaded)
+            came = {"device": admission.device_tokens, host: loaded, "new": admission.new_tokens}
             if admission.disk_tokens:
-                self.metrics.inc(m.PROMPT_TOKENS, node.name, "disk", by=admission.disk_tokens)
-            self.metrics.inc(m.PROMPT_TOKENS, node.name, "new", by=admission.new_tokens)
+                came["disk"] = admission.disk_tokens
+            self.prompt_tokens.setdefault(worker, Counter()).update(came)
+            for source, tokens in came.items():
+                self.metrics.inc(m.PROMPT_TOKENS, node.name, source, by=tokens)
         for request_id in report.prefilled:
             self.first_token(request_id, worker)
         for spent in report.spent:

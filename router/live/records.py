@@ -28,6 +28,7 @@ class DecisionRecord:
     attempt: 0, or 1 if another worker had failed the request before. avoided: workers that were
     passed over because their breaker was open or they were leaving. steered: by whose rule; shadow:
     what ours would have done, where it was not. sent_as: the id by which its worker knows it.
+    soonest_other: node and predicted TTFT of the soonest worker besides the chosen one.
     """
 
     decision: Decision
@@ -43,6 +44,7 @@ class DecisionRecord:
     steered: Arm = "kappa"
     shadow: ShadowDecision | None = None
     sent_as: str = ""
+    soonest_other: tuple[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without the candidates."""
@@ -86,6 +88,9 @@ class DecisionRecord:
                 "compute_s": spent.compute_s if spent else None,
                 "ttft_s": ttft_s,
             },
+            "soonest_other": dict(zip(("node", "ttft_s"), self.soonest_other, strict=True))
+            if self.soonest_other
+            else None,
             "load": self.load,
             "attempt": self.attempt,
             "avoided": list(self.avoided),

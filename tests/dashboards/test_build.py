@@ -59,7 +59,7 @@ def test_a_changed_file_is_noticed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "ROOT", tmp_path)
     assert build.main(["--check"]) == 0
     changed = next(iter(texts))
-    changed.write_text(texts[changed].replace("Goodput", "Throughput"))
+    changed.write_text(texts[changed].replace("First token", "Last token"))
     assert build.main(["--check"]) == 1
     assert changed.name in capsys.readouterr().out
 
@@ -143,7 +143,14 @@ def test_the_objectives_to_choose_from_are_bounds_of_the_histogram():
     assert slo["current"]["value"] == "1.0"
 
 
-def test_the_two_dashboards_show_every_metric_of_ours():
+def test_the_overview_is_a_dozen_panels_on_one_screen_and_comes_first():
+    assert build.DASHBOARDS[0].uid == "kappa-overview"
+    panels = list(panels_of(BOARDS["kappa-overview"]))
+    assert len(panels) == 12
+    assert max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels) <= 24
+
+
+def test_the_dashboards_show_every_metric_of_ours():
     text = "".join(json.dumps(board) for board in BOARDS.values())
     assert not [metric.name for metric in m.ALL if metric.name not in text]
 

@@ -91,6 +91,8 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
     }  # fmt: skip
     assert (told["end"], told["node"], told["paced"]) == ("done", "node-w", True)
     assert live.router.reservations == 0
+    assert nodes(live)[0]["prompt_tokens"] == {"device": 0, "host": 32, "new": 68}
+    assert told["soonest_other"] is None
     assert sample(live, 'kappa_prompt_tokens_total{node="node-w",source="host"}') == 32
     assert sample(live, 'kappa_output_tokens_total{node="node-w"}') == 3
     assert sample(live, 'kappa_ttft_seconds_count{node="node-w"}') == 1
@@ -106,6 +108,8 @@ async def test_a_worker_that_goes_takes_its_reservations_along(scene, worker):
     refresh_gauges(live)
     registry.remove("d", gone)
     await until(lambda: len(live.router.workers) == 1)
+    other = live.records["r"].to_dict()["soonest_other"]
+    assert other["node"] == f"node-{stays}" and other["ttft_s"] > 0
     assert live.records["r"].end == "worker_died"
     assert live.router.reservations == 0
     live.release("r", "error")
@@ -134,12 +138,18 @@ async def test_nodes_show_what_is_known(scene, worker):
     live, registry = scene
     w = worker()
     await joined(live, registry, w, profile_error="no GPU", measured={"h2d_bytes_per_s": 5.0})
+    w.store(1, 2, 3)
     w.step()
     await until(lambda: nodes(live)[0]["totals"] and nodes(live)[0]["totals"]["steps_total"])
+    await until(lambda: (nodes(live)[0]["held_blocks"] or {}).get("device"))
     (row,) = nodes(live)
     assert (row["node"], row["paced"], row["profile_error"]) == ("node-w", True, "no GPU")
     assert row["kappa_crit"] == pytest.approx(1e-5 * 55e9 / 1e5)
     assert row["measured"] == {"h2d_bytes_per_s": 5.0}
+    assert row["held_blocks"] == {"device": 3, "host": 0, "disk": 0}
+    assert row["prompt_tokens"] == {}
+    refresh_gauges(live)
+    assert sample(live, 'kappa_cached_tokens{node="node-w",tier="device"}') == 48
     assert row["totals"]["overruns_total"] == 1
 
 

@@ -174,6 +174,12 @@ def test_equals_a_linear_scan_after_any_history(history):
                 assert match_worker(index, hashes, worker) == expected
                 assert answers.get(worker, Match(0, 0)) == expected
             assert Match(0, 0) not in answers.values()
+        for worker, held in index.held_blocks().items():
+            model = models[worker]
+            on_device = sum(copies > 0 for copies in model.device.values())
+            assert held == {
+                "device": on_device, "host": len(model.host), "disk": len(model.disk),
+            }  # fmt: skip
     check_rows(index)
 
 

@@ -126,6 +126,18 @@ def test_the_worker_that_holds_the_prompt_is_chosen():
     assert without_candidates(decision).candidates == ()
 
 
+def test_a_decision_names_the_soonest_of_the_others():
+    made = router("a", announcement("b", "gh200-c2c"), announcement("c", "a100-pcie4"))
+    made.blocks([stored("c", prompt(1600))])
+    decision = made.route(ask(tokens=1700), 1.0)
+    by_worker = {one.worker: one for one in decision.candidates}
+    assert decision.worker == "c"
+    other = min((by_worker["a"], by_worker["b"]), key=lambda one: one.ttft_s)
+    assert decision.soonest_other == (other.node.name, other.ttft_s)
+    assert without_candidates(decision).soonest_other is None
+    assert router("a").route(ask(), 1.0).soonest_other is None
+
+
 def test_a_salt_sets_prompts_apart():
     made = router("a")
     made.blocks([stored("a", prompt(160))])

@@ -1,0 +1,1 @@
+"""The page at `/`: what nodes, decisions and tenants look like now, for a browser."""
