@@ -55,7 +55,7 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 58_750),  # goal: 33,000
+        (PRODUCT, 58_950),  # goal: 33,000
         (("benchmarks",), 13_800),  # goal: 8,000
         (("tests",), 55_700),  # goal: 30,000
     ],

@@ -31,7 +31,6 @@ from kappa.protocol import MAX_TENANTS
 from router.api import errors
 from router.api.errors import ApiError
 from router.api.tenants import Allowance, Lease, Places, Tenant, TenantLimiter, Tenants, keys_in
-from router.page.mount import add_page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -106,7 +105,7 @@ def inbound_of(request: Request) -> Inbound:
 
 
 def make_app(access: Access | None = None) -> FastAPI:
-    """`guarded` FastAPI, with no routes of its own yet."""
+    """`guarded` FastAPI, with no routes yet."""
     # Half a second and 7 MB that `kappa route` does without.
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
@@ -122,7 +121,7 @@ def make_app(access: Access | None = None) -> FastAPI:
 
 
 def guard(app: Starlette, access: Access) -> None:
-    """Put our middleware and error handlers around an application, and the page at `/`.
+    """Put our middleware and error handlers around an application.
 
     `app.state.keys_refused` counts requests that were refused for want of a known key,
     `app.state.refused` those that were by their tenant's limits, by (tenant, code);
@@ -137,7 +136,6 @@ def guard(app: Starlette, access: Access) -> None:
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_middleware(Gate, access=access)
-    add_page(app)
 
 
 # -- errors -----------------------------------------------------------------------------------

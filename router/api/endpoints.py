@@ -41,6 +41,7 @@ from router.api.tenants import Places, Tenants
 from router.decision import NoWorkerError
 from router.live.ingresses import Ingresses, merged
 from router.live.replica_registry import PinGoneError
+from router.page.mount import add_page
 from router.telemetry import Telemetry
 
 log = structlog.get_logger(__name__)
@@ -379,5 +380,6 @@ ROUTES: dict[str, Callable[[FastAPI], Any]] = {
 def make_ingress(access: Access | None = None) -> type:
     """The ingress class with its routes, ready for `serve.deployment`."""
     app: FastAPI = make_app(access)
+    add_page(app)
     ingress: type = make_fastapi_ingress(KappaIngress, endpoint_map=ROUTES, app=app)
     return ingress

@@ -20,6 +20,7 @@ from router.api.start import access_of, tenants_table
 from router.decision import NoWorkerError
 from router.front.front import DECIDED_PATHS, Front
 from router.front.relay import Relay
+from router.page.mount import add_page
 
 _MOST_DECISIONS = 256
 
@@ -50,6 +51,7 @@ def make_front_app(settings: FrontSettings) -> Starlette:
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.front = front
+    add_page(app)
     guard(app, replace(access_of(settings), limit_all=True))
     return app
 

@@ -25,6 +25,7 @@ from router.api.render import PromptRenderer
 from router.api.request import EndpointModel, model_of
 from router.api.start import IngressSettings
 from router.live.replica_registry import ReplicaRegistry
+from router.page.mount import add_page
 from tests.workers.emulation import emulated_plan
 from workers.own_engine.emulated import EmulatedEngine
 from workers.report_stream import ReportStream
@@ -147,6 +148,7 @@ class Serving:
         nodes = [Node("a"), Node("b")]
         ingress = InProcess(self._renderer, nodes, settings_of_ingress())
         self.app = make_app(Access(max_body_bytes=MAX_BODY_BYTES))
+        add_page(self.app)
         for name, route in ROUTES.items():
             route(self.app)(getattr(ingress, name))
         for node in nodes:

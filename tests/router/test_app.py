@@ -16,6 +16,7 @@ from kappa.keys import digest_of, hashed
 from router.api.app import OPERATOR_PATHS, Access, inbound_of, make_app
 from router.api.errors import QUEUE_FULL
 from router.api.tenants import Allowance, Tenants
+from router.page.mount import add_page
 from tests.router.building import tenants_of
 
 LIMIT = 2048
@@ -378,6 +379,7 @@ def test_the_document_names_every_endpoint_and_no_other_and_whose_it_is():
         for endpoint in re.findall(r"`(GET|POST) ([^`]+)`", row.split("|")[1])
     }
     app = make_app()
+    add_page(app)
     for route in ROUTES.values():
         route(app)(lambda: None)
     served = {

@@ -54,6 +54,7 @@ class Reader(HTMLParser):
 async def page():
     """The answer to `GET /` where nobody without a key is served."""
     app = make_app(Access(tenants_of({"sk-ops": "ops"}, refuse=True)))
+    add_page(app)
     app.get("/v1/nodes")(lambda: {"nodes": []})
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
