@@ -57,7 +57,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 58_950),  # goal: 33,000
         (("benchmarks",), 13_800),  # goal: 8,000
-        (("tests",), 55_700),  # goal: 30,000
+        (("tests",), 56_400),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
