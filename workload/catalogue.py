@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from workload import finqa, miniswe, narrativeqa, sharegpt
+from workload import chats, finqa, miniswe, narrativeqa, sharegpt
 from workload.arrivals import ArrivalProcess, poisson, servegen
 from workload.azure import read_azure
 from workload.documents import MAX_CONTEXT_TOKENS, Reading
@@ -137,21 +137,34 @@ def _json_workload(path: Path, how: ReadAs) -> Workload:
     )
 
 
+def _recorded(path: Path, how: ReadAs) -> Workload:
+    blocks = how.blocks(miniswe.BLOCK_TOKENS)
+    return miniswe.read_miniswe_texts(path, how.count_tokens, block_tokens=blocks)
+
+
+def _chats(path: Path, how: ReadAs) -> Workload:
+    blocks = how.blocks(miniswe.BLOCK_TOKENS)
+    return chats.read_chats(path, how.count_tokens, block_tokens=blocks, limit=how.limit)
+
+
+_LINES: tuple[tuple[str, str, Callable[[Path, ReadAs], Workload]], ...] = (
+    ("question_tokens", "NarrativeQA", lambda path, how: _narrativeqa(path, how, readers=1)),
+    ("annotation", "ConvFinQA", _convfinqa),
+    ("t_s", "recorded sessions", _recorded),
+    *((name, what, _chats) for name, what in chats.FORMATS.items()),
+    ("input_length", "Mooncake, aiperf mooncake_trace", lambda path, _: read_mooncake(path)),
+)
+"""JSON lines: the field of the first line that shows the format, what that is, its reader."""
+
+
 def _json_lines_workload(path: Path, how: ReadAs) -> Workload:
     where, fields = next(json_lines(path, dict[str, Any]))
-    if "hash_ids" in fields:
-        return read_mooncake(path)
-    if "question_tokens" in fields:
-        return _narrativeqa(path, how, readers=1)
-    if "annotation" in fields:
-        return _convfinqa(path, how)
-    if "session" in fields:
-        blocks = how.blocks(miniswe.BLOCK_TOKENS)
-        return miniswe.read_miniswe_texts(path, how.count_tokens, block_tokens=blocks)
+    for name, what, read in _LINES:
+        if fields.get(name) is not None:
+            return replace(read(path, how), source=what)
+    known = ", ".join(f"{name!r} ({what})" for name, what, _ in _LINES)
     raise WorkloadError(
-        f"{where}: no format has just the fields {sorted(fields)}: expected 'hash_ids' (Mooncake), "
-        "'question_tokens' (NarrativeQA), 'annotation' (ConvFinQA) or 'session' (recorded "
-        "sessions) among them"
+        f"{where}: no format has just the fields {sorted(fields)}: expected one of {known}"
     )
 
 

@@ -131,7 +131,7 @@ def shapes_of(
         before_s = session.turns[0].t_s
         for number, turn in enumerate(session.turns):
             input_tokens = max(count_tokens(turn.input_text), 1)
-            output_tokens = max(count_tokens(turn.output_text), 1)
+            output_tokens = turn.output_tokens or max(count_tokens(turn.output_text), 1)
             known = prompts.shared_ids(turn.input_text)[: input_tokens // block_tokens]
             stop = (input_tokens + output_tokens) // block_tokens
             own = stream_ids(key_of("recorded", session.id, number), len(known), stop)

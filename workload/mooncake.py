@@ -1,9 +1,11 @@
 """Mooncake traces: requests with prefix-chained block numbers, from which sessions are inferred.
 
 JSON lines of `timestamp` (ms), `input_length`, `output_length`, `hash_ids`, one number for each
-512-token block of the prompt, the last one perhaps partly filled. The source names no sessions: a
-request whose prompt extends an earlier one's is taken for its next turn. The recorded gap between
-two requests is taken for the pause, though it also holds the time of the first one's answer.
+512-token block of the prompt, the last one perhaps partly filled; aiperf's may lack the time, the
+length of the answer or the numbers: a prompt without them shares nothing. The source names no
+sessions: a request whose prompt extends an earlier one's is taken for its next turn. The recorded
+gap between two requests is taken for the pause, though it also holds the time of the first one's
+answer.
 Source: kvcache-ai/Mooncake, FAST 2025.
 """
 
@@ -11,13 +13,21 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from workload.reading import Seconds, SomeTokens, Tokens, WorkloadError, json_lines
+from workload.reading import (
+    DEFAULT_OUTPUT_TOKENS,
+    Seconds,
+    SomeTokens,
+    Tokens,
+    WorkloadError,
+    json_lines,
+)
 from workload.shapes import (
     BlockIds,
     SessionShape,
@@ -38,12 +48,14 @@ _COMMON_REQUESTS = 100
 
 
 class _MooncakeRecord(msgspec.Struct):
-    timestamp: Seconds  # in milliseconds
     input_length: SomeTokens
-    output_length: Tokens
-    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
+    timestamp: Seconds | None = None  # in milliseconds
+    output_length: Tokens = DEFAULT_OUTPUT_TOKENS
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]] = []
 
     def __post_init__(self) -> None:
+        if not self.hash_ids:
+            return
         blocks = -(-self.input_length // BLOCK_TOKENS)
         if len(self.hash_ids) != blocks:
             raise ValueError(
@@ -63,6 +75,7 @@ class _Request:
     input_tokens: int
     output_tokens: int
     numbers: list[int]
+    timed: bool = True
     follower: int = -1
 
     @property
@@ -82,12 +95,12 @@ def read_mooncake(path: str | Path) -> Workload:
     requests = _read(Path(path))
     _require_chained(requests)
     chains = _link(requests)
-    kept = _kept_ids(requests)
+    kept, timed = _kept_ids(requests), requests[0].timed
     sessions = tuple(
         SessionShape(
             id=f"mooncake-{chain[0]}",
             turns=_turns(requests, chain, kept),
-            arrival_s=(requests[chain[0]].t_ms - requests[0].t_ms) / 1e3,
+            arrival_s=(requests[chain[0]].t_ms - requests[0].t_ms) / 1e3 if timed else None,
         )
         for chain in chains
     )
@@ -96,15 +109,21 @@ def read_mooncake(path: str | Path) -> Workload:
 
 def _read(path: Path) -> list[_Request]:
     requests: list[_Request] = []
-    before_ms = 0.0
+    before_ms, timed, fresh = 0.0, None, count(1 << 62)
     for where, record in json_lines(path, _MooncakeRecord):
-        if record.timestamp < before_ms:
+        if timed is None:
+            timed = record.timestamp is not None
+        time_ms = 0.0 if record.timestamp is None else record.timestamp
+        if timed is not (record.timestamp is not None):
+            raise WorkloadError(f"{where}: either every line has a timestamp, or none has")
+        if time_ms < before_ms:
             raise WorkloadError(
-                f"{where}: timestamp {record.timestamp} is before the line above's {before_ms}"
+                f"{where}: timestamp {time_ms} is before the line above's {before_ms}"
             )
-        before_ms = record.timestamp
+        before_ms = time_ms
         lengths = record.input_length, record.output_length
-        requests.append(_Request(len(requests), where, before_ms, *lengths, record.hash_ids))
+        numbers = record.hash_ids or list(islice(fresh, -(-record.input_length // BLOCK_TOKENS)))
+        requests.append(_Request(len(requests), where, time_ms, *lengths, numbers, timed))
     return requests
 
 
@@ -201,7 +220,7 @@ def _kept_ids(requests: list[_Request]) -> list[BlockIds]:
     own = stream_ids(key_of("mooncake outputs"), 0, sum(missing))
     kept: list[BlockIds] = []
     first = 0
-    for part, count in zip(known, missing, strict=True):
-        kept.append(np.concatenate([part, own[first : first + count]]) if count else part)
-        first += count
+    for part, more in zip(known, missing, strict=True):
+        kept.append(np.concatenate([part, own[first : first + more]]) if more else part)
+        first += more
     return kept

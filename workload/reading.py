@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # Longer than any context: a larger number is a wrong unit or a damaged file.
 MOST_TOKENS = 1 << 24
 
+# Of requests that do not say how long their answer is to be.
+DEFAULT_OUTPUT_TOKENS = 128
+
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 SomeTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e300)]

@@ -27,12 +27,14 @@ _HARNESS_MESSAGE = re.compile(
 class Turn:
     """One request of a session: its input as serialised by the source, and the recorded reply.
 
-    ``t_s`` is seconds since the session started.
+    ``t_s`` is seconds since the session started. output_tokens: how long the reply is to be; None:
+    as long as the recorded one.
     """
 
     t_s: float
     input_text: str
     output_text: str
+    output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,8 +110,8 @@ class _Message(msgspec.Struct):
 
 
 class _Conversation(msgspec.Struct):
-    id: str
     conversations: list[_Message]
+    id: str = ""
 
     def as_chat(self) -> tuple[Message, ...]:
         return tuple(

@@ -45,6 +45,17 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Chats:
+    """Requests that each have all their messages: by session and turn."""
+
+    chats: Sequence[Sequence[tuple[Message, ...]]]
+
+    def messages(self, session: int, turn: int, copy: int) -> tuple[Message, ...]:
+        """The turn's messages as they stand."""
+        return _marked(self.chats[session][turn], copy)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Documents:
     """Documents whose bodies are not at hand: a summary, then plain words up to their length.
 

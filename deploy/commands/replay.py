@@ -115,6 +115,9 @@ def _ready(
     and are counted. A run that goes on needs its answer, to send what it would have sent.
     """
     workload = options.open()
+    count = sum(len(session.turns) for session in workload.sessions)
+    took = f"{options.workload}: {count:,} requests of {len(workload.sessions):,} sessions"
+    console.warn("\n  ".join([f"{took}, read as: {workload.source}", *workload.notes]), "dim")
     options.replay(workload, None)
     surveyed: Surveyed | None = None
     try:

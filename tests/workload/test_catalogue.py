@@ -115,7 +115,7 @@ def test_what_is_neither_a_name_nor_a_workload_is_refused(tmp_path):
         ("a.txt", "x", "unknown ending"),
         ("a.jsonl", "\n", "holds no records"),
         ("a.jsonl", "\n{", "a.jsonl:2: not JSON"),
-        ("a.jsonl", '{"text": 1}', "a.jsonl:1: no format has just the fields"),
+        ("a.jsonl", '{"sound": 1}', "a.jsonl:1: no format has just the fields"),
     ):
         path = tmp_path / name
         path.write_text(content)
