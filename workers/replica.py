@@ -45,6 +45,7 @@ from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
 from workers.vllm.arguments import LMCACHE, STOCK_TIER, Endpoints, EngineTier
 from workers.vllm.lmcache.server import LmcacheServer, prepare_lmcache
+from workers.vllm.one_process import OneProcessEngine
 from workers.vllm_plugin import LOG_ENV, log_setting
 
 log = structlog.get_logger(__name__)
@@ -114,7 +115,7 @@ class KappaServer(LLMServer):
     # -- what the engine is started with ------------------------------------------------------
 
     def _configure_engine(self, llm_config: LLMConfig) -> type | None:
-        """Put the engine's arguments into `llm_config`; returns its class if it is not vLLM's."""
+        """Put the engine's arguments into `llm_config`; returns its class if it is not Ray's."""
         plan, endpoints = self._plan, self._endpoints
         if plan.kind in ("torch", "emulated"):
             from workers.own_engine.server import OWN_KEY, OwnPlan
@@ -134,7 +135,7 @@ class KappaServer(LLMServer):
         scheduler = replace(plan.scheduler, profile=str(self._profile_path()))
         plan = replace(plan, scheduler=scheduler)
         configure_vllm(llm_config, plan, self._rank, endpoints, self._tier, folder)
-        return None
+        return None if plan.gpus or plan.tier.kind == STOCK_TIER else OneProcessEngine
 
     def _prepare_tier(self) -> EngineTier:
         """The engine's host tier; an LMCache server is started if the worker is to have its own."""

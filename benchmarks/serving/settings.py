@@ -9,13 +9,17 @@ import typer
 
 from benchmarks.harness import note
 from deploy.commands.console import fail
-from deploy.commands.serve import Config, Unpaced, settings_or_exit
-from kappa.settings.cluster import ClusterSettings, load_settings
+from deploy.commands.serve import Config, settings_or_exit
+from kappa.settings.cluster import ClusterSettings
 
 if TYPE_CHECKING:
     from deploy.app.model import Model
 
 __all__ = ["Config", "ModelName", "Unpaced", "bench_model", "bench_settings"]
+
+Unpaced = Annotated[
+    bool, typer.Option("--unpaced", help="Real speed of this machine instead of paced nodes.")
+]
 
 ModelName = Annotated[
     str | None,
@@ -24,17 +28,6 @@ ModelName = Annotated[
         "--config on two unlike CPU nodes of this machine.",
     ),
 ]  # fmt: skip
-
-# Small enough for a CPU: prompts of a few hundred tokens, and a device cache that spills.
-_REAL_ENGINE = {
-    "max_context_tokens": 2048, "device_blocks": 96, "host_bytes": 1 << 30, "max_batch_tokens": 256,
-}  # fmt: skip
-# Real, and unlike: twice the steps, a third of the device cache's room beyond one prompt.
-_REAL_NODES = (
-    {"name": "memory", "profile": "pcie"},
-    {"name": "small", "profile": "pcie",
-     "engine": {"device_blocks": 72, "host_bytes": 1 << 29, "max_batch_tokens": 128}},
-)  # fmt: skip
 
 
 def bench_settings(
@@ -46,9 +39,7 @@ def bench_settings(
         served = {"id": Path(model).name, "source": model}
         sections["model"] = served | sections.get("model", {})
     if model is not None and unpaced and config is None:
-        settings = load_settings(
-            None, engine=_REAL_ENGINE, pools=list(_REAL_NODES), http={"port": 0}
-        )
+        settings = settings_or_exit(port=0, defaults=True)
     return settings.model_copy(
         update={
             name: getattr(settings, name).model_copy(update=changes)

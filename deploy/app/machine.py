@@ -102,15 +102,38 @@ class Machine:
         return short + other
 
 
-def settings_without_file(machine: Machine) -> dict[str, Any]:
-    """What is served without a cluster file: under vLLM's CUDA build a worker on each GPU, else the
-    demo's nodes, which are the defaults.
+# A real model on a CPU computes some hundred tokens a second: short prompts, and a device cache
+# that spills. Both workers are alike but for where what spills goes.
+_ON_CPU = {
+    "max_context_tokens": 2048, "device_blocks": 96, "max_batch_tokens": 256,
+    "host_bytes": 256 << 20,
+}  # fmt: skip
+ON_DISK = {"host_bytes": 64 << 20, "disk_bytes": 1 << 30}
+"""What differs where what spills goes to disk: memory before it for a prompt or two."""
+# Clusters that are tried out: a Ctrl-C should not take long.
+_DRAIN_S = 5.0
+
+
+def settings_without_file(machine: Machine, disk_dir: Path | None = None) -> dict[str, Any]:
+    """What is served without a cluster file: a small real model, under vLLM's CUDA build by a
+    worker on each GPU, else by two on the CPU, one with its host tier in memory, one on disk.
+
+    disk_dir: folder of that disk tier; none: it is in memory, too.
 
     Raises:
         ValueError: the CUDA build, and no GPU.
     """
+    from deploy.app.smollm2 import NAME
+
+    model = {"id": NAME, "source": NAME}
     if machine.engine_build != "cuda":
-        return {}
+        on_disk = ON_DISK | {"disk_dir": str(disk_dir)} if disk_dir is not None else {}
+        pools = [
+            {"name": "memory", "profile": "pcie", "drain_s": _DRAIN_S},
+            {"name": "disk" if on_disk else "memory-2", "profile": "pcie", "drain_s": _DRAIN_S,
+             "engine": on_disk},
+        ]  # fmt: skip
+        return {"model": model, "engine": _ON_CPU, "pools": pools}
     if not machine.gpus:
         why = f" ({machine.no_gpus})" if machine.no_gpus else ""
         raise ValueError(
@@ -123,7 +146,7 @@ def settings_without_file(machine: Machine) -> dict[str, Any]:
     profile = next(name for name in CATALOGUE if name.split("-")[0] == kind)
     number = len(machine.gpus)
     pool = {"name": "gpu", "profile": profile, "replicas": number, "placement": {"gpus": 1}}
-    return {"pools": [pool]}
+    return {"model": model, "pools": [pool]}
 
 
 def read_machine(cpus: int | None = None, nvml: Any = None) -> Machine:

@@ -62,6 +62,8 @@ def pool_config(
         arguments["tensor_parallel_size"], _ = ranks_of(engine, place.gpus)
     # On GPUs vLLM's queues spin as it likes: a nap there would be a bubble between steps.
     dropped = ("VLLM_CPU_", "OMP_", "KAPPA_QUEUE_SPIN") if place.gpus else ()
+    if not engine.extra.get("enforce_eager", not place.gpus):
+        dropped = (*dropped, "TORCH_COMPILE_")
     environment = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
     is_fetched = not Path(model_source).exists()
     number: dict[str, Any] = {"num_replicas": pool.least}

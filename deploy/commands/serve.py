@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -23,20 +24,26 @@ from deploy.commands.console import (
     print_text,
     warn,
 )
-from kappa.settings.cluster import ClusterSettings, load_settings
+from kappa.settings.cluster import ClusterSettings, home, load_settings
+from kappa.settings.pools import ModelSettings
 
 _LOOK_S = 1.0
 _WIDE = 100
 
 Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="Cluster file (YAML); default: the demo.")
+    Path | None, typer.Option("--config", "-c", help="Cluster file (YAML); default: built in.")
 ]
 Policy = Annotated[
     str | None, typer.Option(help="threshold, ttft or least_backlog; default: as configured.")
 ]
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")]
-Unpaced = Annotated[
-    bool, typer.Option("--unpaced", help="Real speed of this machine instead of paced nodes.")
+Paced = Annotated[
+    bool | None,
+    typer.Option(
+        "--paced/--unpaced",
+        help="Without a file: a tiny model on a PCIe and a C2C node, both paced, instead of a real "
+        "one at this machine's speed. --unpaced: the file's nodes at this machine's speed.",
+    ),
 ]
 LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
 
@@ -49,7 +56,7 @@ def serve(
     allow_open: Annotated[
         bool, typer.Option("--allow-open", help="Listen beyond loopback without keys.")
     ] = False,
-    unpaced: Unpaced = False,
+    paced: Paced = None,
     log_level: LogLevel = None,
     address: Annotated[
         str | None,
@@ -71,10 +78,12 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model, on a Ray cluster started here or one that is joined, until Ctrl-C."""
+    if paced and config:
+        fail(f"--paced is the built-in pair of nodes: in {config} say paced: true", 2)
+    defaults = not (config or address or machine or paced)
     settings = settings_or_exit(
-        config, policy, port, host, unpaced, log_level, allow_open,
-        defaults=not (config or address or machine),
-    )  # fmt: skip
+        config, policy, port, host, paced is False, log_level, allow_open, defaults=defaults
+    )
     if dry and not address:
         raise typer.Exit(print_dry_run(settings, machine or [], json_output))
     if dry or machine:
@@ -82,6 +91,8 @@ def serve(
     signal.signal(signal.SIGTERM, interrupt)
     is_ready = False
     try:
+        if defaults:
+            settings = with_a_model(settings)
         with running(settings, address=address) as cluster:
             # Ray has put its own handler there, which dumps the stack and exits.
             signal.signal(signal.SIGTERM, interrupt)
@@ -94,6 +105,39 @@ def serve(
         raise typer.Exit(0 if is_ready else 130) from None
     # What Ray does at the end of a process would wait for its dead head, for a minute.
     os._exit(1)
+
+
+def with_a_model(settings: ClusterSettings) -> ClusterSettings:
+    """The built-in settings, their model fetched; with the tiny one if it cannot be had."""
+    from deploy.app.model import StartError
+    from deploy.app.smollm2 import smollm2
+
+    try:
+        smollm2(home() / "models", lambda what: warn(what, "dim"))
+    except StartError as error:
+        warn(
+            f"{error}. Until then a tiny random model is served, whose answers mean nothing", "red"
+        )
+        return settings.model_copy(update={"model": ModelSettings()})
+    return settings
+
+
+def _disk_dir() -> Path | None:
+    """Where a worker of the built-in settings has its disk tier; none: there is no room for it."""
+    from deploy.app.machine import ON_DISK
+    from deploy.app.smollm2 import NEEDED_BYTES
+
+    folder = home() / "disk"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        warn(f"{folder}: {error.strerror}: both host tiers are in memory; set KAPPA_HOME")
+        return None
+    if free < ON_DISK["disk_bytes"] + NEEDED_BYTES:
+        warn(f"{folder} has {free / 1e9:.1f} GB free: both host tiers are in memory; free some")
+        return None
+    return folder
 
 
 def interrupt(*_: object) -> None:
@@ -123,7 +167,7 @@ def settings_or_exit(
         if defaults:
             from deploy.app.machine import read_machine, settings_without_file
 
-            changes = settings_without_file(read_machine())
+            changes = settings_without_file(read_machine(), _disk_dir())
         settings = load_settings(config, **changes)
         changes |= {} if log_level is None else {"log_level": log_level}
         for section, options in given.items():
@@ -225,8 +269,11 @@ def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
     for node in nodes:
         profile = node["profile"]
         paced = f"paced: {node['emulated_model']}, 1 s takes {profile['dilation']:g}"
+        disk = profile["disk_bytes_per_s"]
+        rates = [f"{rate / 1e9:.3g}" for rate in (profile["h2d_bytes_per_s"], disk) if rate]
         rows.append((
-            node["node"], profile["link_name"], f"{profile['h2d_bytes_per_s'] / 1e9:.3g}",
+            node["node"], profile["link_name"] + (" and disk" if disk else ""),
+            " and ".join(rates),
             f"{profile['flops_per_s'] / 1e12:.3g}", f"{node['kappa_crit']:.3g}",
             paced if node["paced"] else profile["source"],
         ))  # fmt: skip
@@ -234,12 +281,14 @@ def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
     print_table(f"{', '.join(models)} at {url}/v1", columns, rows, left=2)
     body = {
         "model": models[0],
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 8,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 24,
+        "temperature": 0,
+        "stream": True,
     }
     key = '-H "authorization: Bearer $KEY" ' if headers else ""
     print_text(
         f"watch it at {url}/\npolicy {settings.router.policy}; try:\n"
-        f"curl -i {url}/v1/chat/completions -H 'content-type: application/json' {key}"
+        f"curl -iN {url}/v1/chat/completions -H 'content-type: application/json' {key}"
         f"-d '{json.dumps(body)}'\nCtrl-C stops the cluster."
     )

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
@@ -14,6 +15,7 @@ from deploy.app.model import PreflightError, StartError, model_here, prepare_mod
 from deploy.app.plan import pool_config, worker_nodes
 from deploy.app.ray_cluster import check_port, free_port
 from deploy.cli import app
+from deploy.commands.serve import settings_or_exit, with_a_model
 from kappa.model_config import shape_from_config
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import ModelSettings
@@ -212,3 +214,55 @@ def test_eight_bits_that_the_engine_is_to_use_are_in_the_prior(tiny, tmp_path):
     stored = {"quantization_config": {"quant_method": "fp8"}}
     shape = model_of(tiny, tmp_path / "n", stored, dtype="bfloat16").shape
     assert (shape.weight_dtype_bytes, shape.kv_dtype_bytes) == (1, 2)
+
+
+def test_serve_alone_is_a_real_model_and_paced_the_tiny_one_on_two_links(monkeypatch, tmp_path):
+    monkeypatch.setenv("KAPPA_HOME", str(tmp_path))
+    monkeypatch.setattr("deploy.commands.serve.print_dry_run", lambda settings, *_: shown(settings))
+    seen = []
+
+    def shown(settings):
+        seen.append((settings.model.source, [(p.name, p.paced) for p in settings.all_pools]))
+        return 0
+
+    for options in ([], ["--unpaced"], ["--paced"]):
+        assert CliRunner().invoke(app, ["serve", "--dry-run", *options]).exit_code == 0
+    real = ("smollm2-135m", [("memory", False), ("disk", False)])
+    assert seen == [real, real, (None, [("pcie", True), ("c2c", True)])]
+    assert (tmp_path / "disk").is_dir()
+    file = tmp_path / "cluster.yaml"
+    file.write_text("nodes: [{name: a, profile: pcie}]\n")
+    done = CliRunner().invoke(app, ["serve", "--paced", "--config", str(file)])
+    assert done.exit_code == 2 and "say paced: true" in done.stderr
+
+
+def test_without_its_wheel_the_tiny_model_is_served_and_the_reason_named(monkeypatch, capsys):
+    def refused(*_):
+        raise StartError("smollm2-135m cannot be fetched: no index")
+
+    monkeypatch.setattr("deploy.app.smollm2.smollm2", refused)
+    settings = load_settings(
+        model={"id": "smollm2-135m", "source": "smollm2-135m"},
+        pools=[{"name": "memory", "profile": "pcie"}],
+    )
+    served = with_a_model(settings)
+    assert (served.model.id, served.model.source) == ("kappa-tiny", None)
+    assert served.all_pools == settings.all_pools
+    said = " ".join(capsys.readouterr().err.split())
+    assert "cannot be fetched: no index" in said and "mean nothing" in said
+    monkeypatch.setattr("deploy.app.smollm2.smollm2", lambda *_: None)
+    assert with_a_model(settings) == settings
+
+
+def test_a_full_disk_or_a_home_that_cannot_be_written_leaves_the_disk_tier_out(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("KAPPA_HOME", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))
+    (pool, other) = settings_or_exit(defaults=True).all_pools
+    assert (pool.name, other.name) == ("memory", "memory-2")
+    assert "1.0 GB free" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KAPPA_HOME", str(tmp_path / "file"))
+    assert settings_or_exit(defaults=True).all_pools[1].name == "memory-2"
+    assert "set KAPPA_HOME" in capsys.readouterr().err

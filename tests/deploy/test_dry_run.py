@@ -120,8 +120,8 @@ def test_fp8_reaches_vllm_as_it_is_given():
     assert pool["problems"] == [] and extra.items() <= pool["engine_args"].items()
 
 
-def test_the_demo_would_start_here():
-    done = command("--json")
+def test_the_paced_pair_would_start_here():
+    done = command("--json", "--paced")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert [pool["name"] for pool in found["pools"]] == ["pcie", "c2c"]

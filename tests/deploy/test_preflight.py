@@ -307,11 +307,36 @@ def test_without_a_file_the_cuda_build_serves_one_worker_a_gpu(name, profile):
     assert all_problems(load_settings(**settings_without_file(where)), [None], [where]) == {}
 
 
-def test_without_a_file_and_a_gpu_the_cuda_build_is_refused_and_the_cpu_build_serves_the_demo():
+def test_without_a_file_the_cuda_build_is_refused_if_there_is_no_gpu():
     bare = replace(machine(gpus=0, engine_build="cuda"), no_gpus="NVML: no driver")
     with pytest.raises(ValueError, match=r"has no GPU \(NVML: no driver\).*KAPPA_EXTRA=cpu"):
         settings_without_file(bare)
-    assert settings_without_file(machine(engine_build="cpu")) == {}
+
+
+def test_without_a_file_the_cpu_build_serves_a_real_model_on_memory_and_on_disk(tmp_path):
+    bare = machine(gpus=0, engine_build="cpu")
+    settings = load_settings(**settings_without_file(bare, tmp_path))
+    assert settings.model.source == settings.model.id == "smollm2-135m"
+    memory, disk = settings.all_pools
+    assert (memory.name, disk.name) == ("memory", "disk") and not (memory.paced or disk.paced)
+    fast, slow = (pool.engine_settings(settings.engine) for pool in (memory, disk))
+    # What one worker has in memory the other has on disk, but for a prompt or two.
+    assert fast.disk_bytes == 0 < slow.host_bytes < fast.host_bytes < slow.disk_bytes
+    assert slow.disk_dir == str(tmp_path)
+    assert (
+        fast.model_copy(
+            update={name: getattr(slow, name) for name in ("host_bytes", "disk_bytes", "disk_dir")}
+        )
+        == slow
+    )
+    assert all_problems(settings, [None], [bare]) == {}
+
+
+def test_without_room_on_disk_both_host_tiers_are_in_memory():
+    settings = load_settings(**settings_without_file(machine(engine_build="cpu")))
+    assert [pool.name for pool in settings.all_pools] == ["memory", "memory-2"]
+    one, other = (pool.engine_settings(settings.engine) for pool in settings.all_pools)
+    assert one == other and not one.disk_bytes
 
 
 @pytest.mark.ray
