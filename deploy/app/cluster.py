@@ -30,6 +30,7 @@ from kappa.settings.cluster import ClusterSettings
 Progress = Callable[[str], None]
 
 _WARM_TIMEOUT_S = 180.0
+_POLICY_TIMEOUT_S = 30.0
 # One more than the router's calibration needs before it believes its samples.
 _WARM_ROUNDS = 7
 
@@ -170,6 +171,12 @@ class Cluster:
             "stream": turn > 0,
         }
         client.post("/v1/chat/completions", json=body).raise_for_status()
+
+    def use_policy(self, name: str) -> None:
+        """Have its one ingress decide by another policy from now on."""
+        from ray import serve
+
+        serve.get_app_handle(APP).use_policy.remote(name).result(timeout_s=_POLICY_TIMEOUT_S)
 
     def ended(self) -> str:
         """Why the cluster can serve no more, as "" while it can."""

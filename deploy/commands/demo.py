@@ -2,16 +2,18 @@
 
 Starts the cluster (or uses a running one), replays the sessions that ship with the repository, and
 prints a row per request: what was on the device, what came from the host tier, what was computed,
-which node was chosen and why, and how good the prediction was. Fails if the host tier or a node
-stayed idle, since the demo then showed nothing.
+which node was chosen and why, and how good the prediction was. On a cluster of its own the same
+requests then run under round robin and under prefix affinity: what the choice was worth. Fails if
+the host tier or a node stayed idle, since the demo then showed nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,13 +21,25 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from deploy.commands.console import Json, fail, percent, print_json, print_table, warn
+from deploy.commands.console import (
+    Json,
+    fail,
+    percent,
+    print_json,
+    print_table,
+    seconds,
+    warn,
+)
 from deploy.commands.serve import Config, Policy, running, settings_or_exit
+from kappa.slo import TTFT_FLOOR_S
 from loadtest.client import EndpointError
 from loadtest.journal import RequestRecord
-from loadtest.sessions import ChatSession, chat_sessions, node_rows, replay
+from loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
 from workload.sessions import demo_sessions_path, read_sessions
 
+# What others do, by our names for it; each has so long for all requests.
+_OTHERS = {"round_robin": "round robin", "ray_prefix": "prefix affinity (Ray Serve LLM's)"}
+_COMPARED_S = 240.0
 _TOKENS = ("device_tokens", "cached_tokens", "new_tokens")
 HEADER = (
     f"{'session/turn':<13} {'node':<8} {'device':>6} {'C host':>6} {'N new':>6} {'κ':>7} "
@@ -44,6 +58,9 @@ def demo(
     emulated: Annotated[
         bool, typer.Option("--emulated", help="Simulated nodes: no engine, no cluster.")
     ] = False,
+    compare: Annotated[
+        bool, typer.Option(help="Then the same requests under other policies, to compare.")
+    ] = True,
     sessions: Annotated[int, typer.Option(min=1, max=256, help="Sessions at once.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 8,
     json_output: Json = False,
@@ -62,12 +79,24 @@ def demo(
     if url is not None:
         show(url.rstrip("/"), chats, max_tokens, json_output)
         return
-    with running(settings_or_exit(config, policy, port=0)) as cluster:
-        show(cluster.url, chats, max_tokens, json_output)
+    settings = settings_or_exit(config, policy, port=0)
+    # A log of decisions replays under one policy; of several ingresses one alone would change.
+    compare = compare and settings.router.record is None and settings.http.replicas == 1
+    with running(settings) as cluster:
+        show(cluster.url, chats, max_tokens, json_output, cluster.use_policy if compare else None)
 
 
-def show(url: str, chats: Sequence[ChatSession], max_tokens: int, json_output: bool) -> None:
-    """Replay, print, and exit with 1 if the demo did not show what it is for."""
+def show(
+    url: str,
+    chats: Sequence[ChatSession],
+    max_tokens: int,
+    json_output: bool,
+    use_policy: Callable[[str], None] | None = None,
+) -> None:
+    """Replay, print, and exit with 1 if the demo did not show what it is for.
+
+    use_policy: has the cluster decide by another policy; none: nothing is compared.
+    """
     console = Console(soft_wrap=True, quiet=json_output)
     # Ray and vLLM, once imported, have it log every request.
     for name in ("httpx", "httpx2"):
@@ -86,19 +115,71 @@ def show(url: str, chats: Sequence[ChatSession], max_tokens: int, json_output: b
 
             records = asyncio.run(replay(url, chats, max_tokens, on_record))
         after = asyncio.run(node_rows(url))
+        limit_s = TTFT_FLOOR_S * before[0]["profile"]["dilation"]
+        compared: list[Row] = []
+        if use_policy is not None:
+            compared.append(worth("this", records, limit_s))
+            for name, words in _OTHERS.items():
+                warn(f"the same {len(records)} requests under {words} …", "dim")
+                use_policy(name)
+                theirs = _replayed_under(name, url, chats, max_tokens)
+                compared.append(worth(words, theirs, limit_s))
     except EndpointError as error:
         fail(str(error))
     rows = [to_dict(record) for record in records]
     totals = summary(records, before, after)
     faults = shortcomings(rows, [row["node"] for row in before], totals)
     if json_output:
-        print_json({"url": url, "totals": totals, "faults": faults, "requests": rows})
+        found = {"url": url, "totals": totals, "faults": faults, "requests": rows}
+        print_json(found | ({"compared": compared} if compared else {}))
     else:
         _print_totals(totals)
+        _print_compared(compared, limit_s)
     for fault in faults:
         warn(f"demo: {fault}", "red")
     if faults:
         raise typer.Exit(1)
+
+
+def _replayed_under(
+    policy: str, url: str, chats: Sequence[ChatSession], max_tokens: int
+) -> list[RequestRecord]:
+    """The records of the chats under a policy; fewer if they have not ended in time."""
+    records: list[RequestRecord] = []
+
+    async def within() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_COMPARED_S):
+                await replay(url, marked(chats, policy), max_tokens, records.append)
+
+    asyncio.run(within())
+    return records
+
+
+def marked(chats: Sequence[ChatSession], word: str) -> list[ChatSession]:
+    """The same chats, each beginning with `word`: no cache holds anything of them yet."""
+
+    def begun(turn: ChatTurn) -> ChatTurn:
+        first, *rest = turn.messages
+        return ChatTurn((first | {"content": f"{word}: {first['content']}"}, *rest), turn.pause_s)
+
+    return [ChatSession(chat.name, tuple(map(begun, chat.turns))) for chat in chats]
+
+
+def worth(policy: str, records: Sequence[RequestRecord], limit_s: float) -> Row:
+    """What requests got under a policy: TTFT in seconds; goodput in those that had their first
+    token within `limit_s`, per second from the first that was sent to the last that ended."""
+    done = [record for record in records if not record.error]
+    ttft_s = np.array([to_dict(record)["ttft_s"] for record in done])
+    if not done:
+        return {"policy": policy, "answered": 0, "p50_s": None, "p99_s": None, "goodput_rps": 0.0}
+    lasted_s = max(r.ended_s for r in records) - min(r.sent_s for r in records)
+    p50_s, p99_s = (float(np.quantile(ttft_s, q, method="higher")) for q in (0.5, 0.99))
+    goodput_rps = int((ttft_s <= limit_s).sum()) / lasted_s
+    return {
+        "policy": policy, "answered": len(done), "p50_s": p50_s, "p99_s": p99_s,
+        "goodput_rps": goodput_rps,
+    }  # fmt: skip
 
 
 def title(nodes: Sequence[Row]) -> str:
@@ -232,3 +313,18 @@ def _print_totals(totals: Row) -> None:
         ("steps that overran their pace", percent(totals["overrun_share"])),
     ]
     print_table(f"Totals ({'paced' if totals['paced'] else 'real speed'})", ("", ""), rows, left=2)
+
+
+def _print_compared(compared: Sequence[Row], limit_s: float) -> None:
+    if not compared:
+        return
+    rows = [
+        (
+            row["policy"], str(row["answered"]), seconds(row["p50_s"]), seconds(row["p99_s"]),
+            f"{row['goodput_rps']:.3g}/s",
+        )
+        for row in compared
+    ]  # fmt: skip
+    columns = ("routed by", "answered", "TTFT p50", "p99", "goodput")
+    title = f"What the choice was worth (goodput: first token within {limit_s:g} s)"
+    print_table(title, columns, rows, left=1)

@@ -42,6 +42,7 @@ from router.decision import NoWorkerError
 from router.live.ingresses import Ingresses, merged
 from router.live.replica_registry import PinGoneError
 from router.page.mount import add_page
+from router.policy import policy_named
 from router.telemetry import Telemetry
 
 log = structlog.get_logger(__name__)
@@ -151,6 +152,11 @@ class KappaIngress(OpenAiIngress):
             path.tokenizing.close()
         if tracing is not None:
             tracing.close()
+
+    async def use_policy(self, name: str) -> None:
+        """Decide by another policy from now on: for who started the cluster, by its Serve handle;
+        no HTTP path leads here."""
+        self._live().use_policy(policy_named(name))
 
     # -- endpoints ----------------------------------------------------------------------------
 

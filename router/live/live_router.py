@@ -85,6 +85,16 @@ class LiveRouter:
         """Seconds since the epoch as of the start, and never a jump since."""
         return self._epoch_s + time.monotonic()
 
+    def use_policy(self, policy: Policy) -> None:
+        """Decide by another policy from now on.
+
+        Raises:
+            ValueError: decisions are recorded, and the record names one policy.
+        """
+        if self._record is not None:
+            raise ValueError("router.record is on, whose log replays under one policy: turn it off")
+        self.router.config = replace(self.router.config, policy=policy)
+
     async def close(self) -> None:
         """Follow no worker any more; returns when their sockets are closed."""
         await self.members.close()

@@ -1,6 +1,7 @@
 """`kappa demo` against a stand-in for a cluster, over real HTTP: output and exit codes."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -14,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from typer.testing import CliRunner
 
 from deploy.cli import app as cli
-from deploy.commands.demo import shortcomings, summary, title, to_dict
+from deploy.commands.demo import shortcomings, summary, title, to_dict, worth
 from loadtest.client import EndpointError
 from loadtest.journal import RequestRecord
 from loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
@@ -225,3 +226,84 @@ async def test_an_endpoint_without_nodes_is_no_cluster_of_ours(cluster):
 async def test_a_replay_of_a_cluster_that_does_not_answer_is_one_clear_error():
     with pytest.raises(EndpointError, match=r"127\.0\.0\.1:9"):
         await replay("http://127.0.0.1:9", [], 1)
+
+
+class Switched:
+    """A cluster whose policy can be changed; policies: which decided from which request on."""
+
+    def __init__(self, stand_in, settings):
+        self.stand_in, self.settings, self.url = stand_in, settings, stand_in.url
+        self.policies = [(0, "priced")]
+
+    def use_policy(self, name):
+        self.policies.append((len(self.stand_in.received), name))
+
+
+@pytest.fixture
+def started(cluster, monkeypatch):
+    """What `kappa demo` starts instead of a cluster."""
+    made = []
+
+    @contextlib.contextmanager
+    def running(settings):
+        made.append(Switched(cluster, settings))
+        yield made[-1]
+
+    monkeypatch.setattr("deploy.commands.demo.running", running)
+    return made
+
+
+def test_the_same_requests_then_run_under_round_robin_and_prefix_affinity(cluster, short, started):
+    done = CliRunner().invoke(cli, ["demo", "--sessions", "2", "--json"])
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)
+    assert started[0].policies == [(0, "priced"), (12, "round_robin"), (24, "ray_prefix")]
+    # Sessions run at once, so that requests of one run may come in another order.
+    runs = [cluster.received[at : at + 12] for at in (0, 12, 24)]
+    ours, *others = [sorted(json.dumps(body["messages"]) for body in run) for run in runs]
+    for name, run in zip(("round_robin", "ray_prefix"), others, strict=True):
+        assert sorted(text.replace(f"{name}: ", "", 1) for text in run) == ours
+        assert all(text.count(f"{name}: ") == 1 for text in run), "nothing cached may be found"
+    assert [row["policy"] for row in shown["compared"]] == [
+        "this", "round robin", "prefix affinity (Ray Serve LLM's)",
+    ]  # fmt: skip
+    assert all(row["answered"] == 12 for row in shown["compared"])
+    assert all(0 < row["p50_s"] <= row["p99_s"] for row in shown["compared"])
+
+
+@pytest.mark.parametrize("options", [["--no-compare"], ["--config"]])
+def test_nothing_is_compared_where_it_is_not_wanted_or_one_policy_is_recorded(
+    cluster, short, started, options, tmp_path
+):
+    if options == ["--config"]:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(f"router: {{record: {tmp_path}/log}}\n")
+        options = ["--config", str(file)]
+    done = CliRunner().invoke(cli, ["demo", "--sessions", "2", *options])
+    assert done.exit_code == 0, done.output
+    assert started[0].policies == [(0, "priced")] and "worth" not in done.stdout
+
+
+def test_a_policy_that_does_not_end_is_cut_off_and_what_came_is_shown(
+    cluster, short, started, monkeypatch
+):
+    monkeypatch.setattr("deploy.commands.demo._COMPARED_S", 0.0)
+    done = CliRunner().invoke(cli, ["demo", "--sessions", "2"])
+    assert done.exit_code == 0, done.output
+    table = done.stdout.partition("What the choice was worth")[2]
+    assert "round robin" in table and "first token within 15 s" in " ".join(table.split())
+    assert table.count(" 12 ") == 1, "ours alone was answered"
+
+
+def test_what_a_choice_is_worth_by_hand():
+    def record(sent_s, ttft_s, ended_s, error=""):
+        first_s = None if error else sent_s + ttft_s
+        return RequestRecord("s", 1, sent_s=sent_s, first_token_s=first_s, ended_s=ended_s,
+                             error=error)  # fmt: skip
+
+    records = [record(10, 1, 12), record(10, 3, 14), record(12, 9, 30), record(11, 0, 11, "cut")]
+    assert worth("x", records, 5.0) == {
+        # Two of three in time, in the 20 s from the first sent to the last ended.
+        "policy": "x", "answered": 3, "p50_s": 3.0, "p99_s": 9.0, "goodput_rps": 0.1,
+    }  # fmt: skip
+    assert worth("x", records[3:], 5.0)["p99_s"] is None

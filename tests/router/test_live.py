@@ -299,3 +299,17 @@ async def test_a_watch_that_fails_is_started_again(scene, worker, monkeypatch):
     live.members._clock = clock
     await until(lambda: sample(live, 'kappa_task_restarts_total{task="watch"}') == 1)
     assert live.members.fault() == ""
+
+
+async def test_another_policy_decides_from_now_on_and_never_within_a_record(
+    scene, worker, tmp_path
+):
+    live, registry = scene
+    await joined(live, registry, worker())
+    assert live.route(ask("one")).policy == "ttft"
+    live.use_policy(policy_named("least_backlog"))
+    assert live.route(ask("two")).policy == "least_backlog"
+    recorded = LiveRouter(live.router.config, str(tmp_path / "log"))
+    with pytest.raises(ValueError, match=r"router\.record is on"):
+        recorded.use_policy(policy_named("ttft"))
+    await recorded.close()
