@@ -46,7 +46,7 @@ class JournaledWorker:
 
 @dataclass(frozen=True, slots=True)
 class JournaledRequest:
-    """A request that was served; real seconds.
+    """A request that was served; real seconds. ttft_s: NaN if its answer was not streamed.
 
     steered: the arm, `kappa` or `present`. blocks: hashes of the prompt's leading blocks, shape
     (blocks,). predicted_s: the TTFT expected where it went, NaN if nothing was.
@@ -145,7 +145,7 @@ class JournalWriter:
 def read_journal(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> list[RolloutSegment]:
     """The segments of a journal, from (where, entry).
 
-    Requests that had no first token are counted, not kept.
+    Requests without an answer are counted, not kept.
 
     Raises:
         ValueError: names the line that cannot be read.
@@ -197,8 +197,8 @@ def _add_request(
         raise ValueError(f"shares {entry['shared_blocks']} blocks with a prompt of {len(shared)}")
     prompts[entry["number"]] = blocks
     prompts.pop(entry["number"] - 2 * _REMEMBERED, None)
-    ttft_s = entry["actual"]["ttft_s"]
-    if ttft_s is None or entry["end"] != "done":
+    ttft_s = math.nan if entry["actual"]["ttft_s"] is None else entry["actual"]["ttft_s"]
+    if entry["end"] != "done":
         segment.failed += 1
         return
     segment.requests.append(

@@ -80,10 +80,11 @@ def counterfactual(segment: RolloutSegment, policy: Policy, seed: int = 0) -> Co
         ValueError: there are too few requests, or one went to an engine that is not described.
     """
     requests = sorted(segment.requests, key=lambda r: r.arrival_s)
-    if len(requests) < LEAST_REQUESTS:
+    timed = sum(not math.isnan(request.ttft_s) for request in requests)
+    if timed < LEAST_REQUESTS:
         raise ValueError(
-            f"{len(requests)} requests are answered in this journal, {LEAST_REQUESTS} are the least"
-            " that say anything: let more come"
+            f"{timed} streamed requests are answered in this journal, {LEAST_REQUESTS} are the "
+            "least that say anything: let more come"
         )
     workers = list(segment.workers.values())
     traffic, order = traffic_of(requests, workers[0].announcement.block_tokens)
@@ -216,7 +217,7 @@ def compared(
 
     as_sent_s: the measured one, replayed. The interval resamples conversations.
     """
-    sure = ~(np.isnan(as_sent_s) | np.isnan(otherwise_s))
+    sure = ~np.isnan(measured_s + as_sent_s + otherwise_s)
     measured_s, as_sent_s, otherwise_s = (x[sure] for x in (measured_s, as_sent_s, otherwise_s))
     conversations = conversations[sure]
 
@@ -237,8 +238,9 @@ def compared(
 
 def arms(requests: Sequence[JournaledRequest], seed: int = 0) -> Comparison | None:
     """What the present rule's arm gave against ours, measured; None where one arm has too few."""
-    theirs = [r for r in requests if r.steered != "kappa"]
-    ours = [r for r in requests if r.steered == "kappa"]
+    timed = [r for r in requests if not math.isnan(r.ttft_s)]
+    theirs = [r for r in timed if r.steered != "kappa"]
+    ours = [r for r in timed if r.steered == "kappa"]
     if min(len(theirs), len(ours)) < LEAST_REQUESTS:
         return None
     pairs = [
@@ -252,8 +254,8 @@ def arms(requests: Sequence[JournaledRequest], seed: int = 0) -> Comparison | No
     measured, other = (figures(ttft_s) for ttft_s, _ in pairs)
     saved = np.subtract(measured, other)
     return Comparison(
-        measured, other, _intervals(saved, drawn[0] - drawn[1]), len(requests),
-        len({r.conversation for r in requests}),
+        measured, other, _intervals(saved, drawn[0] - drawn[1]), len(timed),
+        len({r.conversation for r in timed}),
     )  # fmt: skip
 
 

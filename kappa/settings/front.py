@@ -16,6 +16,7 @@ from kappa.settings.pools import Name, ProfileName
 from kappa.settings.routing import ObservingSettings, RouterSettings
 from kappa.shapes import model_shape
 
+_PRESENT = ("round-robin", "least-connections", "prefix-hash")
 _EXAMPLE = "http://10.0.0.7:8000"
 
 
@@ -120,9 +121,13 @@ class FrontSettings(Section):
     first_byte_s: Finite = Field(
         60.0, gt=0, description="a streamed answer that has not begun by then is sought elsewhere"
     )
-    present: Literal["round-robin", "least-connections", "prefix-hash"] = Field(
+    present: str = Field(
         "round-robin",
-        description="the present balancer, emulated: steers in mode shadow, and the rest in canary",
+        description="the present balancer, which steers in mode shadow and the rest in canary: "
+        "emulated (round-robin, least-connections, prefix-hash), or the url of a real one",
+    )
+    present_header: str = Field(
+        "x-backend", description="by which a real one's answers name their server, HOST:PORT"
     )
     journal: str | None = Field(
         None, description="file for what was decided and came of it (`kappa route report`)"
@@ -138,6 +143,15 @@ class FrontSettings(Section):
     )
     drain_s: Finite = Field(30.0, ge=1, description="at the end: for requests that are open")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
+
+    @field_validator("present")
+    @classmethod
+    def _is_a_balancer(cls, value: str) -> str:
+        if value in _PRESENT:
+            return value
+        if "://" not in value:
+            raise ValueError(f"{value!r}: give {', '.join(_PRESENT)}, or the url of your balancer")
+        return _server_url(value)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -313,18 +313,19 @@ class Backend:
 
     # -- requests -----------------------------------------------------------------------------
 
-    async def stream(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
-        """What the server answers: its head, once its body begins, then the body as it comes.
+    async def stream(self, call: Call, via: str = "") -> AsyncGenerator[Head | bytes, None]:
+        """What the server answers: its head, once its body begins, then the body as it comes; via:
+        another address to send to.
 
         Closed before its end, the connection is closed, too.
         """
         headers = {n: v for n, v in call.headers.items() if n.lower() not in _HOP}
-        if self.settings.key:
+        if self.settings.key and not via:
             headers = {n: v for n, v in headers.items() if n.lower() not in KEY_HEADERS}
             headers["authorization"] = f"Bearer {self.settings.key}"
         # As it is: what is passed on byte for byte must be readable for us, too.
         headers["accept-encoding"] = "identity"
-        url = URL(self.settings.url + call.target, encoded=True)
+        url = URL((via or self.settings.url) + call.target, encoded=True)
         answer = await self._http.request(
             call.method, url, data=call.body or None, headers=headers, allow_redirects=False
         )

@@ -15,18 +15,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import numpy as np
+import structlog
 
 from kappa.protocol import Admission, Announcement
 from kappa.settings.front import FrontSettings
 from router.api import errors
 from router.api.metadata import CONVERSATION_KEYS
 from router.api.start import IngressSettings, member_rule, router_config
-from router.decision import Decision, RouteRequest
-from router.front.backend import Backend
+from router.decision import Decision, NoWorkerError, RouteRequest
+from router.front.backend import Backend, Head
 from router.front.facts import Usage
 from router.front.rollout import FrontRollout
 from router.history import BLOCK_TOKENS, BYTES_PER_TOKEN, Sent, prompt_tokens
@@ -37,6 +39,8 @@ from router.live.live_router import LiveRouter
 from router.live.membership import Follower
 from router.live.replica_registry import ReplicaRegistry
 from router.live.supervised import supervised
+
+log = structlog.get_logger(__name__)
 
 DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions")
 _DEPLOYMENT = "front"
@@ -82,12 +86,14 @@ class Wanted:
 
 @dataclass(slots=True)
 class Flying:
-    """A request at a server: the decision, and the blocks that it brings there."""
+    """A request at a server: the decision, and the blocks that it brings there; via: the present
+    balancer that it is sent to instead, which may choose another."""
 
     decision: Decision
     backend: Backend
     sent: Sent | None = None
     session: str = ""
+    via: str = ""
 
 
 class Front:
@@ -98,7 +104,7 @@ class Front:
     def __init__(self, settings: FrontSettings) -> None:
         self.settings = settings
         self.backends: dict[str, Backend] = {}
-        self._registry = ReplicaRegistry()
+        self._registry, self._warned = ReplicaRegistry(), False
         # Events are about token ids; without them text will do.
         self._by_ids = any(one.events for one in settings.backends)
         self._block_tokens = settings.block_tokens if self._by_ids else BLOCK_TOKENS
@@ -231,13 +237,39 @@ class Front:
 
     def decide(self, request: RouteRequest, tenant: str = "") -> Flying:
         """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
-        decision = self.rollout.decide(request, tenant)
-        backend, index = self.backends[decision.worker], self.live.router.index
-        flying = Flying(decision, backend, session=request.session)
-        hashes = decision.priced.prefix_hashes
+        decision, via = self.rollout.decide(request, tenant)
+        flying = Flying(decision, self.backends[decision.worker], session=request.session, via=via)
+        if not via:
+            self._holds(flying)
+        return flying
+
+    def _holds(self, flying: Flying) -> None:
+        backend, index = flying.backend, self.live.router.index
+        hashes = flying.decision.priced.prefix_hashes
         if backend.sent is not None and index is not None and len(hashes):
             flying.sent = backend.sent.send(index, hashes)
-        return flying
+
+    def answered(self, flying: Flying, request: RouteRequest, head: Head) -> None:
+        """An answer through the present balancer begins: its head may say whose it is."""
+        given = dict(head.headers).get(self.settings.present_header.lower().encode(), b"")
+        named = given.decode("latin-1").removeprefix("http://").removeprefix("https://")
+        worker = next(
+            (name for name, one in self.backends.items()
+             if named in (name, urlsplit(one.settings.url).netloc)), "",
+        )  # fmt: skip
+        if not worker and not self._warned:
+            self._warned = True
+            log.warning(
+                "present_balancer_names_no_server", header=self.settings.present_header,
+                found=named, remedy="have it name the server's HOST:PORT; until then servers are "
+                "guessed and the report is not to be trusted",
+            )  # fmt: skip
+        if worker and worker != flying.decision.worker:
+            # One that is not known to live is not followed: the guess stands.
+            with contextlib.suppress(NoWorkerError):
+                flying.decision = self.live.moved(request, worker)
+                flying.backend = self.backends[worker]
+        self._holds(flying)
 
     def used(self, flying: Flying, usage: Usage) -> None:
         """An answer said what its prompt took."""

@@ -26,7 +26,7 @@ from router.api.app import Inbound, inbound_of
 from router.api.errors import ApiError
 from router.api.metadata import SESSION_HEADER, decision_headers
 from router.api.tenants import Places
-from router.decision import NoWorkerError, OverloadedError
+from router.decision import NoWorkerError, OverloadedError, RouteRequest
 from router.front.backend import KEY_HEADERS, Call, Head
 from router.front.facts import usage_in
 from router.front.front import DECIDED_PATHS, Flying, Front
@@ -144,7 +144,7 @@ class _Passage:
                 await self._give_up(last, str(error))
                 return
             try:
-                await self._attempt(flying, call)
+                await self._attempt(flying, routed, call)
                 return
             except Unserved as failure:
                 log.warning(
@@ -176,14 +176,16 @@ class _Passage:
         settings = self._front.settings
         return settings.first_byte_s if self._streamed else settings.router.request_timeout_s
 
-    async def _attempt(self, flying: Flying, call: Call) -> None:
+    async def _attempt(self, flying: Flying, routed: RouteRequest, call: Call) -> None:
         """One server's answer, sent on; Unserved if nothing of it was."""
         worker, waits = flying.decision.worker, self._live.members.waits
-        stream, wait, end = flying.backend.stream(call), waits.begin(worker), "client_gone"
+        stream = flying.backend.stream(call, flying.via)
+        wait, end = waits.begin(worker), "client_gone"
         try:
-            end = await self._relay(flying, stream, wait)
+            end = await self._relay(flying, routed, stream, wait)
         except Unserved as failure:
-            end = failure.end
+            # A real balancer's failure says nothing of the server that it was thought to choose.
+            end = "unsent" if flying.via else failure.end
             raise
         finally:
             waits.end(worker, wait)
@@ -191,8 +193,9 @@ class _Passage:
             await stream.aclose()
 
     async def _relay(
-        self, flying: Flying, stream: AsyncGenerator[Head | bytes, None], wait: Wait
-    ) -> str:
+        self, flying: Flying, routed: RouteRequest, stream: AsyncGenerator[Head | bytes, None],
+        wait: Wait,
+    ) -> str:  # fmt: skip
         """Send on what comes; how it ended."""
         head, part = await self._first(flying, stream, wait)
         if head.status in (*_FULL, *_FAILED):
@@ -201,6 +204,8 @@ class _Passage:
             kept = [pair for pair in head.headers if pair[0] != b"content-length"]
             failure.answer = Head(head.status, kept), await _rest(stream, wait, part)
             raise failure
+        if flying.via:
+            self._front.answered(flying, routed, head)
         if head.streamed and b"data:" in part:
             self._live.first_token(self._request_id)
         decided = flying.decision.informed
@@ -242,7 +247,8 @@ class _Passage:
             head = await wait.next(stream, limit_s)
             return head, await _next(stream, wait, limit_s)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            flying.backend.unreachable(error)
+            if not flying.via:
+                flying.backend.unreachable(error)
             raise Unserved("worker_died", "it cannot be reached", reached=False) from None
         except WorkerLostError as error:
             raise Unserved("worker_died", str(error)) from None

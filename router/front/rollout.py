@@ -14,7 +14,7 @@ from router.decision import Decision, RouteRequest
 from router.journal import CacheBlocks, JournalWriter
 from router.live.live_router import LiveRouter
 from router.live.record_file import ThreadedFile
-from router.rollout import PRESENT, Rollout
+from router.rollout import PRESENT, LeastConnections, Rollout
 
 _DESCRIBE_S = 30.0
 _CHUNK_BYTES = 1 << 18
@@ -35,7 +35,9 @@ class FrontRollout:
     ) -> None:  # fmt: skip
         mode, self._live, self._caches = settings.router.mode, live, caches
         self._rollout = Rollout.parse(mode, "present")
-        self._present = PRESENT[settings.present]()
+        self.balancer = "" if settings.present in PRESENT else settings.present
+        # Of a real one it is known only afterwards; until then its requests are thought spread.
+        self._present = PRESENT.get(settings.present, LeastConnections)()
         self._writer = JournalWriter(mode, settings.present, settings.router.policy)
         self.path, dropped = settings.journal, partial(live.metrics.inc, m.RECORD_DROPPED)
         self._file: ThreadedFile | None = None
@@ -43,11 +45,12 @@ class FrontRollout:
             self._file = ThreadedFile(self.path, dropped, settings.journal_bytes)
         self._described_s, self._workers = 0.0, 0
 
-    def decide(self, request: RouteRequest, tenant: str) -> Decision:
-        """Choose a server by the rule whose turn it is, and reserve it; raises NoWorkerError."""
+    def decide(self, request: RouteRequest, tenant: str) -> tuple[Decision, str]:
+        """Choose a server by the rule whose turn it is, and reserve it; and the real balancer's
+        url, if that is to choose, in which case the server is a guess. Raises NoWorkerError."""
         if self._rollout.arm(f"{tenant} {request.session or request.request_id}") == "kappa":
-            return self._live.route(request, tenant)
-        return self._live.route_as(request, tenant, self._present)
+            return self._live.route(request, tenant), ""
+        return self._live.route_as(request, tenant, self._present), self.balancer
 
     def ended(self, decision: Decision, session: str, end: str) -> None:
         """A request is over at its server (`LiveRouter.release`)."""

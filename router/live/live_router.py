@@ -167,6 +167,27 @@ class LiveRouter:
         self.metrics.inc(m.SHADOW_SAVING, by=max(shadow.saving_s, 0.0))
         return decision
 
+    def moved(self, request: RouteRequest, worker: str) -> Decision:
+        """A request that was thought to go elsewhere is on `worker`, as its present balancer says;
+        what it took so far counts there. Raises NoWorkerError, and changes nothing."""
+        if worker not in self.router.workers or request.request_id not in self.router:
+            raise NoWorkerError(f"{worker} is not known, or the request is over")
+        record, breakers = self.records[request.request_id], self.members.breakers
+        sent_s = self.router.flights[request.request_id].sent_s
+        breakers.abandoned(record.decision.worker, request.request_id)
+        others = frozenset(self.router.workers) - {worker}
+        decision = self.router.route(replace(request, exclude=others, retry=True), self.now_s())
+        breakers.sent(worker, request.request_id, self.now_s())
+        self.router.flights[request.request_id].sent_s = sent_s
+        record.decision = replace(without_candidates(decision), reason=record.decision.reason)
+        if record.shadow is not None:
+            chosen = decision.chosen
+            record.shadow = replace(
+                record.shadow, present_worker=worker, present_node=chosen.node.name,
+                present_predicted_ttft_s=chosen.ttft_s,
+            )  # fmt: skip
+        return decision
+
     def explain(self, request: RouteRequest) -> Decision:
         """What `route` would decide; nothing is reserved. Raises `NoWorkerError`."""
         return self._decided(self.router.explain, request, self.members.blocked())

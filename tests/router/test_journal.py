@@ -1,6 +1,7 @@
 """The journal of a rollout: what is written is read back, whatever was lost or damaged."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -92,10 +93,17 @@ def test_each_process_begins_a_segment_and_its_workers_may_be_described_again():
     assert second.mode == "canary:5" and second.requests[0].blocks.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("changes", [{"end": "error"}, {"actual": {"ttft_s": None}}])
-def test_requests_without_an_answer_are_counted_and_left_out(changes):
+def test_an_answer_that_was_not_streamed_has_no_ttft():
     journal = writer()
-    entries = [journal.workers(router("a"), 1.0), journal.request(record(**changes), "t", blocks())]
+    line = journal.request(record(actual={"ttft_s": None}), "t", blocks())
+    (segment,) = read([journal.workers(router("a"), 1.0), line])
+    assert math.isnan(segment.requests[0].ttft_s) and not segment.failed
+
+
+def test_requests_without_an_answer_are_counted_and_left_out():
+    journal = writer()
+    line = journal.request(record(end="error"), "t", blocks())
+    entries = [journal.workers(router("a"), 1.0), line]
     (segment,) = read(entries)
     assert (list(segment.requests), segment.failed) == ([], 1)
 

@@ -114,10 +114,18 @@ def test_an_arm_of_few_requests_says_nothing():
     assert cf.arms([*rows, *[request("k", steered="kappa")] * (cf.LEAST_REQUESTS - 1)]) is None
 
 
+def test_answers_that_were_not_streamed_load_servers_and_are_not_measured():
+    measured = np.array([1.0, math.nan, 3.0])
+    found = cf.compared(measured, np.full(3, 2.0), np.full(3, 1.0), np.array(["a", "b", "c"]))
+    assert found.requests == 2 and found.measured.mean == 2.0
+    rows = [request(str(k), ttft_s=math.nan) for k in range(200)]
+    assert cf.arms([*rows, *[request("k", steered="kappa")] * 200]) is None
+
+
 def test_too_few_requests_and_unknown_engines_are_refused(announced):
     segment = RolloutSegment("shadow", "round-robin", "priced", {"a": announced[0]})
     segment.requests.extend([request()] * 3)
-    with pytest.raises(ValueError, match=f"3 requests .* {cf.LEAST_REQUESTS} are the least"):
+    with pytest.raises(ValueError, match=f"3 streamed requests .* {cf.LEAST_REQUESTS} are"):
         cf.counterfactual(segment, policy_named("priced"))
     segment.requests.extend(request(str(k), worker="b") for k in range(60))
     with pytest.raises(ValueError, match="no line of the journal describes a, b"):

@@ -82,6 +82,7 @@ async def test_without_a_journal_ours_steers_and_nothing_is_written(tmp_path):
         ({"router": {"mode": "shadow"}}, "--journal FILE"),
         ({"router": {"mode": "half"}}, "canary:N"),
         ({"present": "random"}, "round-robin"),
+        ({"present": "ftp://a"}, "no address of a server"),
     ],
 )
 def test_modes_that_cannot_be_are_refused(given, why):
@@ -110,6 +111,57 @@ def test_a_conversation_is_known_by_its_name_or_its_beginning(one, other, same):
 @pytest.mark.parametrize("body", [{}, {"messages": 5}, {"prompt": None}, {"user": 3}])
 def test_a_body_that_tells_no_conversation_has_none(body):
     assert Wanted.of(json.dumps(body).encode())[0].session == ""
+
+
+# -- a real balancer in front of the same servers --------------------------------------------------
+
+
+class Balancer(FakeServer):
+    """Answers itself, in the name of `named`."""
+
+    named = ""
+
+    async def _answer(self, request, body):
+        answer = await super()._answer(request, body)
+        if self.named and not answer.prepared:
+            answer.headers["x-upstream"] = self.named
+        return answer
+
+
+async def via(tmp_path, named, **changes):
+    """A request through a balancer: the journal's line of it, and what it left."""
+    path, balancer = tmp_path / "j", Balancer(**changes)
+    async with serving(FakeServer(), FakeServer(), balancer) as (one, two, _):
+        balancer.named = named.format(a=one.url, b=two.url.removeprefix("http://"))
+        given = {"present": balancer.url, "present_header": "X-Upstream", "journal": str(path)}
+        async with routing(one, two, router={"mode": "shadow"}, **given) as here:
+            async with here.http.post(CHATS, json=chat("question " * 60)) as answer:
+                await answer.read()
+            assert not here.front.live.router.reservations and not one.seen and not two.seen
+            held = {name: backend.sent._number for name, backend in here.front.backends.items()}
+            breakers = here.front.live.members.blocked()
+    assert len(balancer.seen) == 1 or balancer.status != 200
+    (line,) = [line for line in lines_of(path) if line["line"] == "request"][-1:]
+    return answer.status, line, held, breakers
+
+
+@pytest.mark.parametrize(("named", "worker"), [("{a}", "a"), ("{b}", "b")])
+async def test_a_real_balancers_answers_say_where_a_request_went(tmp_path, named, worker):
+    status, line, held, _ = await via(tmp_path, named)
+    assert status == 200 and line["worker"] == worker == line["shadow"]["present_worker"]
+    assert held == {"a": int(worker == "a"), "b": int(worker == "b")}
+    assert line["steered"] == "present" and line["end"] == "done"
+
+
+@pytest.mark.parametrize("named", ["", "10.9.9.9:1"])
+async def test_where_they_do_not_a_server_is_guessed(tmp_path, named):
+    status, line, _, _ = await via(tmp_path, named)
+    assert status == 200 and line["worker"] in ("a", "b")
+
+
+async def test_a_real_balancers_failure_is_no_servers(tmp_path):
+    status, line, _, breakers = await via(tmp_path, "", status=503)
+    assert status == 503 and line["end"] == "unsent" and not breakers.failing
 
 
 # -- the report ------------------------------------------------------------------------------------
