@@ -43,7 +43,7 @@ class Model:
     """A model on disk or by name: where it is, its shape and its chat template.
 
     no_weights: what its folder lacks of them; empty: nothing, or it is not a folder. adapter_rank:
-    the highest of its LoRA adapters; 0: it has none.
+    the highest of its LoRA adapters; 0: it has none. family: its config's `model_type`.
     """
 
     source: str
@@ -51,6 +51,7 @@ class Model:
     chat_template: str
     no_weights: str = ""
     adapter_rank: int = 0
+    family: str = ""
 
 
 def prepare_model(
@@ -139,7 +140,8 @@ def _read(source: str, settings: ClusterSettings, *, is_offline: bool = False) -
     if Path(source).is_dir() and not lacking:
         shape = with_stored_weights(shape, Path(source))
     found = [adapter_rank(*each, config) for each in settings.model.adapters.items()]
-    return Model(source, shape, str(tokenizer.chat_template or ""), lacking, max(found, default=0))
+    template, family = str(tokenizer.chat_template or ""), str(config.get("model_type") or "")
+    return Model(source, shape, template, lacking, max(found, default=0), family)
 
 
 def adapter_rank(name: str, folder: str, config: Mapping[str, Any]) -> int:

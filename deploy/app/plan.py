@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from deploy.app.model import Model, StartError
+from deploy.app.parsers import parser_arguments
 from kappa.hardware import NodeProfile, node_profile
 from kappa.model import kv_bytes
 from kappa.plans.clo import CloConfig, read_heads
@@ -131,6 +132,8 @@ def pool_deployment(
     from workers.replica import KappaServer
 
     labels = dict(pool.placement.labels)
+    engine = pool.engine_settings(settings.engine)
+    config.engine_kwargs.update(parser_arguments(engine, model.family, model.chat_template))
     return build_llm_deployment(
         config,
         bind_kwargs={"plan": worker_plan(settings, pool, model, stream_host)},

@@ -124,6 +124,23 @@ class TransferSettings(Section):
 # vLLM's; a contract test holds them.
 DtypeName = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 
+ToolCallParserName = Literal[
+    "auto", "none", "dots", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
+    "cohere_command3", "cohere_command4", "ernie45", "glm45", "glm47", "ling3", "granite-20b-fc",
+    "granite", "granite4", "hermes", "poolside_v1", "hunyuan_a13b", "hy_v3", "hy_v4", "internlm",
+    "jamba", "lfm2", "kimi_k2", "kimi_k3", "llama3_json", "llama4_json", "llama4_pythonic",
+    "longcat", "mimo", "minimax_m2", "minimax_m3", "minicpm5", "mistral", "olmo3", "muse_glimmer",
+    "openai", "phi4_mini_json", "pythonic", "qwen3_coder", "qwen3_xml", "seed_oss", "step3",
+    "step3p5", "inkling", "xlam", "gigachat3", "functiongemma", "gemma4", "apertus",
+]  # fmt: skip
+ReasoningParserName = Literal[
+    "auto", "none", "deepseek_r1", "deepseek_v3", "deepseek_v4", "poolside_v1", "cohere_command3",
+    "cohere_command4", "ernie45", "gemma4", "glm45", "glm47", "ling3", "openai_gptoss", "granite",
+    "holo2", "hunyuan_a13b", "hy_v3", "hy_v4", "kimi_k2", "kimi_k3", "mimo", "minimax_m2",
+    "minimax_m2_append_think", "minimax_m3", "mistral", "nemotron_v3", "olmo3", "muse_glimmer",
+    "qwen3", "seed_oss", "step3", "step3p5", "inkling",
+]  # fmt: skip
+
 EngineKind = Literal["vllm", "torch", "emulated"]
 
 PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail"]
@@ -271,6 +288,12 @@ class EngineSettings(Section):
     )
     max_sequences: int | None = Field(None, ge=1, description="on CPUs 64")
     dtype: DtypeName | None = Field(None, description="of weights and KV; on CPUs float32")
+    tool_call_parser: ToolCallParserName = Field(
+        "auto", description="vLLM's, which reads tool calls in answers; auto: by the model's family"
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto", description="vLLM's, which sets reasoning apart; auto: by the model's family"
+    )
     metrics: bool = Field(False, description="export vLLM's own metrics through Ray, too")
     extra: dict[str, Any] = Field(
         default_factory=dict,

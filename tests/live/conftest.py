@@ -30,6 +30,7 @@ engine:
   device_blocks: 200
   metrics: true
   max_context_tokens: 6144
+  tool_call_parser: hermes
 router:
   max_queue: 40
   max_body_bytes: 131072

@@ -1,5 +1,8 @@
 """The OpenAI endpoints as the official client sees them, and what we add to the answers."""
 
+import json
+
+import anthropic
 import openai
 import pytest
 
@@ -86,6 +89,46 @@ def test_completions_answer_texts_and_token_ids(idle):
         )
     )
     assert "".join(c.choices[0].text for c in streamed if c.choices)
+
+
+FIXED = {"type": "object", "properties": {"on": {"const": True}}, "required": ["on"]}
+
+
+def test_messages_and_responses_call_a_tool_whole_and_streamed(idle):
+    """Which tool, and its arguments, are demanded: the model's weights are random."""
+    tool = {"name": "switch", "description": "Switches.", "input_schema": FIXED}
+    ask = {
+        "model": idle.model, "max_tokens": 200, "tools": [tool],
+        "messages": [{"role": "user", "content": "On, please. " * 20}],
+        "tool_choice": {"type": "tool", "name": "switch"},
+    }  # fmt: skip
+    with anthropic.Anthropic(base_url=idle.url, api_key="none", max_retries=0) as client:
+        counted = client.messages.count_tokens(
+            **{k: v for k, v in ask.items() if k != "max_tokens"}
+        ).input_tokens
+        whole = client.messages.create(**ask)
+        with client.messages.stream(**ask) as stream:
+            live = stream.get_final_message()
+    for made in (whole, live):
+        (used,) = made.content
+        assert (used.type, used.name, used.input) == ("tool_use", "switch", {"on": True})
+        assert made.stop_reason == "tool_use" and made.usage.output_tokens > 3
+        assert made.usage.input_tokens + made.usage.cache_read_input_tokens == counted
+    assert live.usage.cache_read_input_tokens > 0
+    function = {"type": "function", "name": "switch", "parameters": FIXED, "strict": True}
+    ask = {
+        "model": idle.model, "input": "On, please.", "tools": [function],
+        "tool_choice": {"type": "function", "name": "switch"}, "max_output_tokens": 200,
+    }  # fmt: skip
+    whole = idle.openai.responses.create(**ask)
+    with idle.openai.responses.stream(**ask) as stream:
+        live = stream.get_final_response()
+    for made in (whole, live):
+        (called,) = made.output
+        assert made.status == "completed" and called.name == "switch"
+        assert json.loads(called.arguments) == {"on": True}
+    text = idle.openai.responses.create(model=idle.model, input="Hello", max_output_tokens=4)
+    assert text.usage.output_tokens <= 4 and text.usage.input_tokens > 0
 
 
 def test_several_choices_come_back(idle):
