@@ -55,9 +55,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 59_550),  # goal: 33,000
+        (PRODUCT, 59_600),  # goal: 33,000
         (("benchmarks",), 13_800),  # goal: 8,000
-        (("tests",), 56_850),  # goal: 30,000
+        (("tests",), 56_950),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):

@@ -7,7 +7,7 @@ kind each, opened, grown and closed one after the other. Pure: texts and diction
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -43,7 +43,11 @@ class AnswerEnd:
 
 
 class Wording(Protocol):
-    """How an API words one answer: events of a stream, each ready to be sent, or all at once."""
+    """How an API words one answer: events of a stream, each ready to be sent, or all at once.
+
+    begun: with its first event. opened, grown, closed: each block, one after the other. ended,
+    failed: after which nothing comes; `error` is that of a chat's error event.
+    """
 
     def begun(self, model: str, end: AnswerEnd) -> str: ...
     def opened(self, block: Block) -> str: ...
@@ -52,6 +56,21 @@ class Wording(Protocol):
     def ended(self, blocks: Sequence[Block], end: AnswerEnd) -> str: ...
     def failed(self, error: Mapping[str, Any]) -> str: ...
     def whole(self, model: str, blocks: Sequence[Block], end: AnswerEnd) -> dict[str, Any]: ...
+
+
+def joined(parts: Iterable[Mapping[str, Any]]) -> str:
+    """The texts of a chat's parts as one, as vLLM joins them."""
+    return "\n".join(part["text"] for part in parts if part["type"] == "text")
+
+
+def content_of(parts: Sequence[Mapping[str, Any]]) -> str | list[Any]:
+    """A message's content: one text where there is nothing else, which any template takes."""
+    return joined(parts) if all(part["type"] == "text" for part in parts) else list(parts)
+
+
+def result_of(call_id: str, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The message with a tool's result, of which a chat takes the texts."""
+    return {"role": "tool", "tool_call_id": call_id, "content": joined(parts)}
 
 
 def event(kind: str, **data: Any) -> str:

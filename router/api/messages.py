@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from router.api.blocks import AnswerEnd, Block, event
+from router.api.blocks import AnswerEnd, Block, content_of, event, joined, result_of
 from router.api.checks import (
     NAME,
     TEXT,
@@ -180,69 +181,62 @@ def _thinking(kept: Json) -> Json:
 
 def _messages(kept: Json) -> list[Json]:
     """The chat's messages. All system texts go first, where every template takes them."""
-    system, rest = _texts(kept.get("system") or ()), []
+    system, rest = _parts(kept.get("system") or ()), []
     for message in kept["messages"]:
         match message["role"]:
             case "system":
-                system += _texts(message["content"])
+                system += _parts(message["content"])
             case "assistant":
                 rest.append(_assistant(message["content"]))
             case _:
                 rest += _user(message["content"])
     # An agent's first one differs each time: nothing after it would be found in a cache.
-    system = [one for one in system if not one.startswith("x-anthropic-billing-header")]
-    return [{"role": "system", "content": "\n".join(system)}] * bool(system) + rest
+    system = [one for one in system if not one["text"].startswith("x-anthropic-billing-header")]
+    return [{"role": "system", "content": joined(system)}] * bool(system) + rest
 
 
 def _assistant(content: Any) -> Json:
     blocks = _blocks(content)
-    said = "".join(_texts(blocks))
     thought = "".join(b["thinking"] for b in blocks if b["type"] == "thinking")
-    calls = [
-        {
-            "id": block["id"], "type": "function",
-            "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
-        }
-        for block in blocks
-        if block["type"] == "tool_use"
-    ]  # fmt: skip
-    message: Json = {"role": "assistant", "content": said}
-    return message | ({"reasoning": thought} if thought else {}) | (
-        {"tool_calls": calls} if calls else {}
-    )  # fmt: skip
+    calls = []
+    for block in blocks:
+        if block["type"] == "tool_use":
+            function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+    said = "".join(block["text"] for block in blocks if block["type"] == "text")
+    more = {"reasoning": thought, "tool_calls": calls}
+    return {"role": "assistant", "content": said} | {k: v for k, v in more.items() if v}
 
 
 def _user(content: Any) -> list[Json]:
-    """Results of tools, then what else the user says, their images with it."""
+    """Results of tools, then what else the user says, the results' images with it."""
     results, shown = [], []
     for block in _blocks(content):
         if block["type"] != "tool_result":
-            shown.append(block)
+            shown += _parts([block])
             continue
-        inner = _blocks(block.get("content") or ())
-        told = {"role": "tool", "tool_call_id": block["tool_use_id"]}
-        results.append({**told, "content": "\n".join(_texts(inner))})
-        shown += [one for one in inner if one["type"] == "image"]
-    if not shown:
-        return results or [{"role": "user", "content": ""}]
-    if all(block["type"] == "text" for block in shown):
-        return [*results, {"role": "user", "content": "\n".join(_texts(shown))}]
-    parts = [_image(one) if one["type"] == "image" else one for one in shown]
-    return [*results, {"role": "user", "content": parts}]
+        parts = _parts(block.get("content") or ())
+        results.append(result_of(block["tool_use_id"], parts))
+        shown += [part for part in parts if part["type"] != "text"]
+    if results and not shown:
+        return results
+    return [*results, {"role": "user", "content": content_of(shown)}]
 
 
-def _image(block: Json) -> Json:
-    source = block["source"]
-    url = source.get("url") or f"data:{source['media_type']};base64,{source['data']}"
-    return {"type": "image_url", "image_url": {"url": url}}
+def _parts(content: str | Iterable[Json]) -> list[Json]:
+    """Blocks of texts and images as a chat's parts."""
+    parts = []
+    for block in _blocks(content):
+        if block["type"] == "image":
+            source = block["source"]
+            url = source.get("url") or f"data:{source['media_type']};base64,{source['data']}"
+            block = {"type": "image_url", "image_url": {"url": url}}
+        parts.append(block)
+    return parts
 
 
 def _blocks(content: str | Iterable[Json]) -> list[Json]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-def _texts(content: str | Iterable[Json]) -> list[str]:
-    return [block["text"] for block in _blocks(content) if block["type"] == "text"]
 
 
 # -- an answer in its words -------------------------------------------------------------------
@@ -260,35 +254,26 @@ class MessageAnswer:
         self._id = f"msg_{request_id}"
 
     def begun(self, model: str, end: AnswerEnd) -> str:
-        """The message, empty."""
         return event("message_start", message=self._of(model, [], end))
 
     def opened(self, block: Block) -> str:
-        """A content block begins, empty."""
-        empty = Block(block.kind, block.index, "", block.call_id, block.name)
-        return event(
-            "content_block_start", index=block.index, content_block=self._content(empty, "")
-        )
+        empty = self._content(replace(block, text=""), "")
+        return event("content_block_start", index=block.index, content_block=empty)
 
     def grown(self, block: Block, more: str) -> str:
-        """A delta of it."""
         kind, name = _DELTAS[block.kind]
         return self._delta(block, {"type": kind, name: more})
 
     def closed(self, block: Block) -> str:
-        """It ends; a thought with its signature."""
         signed = {"type": "signature_delta", "signature": self._id}
         made = self._delta(block, signed) if block.kind == "reasoning" else ""
         return made + event("content_block_stop", index=block.index)
 
     def ended(self, blocks: Sequence[Block], end: AnswerEnd) -> str:
-        """Why it ended, and its usage."""
-        return event(
-            "message_delta", delta=_stop(blocks, end), usage=_usage(end)
-        ) + event("message_stop")  # fmt: skip
+        ended = event("message_delta", delta=_stop(blocks, end), usage=_usage(end))
+        return ended + event("message_stop")
 
     def failed(self, error: Mapping[str, Any]) -> str:
-        """An error inside the stream, after which nothing comes."""
         ours = error.get("type") == "server_error"
         kind = "api_error" if ours else "invalid_request_error"
         return event("error", error={"type": kind, "message": str(error.get("message", ""))})

@@ -7,9 +7,10 @@ is served, field by field: docs/api.md. https://platform.openai.com/docs/api-ref
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from router.api.blocks import AnswerEnd, Block, event
+from router.api.blocks import AnswerEnd, Block, content_of, event, joined, result_of
 from router.api.checks import (
     NAME,
     TEXT,
@@ -190,73 +191,56 @@ def _tools(kept: Mapping[str, Any]) -> Json:
 def _messages(kept: Mapping[str, Any]) -> list[Json]:
     """The chat's messages: instructions and the system messages after them as one, which every
     template takes; what an assistant thought, said and called in a row as one, too."""
-    given = kept["input"]
-    items = [_user_text(given)] if isinstance(given, str) else given
-    made: list[Json] = []
+    given, made = kept["input"], list[Json]()
+    if isinstance(given, str):
+        given = [{"type": "message", "role": "user", "content": given}]
     if kept.get("instructions"):
         made.append({"role": "system", "content": kept["instructions"]})
-    for item in items:
-        role = item.get("role") or "assistant"
-        if item["type"] == "function_call_output":
-            output = _content(item["output"])
-            images = [] if isinstance(output, str) else output
-            said = _joined(images) if images else output
-            made.append({"role": "tool", "tool_call_id": item["call_id"], "content": said})
-            shown = [part for part in images if part["type"] == "image_url"]
-            made += [{"role": "user", "content": shown}] * bool(shown)
-        elif role in ("system", "developer"):
-            said = _joined(_content(item["content"]))
-            if made and all(message["role"] == "system" for message in made):
-                made[-1]["content"] += f"\n{said}"
-            else:
-                made.append({"role": "system", "content": said})
-        elif role == "user":
-            made.append({"role": "user", "content": _content(item["content"])})
-        else:
-            if not made or made[-1]["role"] != "assistant":
-                made.append({"role": "assistant", "content": ""})
-            _add_to(made[-1], item)
+    for item in given:
+        parts = _parts(item.get("output") or item.get("content") or "")
+        match item["type"], item.get("role"):
+            case "function_call_output", _:
+                made.append(result_of(item["call_id"], parts))
+                shown = [part for part in parts if part["type"] != "text"]
+                made += [{"role": "user", "content": shown}] * bool(shown)
+            case "message", "user":
+                made.append({"role": "user", "content": content_of(parts)})
+            case "message", "system" | "developer":
+                if made and all(message["role"] == "system" for message in made):
+                    made[-1]["content"] += f"\n{joined(parts)}"
+                else:
+                    made.append({"role": "system", "content": joined(parts)})
+            case _:
+                if not made or made[-1]["role"] != "assistant":
+                    made.append({"role": "assistant", "content": ""})
+                _add_to(made[-1], item, joined(parts))
     return made
 
 
-def _add_to(message: Json, item: Json) -> None:
+def _add_to(message: Json, item: Json, text: str) -> None:
     match item["type"]:
         case "message":
-            message["content"] += _joined(_content(item["content"]))
+            message["content"] += text
         case "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         case "reasoning":
-            parts = item.get("content") or item.get("summary") or ()
-            thought = "".join(part.get("text") or "" for part in parts)
-            if thought:
-                message["reasoning"] = message.get("reasoning", "") + thought
+            thought = text or joined(_parts(item.get("summary") or ()))
+            message["reasoning"] = message.get("reasoning", "") + thought
 
 
-def _user_text(given: str) -> Json:
-    return {"type": "message", "role": "user", "content": given}
-
-
-def _content(content: str | Iterable[Json]) -> str | list[Json]:
-    """A chat's content: one text, where it is nothing but text, else parts."""
-    if isinstance(content, str):
-        return content
-    parts = [_part(part) for part in content]
-    return _joined(parts) if all(part["type"] == "text" for part in parts) else parts
+def _parts(content: str | Iterable[Json]) -> list[Json]:
+    """Items' content, output or summary as a chat's parts."""
+    given = [{"text": content}] if isinstance(content, str) else content
+    return [_part(part) for part in given]
 
 
 def _part(part: Json) -> Json:
-    if part["type"] != "input_image":
-        return {"type": "text", "text": part["refusal" if part["type"] == "refusal" else "text"]}
+    if "image_url" not in part:
+        return {"type": "text", "text": part.get("text") or part.get("refusal") or ""}
     image = {"url": part["image_url"], "detail": part.get("detail")}
     return {"type": "image_url", "image_url": {k: v for k, v in image.items() if v is not None}}
-
-
-def _joined(content: str | Iterable[Json]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 # -- an answer in its words -------------------------------------------------------------------
@@ -270,7 +254,6 @@ class ResponseAnswer:
         self._model, self._sent, self._closed = "", 0, list[Json]()
 
     def begun(self, model: str, end: AnswerEnd) -> str:
-        """The response, empty."""
         self._model = model
         response = self._response("in_progress", [])
         return self._event("response.created", response=response) + self._event(
@@ -278,8 +261,7 @@ class ResponseAnswer:
         )
 
     def opened(self, block: Block) -> str:
-        """An item begins; one with content has one part."""
-        empty = Block(block.kind, block.index, "", block.call_id, block.name)
+        empty = replace(block, text="")
         item = self._item(empty, "in_progress") | ({} if block.kind == "call" else {"content": []})
         made = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
@@ -287,11 +269,9 @@ class ResponseAnswer:
         return made + self._of_part("response.content_part.added", block, part=_part_of(empty))
 
     def grown(self, block: Block, more: str) -> str:
-        """A delta of it."""
         return self._of_part(f"{_EVENTS[block.kind]}.delta", block, delta=more)
 
     def closed(self, block: Block) -> str:
-        """Its part and it are done."""
         item, name = self._item(block, "completed"), f"{_EVENTS[block.kind]}.done"
         self._closed.append(item)
         if block.kind == "call":
@@ -302,18 +282,15 @@ class ResponseAnswer:
         return made + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def ended(self, blocks: Sequence[Block], end: AnswerEnd) -> str:
-        """The whole response."""
         response = self.whole(self._model, blocks, end)
         return self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: Mapping[str, Any]) -> str:
-        """The response as far as it came, and why; nothing comes after it."""
         why = {"code": "server_error", "message": str(error.get("message", ""))}
         response = self._response("failed", self._closed) | {"error": why}
         return self._event("response.failed", response=response)
 
     def whole(self, model: str, blocks: Sequence[Block], end: AnswerEnd) -> Json:
-        """The response; incomplete if `max_output_tokens` ended it."""
         self._model = model
         cut = end.finish_reason == "length"
         items = [self._item(block, "completed") for block in blocks]
