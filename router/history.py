@@ -30,6 +30,8 @@ BLOCK_TOKENS = 32
 UNKNOWN_BLOCKS = 1 << 20
 """Of a device whose size nobody told."""
 _GROWTH = 1.02
+# What stands before the messages: in chats, responses and messages.
+_BEFORE = ("tools", "system", "instructions")
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 
@@ -59,15 +61,16 @@ def announcement_of(
 
 
 def prompt_tokens(body: Mapping[str, Any]) -> np.ndarray | None:
-    """A chat's or a completion's prompt in tokens of four bytes, int64; None if it has none.
+    """The prompt of a chat, a completion, a response or a message in tokens of four bytes, int64;
+    None if it has none.
 
     Tools come first, as in chat templates. Token ids are taken as they are.
     """
-    messages, prompt = body.get("messages"), body.get("prompt")
+    messages, prompt = body.get("messages", body.get("input")), body.get("prompt")
     try:
         if messages is not None:
-            tools = _encode(body["tools"]) if body.get("tools") else b""
-            text = tools + _encode(messages)[:-1]  # an open bracket: more extend it
+            before = b"".join(_encode(body[name]) for name in _BEFORE if body.get(name))
+            text = before + _encode(messages)[:-1]  # an open bracket: more extend it
         elif isinstance(prompt, str):
             text = prompt.encode(errors="replace")
         elif isinstance(prompt, list) and all(type(one) is int for one in prompt):

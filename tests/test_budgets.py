@@ -55,7 +55,7 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 59_600),  # goal: 33,000
+        (PRODUCT, 59_640),  # goal: 33,000
         (("benchmarks",), 13_800),  # goal: 8,000
         (("tests",), 56_950),  # goal: 30,000
     ],

@@ -151,9 +151,12 @@ def _usage(text: bytes) -> Usage | None:
         given = _DECODER.decode(text)
     except msgspec.DecodeError:
         return None
-    details = given.get("prompt_tokens_details")
+    # Of chats and completions, and of responses.
+    names = ("prompt", "completion") if "prompt_tokens" in given else ("input", "output")
+    details = given.get(f"{names[0]}_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    prompt, generated = given.get("prompt_tokens"), given.get("completion_tokens") or 0
+    prompt, generated = (given.get(f"{name}_tokens") for name in names)
+    generated = generated or 0
     if not _is_count(prompt) or not _is_count(generated):
         return None
     return Usage(prompt, generated, min(cached, prompt) if _is_count(cached) else None)

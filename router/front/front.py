@@ -42,7 +42,7 @@ from router.live.supervised import supervised
 
 log = structlog.get_logger(__name__)
 
-DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions")
+DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
 _OPENING = 1024  # characters, or token ids, of a text

@@ -39,6 +39,7 @@ _ATTEMPTS = 2
 _FULL, _FAILED = (429,), (500, 502, 503, 504)
 _MOST_KEPT = 1 << 16
 _TAIL = 4096
+_TOKEN_MARKS = (b'"choices"', b"delta")
 _REST_S = 2.0
 
 
@@ -72,6 +73,7 @@ class Relay:
             limit = self._places.limit
             raise errors.QUEUE_FULL(limit=limit, retry_after_s=live.retry_after_s())
         self._open.add(request_id)
+        inbound.accepted = True  # What fails from here on is no fault of its body.
         passage = _Passage(self.front, inbound, request_id, send)
         try:
             await _unless_gone(receive, passage.serve(_call_of(scope, inbound, self._keyed)))
@@ -206,8 +208,7 @@ class _Passage:
             raise failure
         if flying.via:
             self._front.answered(flying, routed, head)
-        if head.streamed and b"data:" in part:
-            self._live.first_token(self._request_id)
+        begun = self._token_in(head, part)
         decided = flying.decision.informed
         await self._begin(head, decision_headers(flying.decision) if decided else {})
         tail, events = b"", 0
@@ -217,8 +218,7 @@ class _Passage:
                 tail = (tail + part)[-_TAIL:]
                 events += part.count(b"data: {") if head.streamed else 0
                 part = await _next(stream, wait, self._front.settings.router.request_timeout_s)
-                if head.streamed and part:
-                    self._live.first_token(self._request_id)
+                begun = begun or self._token_in(head, part)
         except _BROKEN as error:
             log.warning("answer_broken", request_id=self._request_id, error=repr(error))
             if head.streamed:
@@ -237,6 +237,14 @@ class _Passage:
             self._inbound.lease.generated(generated)
         await self._send({"type": "http.response.body", "body": b""})
         return "done" if head.status < 400 else "refused"
+
+    def _token_in(self, head: Head, part: bytes) -> bool:
+        """Whether a part of a stream has a token, the first one. `/v1/responses` announces itself
+        before it computes anything, and comments keep connections open."""
+        found = head.streamed and any(mark in part for mark in _TOKEN_MARKS)
+        if found:
+            self._live.first_token(self._request_id)
+        return found
 
     async def _first(
         self, flying: Flying, stream: AsyncGenerator[Head | bytes, None], wait: Wait

@@ -150,6 +150,18 @@ def test_other_tools_are_another_prompt():
     assert not np.array_equal(one[:4], two[:4])
 
 
+def test_responses_and_messages_are_prompts_too():
+    text = "what is the capital of France?"
+    assert prompt_tokens({"input": text + " Now."})[:7].tolist() == (
+        prompt_tokens({"input": text})[:7].tolist()
+    )
+    one, two = (
+        prompt_tokens({"system": system, "messages": [{"role": "user", "content": text}]})
+        for system in ("be brief", "be long!")
+    )
+    assert one[0] == two[0] and not np.array_equal(one, two)
+
+
 def test_token_ids_are_taken_as_they_are():
     assert prompt_tokens({"prompt": [5, 6]}).tolist() == [5, 6]
 

@@ -83,6 +83,8 @@ def test_an_answer_without_models_is_named(body, why):
         (b'data: {"usage": {"prompt_tokens":7,"completion_tokens":2,'
          b'"prompt_tokens_details":{"cached_tokens":5}}}\n\ndata: [DONE]\n\n', Usage(7, 2, 5)),
         (b'"usage":{"prompt_tokens":7,"prompt_tokens_details":null}', Usage(7, 0)),
+        (b'"usage":{"input_tokens":7,"input_tokens_details":{"cached_tokens":3},'
+         b'"output_tokens":2,"total_tokens":9}', Usage(7, 2, 3)),
         # More cached than there are tokens is a lie about the one or the other.
         (b'"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":9}}',
          Usage(7, 0, 7)),
