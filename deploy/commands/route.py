@@ -71,7 +71,8 @@ def route(
     configure(seen.log_format, seen.log_file, settings.log_level)
     warn(
         f"routing http://{settings.http.host}:{settings.http.port}/v1 among "
-        f"{', '.join(one.url for one in settings.backends)}", "dim",
+        f"{', '.join(one.url for one in settings.backends)}; "
+        f"watch it at http://{settings.http.host}:{settings.http.port}/", "dim",
     )  # fmt: skip
     uvicorn.run(
         make_front_app(settings), host=settings.http.host, port=settings.http.port,

@@ -281,7 +281,7 @@ def test_a_decision_shows_predicted_beside_actual_seconds_and_why_in_words(feeds
     assert done.index("600 ms here") < done.index("memory-bound: κ 300 of κ_crit 241")
     assert "host 2.00k, disk 1.00k, new 1.00k, predicted" in done
     assert "though 200 ms on b" in waiting and "waits …" in waiting
-    assert "delays others' tokens less" in newest
+    assert "delays others less" in newest
     assert "retried" in newest and "worker died" in newest and "none" in newest
     # The scale is 1.25 times the longest: queue, load, compute, rest of 0.75 s.
     bars = lengths(tab, "#decisions tbody tr:nth-child(3) .pair .bar")
