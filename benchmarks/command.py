@@ -10,20 +10,13 @@ from benchmarks.routing.routing import routing
 from benchmarks.scheduling.scheduler import scheduler
 from benchmarks.serving.predict import predict
 from benchmarks.serving.route import route
+from benchmarks.serving.route_proxy import route_proxy
 from benchmarks.serving.serve import serve
 from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
 for command in (
-    offload,
-    overload,
-    peers,
-    predict,
-    route,
-    router,
-    routing,
-    scheduler,
-    serve,
+    offload, overload, peers, predict, route, route_proxy, router, routing, scheduler, serve,
     validate,
-):
+):  # fmt: skip
     app.command()(command)

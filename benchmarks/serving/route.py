@@ -36,6 +36,7 @@ _ALL = ",".join(ARMS)
 # Of the emulated servers: microseconds of the link for a token, and a name of the catalogue that
 # each is said to be, whose figures are wrong for it in every constant.
 _SERVERS = ((10.0, "gh200-c2c"), (120.0, "a100-pcie4"))
+EMULATED = "benchmarks.serving.route_backend"
 _KAPPA = "from deploy.cli import app; app()"
 _START_S, _STOP_S = 60.0, 10.0
 _EARLY_SHARE = 5  # of the requests, the first fifth is not measured
@@ -87,16 +88,17 @@ async def play(url: str, load: RouteLoad, workload: Workload, seed: int) -> list
 
 
 @contextlib.contextmanager
-def process(*command: str, log: Path) -> Iterator[None]:
-    """A process that is ended after."""
+def process(*command: str, log: Path, kill: bool = False) -> Iterator[None]:
+    """A Python process that is ended after, at once if `kill`."""
     with log.open("ab") as out:
         child = subprocess.Popen([sys.executable, *command], stdout=out, stderr=out)
         try:
             yield
         finally:
-            child.terminate()
+            if not kill:
+                child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_STOP_S)
+                child.wait(0 if kill else _STOP_S)
             child.kill()
             child.wait()
 
@@ -131,7 +133,7 @@ def backends(log: Path, speed: float, *, metrics: bool) -> Iterator[list[tuple[s
             more = ("--metrics",) if metrics else ()
             stack.enter_context(
                 process(
-                    "-m", "benchmarks.serving.route_backend", str(port), "--load-token-us",
+                    "-m", EMULATED, str(port), "--load-token-us",
                     str(load_us), "--speed", str(speed), *more, log=log,
                 )
             )  # fmt: skip

@@ -16,6 +16,7 @@ from benchmarks.serving.route_backend import (
     make_server,
     prompt_blocks,
 )
+from benchmarks.serving.route_proxy import send, ttft_s
 from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 FAST = EmulatedLaw(token_s=1e-7, pair_s=0, decode_s=0, step_s=1e-4, load_s=0, load_token_s=0)
@@ -110,6 +111,13 @@ async def test_agents_wait_for_their_answers_and_send_what_was_asked_for(server)
     for session in by_session.values():
         for before, after in itertools.pairwise(session):
             assert after.sent_s >= before.ended_s
+
+
+async def test_the_open_loop_sends_each_request_once_and_says_when_its_first_token_came(server):
+    records = await asyncio.wait_for(send(str(server.make_url("/")), 20, rate=200.0), 60)
+    assert [r.error for r in records] == [""] * 20 and all(ttft_s(r) > 0 for r in records)
+    gone = await asyncio.wait_for(send("http://127.0.0.1:9", 2, rate=200.0), 60)
+    assert all(r.error and r.first_token_s is None for r in gone)
 
 
 def row(arm, seed, p50, mean, p99, saved=None):
