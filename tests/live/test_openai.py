@@ -25,7 +25,8 @@ def test_the_cluster_was_warm_when_it_said_ready(live):
 
 
 def test_models_lists_and_describes_the_model(idle):
-    assert [model.id for model in idle.openai.models.list()] == [idle.model]
+    names = [model.id for model in idle.openai.models.list()]
+    assert names == [idle.model, "fine", "other"]
     assert idle.openai.models.retrieve(idle.model).id == idle.model
     with pytest.raises(openai.NotFoundError) as caught:
         idle.openai.models.retrieve("another")
@@ -180,6 +181,6 @@ def test_nodes_say_that_they_are_paced_and_how(idle):
 
 
 def test_metrics_and_readiness_answer(idle):
-    assert idle.http.get("/ready").json() == {"workers": 2}
-    assert idle.metric("kappa_workers", paced="true") == 2
+    assert idle.http.get("/ready").json() == {"workers": 3}
+    assert idle.metric("kappa_workers", paced="true") == 3
     assert idle.metric("kappa_requests_total", status="200") > 0

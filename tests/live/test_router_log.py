@@ -38,7 +38,7 @@ def test_the_live_log_replays_to_identical_decisions(idle):
 
 
 def test_profiling_on_demand_measures_each_worker_and_keeps_its_pace(idle):
-    before = {row["node"]: row["profile"] for row in idle.nodes()}
+    before = {row["node"]: row["profile"] for row in idle.all_nodes()}
     answer = idle.http.post("/v1/nodes/profile")
     answer.raise_for_status()
     for row in answer.json()["nodes"]:
