@@ -57,7 +57,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 59_640),  # goal: 33,000
         (("benchmarks",), 13_900),  # goal: 8,000
-        (("tests",), 57_000),  # goal: 30,000
+        (("tests",), 57_400),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
