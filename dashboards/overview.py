@@ -38,7 +38,7 @@ OVERVIEW = Dashboard(
                 _again("First token in time", height=4),
                 _again("Answered", height=4),
                 Panel("Workers gone", "The most workers of the last hour, less those of now.",
-                      "none", (Query(f"max_over_time({_WORKERS}[1h:1m]) - {_WORKERS}", "gone"),),
+                      "none", (Query(f"max_over_time({_WORKERS}[1h:15s]) - {_WORKERS}", "gone"),),
                       "stat", 6, 4, thresholds=(1, 2)),
                 Panel("Breakers open", "Nodes that get nothing, or a trial, because they failed.",
                       "none", (Query(f"count({m.BREAKER_OPEN.name} > 0) or vector(0)", "nodes"),),
