@@ -18,8 +18,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.faults.cluster import launch, ready_line
-from tests.deploy.adapters import make_adapter
-from workers.tiny_model import make_tiny_model
 
 _STOP_S = 60.0
 _POLL_S = 0.2
@@ -28,11 +26,9 @@ _HURTS = Path(__file__).with_name("test_failover.py")
 
 CONFIG = """
 dilation: 10
-model: {{adapters: {{fine: {adapter}}}}}
 pools:
   - {{name: pcie, profile: pcie, paced: true, drain_s: 5}}
   - {{name: c2c, profile: c2c, paced: true, drain_s: 5}}
-  - {{name: other, profile: c2c, paced: true, drain_s: 5, model: {{id: other, source: {other}}}}}
 engine:
   device_blocks: 200
   metrics: true
@@ -46,10 +42,7 @@ router:
 
 
 class Live:
-    """A running cluster, and questions to ask it.
-
-    Of its models, `model` is the one that most tests ask, on two nodes; `fine` is an adapter of it.
-    """
+    """A running cluster, and questions to ask it; model: its own, without adapters and others."""
 
     max_queue = 40
     max_body_bytes = 131072
@@ -130,11 +123,7 @@ def pytest_collection_modifyitems(items):
 def live(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     record = folder / "router.jsonl"
-    corpus = [f"quite another corpus, of {i} words and numbers {i * 7919}" for i in range(200)]
-    other = make_tiny_model(folder / "other", corpus, seed=7)
-    # All tiny models are of one shape.
-    adapter = make_adapter(folder / "fine", other)
-    with serving(folder, CONFIG.format(record=record, other=other, adapter=adapter)) as ready:
+    with serving(folder, CONFIG.format(record=record)) as ready:
         yield Live(ready, record)
 
 
