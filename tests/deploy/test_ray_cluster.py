@@ -8,6 +8,7 @@ from deploy.app.cluster import Cluster
 from deploy.app.model import Model, StartError
 from deploy.app.ray_cluster import JoinedRay, OwnRay, reachable
 from kappa.settings.cluster import load_settings
+from kappa.shapes import model_shape
 
 pytestmark = pytest.mark.ray
 
@@ -80,7 +81,9 @@ def joined(monkeypatch):
         client = SimpleNamespace(http_config=config)
         monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda **_: client)
         monkeypatch.setattr(ray.serve, "status", lambda: SimpleNamespace(applications={}))
-        monkeypatch.setattr(deploy.app.cluster, "model_here", lambda _: Model("", None, ""))
+        monkeypatch.setattr(
+            deploy.app.cluster, "model_here", lambda _: Model("", model_shape("qwen2.5-7b"), "")
+        )
         monkeypatch.setattr(deploy.app.cluster, "machines", lambda: [])
         cluster = Cluster(load_settings(None, **sections), address="auto")
         cluster._ray = Joined()

@@ -43,7 +43,8 @@ def account(**changes):
         "request_id": "r-1", "tenant": "alice", "node": "pcie", "paced": True, "end": "done",
         "policy": "priced", "reason": "load", "ratio": 64.0, "kappa_crit": 20.0, "bound": "memory",
         "predicted": parts, "actual": {**parts, "queue_s": 0.2, "load_s": 1.5, "ttft_s": 2.0},
-        "shadow": None, "timeline": {"spans": spans, "status": 200, "end": "done"}, **changes,
+        "shadow": None, "steered": "ray",
+        "timeline": {"spans": spans, "status": 200, "end": "done"}, **changes,
     }  # fmt: skip
 
 

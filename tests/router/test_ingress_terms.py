@@ -312,11 +312,12 @@ class Blocked:
     def __init__(self, here, monkeypatch):
         self.begun, self.let = 0, threading.Event()
         tokenizing = here.ingress._path.tokenizing
-        self._tokens = tokenizing._renderer.tokenizer.tokens
-        monkeypatch.setattr(tokenizing._renderer.tokenizer, "tokens", self._wait)
+        (renderer,) = tokenizing._renderers.values()
+        self._tokens = renderer.tokenizer.tokens
+        monkeypatch.setattr(renderer.tokenizer, "tokens", self._wait)
         monkeypatch.setattr(tokenizing._process, "tokens", self._wait)
 
-    def _wait(self, plain, most_tokens=None):
+    def _wait(self, plain, most_tokens=None, source=""):
         self.begun += 1
         assert self.let.wait(30)
         return self._tokens(plain, most_tokens)
