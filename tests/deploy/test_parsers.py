@@ -68,6 +68,7 @@ def test_what_is_named_goes_before_the_family_and_extra_before_all():
         EngineSettings(tool_call_parser="hermess")
 
 
+@pytest.mark.usefixtures("no_ray_starts")
 def test_a_pools_engine_gets_them():
     settings = ClusterSettings()
     pool = settings.all_pools[0]
