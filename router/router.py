@@ -404,6 +404,13 @@ class Router:
         """What hashes prompts, of the first model; None before a worker has joined."""
         return next((model.hasher for model in self.models.values()), None)
 
+    def held_blocks(self) -> dict[str, dict[str, int]]:
+        """`PrefixIndex.held_blocks` of all models together: a worker serves one."""
+        held: dict[str, dict[str, int]] = {}
+        for model in self.models.values():
+            held |= model.index.held_blocks()
+        return held
+
     def index_stats(self) -> Counter[str]:
         """`PrefixIndex.stats` of all models together."""
         total = Counter[str]()

@@ -29,7 +29,7 @@ def refresh_gauges(live: LiveRouter) -> None:
     """Bring the gauges up to date, before they are scraped."""
     now_s, metrics, router = live.now_s(), live.metrics, live.router
     backlogs = router.backlogs_s(now_s)
-    held = router.index.held_blocks() if router.index else {}
+    held = router.held_blocks()
     paced = {"true": 0, "false": 0}
     for worker, state in router.workers.items():
         announced, calibration = state.announcement, state.calibration
@@ -118,8 +118,7 @@ def shares(known: Tenants, charged: Mapping[str, Charge]) -> list[dict[str, Any]
 
 def nodes(live: LiveRouter) -> list[dict[str, Any]]:
     """Every worker: profile, measurements, backlogs, caches, critical ratio, paced or not."""
-    now_s, index = live.now_s(), live.router.index
-    held = index.held_blocks() if index else {}
+    now_s, held = live.now_s(), live.router.held_blocks()
     backlogs = live.router.backlogs_s(now_s)
     rows = []
     for worker, state in live.router.workers.items():

@@ -59,6 +59,14 @@ def test_a_prefix_of_one_model_is_not_counted_for_another():
     assert made.explain(of("large"), 1.0).chosen.counts.device_tokens == 99 * SIZE
 
 
+def test_what_workers_hold_is_known_of_every_model():
+    made = two_models()
+    made.blocks([stored("s0", PROMPT), stored("l0", PROMPT)])
+    none = {"device": 0, "host": 0, "disk": 0}
+    all_of_it = {**none, "device": 100}
+    assert made.held_blocks() == {"s0": all_of_it, "s1": none, "l0": all_of_it}
+
+
 @pytest.mark.parametrize("forecast", [0, 4])
 def test_only_workers_of_the_model_are_priced_however_busy_they_are(forecast):
     made = two_models(forecast_workers=forecast)
