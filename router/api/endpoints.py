@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
-from itertools import islice
 from typing import Annotated, Any
 
 import structlog
@@ -49,7 +48,6 @@ log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 90.0
 _WAKE_TIMEOUT_S = 120.0
-_MOST_DECISIONS = 256
 # Workers that start with us take longer; one that joins others knows them sooner.
 _FIRST_SIGHT_S = 25.0
 
@@ -240,11 +238,11 @@ class KappaIngress(OpenAiIngress):
     async def decisions(self, request: Request, limit: int = 100) -> Response:
         """The last decisions with their outcomes, newest last; of other tenants to operators.
 
-        At most `_MOST_DECISIONS` to others.
+        At most `status.MOST_DECISIONS` to others.
         """
         asker = inbound_of(request).tenant
         only = None if asker.operator else asker.name
-        count = max(min(limit, sys.maxsize if asker.operator else _MOST_DECISIONS), 0)
+        count = max(min(limit, sys.maxsize if asker.operator else status.MOST_DECISIONS), 0)
         answers = await self._ingresses.call(self.for_ingresses, "decisions", only, count)
         records = sorted((r for one in answers for r in one), key=lambda record: record["time_s"])
         return JSONResponse({"decisions": records[-count:] if count else []})
@@ -278,26 +276,17 @@ class KappaIngress(OpenAiIngress):
         live = self._live()
         match what:
             case "metrics":
-                status.refresh_gauges(live)
-                status.refresh_tenants(live, self._tenants(self._asgi_app))
-                status.refresh_refusals(live, self._asgi_app.state)
-                return live.metrics.exposition()
+                state = self._asgi_app.state
+                return status.exposition(live, self._tenants(self._asgi_app), state)
             case "decisions":
-                tenant, count = args
-                # Of the newest first, no more than are wanted: a record takes 7 us of this loop.
-                newest = reversed(live.records.values())
-                wanted = (r for r in newest if tenant is None or r.tenant == tenant)
-                return [record.to_dict() for record in islice(wanted, count)]
+                return status.newest_decisions(live, *args)
             case "decision":
                 (request_id,) = args
                 return self._telemetry.tenant(request_id), self._telemetry.account(request_id)
         raise ValueError(f"an ingress asked for {what!r}, which this one does not know")
 
     def _tenants(self, app: Any) -> Tenants:
-        """The tenants as the application knows them now, or at the start before its first
-        request."""
-        keyring = getattr(app.state, "keyring", None)
-        return self._settings.tenants if keyring is None else keyring.tenants
+        return status.tenants_now(app.state, self._settings.tenants)
 
     # -- calls from and to Ray ------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kappa import metrics as m
-from kappa.protocol import PROMPT_ENGINES, Announcement
+from kappa.protocol import PROMPT_ENGINES
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import RouterSettings
 from router.api import errors
@@ -126,7 +126,7 @@ class RequestPath:
         count = None if prompt.token_ids is None else prompt.tokens
         request.timeline.tokenized(count, time.time())
         request.tokenized(prompt)
-        workers, approx = _announcements(live, request), request.approx
+        workers, approx = live.announcements(request.model.name), request.approx
         unfit = unfit_workers(workers, prompt.longest_tokens, request.max_tokens)
         routed = _route_request(request, prompt, unfit | exact_workers(workers, approx))
         routed = await self.prefill(live, routed, request)
@@ -134,7 +134,7 @@ class RequestPath:
 
     async def _by_ray(self, live: LiveRouter, request: ApiRequest) -> Response:
         """Hand a request to Ray's own router; nothing is decided, reserved or foreseen here."""
-        by_ids = any(one.engine in PROMPT_ENGINES for one in _announcements(live, request))
+        by_ids = any(one.engine in PROMPT_ENGINES for one in live.announcements(request.model.name))
         prompt = await self._tokenized(live, request) if by_ids else bounded(request.body)
         sent = prompt_metadata(prompt.token_ids, request.load_plan) if by_ids else {}
         request.tokenized(prompt)
@@ -157,7 +157,7 @@ class RequestPath:
             ApiError: 400, it cannot fit, or took too much; 503, 504, it was not done in time.
         """
         start_s, limit_s = time.perf_counter(), self.settings.request_timeout_s
-        workers = _announcements(live, request)
+        workers = live.announcements(request.model.name)
         largest = max((one.max_context_tokens for one in workers), default=None)
         body_bytes = len(request.inbound.body)
         try:
@@ -177,12 +177,6 @@ class RequestPath:
             return bounded(request.body)
         live.metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
         return prompt
-
-
-def _announcements(live: LiveRouter, request: ApiRequest) -> list[Announcement]:
-    """Of the workers that serve the request's model."""
-    known = (state.announcement for state in live.router.workers.values())
-    return [one for one in known if one.model == request.model.name]
 
 
 def _route_request(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from kappa import metrics as m
@@ -22,7 +23,32 @@ _LISTS = ("arrived", "finished", "in_flight", "admitted", "prefilled", "spent", 
 _LIMITS = (
     "block_tokens", "device_blocks", "max_context_tokens", "max_batch_tokens", "max_sequences",
 )  # fmt: skip
+MOST_DECISIONS = 256
+"""That a tenant is shown at once."""
 _OPEN = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
+
+
+def exposition(live: LiveRouter, known: Tenants, state: Any) -> bytes:
+    """All metrics as they are now; `state` is the application's."""
+    refresh_gauges(live)
+    _refresh_tenants(live, known)
+    _refresh_refusals(live, state)
+    return live.metrics.exposition()
+
+
+def tenants_now(state: Any, at_start: Tenants) -> Tenants:
+    """The tenants as an application's `state` knows them, or at the start before its first
+    request."""
+    keyring = getattr(state, "keyring", None)
+    return at_start if keyring is None else keyring.tenants
+
+
+def newest_decisions(live: LiveRouter, tenant: str | None, most: int) -> list[dict[str, Any]]:
+    """The last decisions for a tenant, for all if it is None; the newest first."""
+    newest = reversed(live.records.values())
+    wanted = (record for record in newest if tenant is None or record.tenant == tenant)
+    # No more than are wanted: a record takes 7 us of this loop.
+    return [record.to_dict() for record in islice(wanted, most)]
 
 
 def refresh_gauges(live: LiveRouter) -> None:
@@ -75,7 +101,7 @@ def _refresh_measured(live: LiveRouter, announced: Announcement) -> None:
         live.metrics.set(m.PROFILE_AGE, node.name, to=age_s)
 
 
-def refresh_tenants(live: LiveRouter, known: Tenants) -> None:
+def _refresh_tenants(live: LiveRouter, known: Tenants) -> None:
     """Bring the tenants' gauges up to date, before they are scraped."""
     weights = {name: tenant.weight for name, tenant in known.all().items()}
     waits = oldest_waits_s(live.records.values(), time.time())
@@ -88,7 +114,7 @@ def refresh_tenants(live: LiveRouter, known: Tenants) -> None:
             live.metrics.set(m.TENANT_CREDIT, label, to=credit.get(tenant, 0.0))
 
 
-def refresh_refusals(live: LiveRouter, state: Any) -> None:
+def _refresh_refusals(live: LiveRouter, state: Any) -> None:
     """Bring in what was refused before it was a request, from the application's `state`."""
     live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=state.keys_refused)
     for (tenant, code), count in state.refused.items():

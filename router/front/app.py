@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,12 +16,11 @@ from kappa.settings.front import FrontSettings
 from router.api import errors, status
 from router.api.app import guard, inbound_of
 from router.api.start import access_of, tenants_table
+from router.api.tenants import Tenants
 from router.decision import NoWorkerError
 from router.front.front import DECIDED_PATHS, Front
 from router.front.relay import Relay
 from router.page.mount import add_page
-
-_MOST_DECISIONS = 256
 
 
 def make_front_app(settings: FrontSettings) -> Starlette:
@@ -73,11 +71,9 @@ class _Face:
         return JSONResponse({"workers": count}, status_code=200 if count else 503)
 
     async def metrics(self, request: Request) -> Response:
-        live, state = self._front.live, request.app.state
-        status.refresh_gauges(live)
-        status.refresh_tenants(live, self._tenants(state))
-        status.refresh_refusals(live, state)
-        return Response(live.metrics.exposition(), media_type="text/plain; version=0.0.4")
+        state = request.app.state
+        text = status.exposition(self._front.live, self._tenants(state), state)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
         """Every model that some server serves now."""
@@ -112,10 +108,9 @@ class _Face:
         asker, text = inbound_of(request).tenant, request.query_params.get("limit", "100")
         if not text.isascii() or not text.isdigit() or len(text) > 9:
             raise errors.bad_field("limit", "give a whole number")
-        most = int(text) if asker.operator else min(int(text), _MOST_DECISIONS)
-        newest = reversed(self._front.live.records.values())
-        wanted = (one for one in newest if asker.operator or one.tenant == asker.name)
-        rows = [one.to_dict() for one in islice(wanted, most)]
+        most = int(text) if asker.operator else min(int(text), status.MOST_DECISIONS)
+        only = None if asker.operator else asker.name
+        rows = status.newest_decisions(self._front.live, only, most)
         return JSONResponse({"decisions": rows[::-1]})
 
     async def decision(self, request: Request) -> Response:
@@ -126,6 +121,5 @@ class _Face:
             raise errors.UNKNOWN_REQUEST(request_id=request_id[:80])
         return JSONResponse(record.to_dict())
 
-    def _tenants(self, state: Any) -> Any:
-        keyring = getattr(state, "keyring", None)
-        return self._known if keyring is None else keyring.tenants
+    def _tenants(self, state: Any) -> Tenants:
+        return status.tenants_now(state, self._known)

@@ -257,7 +257,7 @@ class LiveRouter:
         given, or its next trial."""
         now_s, gone = self.now_s(), self.members.blocked().gone
         backlogs = self.router.backlogs_s(now_s).items()
-        able = {w for w, s in self.router.workers.items() if model in ("", s.announcement.model)}
+        able = {announced.worker for announced in self.announcements(model)}
         waits_s = (max(pair) for worker, pair in backlogs if worker in able - gone)
         soonest_s = min(waits_s, default=_NO_WORKER_RETRY_S)
         return max(soonest_s, self.members.breakers.retry_after_s(now_s))
@@ -289,6 +289,11 @@ class LiveRouter:
 
     # -- workers ------------------------------------------------------------------------------
 
+    def announcements(self, model: str = "") -> list[Announcement]:
+        """Of the workers that serve `model`, of all if none is given."""
+        known = (state.announcement for state in self.router.workers.values())
+        return [announced for announced in known if model in ("", announced.model)]
+
     def pool_of(self, worker: str) -> str:
         """The pool that a worker announced; empty if it is not known."""
         state = self.router.workers.get(worker)
@@ -297,8 +302,7 @@ class LiveRouter:
     def pool_for_ray(self, request_id: str, model: str) -> str:
         """The pool of a request that Ray's router steers: drawn of the model's, each with the odds
         of its workers; empty if none is known."""
-        known = (state.announcement for state in self.router.workers.values())
-        pools = [one.pool for one in known if one.model == model]
+        pools = [announced.pool for announced in self.announcements(model)]
         return ray_choice(pools, lambda _: 0, request_id) if pools else ""
 
     def worker_joined(self, announcement: Announcement) -> None:

@@ -86,7 +86,7 @@ async def test_only_the_newest_decisions_that_are_ones_own_are_written_out(clust
     written = []
     to_dict = DecisionRecord.to_dict
     monkeypatch.setattr(DecisionRecord, "to_dict", lambda r: written.append(r.tenant) or to_dict(r))
-    monkeypatch.setattr("router.api.endpoints._MOST_DECISIONS", 3)
+    monkeypatch.setattr("router.api.status.MOST_DECISIONS", 3)
     here = await cluster()
 
     async def seen(tenant, limit):
