@@ -28,7 +28,7 @@ from router.index.prefix_index import PrefixIndex
 BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = 32
 UNKNOWN_BLOCKS = 1 << 20
-"""Of a device whose size nobody told."""
+"""Of a device whose size is not known."""
 _GROWTH = 1.02
 # What stands before the messages: in chats, responses and messages.
 _BEFORE = ("tools", "system", "instructions")

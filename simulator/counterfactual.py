@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -199,7 +200,7 @@ def node_model(worker: JournaledWorker) -> NodeModel:
 
 
 def _announced(worker: JournaledWorker) -> Announcement:
-    """What the replay's router is told: what the live one had learnt."""
+    """What the replay's router starts from: what the live one had learnt."""
     known, speed = worker.announcement, worker.speed
     rate = known.kv_bytes_per_token * speed.step.dilation / max(speed.load_token_s, _STEP_FLOOR_S)
     node = replace(known.node, h2d_bytes_per_s=rate, load_fixed_s=speed.load_fixed_s)
@@ -249,8 +250,7 @@ def arms(requests: Sequence[JournaledRequest], seed: int = 0) -> Comparison | No
     ]
     drawn = []
     for number, (ttft_s, conversations) in enumerate(pairs):
-        of = lambda rows, ttft_s=ttft_s: np.array(figures(ttft_s[rows]))  # noqa: E731
-        drawn.append(_resampled(of, conversations, seed + number))
+        drawn.append(_resampled(partial(_figures_of, ttft_s), conversations, seed + number))
     measured, other = (figures(ttft_s) for ttft_s, _ in pairs)
     saved = np.subtract(measured, other)
     return Comparison(
@@ -263,6 +263,10 @@ def figures(ttft_s: Floats) -> Figures:
     """Median, mean and 99th percentile."""
     p50, p99 = np.quantile(ttft_s, (0.5, 0.99)).tolist()
     return Figures(p50, float(ttft_s.mean()), p99)
+
+
+def _figures_of(ttft_s: Floats, rows: NDArray[np.intp]) -> Floats:
+    return np.array(figures(ttft_s[rows]))
 
 
 def corrected_by(replayed_s: Floats, measured_s: Floats, other_s: Floats) -> Floats:

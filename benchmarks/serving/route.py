@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from rich.console import Console
 
 from benchmarks.harness import Json, names, note, publish, quantile, result, spread, table
 from benchmarks.harness import usage_errors as faults
+from deploy.app.ray_cluster import free_port
 from deploy.commands.route_report import facts_of
 from loadtest.client import Endpoint, EndpointSettings
 from loadtest.journal import RequestRecord
@@ -37,6 +37,7 @@ _ALL = ",".join(ARMS)
 # each is said to be, whose figures are wrong for it in every constant.
 _SERVERS = ((10.0, "gh200-c2c"), (120.0, "a100-pcie4"))
 EMULATED = "benchmarks.serving.route_backend"
+HOST = "127.0.0.1"
 _KAPPA = "from deploy.cli import app; app()"
 _START_S, _STOP_S = 60.0, 10.0
 _EARLY_SHARE = 5  # of the requests, the first fifth is not measured
@@ -103,14 +104,6 @@ def process(*command: str, log: Path, kill: bool = False) -> Iterator[None]:
             child.wait()
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
 def ready(url: str, workers: int = 0) -> None:
     """Wait until a server answers, and knows so many workers; TimeoutError if it does not."""
     path = "/ready" if workers else "/health"
@@ -129,7 +122,7 @@ def backends(log: Path, speed: float, *, metrics: bool) -> Iterator[list[tuple[s
     with contextlib.ExitStack() as stack:
         found = []
         for load_us, profile in _SERVERS:
-            port = free_port()
+            port = free_port(HOST)
             more = ("--metrics",) if metrics else ()
             stack.enter_context(
                 process(
@@ -148,7 +141,7 @@ def front(
     servers: Sequence[tuple[str, str]], arm: str, journal: Path, host_tokens: int
 ) -> Iterator[str]:
     """`kappa route` before the servers, its own rule or a present balancer's steering."""
-    port = free_port()
+    port = free_port(HOST)
     mode = {"mode": "on"} if arm == "on" else {"mode": "shadow"}
     settings = {
         "backends": [

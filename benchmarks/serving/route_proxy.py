@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import Json, note, publish, quantile, result
-from benchmarks.serving.route import EMULATED, free_port, front, process, ready
+from benchmarks.serving.route import EMULATED, HOST, front, process, ready
+from deploy.app.ray_cluster import free_port
 from loadtest.client import Endpoint, EndpointSettings, Prepared
 from loadtest.journal import RequestRecord
 
@@ -31,7 +32,7 @@ def route_proxy(
     """Seconds that the proxy adds to a first token, and requests lost as a server is killed."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        log, ports = folder / "servers.log", (free_port(), free_port())
+        log, ports = folder / "servers.log", (free_port(HOST), free_port(HOST))
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         first, second = (
             ("-m", EMULATED, str(port), "--speed", _SPEED, "--load-token-us", "0") for port in ports

@@ -157,6 +157,7 @@ def adapter_rank(name: str, folder: str, config: Mapping[str, Any]) -> int:
         facts = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
         rank, base = int(facts["r"]), facts.get("base_model_name_or_path")
         with safe_open(Path(folder) / "adapter_model.safetensors", "np") as file:
+            # It has keys and cannot be iterated over.
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors has errors of its own
         raise PreflightError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ def _plain(found: Comparison | None) -> dict[str, Any] | None:
     saved = zip(_FIGURES, found.measured, found.other, found.saved, strict=True)
     return {
         "requests": found.requests, "conversations": found.conversations,
-        "model_error": None if found.model_error != found.model_error else found.model_error,
+        "model_error": None if math.isnan(found.model_error) else found.model_error,
         "ttft_s": {
             name: {"present": now, "kappa": then, **saving._asdict()}
             for name, now, then, saving in saved

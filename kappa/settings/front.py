@@ -1,4 +1,4 @@
-"""`kappa route`: which servers stand behind it, and what is known of each before it is asked."""
+"""`kappa route`: which servers stand behind it, and what is known of each beforehand."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class BackendSettings(Section):
 
 
 class ProbeSettings(Section):
-    """How backends are asked whether they live, and what they hold."""
+    """How backends are probed: whether they live, and what they hold."""
 
     every_s: Finite = Field(1.0, gt=0, le=60)
     timeout_s: Finite = Field(2.0, gt=0, le=60)

@@ -123,7 +123,7 @@ FIELDS = FieldClasses(
 
 
 def to_chat(body: Mapping[str, Any], *, counted: bool = False) -> Json:
-    """A Messages body as a chat's; `counted`: only its tokens are asked for.
+    """A Messages body as a chat's; `counted`: only its tokens are wanted.
 
     Raises:
         ApiError: 400, a field is not known, not served, missing, or out of bounds.

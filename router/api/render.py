@@ -381,8 +381,8 @@ class TokenizerProcess:
             PromptTooLong: it cannot fit `most_tokens`.
             PromptRefused: the template or the tokenizer refused it.
         """
-        asked = {"plain": plain, "most_tokens": most_tokens, "source": source}
-        question = json.dumps(asked).encode()
+        prompt = {"plain": plain, "most_tokens": most_tokens, "source": source}
+        question = json.dumps(prompt).encode()
         limit_s = longest_s(len(question))
         too_much = errors.PROMPT_NOT_TOKENIZED(prompt_bytes=len(question), limit_s=limit_s)
         pipe = self._started()

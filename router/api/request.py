@@ -52,20 +52,18 @@ class EndpointModel:
     pools: tuple[str, ...] = ()
 
 
-def model_of(
-    models: Sequence[EndpointModel], asked: str | None
-) -> tuple[EndpointModel, str | None]:
+def model_of(models: Sequence[EndpointModel], name: str | None) -> tuple[EndpointModel, str | None]:
     """The model that a request asks for by its name or by an adapter's, and that adapter; raises
     ApiError 404 if there is none, 400 if it names none and there are several."""
-    if asked is None and len(models) == 1:
+    if name is None and len(models) == 1:
         return models[0], None
-    names = ", ".join(name for model in models for name in (model.name, *model.adapters))
-    if asked is None:
+    names = ", ".join(each for model in models for each in (model.name, *model.adapters))
+    if name is None:
         raise errors.bad_field("model", f"name one of {names}")
     for model in models:
-        if asked == model.name or asked in model.adapters:
-            return model, None if asked == model.name else asked
-    raise errors.UNKNOWN_MODEL(model=str(asked), served=names)
+        if name == model.name or name in model.adapters:
+            return model, None if name == model.name else name
+    raise errors.UNKNOWN_MODEL(model=str(name), served=names)
 
 
 @dataclass(slots=True, eq=False)

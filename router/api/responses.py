@@ -57,7 +57,7 @@ _check_item = tagged(_ITEMS)
 _TOOL = fields_of({
     "type": NAME, "name": NAME, "description": TEXT, "parameters": json_object, "strict": flag,
 })  # fmt: skip
-# Agents send them unasked; OpenAI would run them. The model is not told of them.
+# Agents send them by default; OpenAI would run them. The model does not see them.
 _UNSHOWN_TOOLS = ("web_search", "web_search_preview")
 
 
@@ -361,10 +361,10 @@ def _usage(end: AnswerEnd) -> Json:
     read = end.tokens("prompt_tokens_details", "cached_tokens")
     wrote = end.tokens("prompt_tokens_details", "created_cache_tokens")
     thought = end.tokens("completion_tokens_details", "reasoning_tokens")
-    asked, given = end.tokens("prompt_tokens"), end.tokens("completion_tokens")
+    prompt, generated = end.tokens("prompt_tokens"), end.tokens("completion_tokens")
     return {
-        "input_tokens": asked,
+        "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": read, "cache_write_tokens": wrote},
-        "output_tokens": given, "output_tokens_details": {"reasoning_tokens": thought},
-        "total_tokens": asked + given,
+        "output_tokens": generated, "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": prompt + generated,
     }  # fmt: skip

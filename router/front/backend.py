@@ -308,7 +308,7 @@ class Backend:
         longest = max((m.max_tokens for m in self.models), default=0) or 1 << 30
         size = CacheSize(block, max(tokens // block, 2), given.host_tokens // block, longest)
         node, shape = node_profile(given.profile), model_shape(name or _DEFAULT_SHAPE)
-        # By which names a server is asked, `Front.serving` knows, and excludes the others.
+        # Which server serves which name, `Front.serving` knows, and excludes the others.
         return announcement_of(self.worker, "", node, shape, size)
 
     # -- requests -----------------------------------------------------------------------------

@@ -265,3 +265,13 @@ def chat_answer(message, finish="stop", stop=None):
         "stop_reason": stop,
     }  # fmt: skip
     return ChatCompletionResponse(id="chatcmpl-1", model="m", choices=[choice], usage=USAGE)
+
+
+def post_scope(path):
+    """ASGI's scope of a POST of JSON, for tests that are the server themselves."""
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "scheme": "http", "http_version": "1.1", "server": ("test", 80), "client": ("c", 1),
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip

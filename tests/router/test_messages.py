@@ -16,7 +16,7 @@ from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from router.api.errors import ApiError
 from router.api.messages import FIELDS, to_chat
 from tests.router.building import tenants_of
-from tests.router.scripted import calling, chat_answer, chunks, nested, until
+from tests.router.scripted import calling, chat_answer, chunks, nested, post_scope, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
@@ -316,14 +316,8 @@ async def test_a_client_that_leaves_in_the_middle_frees_its_reservation(serve):
         if b"content_block_delta" in message.get("body", b""):
             left.set()
 
-    scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST",
-        "path": PATH, "raw_path": PATH.encode(), "query_string": b"", "root_path": "",
-        "scheme": "http", "http_version": "1.1", "server": ("test", 80), "client": ("c", 1),
-        "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
     async with asyncio.timeout(30.0):
-        await here.app(scope, receive, send)
+        await here.app(post_scope(PATH), receive, send)
         await gone.wait()
         await until(lambda: here.ingress.closed == 1)
     (record,) = here.live.records.values()

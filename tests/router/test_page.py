@@ -137,9 +137,11 @@ class Feeds:
         config = uvicorn.Config(self.app, log_level="error", lifespan="off", access_log=False)
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None
-        target = lambda: asyncio.run(self._server.serve([self._listener]))  # noqa: E731
-        self._thread = threading.Thread(target=target, daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
+
+    def _serve(self):
+        asyncio.run(self._server.serve([self._listener]))
 
     def _answering(self, name):
         async def answer(request):

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 import router.api.request_path
 from kappa.protocol import TenantCharge, WorkerReport
 from tests.router.building import tenants_of
-from tests.router.scripted import BODY, PATH, code, event, get, overload, post, until
+from tests.router.scripted import BODY, PATH, code, event, get, overload, post, post_scope, until
 
 pytestmark = pytest.mark.ray
 
@@ -162,14 +162,8 @@ async def test_a_client_that_leaves_at_any_moment_frees_its_reservation(serve, l
         if len(sent) >= leaves_after:
             gone.set()
 
-    scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST",
-        "path": PATH, "raw_path": PATH.encode(), "query_string": b"", "root_path": "",
-        "scheme": "http", "http_version": "1.1", "server": ("test", 80), "client": ("c", 1),
-        "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
     async with asyncio.timeout(30.0):
-        await app(scope, receive, send)
+        await app(post_scope(PATH), receive, send)
     assert live.router.reservations == 0
     assert ingress.closed == len(ingress.sent) == 1
     (record,) = live.records.values()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kappa.settings import front
 from router.rollout import PRESENT, Rollout, ShadowDecision
 
 
@@ -115,3 +116,7 @@ def test_prefix_hash_without_a_prompt_goes_by_the_session():
     rule = PRESENT["prefix-hash"]()
     assert len(set(chosen(rule, *[offer(session="\ud800 s")] * 5))) == 1
     assert set(chosen(rule, *[offer(session=str(k)) for k in range(60)])) == set("abc")
+
+
+def test_settings_offer_the_balancers_that_can_be_emulated():
+    assert tuple(PRESENT) == front._PRESENT
