@@ -154,7 +154,7 @@ class TenantQueues:
             work, tenant = next(queue), self._waiting[name]
             # Bounded, or a tenant that floods the queue would gain by how long its own wait.
             waited_s = min(max(now_s - work.arrival_s, 0.0), config.due_after_s)
-            key = tenant.service_s() - config.credit * tenant.weight * waited_s
+            key = tenant.service_s() - config.credit * waited_s
             heads.append((key, work.seq, name, work, queue))
         heapify(heads)
         limit = heads[0][0] + config.slack_s

@@ -274,7 +274,7 @@ def test_two_tenants_that_always_wait_get_the_same_service_within_the_bound(
     # and one more request, for which blocks may have been set aside before.
     earned_s = config.credit * config.due_after_s
     largest = max(size[1] + output[1] for size, output in (first, second)) / 100
-    bound_s = config.slack_s + earned_s * (1 + weight) + longest_s * (1 + largest)
+    bound_s = config.slack_s + 2 * earned_s + longest_s * (1 + largest)
     assert worst_s <= bound_s
     assert len(engine.done) > 20
 

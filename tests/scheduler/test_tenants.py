@@ -184,6 +184,13 @@ def test_the_slack_and_what_waiting_can_earn_divide_the_tenants():
     assert (len(made), made.waiting) == (5, 5)
 
 
+def test_waiting_is_worth_the_same_to_tenants_of_any_weight():
+    """Both wait alike, so service over the weight decides: 4 s / 4 is behind 1.01 s / 1."""
+    services_s = {"a": 4.0, "b": 1.01, "c": 0.99}
+    made = waiting(services_s, weights={"a": 4.0}, credit=0.1, due_after_s=30.0)
+    assert [work.tenant for work, _ in made.in_turn(20.0)] == ["c", "a", "b"]
+
+
 def test_each_of_a_tenants_requests_counts_what_those_before_it_will_cost():
     made = waiting({"a": 0.0, "b": 0.25, "c": 0.5}, slack_s=0.25)
     # The first charge of 1 s teaches a fifth: a's second stands at 0.2 s, its third at 0.4 s.
