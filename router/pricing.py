@@ -149,13 +149,14 @@ def reading_step_s(worker: Any, context_tokens: float) -> float:
 
 
 @compiled
-def fetch_s(worker: Any, tokens: float) -> float:
-    """`tokens` over the network: for ever where there is none, or no room for them in the tier."""
+def fetch_s(worker: Any, source: Any, tokens: float) -> float:
+    """`tokens` from `source` over the slower of two network cards: for ever where there is none, or
+    no room for them in the tier."""
     if tokens > worker.spare_tokens - worker.promised_tokens:
         return math.inf
     if tokens <= 0:
         return 0.0
-    rate = worker.net_tokens_per_s
+    rate = min(worker.net_tokens_per_s, source.net_tokens_per_s)
     return tokens / rate if rate > 0 else math.inf
 
 
@@ -346,7 +347,7 @@ def price(
             net_free_s = max(net_free_s, workers[source].net_free_s)
         row.net_backlog_s = max(net_free_s - now_s, 0.0)
         if source >= 0:
-            row.fetch_s = fetch_s(worker, row.fetch_tokens)
+            row.fetch_s = fetch_s(worker, workers[source], row.fetch_tokens)
             start_s = max(link_s, row.net_backlog_s + row.fetch_s)
         row.link_backlog_s, row.gpu_backlog_s = link_s, gpu_s
         wait_s = max(start_s + row.load_s, gpu_s) + under_way_s(worker, cached)

@@ -73,12 +73,18 @@ def test_what_is_loaded_from_disk_is_read_there_and_crosses_the_link():
 
 def test_a_fetch_needs_a_network_and_room_in_the_host_tier():
     networked = worker(spare_tokens=1000.0, promised_tokens=300.0, net_tokens_per_s=100.0)
-    assert pricing.fetch_s(networked, 700.0) == pytest.approx(7.0)
-    assert pricing.fetch_s(networked, 701.0) == math.inf, "300 of 1,000 are promised"
-    assert pricing.fetch_s(networked, 0.0) == 0.0
+    peer = worker(net_tokens_per_s=100.0)
+    assert pricing.fetch_s(networked, peer, 700.0) == pytest.approx(7.0)
+    assert pricing.fetch_s(networked, peer, 701.0) == math.inf, "300 of 1,000 are promised"
+    assert pricing.fetch_s(networked, peer, 0.0) == 0.0
     networked["net_tokens_per_s"] = 0.0
-    assert pricing.fetch_s(networked, 700.0) == math.inf
-    assert pricing.fetch_s(networked, 0.0) == 0.0
+    assert pricing.fetch_s(networked, peer, 700.0) == math.inf
+    assert pricing.fetch_s(networked, peer, 0.0) == 0.0
+
+
+def test_a_fetch_is_as_slow_as_the_slower_of_the_two_cards():
+    fast = worker(spare_tokens=1000.0, net_tokens_per_s=1e6)
+    assert pricing.fetch_s(fast, worker(net_tokens_per_s=50.0), 700.0) == pytest.approx(14.0)
 
 
 def test_leading_tokens_on_the_device_and_behind_them_in_host():
@@ -248,7 +254,8 @@ def test_what_a_worker_is_stands_beside_its_price():
 def test_a_request_that_fetches_waits_for_the_network_of_both_ends():
     # The source's card is free at 15, ours at 13.5: 2 s of queue. 20 tokens at 10 a second: 2 s.
     # The load starts after 4 s: waits max(4 + 0.12, 2.5) + 2.55 = 6.67; TTFT 6.67 + 5.73.
-    row = priced(workers(BUSY, {"net_free_s": 15.0}), fetch_tokens=20.0, source=1)
+    peer = {"net_free_s": 15.0, "net_tokens_per_s": 20.0}
+    row = priced(workers(BUSY, peer), fetch_tokens=20.0, source=1)
     assert values(row, "net_backlog_s", "fetch_s", "ttft_s") == pytest.approx([2.0, 2.0, 12.4])
 
 
