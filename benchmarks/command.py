@@ -7,6 +7,7 @@ from benchmarks.routing.overload import overload
 from benchmarks.routing.peers.peers import peers
 from benchmarks.routing.router import router
 from benchmarks.routing.routing import routing
+from benchmarks.routing.scenarios import scenario
 from benchmarks.scheduling.scheduler import scheduler
 from benchmarks.serving.predict import predict
 from benchmarks.serving.route import route
@@ -16,7 +17,7 @@ from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
 for command in (
-    offload, overload, peers, predict, route, route_proxy, router, routing, scheduler, serve,
-    validate,
+    offload, overload, peers, predict, route, route_proxy, router, routing, scenario, scheduler,
+    serve, validate,
 ):  # fmt: skip
     app.command()(command)

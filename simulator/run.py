@@ -19,7 +19,7 @@ from kappa.cost import load_token_s, step_model
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
-from router.policy import policy_named
+from router.policy import Policy, policy_named
 from router.router import Router, RouterConfig
 from scheduler.catalogue import SCHEDULERS, packs
 from simulator.clusters import NodeModel, NodeSpec, SimulatedCluster, check, node_model
@@ -39,8 +39,8 @@ _UNKNOWN = np.nan, ""
 class SimulationConfig:
     """What to simulate.
 
-    policy: as `router.policy.policy_named` takes it. load: fraction of the capacity bound, or
-    rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known already.
+    policy: as `router.policy.policy_named` takes it, or a fresh one. load: fraction of the capacity
+    bound, or rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known.
     warm: host tiers hold documents and histories at the start. faults: what goes wrong.
     admission: the router rejects what would be late. scheduler: the rule of every node. laws: how
     the nodes' steps last, in turn (none: as `kappa.cost` has it). foreign: engines report neither
@@ -50,7 +50,7 @@ class SimulationConfig:
     cluster: SimulatedCluster
     workload: Workload
     shape: ModelShape
-    policy: str = "ttft"
+    policy: str | Policy = "ttft"
     scheduler: str = "fcfs"
     load: float | None = None
     rate_rps: float | None = None
@@ -122,7 +122,8 @@ def simulate(
     play = Play(models, traffic, dispatcher, config.faults, config.seed)
     with _uncollected():
         play.run(progress)
-    return _outcome(config, "plan" if assignment is not None else config.policy, traffic, play)
+    name = config.policy if isinstance(config.policy, str) else config.policy.name
+    return _outcome(config, "plan" if assignment is not None else name, traffic, play)
 
 
 @contextmanager
@@ -186,9 +187,10 @@ def node_models(config: SimulationConfig) -> list[NodeModel]:
 
 def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
     blocks = sum(model.device_blocks + model.host_blocks for model in models)
+    policy = config.policy
     return Router(
         RouterConfig(
-            policy=policy_named(config.policy, seed=config.seed),
+            policy=policy_named(policy, config.seed) if isinstance(policy, str) else policy,
             secret=1,
             index_blocks=blocks,
             stale_after_s=float("inf"),
