@@ -74,15 +74,18 @@ def scenario(
             {"scenario": each, "arm": arm, **_medians([run[arm] for run in runs])}
             for arm in runs[0]
         ]
-
-    def show(console: Console) -> None:
-        for each in chosen:
-            console.print(f"{each}: {SCENARIOS[each].story}\n{SCENARIOS[each].report}")
-            console.print(_shown([row for row in rows if row["scenario"] == each]))
-
     reports = {each: SCENARIOS[each].report for each in chosen}
     facts = result(rows=rows, seeds=seeds, reports=reports)
-    publish(facts, show, json_output=json_output, remark="simulated")
+    publish(
+        facts, lambda console: show(facts, console), json_output=json_output, remark="simulated"
+    )
+
+
+def show(facts: dict[str, Any], console: Console) -> None:
+    """A table of arms for each scenario."""
+    for each, report in facts["reports"].items():
+        console.print(f"{each}: {SCENARIOS[each].story}\n{report}")
+        console.print(_shown([row for row in facts["rows"] if row["scenario"] == each]))
 
 
 def _medians(runs: Sequence[Figures]) -> Figures:
