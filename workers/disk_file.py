@@ -1,10 +1,7 @@
-"""Rows of bytes in a file on disk, read past the page cache, and how fast that is.
-
-The file has no name from the moment it is made: whatever ends its process, a kill included, frees
-its bytes. A row's checksum stays in memory; a row that is cut short, or not what was written, is
-reported instead of returned. O_DIRECT keeps the page cache out of it, which would make a disk look
-like memory until memory runs out; where a file system refuses it, `direct` says so.
-"""
+"""Rows of bytes in a file on disk, read past the page cache (O_DIRECT, or else `direct` is False),
+which makes a disk look like memory until memory runs out. The file has no name: whatever ends its
+process frees its bytes. A row's checksum stays in memory; a row that was cut short is reported
+instead of returned."""
 
 from __future__ import annotations
 
@@ -153,14 +150,9 @@ class DiskFile:
 
 
 def measure_disk(folder: Path, block_bytes: int) -> dict[str, Any]:
-    """What reading blocks that stand in a row takes here and now, through the disk tier's own path.
-
-    Returns:
-        `{"read": [{"bytes", "bytes_per_s"}], "direct", "bytes_per_s"}`, the last of the largest.
-
-    Raises:
-        DiskError: the folder cannot be used.
-    """
+    """`{"read": [{"bytes", "bytes_per_s"}], "direct", "bytes_per_s" (of the largest)}` of reads of
+    neighbouring blocks here and now, through the tier's own path. DiskError: the folder cannot be
+    used."""
     count, read = max(_TRIAL_BYTES // row_bytes(block_bytes), 1), []
     file = DiskFile(folder, count, [block_bytes])
     try:

@@ -1,8 +1,6 @@
-"""Host memory before an engine starts: whether its tier fits, and which folder it persists in.
-
-A tier that is larger than the cgroup's limit does not fail when it is allocated but when it is
-filled: the kernel then kills the engine, hours later. So it is checked first. Reads /proc and /sys.
-"""
+"""Whether an engine's host tier fits, and which folder it persists in. A tier beyond the cgroup's
+limit does not fail when it is allocated but when it is filled: the kernel then kills the engine,
+hours later. So it is checked first, from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -40,14 +38,9 @@ class HostBudgetError(RuntimeError):
 
 
 def prepare_host_memory(plan: WorkerPlan) -> TierFolder | None:
-    """Check that the host tier fits, and claim a folder for it if it is to outlive the engine.
-
-    May wait for a predecessor (`handover_wait_s`): call it off the event loop.
-
-    Raises:
-        HostBudgetError: it does not fit.
-        WarmRestartError: no folder can be had.
-    """
+    """Check that the host tier fits (HostBudgetError: it does not), and claim a folder for it if it
+    is to outlive the engine (WarmRestartError: none can be had). May wait for a predecessor: call
+    it off the event loop."""
     host_bytes, folder = plan.limits.host_bytes, None
     own = plan.kind == "vllm" and plan.tier.kind == OWN and host_bytes > 0
     if plan.handover_dir and own:
@@ -113,12 +106,9 @@ def _weights(source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostBudget:
-    """Bytes that may still be used; None: no limit, or it cannot be told.
-
-    cgroup_bytes: below the tightest limit of this process' cgroups. machine_bytes: of the machine's
-    memory. locked_bytes: that may be locked. folder_bytes: of the shared-memory folder.
-    shm_bytes: of /dev/shm.
-    """
+    """Bytes that may still be used, None where there is no limit or it cannot be told: below the
+    tightest limit of this process' cgroups, of the machine's memory, to be locked, in the folder of
+    a persistent tier, in /dev/shm."""
 
     cgroup_bytes: int | None = None
     machine_bytes: int | None = None
@@ -129,13 +119,9 @@ class HostBudget:
     def faults(
         self, tiers: Sequence[int], mapped_bytes: int = 0, *, persistent: bool = False
     ) -> list[str]:
-        """Why the host tiers of workers do not fit: which limit, by how much, what to change.
-
-        Args:
-            tiers: bytes of each worker's.
-            mapped_bytes: of them, what vLLM maps in /dev/shm.
-            persistent: they lie in the folder.
-        """
+        """Why workers' host tiers of so many bytes do not fit: which limit, by how much, what to
+        change. mapped_bytes: of them, what vLLM maps in /dev/shm. persistent: they lie in the
+        folder."""
         tiers = [tier for tier in tiers if tier]
         whole, count, engines = sum(tiers), len(tiers), len(tiers) * _ENGINE_BYTES
         what, who = f"engine.host_bytes is {_gib(whole)}", "the engine itself needs"
@@ -164,11 +150,8 @@ class HostBudget:
         ]
 
     def check(self, host_bytes: int, *, persistent: bool = False, mapped: bool = False) -> None:
-        """Refuse a worker's tier that does not fit; `mapped`: vLLM maps it in /dev/shm.
-
-        Raises:
-            HostBudgetError: the first of its `faults`.
-        """
+        """HostBudgetError, with the first of its `faults`, if a worker's tier does not fit;
+        `mapped`: vLLM maps it in /dev/shm."""
         for fault in self.faults([host_bytes], host_bytes * mapped, persistent=persistent):
             raise HostBudgetError(fault)
 
@@ -186,11 +169,8 @@ class HostBudget:
 def host_budget(
     folder: Path | None = None, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
 ) -> HostBudget:
-    """What this process may still use.
-
-    folder: where a persistent tier lies, nobody else's; what is there already is taken over or
-    replaced, so it counts as free wherever it was charged.
-    """
+    """What this process may still use. folder: where a persistent tier lies, nobody else's; what is
+    there already is taken over or replaced, so it counts as free wherever it was charged."""
     held, folder_free = 0, None
     if folder is not None:
         for file in folder.rglob("*"):

@@ -1,8 +1,5 @@
-"""Who a worker is: the announcement made from its plan, its node and what was measured. Pure.
-
-A measured node takes the measured figures; a paced one keeps the profile it is paced by and shows
-the machine's figures beside it; one whose profile failed keeps the catalogue's and says so.
-"""
+"""Who a worker is: the announcement made from its plan, its node and what was measured. A paced
+node keeps the profile it is paced by; one whose profile failed keeps the catalogue's. Pure."""
 
 from __future__ import annotations
 
@@ -47,12 +44,9 @@ _LINE_ERROR = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SparsePlan:
-    """How requests that may be answered approximately decode.
-
-    heads: scores of their importance, if any were given: they travel as numbers, since the file
-    need not be on the worker's machine. persistent_heads: that keep their KV on the device, at
-    most.
-    """
+    """How requests that may be answered approximately decode. heads: scores of their importance, as
+    numbers since the file need not be on the worker's machine. persistent_heads: most heads that
+    keep their KV on the device."""
 
     settings: SparseSettings = field(default_factory=SparseSettings)
     heads: HeadProfile | None = None
@@ -61,20 +55,13 @@ class SparsePlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What a replica must know before its engine starts.
+    """What a replica must know before its engine starts; what is not explained here is as in the
+    settings.
 
-    nodes: one profile per rank; a `paced` one is paced, any other is a prior until measured.
-    served: the shape of the model that runs; emulated: the shape that paced nodes act as.
-    stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
-    scheduler: what each engine schedules by. kind: of engine; planner, act_share: of one of kind
-    torch, as in the settings, and cpu_threads, cpu_room_share; approx: who may get approximate
-    answers of it, sparse: how.
-    tier: the host tier of one of kind vllm.
-    pool, role: as the cluster file says; gpus: of each worker.
-    handover_dir: where its host tier outlives the engine; empty: it does not. handover_wait_s: for
-    a predecessor that still drains. observing, log_level: as in the settings. graphs: those of CUDA
-    that the engine was read back to run by.
-    """
+    nodes: a profile per rank; a `paced` one is paced, any other is a prior until measured. served:
+    the shape of the model that runs; emulated: the shape that paced nodes act as. stream_host:
+    address for the report stream; empty: this machine's in Ray's cluster. gpus: of each worker.
+    graphs: those of CUDA that the engine was read back to run by."""
 
     nodes: tuple[NodeProfile, ...]
     served: ModelShape
@@ -104,7 +91,6 @@ class WorkerPlan:
     graphs: str = ""
 
     def node(self, rank: int) -> NodeProfile:
-        """The node of the replica with this rank."""
         return self.nodes[rank % len(self.nodes)]
 
     def sized(self, memory_bytes: float, gpus: float) -> WorkerPlan:
@@ -145,11 +131,9 @@ class WorkerPlan:
         return self.tier.disk_bytes // row_bytes(int(self.block_bytes))
 
     def engine_tier(self, rank: int, measured: Mapping[str, Any], server: str = "") -> EngineTier:
-        """The host tier of the engine with this rank.
-
-        measured: of the machine, from an earlier start; without, a node that is not paced has no
-        rates to plan by, and loads all. server: of LMCache, if the worker started one.
-        """
+        """The host tier of the engine with this rank. measured: of the machine, from an earlier
+        start; without, a node that is not paced has no rates to plan by, and loads all. server: of
+        LMCache, if the worker started one."""
         node, rates = measured_node(self.node(rank), measured, self.served), None
         if self.tier.planner == TAIL and node.source != "catalogue":
             shape = self.emulated if node.source == "paced" else self.served
@@ -177,10 +161,8 @@ class WorkerPlan:
 def configure_vllm(
     config: Any, plan: WorkerPlan, rank: int, endpoints: Endpoints, tier: EngineTier, folder: str
 ) -> None:
-    """Put what this replica's engine is started with into `config`, Ray Serve LLM's.
-
-    folder: where the host tier outlives the engine; empty: it does not.
-    """
+    """Put what this replica's engine is started with into `config`, Ray Serve LLM's. folder: where
+    the host tier outlives the engine, if it does."""
     node = plan.node(rank)
     pace = Pace(plan.emulated, node) if node.source == "paced" else None
     scheduler = replace(plan.scheduler.for_rank(rank), tenant_required=True)
@@ -203,10 +185,8 @@ def of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def measured_node(
     node: NodeProfile, measured: Mapping[str, Any], shape: ModelShape | None = None
 ) -> NodeProfile:
-    """`node` with the measured figures; paced and unmeasured nodes stay as they are.
-
-    shape: of the model that runs; its steps, if they were measured, say what FLOP/s are reached.
-    """
+    """`node` with the measured figures; paced and unmeasured nodes stay as they are. shape: of the
+    model that runs; its steps, if they were measured, say what FLOP/s are reached."""
     if node.source == "paced" or not measured:
         return node
     disk = measured.get("disk", {}).get("bytes_per_s", node.disk_bytes_per_s)
@@ -294,12 +274,9 @@ def announce(
     rates: Mapping[str, Any] | None = None,
     tail: Mapping[str, Any] | None = None,
 ) -> Announcement:
-    """The announcement of one replica.
-
-    rates: what an engine that executes load plans measured (`engine.profile`); its steps are then
-    announced as they were measured, and its plans with them.
-    tail: the rates by which an engine of vLLM leaves part of a hit unloaded, if it does.
-    """
+    """The announcement of one replica. rates: what an engine that executes load plans measured
+    (`engine.profile`): its steps and plans are announced by them. tail: the rates by which an
+    engine of vLLM leaves part of a hit unloaded."""
     paced, limits = plan.node(replica.rank).source == "paced", plan.limits
     shape = plan.emulated if paced else plan.served
     node = measured_node(plan.node(replica.rank), profile.measured, shape)

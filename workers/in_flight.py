@@ -1,10 +1,6 @@
-"""Which requests are in a replica, and how much work of its worker they ask for.
-
-Each request is reported when it comes, with what its ingress expected of it, and when it is over;
-every router learns it from there, and so knows of the requests that it did not send. The ingress
-also sends the seconds that it predicted: from these the autoscaler learns the backlog, and how much
-of the worker's time is asked for by what arrives.
-"""
+"""Which requests are in a replica, and how much work of its worker they ask for. Each is reported
+when it comes and when it is over, so every router knows of those that others sent. The ingress also
+sends the seconds that it predicted: from these the autoscaler learns backlog and demand."""
 
 from __future__ import annotations
 
@@ -51,10 +47,8 @@ class InFlightNews(NamedTuple):
 
 
 class InFlight:
-    """Requests from their arrival to their end. Safe between threads.
-
-    `changed`: called where requests arrive and end. `urgent`: whether there is news.
-    """
+    """Requests from their arrival to their end. Safe between threads. `changed` is called where
+    requests arrive and end; `urgent`: whether there is news."""
 
     def __init__(self, now_s: float) -> None:
         self.changed: Callable[[], None] = lambda: None

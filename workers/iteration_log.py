@@ -1,10 +1,7 @@
 """What each iteration of an engine did: totals for the worker's report and, on request, JSON lines.
-
-Totals leave as one message on the stats channel every tenth of a second and whenever the engine
-falls idle; they are cumulative, so a lost message costs nothing. Lines go through a bounded queue
-to a thread that writes: when the disk cannot keep up they are dropped and counted, and the engine
-does not wait.
-"""
+Totals leave every tenth of a second and whenever the engine falls idle; they are cumulative, so a
+lost message costs nothing. Lines that the disk is too slow for are dropped and counted: the engine
+does not wait."""
 
 from __future__ import annotations
 
@@ -25,12 +22,10 @@ _MOST_PENDING = 64
 
 @dataclass(slots=True)
 class Iteration:
-    """One iteration, as it was scheduled; seconds of the engine's own clock.
-
-    queued: something waited before it. blocks: held after it was scheduled. admitted: requests
-    that began to run or load; returned: planned, and then not admitted by the engine. passed: left
-    waiting, by reason. stock: in the engine's own order. step_s: until its tokens were sampled.
-    """
+    """One iteration, as it was scheduled; seconds of the engine's own clock. queued: something
+    waited before it. blocks: held after it was scheduled. returned: planned, and then not admitted
+    by the engine. passed: left waiting, by reason. stock: in the engine's own order. step_s: until
+    its tokens were sampled."""
 
     started_s: float
     tokens: int = 0
@@ -51,14 +46,9 @@ class Iteration:
 
 
 class IterationLog:
-    """Follows an engine's iterations from schedule to sample.
-
-    Args:
-        send: puts a message on the stats channel; must not block.
-        path: file for JSON lines, or None.
-
-    `lines_dropped`: that were lost because the disk was too slow, or full.
-    """
+    """Follows an engine's iterations from schedule to sample. send: puts a message on the stats
+    channel, without blocking. path: file for JSON lines. `lines_dropped`: that the disk was too
+    slow for, or too full."""
 
     def __init__(self, send: Callable[[dict[str, object]], None], path: str | None = None) -> None:
         self._send = send
@@ -79,10 +69,8 @@ class IterationLog:
         self._pending.append(iteration)
 
     def ended(self, now_s: float) -> Iteration | None:
-        """The oldest one under way has its tokens; returns it, its seconds filled in.
-
-        Iterations that overlap share the time: each counts from the end of the one before.
-        """
+        """The oldest one under way has its tokens; returns it, its seconds filled in. Iterations
+        that overlap share the time: each counts from the end of the one before."""
         if not self._pending:
             return None
         it = self._pending.popleft()
@@ -114,10 +102,8 @@ class IterationLog:
         rule_errors: int,
         charges: Mapping[str, Charge],
     ) -> None:
-        """Send the totals; counts: of requests that wait, load and run.
-
-        Of the charges, those that changed since they were last sent.
-        """
+        """Send the totals, and the charges that changed; counts: of requests that wait, load and
+        run."""
         self._last_sent_s = now_s
         changed = {t: c for t, c in charges.items() if self._sent_charges.get(t) != c}
         self._sent_charges.update(changed)

@@ -1,12 +1,7 @@
-"""A worker's copy of what its engine has announced: the KV blocks of each tier.
-
-Kept so that a router that joins late, or lost a message, gets the state with a sequence number
-instead of a replay of history. It speaks vLLM's own event structures, so a snapshot is decoded by
-the same code as a live event. Pure apart from those structures.
-
-Counting is the index's: a device may hold one hash in several blocks and announces each; other
-media hold a hash at most once.
-"""
+"""A worker's copy of the KV blocks that its engine has announced, by tier: a router that joins
+late, or lost a message, gets the state with a sequence number instead of history. It speaks vLLM's
+own events, so a snapshot is decoded like a live one. A device may hold a hash in several blocks and
+announces each; other media hold a hash once. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Ends what must not outlive something: a replica without an engine, an engine without a replica.
-
-A replica whose engine is dead, or hangs, ends itself: Ray sees a dead process sooner than a sick
-one, and its routers see the line break at once. And a process that an engine started watches the
-replica: when that is gone, killed or not, the process goes, too.
-"""
+"""Ends what must not outlive something. A replica whose engine is dead, or hangs, ends itself: Ray
+sees a dead process sooner than a sick one. And a process that an engine started goes with its
+replica, killed or not."""
 
 from __future__ import annotations
 
@@ -37,11 +34,9 @@ class EngineHungError(RuntimeError):
 
 
 class HangWatch:
-    """Adds up how long an engine that owes answers has been silent.
-
-    What passed between two looks counts for `_LONGEST_LOOK_S` at most: time in which this process
-    was stopped, or did something else, says nothing of the engine.
-    """
+    """Adds up how long an engine that owes answers has been silent. What passed between two looks
+    counts for `_LONGEST_LOOK_S` at most: while this process was stopped it says nothing of the
+    engine."""
 
     def __init__(self, patience_s: float, now_s: float) -> None:
         """`patience_s`: see `hang_patience_s`."""
@@ -50,11 +45,7 @@ class HangWatch:
 
     def look(self, now_s: float, owed: int, signs: int) -> None:
         """Look once; owed: requests that the engine has not answered; signs: how often it has shown
-        that it lives, since it started.
-
-        Raises:
-            EngineHungError: it was silent for too long.
-        """
+        that it lives. EngineHungError: it was silent for too long."""
         passed_s = min(now_s - self._looked_s, _LONGEST_LOOK_S)
         alive = signs != self._signs or not owed
         self._silent_s = 0.0 if alive else self._silent_s + passed_s
@@ -66,11 +57,9 @@ class HangWatch:
 
 
 def hang_patience_s(announced: Announcement) -> float:
-    """Real seconds of silence after which an engine counts as hung, by what was announced of it.
-
-    Two minutes, and ten times the longest step and the longest load that it may have: a full budget
-    behind a full context beside others with a full context, and a full context over the link.
-    """
+    """Real seconds of silence after which an engine counts as hung: two minutes, and ten times the
+    longest step (a full budget behind a full context beside others with one) and load (a full
+    context)."""
     context = announced.max_context_tokens
     batch = [(announced.max_batch_tokens, context), *[(0, context)] * announced.max_sequences]
     load_s = context * announced.kv_bytes_per_token / announced.node.h2d_bytes_per_s
@@ -83,7 +72,6 @@ async def watch_engine(
     every_s: float = _LOOK_EVERY_S,
     last_words_s: float = _LAST_WORDS_S,
 ) -> None:
-    """Ask `check` for ever; once it raises, end the process by `end(1)`."""
     while True:
         await asyncio.sleep(every_s)
         try:
@@ -102,10 +90,8 @@ def own_engines() -> None:
 
 def follow_owner(end: Callable[[int], None] = os._exit) -> threading.Thread | None:
     """End this process once its owner is gone; None where there is no owner, or it is the owner.
-
-    A thread waits for the owner's process, so unlike the kernel's own signal it does not care which
-    of the owner's threads started us, nor how many processes are between.
-    """
+    Unlike the kernel's own signal it does not care which of the owner's threads started us, nor how
+    many processes are between."""
     pid_text, _, started = os.environ.get(OWNER_ENV, "").partition(":")
     if not pid_text.isdigit() or int(pid_text) == os.getpid() or not hasattr(os, "pidfd_open"):
         return None
@@ -132,8 +118,8 @@ def follow_owner(end: Callable[[int], None] = os._exit) -> threading.Thread | No
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, by the kernel's count since boot; 0 where it does not
-    say (not Linux). Neither a late import nor a clock that was set changes it."""
+    """Seconds since this process was started, by the kernel's count since boot, which no late
+    import nor set clock changes; 0 where it does not say (not Linux)."""
     started = _started(os.getpid())
     if not started:
         return 0.0

@@ -1,9 +1,6 @@
-"""The Ray Serve replica that owns one engine: `LLMServer` with a node, a report stream, a profile.
-
-Replicas of one deployment share their arguments, so each picks its node by its replica rank before
-its engine starts, gives the engine its own endpoints and pace, measures the machine inside the
-engine's worker process, and announces all of it through Ray Serve's routing statistics.
-"""
+"""The Ray Serve replica that owns one engine. Replicas of one deployment share their arguments, so
+each picks its node by its rank, gives its engine endpoints and pace, has the engine's worker
+process measure the machine, and announces all of it through Serve's routing statistics."""
 
 from __future__ import annotations
 
@@ -154,11 +151,8 @@ class KappaServer(LLMServer):
     # -- what the cluster learns --------------------------------------------------------------
 
     async def _read_back(self) -> WorkerPlan:
-        """The plan with what the engine chose where it was given nothing.
-
-        Raises:
-            RuntimeError: it does not say, and a limit is not given either.
-        """
+        """The plan with what the engine chose where it was given nothing. RuntimeError: it does not
+        say, and a limit is not given either."""
         plan = self._plan
         if plan.kind != "vllm":
             return plan
@@ -176,11 +170,9 @@ class KappaServer(LLMServer):
             return plan
 
     async def _measure(self, *, again: bool = False) -> Profile:
-        """This machine and engine, as measured now, or at an earlier start; its disk as it is now.
-
+        """This machine and engine, as measured now or at an earlier start; its disk as it is now.
         again: the machine, whatever is known of it. The engine measures itself only before it
-        serves: its blocks are written over.
-        """
+        serves: its blocks are written over."""
         if self._plan.kind == "vllm" and self._plan.tier.kind == STOCK_TIER:
             return Profile({}, "host_tier stock: nothing of ours runs in the engine to measure it")
         async with _alone(self._profile_path().with_suffix(".lock")):
@@ -221,8 +213,8 @@ class KappaServer(LLMServer):
         return Profile(measured)
 
     def _cached_profile(self) -> dict[str, Any]:
-        """What this machine was measured at an earlier start; empty if it was not, or if the file
-        is not what was written."""
+        """What was measured at an earlier start; empty if nothing was, or if the file is not what
+        was written."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             known = dict(json.loads(self._profile_path().read_text()))
             check_measured(known)
@@ -275,21 +267,18 @@ class KappaServer(LLMServer):
         }
 
     async def profile(self, _body: None = None, _pin: Any = None) -> dict[str, Any]:
-        """Measure the machine again, now, and announce the result; the arguments only carry the
-        pin."""
+        """Measure the machine again, and announce the result; the arguments only carry the pin."""
         self._announce(await self._measure(again=True))
         return self._announcement
 
     # -- requests -----------------------------------------------------------------------------
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """As Ray's; the request is counted while it is here."""
         return self._counted(request, await super().chat(request, raw_request_info))
 
     async def completions(
         self, request: Any, raw_request_info: Any = None
     ) -> AsyncGenerator[Any, None]:
-        """As Ray's; the request is counted while it is here."""
         return self._counted(request, await super().completions(request, raw_request_info))
 
     async def _counted(
@@ -319,11 +308,8 @@ class KappaServer(LLMServer):
     # -- life and death -----------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """As Ray's, for it and for ourselves.
-
-        Raises:
-            EngineDiedError: the engine is dead, or hangs; names the requests that were in it.
-        """
+        """As Ray's. EngineDiedError: the engine is dead, or hangs; names the requests that were in
+        it."""
         if not self._death:
             try:
                 await super().check_health()
@@ -357,9 +343,7 @@ class KappaServer(LLMServer):
 @contextlib.asynccontextmanager
 async def _alone(path: Path) -> AsyncGenerator[None, None]:
     """One replica of this machine at a time measures, and those after it find what it measured.
-
-    Waits no longer than a measurement may take, and goes on without a folder to lock in.
-    """
+    Waits no longer than a measurement may take, and goes on without a folder to lock in."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,8 @@
 """A replica's outgoing stream: its engine's KV events and its own measurements, numbered as one.
 
-One thread reads the engine's event publisher and the stats channel, keeps the mirror and the
-totals, and publishes. A reader that sees a gap, or comes late, asks the snapshot endpoint and gets
-the state with the sequence number it belongs to. Frames: `[kind, seq u64 BE, payload]`, kind one of
-`kv` (vLLM's own msgpack batch), `report` (msgpack of `WorkerReport`), `reset` (forget all blocks).
-Which requests are in the replica is reported as they come and go, so that several routers agree.
-"""
+A reader that sees a gap, or comes late, gets the state with its sequence number from the snapshot
+endpoint. Frames: `[kind, seq u64 BE, payload]`, kind one of `kv` (vLLM's own msgpack batch),
+`report` (msgpack of `WorkerReport`), `reset` (forget all blocks)."""
 
 from __future__ import annotations
 
@@ -35,10 +32,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ReportStream:
-    """Owns the replica's sockets and the thread that serves them.
-
-    `complete` adds what is known besides the engine's measurements; called on the stream's thread.
-    """
+    """Owns the replica's sockets and the thread that serves them. `complete` adds what is known
+    besides the engine's measurements; called on that thread."""
 
     def __init__(self, worker: str, host: str, stats_endpoint: str, kv_endpoint: str) -> None:
         """Bind the public endpoints on `host` (free ports) and the private ones as given."""

@@ -1,8 +1,5 @@
-"""Adds up what an engine's processes measured, and what came to a replica and left it.
-
-`workers.report_stream` feeds it the messages of the stats channel and takes a report now and
-then. Totals only rise within one life of a replica; lists start anew with each report. Pure.
-"""
+"""Adds up what an engine's processes measured, and what came to a replica and left it. Totals only
+rise within one life of a replica; lists start anew with each report. Pure."""
 
 from __future__ import annotations
 
@@ -56,10 +53,8 @@ class ReportTotals:
         self._totals["event_gaps_total"] += events
 
     def take(self, now_s: float) -> WorkerReport:
-        """The report so far; its per-report lists start anew.
-
-        Charges are those that changed; now and then all, for an ingress that missed some.
-        """
+        """The report so far; its per-report lists start anew. Charges are those that changed; now
+        and then all, for an ingress that missed some."""
         self._charged.update(self._charges)
         everything = now_s - self._reported_all_s >= _REPORT_ALL_EVERY_S
         if everything:
@@ -83,12 +78,8 @@ class ReportTotals:
         return report
 
     def add(self, m: Message) -> None:
-        """Add one measurement from the stats channel; an unknown kind is ignored.
-
-        Raises:
-            ValueError: a field that is not a number.
-            KeyError: a field is missing.
-        """
+        """Add one measurement from the stats channel; an unknown kind is ignored. ValueError,
+        KeyError: a field is not a number, or is missing."""
         self.engine_messages += 1
         match m.get("kind"):
             case "step":

@@ -1,8 +1,6 @@
-"""What the ingress sent along with a request, as engines and replicas read it.
-
-It travels as `vllm_xargs` of a body and as `SamplingParams.extra_args`. Nothing in it may end an
-engine: what cannot be read counts as not sent.
-"""
+"""What the ingress sent along with a request, as `vllm_xargs` of a body or
+`SamplingParams.extra_args`. Nothing in it may end an engine: what cannot be read counts as not
+sent."""
 
 from __future__ import annotations
 

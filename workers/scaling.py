@@ -1,9 +1,6 @@
-"""How many workers a pool should have, from what its workers report of their load. Pure.
-
-A worker reports what share of the time its busiest resource is asked for by what arrives, and how
-many predicted seconds of prompts wait. Enough workers serve the arrivals at the target utilisation
-and clear what waits within the target seconds. `workers.scaling_policy` asks this for Ray Serve.
-"""
+"""How many workers a pool should have: enough to serve the arrivals at the target utilisation and
+to clear what waits within the target seconds. `workers.scaling_policy` asks this for Ray Serve.
+Pure."""
 
 from __future__ import annotations
 
@@ -23,10 +20,8 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One worker's load: predicted seconds that wait for it, and the share of its time asked for.
-
-    demand may pass 1: more arrives than it can serve.
-    """
+    """Predicted seconds that wait for a worker, and the share of its time asked for: above 1 if
+    more arrives than it can serve."""
 
     backlog_s: float
     demand: float

@@ -1,8 +1,5 @@
-"""Ray Serve's autoscaling policy of a pool: its context in, the number of workers out.
-
-Runs in Serve's controller, which applies bounds and delays of the pool's settings to the answer.
-The controller gets this module by value, so it names others and holds no state of its own.
-"""
+"""Ray Serve's autoscaling policy of a pool. Runs in Serve's controller, which gets this module by
+value, so it names others and holds no state of its own."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""The way measurements leave an engine's processes.
-
-An engine runs in two or three operating-system processes (front end, scheduler core, worker).
-What they measure (steps, transfers, admissions) goes over one ZeroMQ PUSH/PULL pair on a Unix
-socket to the replica that owns the engine. Sending never blocks and never raises: a lost
-measurement costs a little accuracy, a blocked engine costs everybody.
-"""
+"""The way measurements leave an engine's processes: one ZeroMQ PUSH/PULL pair on a Unix socket to
+the replica that owns the engine. Sending never blocks and never raises: a lost measurement costs a
+little accuracy, a blocked engine costs everybody."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""A complete Llama checkpoint of half a million parameters, made from a seed.
-
-Tests and the demo need a model that every engine loads, and must fetch nothing. The weights are
-random but scaled so that attention looks at the whole context: an engine that hands back the
-wrong KV gives other tokens. Only numpy, tokenizers and safetensors are used, so the files are the
-same on every machine, byte for byte.
-"""
+"""A complete Llama checkpoint of half a million parameters, made from a seed: a model for tests and
+the demo that every engine loads and nobody fetches. Its random weights are scaled so that attention
+looks at the whole context: an engine that hands back the wrong KV gives other tokens. Made by
+numpy, tokenizers and safetensors alone, so the files are the same everywhere, byte for byte."""
 
 import hashlib
 import json
@@ -71,21 +68,11 @@ CHAT_TEMPLATE = """\
 
 
 def make_tiny_model(directory: str | Path, corpus: Iterable[str], seed: int = 0) -> Path:
-    """Make the checkpoint and its tokenizer in ``directory``, unless the same one is there.
+    """Make the checkpoint and its tokenizer in ``directory``, unless the same one is there; returns
+    it, absolute. It appears complete or not at all, also when several processes make it at once.
 
-    The directory appears complete or not at all, also when several processes make it at once.
-
-    Args:
-        directory: where to put it; replaced if it holds another tiny model.
-        corpus: texts on which the tokenizer is trained, to 4096 tokens or as many as they hold.
-        seed: of the weights.
-
-    Returns:
-        The directory, absolute: a local path for ``from_pretrained`` and for vLLM.
-
-    Raises:
-        FileExistsError: if the directory holds something that was not made here.
-    """
+    corpus: texts on which the tokenizer is trained, to 4096 tokens or as many as they hold. seed:
+    of the weights. FileExistsError: the directory holds something that was not made here."""
     target, texts = Path(directory).absolute(), list(corpus)
     digest = hashlib.sha256()
     for text in texts:

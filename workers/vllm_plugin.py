@@ -1,14 +1,8 @@
-"""Loaded by vLLM in each of its processes (entry point `vllm.general_plugins`).
-
-Three jobs, each asked for by an environment variable that a replica's runtime environment sets:
-
-* `KAPPA_QUEUE_SPIN_S`: vLLM's shared-memory queues busy-wait for a second after every message
-  before they sleep; on a paced node, or one with few cores, that burns a core per engine.
-* `KAPPA_DIE_WITH_PARENT`: engine processes outlive a killed parent for minutes; here the kernel
-  ends them with it, and they end themselves with their replica (`workers.reaper`), even if that had
-  gone before they asked.
-* `KAPPA_LOG`: how these processes log (`log_setting`), set by the replica.
-"""
+"""Loaded by vLLM in each of its processes (entry point `vllm.general_plugins`), for what the
+environment asks for: `KAPPA_QUEUE_SPIN_S`: queues in shared memory busy-wait for so long instead of
+a second, which on a paced node, or one with few cores, burns a core per engine.
+`KAPPA_DIE_WITH_PARENT`: engine processes end with a killed parent and with their replica
+(`workers.reaper`). `KAPPA_LOG`: how they log (`log_setting`)."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
 """What every tenant was charged in the whole cluster, added up from the workers' own counters.
 
-Workers charge alone and report cumulative counters; an ingress adds them up and sends each worker,
-with the requests that it sends there, what the others charged: else a tenant would multiply its
-share by spreading. All ingresses receive the same reports, so all have the whole picture, up to the
-lag. The bound that this carries over: if one worker keeps the weighted charges of two tenants that
-both wait there within U seconds of each other, W workers keep them within U + (W - 1) * L / w
-seconds in all; L is the age of its newest report (the report's period, its way, and the time since
-a request last came to that worker), w the lesser weight; a worker charges a tenant at most a second
-of a resource per second. What a worker charged between its last report and its death is lost.
-
-Seconds are kept as whole nanoseconds: sums are exact, whichever report came first. Pure.
-"""
+Workers charge alone; an ingress sends each, with its requests, what the others charged: else a
+tenant would multiply its share by spreading. If one worker keeps the weighted charges of two
+tenants that both wait there within U seconds of each other, W workers keep them within U + (W - 1)
+* L / w in all; L is the age of its newest report, w the lesser weight; a worker charges a tenant at
+most a second of a resource per second. What a worker charged between its last report and its death
+is lost. Seconds are whole nanoseconds: sums are exact in any order. Pure."""
 
 from __future__ import annotations
 
@@ -49,11 +44,9 @@ class _TenantAccount:
 
 
 class Charges:
-    """The tenants' accounts; no charge of a tenant that is kept ever decreases.
-
-    At most `max_tenants` are kept. Beyond that the least recently active one is forgotten; should
-    it come back, it begins with its workers' counters as they are reported then.
-    """
+    """The tenants' accounts; no charge of a tenant that is kept ever decreases. At most
+    `max_tenants` are kept; should a forgotten one come back, it begins with its workers' counters
+    as of then."""
 
     def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
         self._max_tenants = max_tenants
@@ -65,11 +58,9 @@ class Charges:
         self, worker: str, charges: Iterable[TenantCharge], time_s: float, steps_total: int = 0
     ) -> dict[str, Charge]:
         """A worker's counters, of all its tenants or of those that changed; what each gained.
-
-        time_s: when it reported, by its own clock; a report that is not newer than the last one
-        changes nothing. Counters that fall are those of a worker that started again: what the
-        dead one charged stays. steps_total: its engine's steps, which fall then too.
-        """
+        time_s: by the worker's clock; a report that is not newer changes nothing. Counters, or
+        steps_total, that fall are those of a worker that started again: what the dead one charged
+        stays."""
         known = self._workers.get(worker) or self._gone.pop(worker, None) or _Worker()
         self._workers[worker] = known
         if time_s <= known.time_s:
@@ -96,8 +87,8 @@ class Charges:
         return gained
 
     def left(self, worker: str) -> None:
-        """A worker is gone; what it charged stays. The counters of the last ones are remembered, in
-        case they come back."""
+        """A worker is gone; what it charged stays, and its counters are remembered in case it comes
+        back."""
         known = self._workers.pop(worker, None)
         if known is not None:
             self._gone[worker] = known
@@ -124,11 +115,9 @@ class Charges:
 
 
 def credits_s(charged: Mapping[str, Charge], weights: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of service, by weight, that each tenant is behind the mean; below 0: ahead of it.
-
-    That is what the schedulers even out: the resource that a tenant used most, by its weight (1
-    where it has none), compared with the mean of all that were charged anything.
-    """
+    """Seconds of service, by weight (1 where there is none), that each tenant is behind the mean of
+    all that were charged anything; below 0: ahead. That is what the schedulers even out: the
+    resource that a tenant used most."""
     served = {
         tenant: max(charge) / weights.get(tenant, 1.0)
         for tenant, charge in charged.items()

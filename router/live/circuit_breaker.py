@@ -1,11 +1,8 @@
-"""A circuit breaker per worker: who must not be chosen now, and who may be tried again.
-
-A worker that failed several requests in a row, or gave a sign of being gone (its stream broke, it
-fell silent, its engine stalled), is *open*: nothing is sent there. After a pause, which doubles
-with every further failure, it is *half open*: one request goes there as a probe, and its outcome
-closes or opens the breaker. Where a sign of life is what was missing, the pause ends with one, and
-never without. Pure: each call takes the time.
-"""
+"""A circuit breaker per worker: who must not be chosen now, and who may be tried again. A worker
+that failed several requests in a row, or gave a sign of being gone or stalled, is *open*: nothing
+is sent there. After a pause, which doubles with every further failure, it is *half open*: one
+request goes there as a probe, and its outcome closes or opens the breaker. Where a sign of life is
+what was missing, the pause ends with one, and never without. Pure."""
 
 from __future__ import annotations
 
@@ -39,10 +36,8 @@ class BreakerState:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Workers that must not be chosen. gone: no sign of life; failing: they answer, but fail.
-
-    Where nobody else is left, one that is failing is better than nobody; one that is gone is not.
-    """
+    """Workers that must not be chosen. gone: no sign of life; failing: they answer, but fail. Where
+    nobody else is left, one that is failing is better than nobody; one that is gone is not."""
 
     gone: frozenset[str] = frozenset()
     failing: frozenset[str] = frozenset()
@@ -81,10 +76,8 @@ class Breakers:
             self._open[worker].probes[request_id] = now_s
 
     def succeeded(self, worker: str, request_id: str) -> bool:
-        """A request of it was answered; True if that closed its breaker.
-
-        A request sent before the breaker opened proves nothing about the worker since.
-        """
+        """A request of it was answered; True if that closed its breaker. One sent before the
+        breaker opened proves nothing about the worker since."""
         state = self._open.get(worker)
         if state is not None and request_id not in state.probes:
             return False
@@ -111,12 +104,9 @@ class Breakers:
             self._open[worker].probes.pop(request_id, None)
 
     def trip(self, worker: str, why: str, now_s: float, *, needs_sign: bool = True) -> bool:
-        """The worker seems gone, or stalls; True if it was not open for that already.
-
-        needs_sign: nothing goes there before it gave a sign of life. Else one is waited for, too,
-        but after the longest pause it is probed without: an engine that has lost its work, and is
-        well, cannot show that it moves.
-        """
+        """The worker seems gone, or stalls; True if it was not open for that already. needs_sign:
+        nothing goes there before a sign of life. Else it is probed without after the longest pause:
+        an engine that has lost its work, and is well, cannot show that it moves."""
         state = self._open.get(worker)
         if state is not None and (
             state.silent or (not needs_sign and not state.probes and now_s < state.until_s)

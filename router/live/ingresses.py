@@ -1,9 +1,6 @@
-"""What all ingresses know together: each is called through Ray Serve, and their metrics are merged.
-
-Ray sends a client to any ingress, but decisions and counters are kept by the one that decided. So
-whoever is asked for them calls all. One that does not answer in time costs its share of the answer,
-not the answer.
-"""
+"""What all ingresses know together. Ray sends a client to any of them, but decisions and counters
+are kept by the one that decided: whoever is asked calls all. One that does not answer in time costs
+its share of the answer, not the answer."""
 
 from __future__ import annotations
 
@@ -33,10 +30,8 @@ class Ingresses:
         self._handle: Any = None
 
     async def call(self, own: Callable[..., Awaitable[Any]], what: str, *args: Any) -> list[Any]:
-        """Everybody's answer, this ingress' among them; `own(what, *args)` answers for it alone.
-
-        Only its own if the others could not be reached within two seconds.
-        """
+        """Everybody's answer, this ingress' (`own(what, *args)`) among them; its alone if the
+        others could not be reached within two seconds."""
         found: list[Any] = []
         if self._replicas > 1:
             try:
@@ -63,15 +58,9 @@ class _Merged(Collector):
 
 
 def merged(expositions: Iterable[bytes]) -> bytes:
-    """Prometheus texts as one, in the order in which metrics were first seen.
-
-    What each ingress counts of its own requests adds up (`kappa.metrics.ADDING`). What all receive
-    from the same workers is the same in each, but for one that came later: there the greatest
-    counts.
-
-    Raises:
-        ValueError: one of them is no such text.
-    """
+    """Prometheus texts as one, in the order in which metrics were first seen. What each ingress
+    counts of its own requests adds up (`kappa.metrics.ADDING`); of what all receive from the same
+    workers the greatest counts: some came later. ValueError: one of them is no such text."""
     families: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for text in expositions:

@@ -1,10 +1,6 @@
-"""One worker's stream, received: snapshot first, then numbered messages, then again after a gap.
-
-Runs as tasks on the ingress' event loop. What it decodes it passes to its listener on the same
-loop, so the router needs no locks. A worker that does not answer is queried again, less and less
-often; while it is silent the router knows less, and nothing waits for it. A connection that breaks
-is reported at once: that is how the death of a process is known before anybody queries it.
-"""
+"""One worker's stream, received: snapshot first, then numbered messages, then again after a gap. A
+worker that does not answer is queried again, less and less often; nothing waits for it. A
+connection that breaks is reported at once: that is how the death of a process is known first."""
 
 from __future__ import annotations
 

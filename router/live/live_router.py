@@ -1,9 +1,5 @@
-"""The pure router in a running cluster: keeps time, counts and remembers.
-
-Lives on the ingress' event loop and nowhere else. `router.live.membership` follows the workers;
-what they report goes into `Router`. Every decision and its outcome is counted and kept in a short
-memory (`GET /v1/decisions`).
-"""
+"""The pure router in a running cluster: keeps time, counts, and remembers decisions and their
+outcomes for a while (`GET /v1/decisions`). Lives on the ingress' event loop and nowhere else."""
 
 from __future__ import annotations
 
@@ -57,11 +53,9 @@ class LiveRouter:
         counting: bool = True,
         request_log: bool = True,
     ) -> None:
-        """Make it on the event loop that it will live on; `record` names a file for its log.
-
-        registry: knows which workers there are; none: that of this process. counting: keep metrics.
-        request_log: a line in the log at each request's end.
-        """
+        """Make it on the event loop that it will live on. record: a file for its log. registry:
+        knows which workers there are; none: that of this process. counting: keep metrics.
+        request_log: a line at each request's end."""
         self.metrics = RouterMetrics(counting)
         dropped = partial(self.metrics.inc, m.RECORD_DROPPED)
         self._record = RecordFile(record, dropped) if record else None
@@ -86,11 +80,8 @@ class LiveRouter:
         return self._epoch_s + time.monotonic()
 
     def use_policy(self, policy: Policy) -> None:
-        """Decide by another policy from now on.
-
-        Raises:
-            ValueError: decisions are recorded, and the record names one policy.
-        """
+        """Decide by another policy from now on. ValueError: decisions are recorded, and the record
+        names one."""
         if self._record is not None:
             raise ValueError("router.record is on, whose log replays under one policy: turn it off")
         self.router.config = replace(self.router.config, policy=policy)

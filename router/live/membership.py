@@ -1,11 +1,9 @@
 """Which workers are in the cluster: they join, drain, leave, fall silent, stall, fail, come back.
 
-The registry knows which replicas there are; each has a subscriber, whose connection and reports
-show whether it lives. One that seems gone is not chosen (its breaker is open), what waited for it
-is tried elsewhere, what it reported is invalid. One that Ray took off the registry with its
-connection standing drains: nothing new goes there, and it stays until its requests have ended. On
-the ingress' event loop.
-"""
+One that seems gone, by its connection or its reports, is not chosen (its breaker is open), what
+waited for it is tried elsewhere, what it reported is invalid. One that Ray took off the registry
+with its connection standing drains: it stays until its requests have ended. On the ingress' event
+loop."""
 
 from __future__ import annotations
 
@@ -48,11 +46,9 @@ progress_of: Callable[[WorkerReport], Progress] = attrgetter(
 
 
 class Follower(Protocol):
-    """Follows one worker, and calls a `StreamListener` with what it hears.
-
-    synced: its state is known; connected: it answers; alive: it is still followed; events: blocks
-    announced as stored, by tier, and events left out, by why.
-    """
+    """Follows one worker, and calls a `StreamListener`. synced: its state is known; connected: it
+    answers; alive: it is still followed; events: blocks stored, by tier, and events left out, by
+    why."""
 
     synced: bool
     connected: bool
@@ -81,11 +77,9 @@ class MembershipRule:
 
 
 class MembershipListener(Protocol):
-    """What is called after the router knows of a change, on the event loop.
-
-    worker_left: with the ids of its requests that were in flight. worker_died: its engine or its
-    process, while its requests are still in flight. node_renamed: nobody has the name any more.
-    """
+    """What is called after the router knows of a change, on the event loop. worker_left: with the
+    ids of its requests in flight. worker_died: while they are still in flight. node_renamed: nobody
+    has the name any more."""
 
     def worker_joined(self, announcement: Announcement) -> None: ...
     def worker_left(self, worker: str, node: str, lost: list[str]) -> None: ...
@@ -128,15 +122,8 @@ class Member:
 
 
 class Membership:
-    """The workers of the cluster.
-
-    Args:
-        router: learns of every change first.
-        registry: knows which replicas there are.
-        rule: when a worker counts as gone, and how each one is followed.
-        clock: seconds that never jump.
-        listener: is called next.
-    """
+    """The workers of the cluster. router: learns of every change first, the listener next. clock:
+    seconds that never jump."""
 
     def __init__(
         self,
@@ -180,11 +167,9 @@ class Membership:
         return bool(self._members) and all(m.subscriber.synced for m in self._members.values())
 
     def fault(self) -> str:
-        """Why this ingress can follow the workers no more and should be replaced; empty: it can.
-
-        A single worker that cannot be read is that worker's fault as likely as ours; if none of
-        those that are connected can, it is ours.
-        """
+        """Why this ingress can follow the workers no more and should be replaced; empty: it can. A
+        single worker that cannot be read is that worker's fault as likely as ours; if no connected
+        one can, it is ours."""
         if self._watch.done():
             return "nobody watches over the workers any more"
         for worker, member in self._members.items():
@@ -365,10 +350,8 @@ class Membership:
                 self._leave(worker, SILENT)
 
     def _check_engine(self, worker: str, member: Member, now_s: float) -> None:
-        """What waits for an engine that stalls is lost: first what has not begun, then all.
-
-        It may be chosen again once it has moved.
-        """
+        """What waits for an engine that stalls is lost: first what has not begun, then all. It may
+        be chosen again once it has moved."""
         state = self._router.workers.get(worker)
         if state is None or state.report is None or not state.report.steps_total:
             return

@@ -1,10 +1,7 @@
-"""The files of `router.record` and of `kappa route`'s journal: a diagnosis must not cost a request,
-nor fill the disk.
-
-Written line by line up to a bound, readable by its owner alone since a record holds prompts.
-A write that fails ends it for the life of this process, as does the bound: a log with a gap, or
-without its beginning, could not be replayed. What a failed write left of a line is taken back.
-"""
+"""The files of `router.record` and of `kappa route`'s journal, readable by their owner alone since
+a record holds prompts. A failed write, or the bound, ends one for the life of this process: a log
+with a gap, or without its beginning, could not be replayed. What a failed write left is taken
+back."""
 
 from __future__ import annotations
 
@@ -71,10 +68,8 @@ class RecordFile:
 
 
 class ThreadedFile:
-    """A `RecordFile` that a thread of its own writes: the caller never waits for the disk.
-
-    At most 4,096 entries wait; `on_drop` is called for each that is lost, on either thread.
-    """
+    """A `RecordFile` that a thread of its own writes: the caller never waits for the disk. At most
+    4,096 entries wait; `on_drop` is called for each that is lost, on either thread."""
 
     def __init__(self, path: str, on_drop: Callable[[], None], max_bytes: int = MAX_BYTES) -> None:
         self._file, self._on_drop = RecordFile(path, on_drop, max_bytes), on_drop

@@ -1,8 +1,5 @@
-"""The last decisions and what became of each: `GET /v1/decisions`.
-
-A record begins with the decision and is filled in as the worker and the stream report. Bounded:
-the oldest go. Pure.
-"""
+"""The last decisions and what became of each, as workers and streams report: `GET /v1/decisions`.
+Pure."""
 
 from __future__ import annotations
 
@@ -23,13 +20,11 @@ SENT_MARK = "~"
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """A decision and what became of it; seconds are real ones.
-
-    attempt: 0, or 1 if another worker had failed the request before. avoided: workers that were
-    passed over because their breaker was open or they were leaving. steered: by whose rule; shadow:
-    what ours would have done, where it was not. sent_as: the id by which its worker knows it.
-    soonest_other: node and predicted TTFT of the soonest worker besides the chosen one.
-    """
+    """A decision and what became of it; seconds are real ones. attempt: 1 if another worker had
+    failed the request before. avoided: passed over because their breaker was open or they were
+    leaving. steered: by whose rule; shadow: what ours would have done. sent_as: the id by which its
+    worker knows it. soonest_other: node and predicted TTFT of the soonest worker besides the chosen
+    one."""
 
     decision: Decision
     time_s: float

@@ -1,9 +1,5 @@
-"""Which replicas exist: the meeting point of Ray's router and our ingress, in one process.
-
-Ray Serve runs a deployment's request router on a thread of its own and announces to it, by long
-poll, which replicas exist and what each reported. It publishes that here; the ingress reads it on
-its own loop. Plain data under a lock.
-"""
+"""Which replicas exist: Ray Serve announces them to its request router, on a thread of its own,
+which publishes them here; the ingress reads them on its own loop. Plain data under a lock."""
 
 from __future__ import annotations
 
@@ -20,11 +16,9 @@ class PinGoneError(Exception):
 
 
 class ReplicaRegistry:
-    """Announcements by deployment and replica id; an empty announcement means not ready yet.
-
-    A listener is called with the deployment, all that is published of it, and which of its replicas
-    are known to have died. One that is missing otherwise may be finishing its requests.
-    """
+    """Announcements by deployment and replica id; an empty one means not ready yet. A listener is
+    called with the deployment, all that is published of it, and which of its replicas are known to
+    have died. One that is missing otherwise may be finishing its requests."""
 
     def __init__(self) -> None:
         # Held while listeners run, so that each sees all changes in their order.

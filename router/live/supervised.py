@@ -1,8 +1,5 @@
-"""Tasks that must not end: one that fails is started again, later and later, and it is counted.
-
-An exception in a task that nobody awaits would end it silently, and whatever it kept up to date
-would stand still for the rest of the process.
-"""
+"""Tasks that must not end: one that fails is started again, later and later, and it is counted. An
+exception in a task that nobody awaits would end it silently."""
 
 from __future__ import annotations
 
@@ -27,9 +24,7 @@ async def supervised(
     task: str, run: Callable[[], Awaitable[None]], on_restart: Callable[[str], None], worker: str
 ) -> None:
     """Run `run` again and again until cancelled; `on_restart(task)` is called before each restart.
-
-    task: its name in log and metrics. worker: whom it follows, for the log; empty: nobody.
-    """
+    worker: whom it follows, for the log; empty: nobody."""
     attempt = 0
     while True:
         begun_s, error = time.monotonic(), "it returned"

@@ -1,11 +1,8 @@
 """Which requests may have killed an engine, and what follows for them. Pure.
 
-A request that has had no token is tried again elsewhere, so one that kills engines would take one
-after the other. What is known of a death is who was in the engine: one that was alone there is not
-passed on; among several each may be innocent, and is passed on once. Two engines that died with the
-same content in them, and none that served it in between, are enough: that content is refused. See
-docs/adr/0008-a-request-that-kills-engines.md.
-"""
+What is known of a death is who was in the engine: a request that was alone there is not passed on;
+among several each may be innocent, and is passed on once. A content that two dead engines had in
+them, and none served in between, is refused. See docs/adr/0008-a-request-that-kills-engines.md."""
 
 from __future__ import annotations
 
@@ -37,9 +34,7 @@ _UNREAD = frozenset(
 
 def content_digest(tenant: str, method: str, body: bytes) -> str:
     """A name for what a tenant asks an engine to do: its JSON `body`, less what no engine reads.
-
-    Tenants do not share one, so none can have another's content refused, or learn of it.
-    """
+    Tenants do not share one, so none can have another's content refused, or learn of it."""
     try:
         fields = json.loads(body)
         read = {key: value for key, value in fields.items() if key not in _UNREAD}
@@ -101,11 +96,9 @@ class Suspects:
         self._ended_s.pop(worker, None)
 
     def blame(self, worker: str, digest: str, now_s: float) -> Blame:
-        """A request of that content (empty: unknown) was lost with a worker: what may be done.
-
-        retry: it may be tried elsewhere; alone: it may not, though its content may be sent again;
-        killer: its content is refused from now on.
-        """
+        """A request of that content (empty: unknown) was lost with a worker. retry: it may be tried
+        elsewhere; alone: it may not, though its content may be sent again; killer: its content is
+        refused from now on."""
         death = self._deaths.get(worker)
         if death is None or now_s - death.at_s > _DEATH_S or death.blameless:
             return "retry"

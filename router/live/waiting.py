@@ -1,9 +1,6 @@
-"""Waits for a worker's stream that end when the worker is lost, whatever Ray still hopes for.
-
-Each request in delivery holds one `Wait`, known to `Waits` under its worker. A worker that seems
-gone fails the requests that have had no token yet, so that they can be tried elsewhere; one that is
-gone for good fails all. On the ingress' event loop only.
-"""
+"""Waits for a worker's stream that end when the worker is lost, whatever Ray still hopes for. A
+worker that seems gone fails the requests that have had no token yet, so that they can be tried
+elsewhere; one that is gone for good fails all. On the ingress' event loop only."""
 
 from __future__ import annotations
 
@@ -26,13 +23,8 @@ class Wait:
         self._scope: asyncio.Timeout | None = None
 
     async def next(self, stream: AsyncGenerator[Any, None], timeout_s: float | None = None) -> Any:
-        """The stream's next item.
-
-        Raises:
-            StopAsyncIteration: there is none.
-            WorkerLostError: the worker was lost, before or meanwhile.
-            TimeoutError: nothing came within `timeout_s`.
-        """
+        """The stream's next item. StopAsyncIteration: there is none. WorkerLostError: the worker
+        was lost. TimeoutError: nothing came within `timeout_s`."""
         if self._why:
             raise WorkerLostError(self._why)
         try:

@@ -1,11 +1,7 @@
 """An engine that computes nothing: `engine: emulated`, for tests of a cluster on a small machine.
-
-The replica, its report stream, the router, Ray Serve and HTTP are the real ones, and so is the
-engine's loop: its scheduling, its blocks, its loads. Only tokens are made up, as late as the
-emulated node would have had them: a step lasts as long as `kappa.cost` says, a load as long as on
-the node's link. Every answer says so in its text and its `system_fingerprint`. Nodes must be paced:
-the pace is all there is. Never a default.
-"""
+Replica, router, Serve, HTTP and the engine's loop (scheduling, blocks, loads) are the real ones;
+tokens are made up, as late as the paced node would have had them (`kappa.cost`). Every answer says
+so in its text and its `system_fingerprint`. Never a default."""
 
 from __future__ import annotations
 
@@ -102,11 +98,8 @@ class PacedModel:
         self._step = step
 
     def compute(self, rows: Sequence[StepRow]) -> Tensor:
-        """Logits of token 0, after the seconds that the rows take.
-
-        Raises:
-            TransferFailed: a load within the step failed.
-        """
+        """Logits of token 0, after the seconds that the rows take. TransferFailed: a load within
+        the step failed."""
         for span in (span for row in rows for span in row.spans):
             if span.source is Source.KV_HOST:
                 content = torch.empty(span.stop - span.start, 2, dtype=_DTYPE)

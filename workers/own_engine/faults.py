@@ -1,9 +1,6 @@
-"""What is to go wrong in an emulated engine, as a file says while it runs.
-
-`KAPPA_EMULATED_FAULTS` names a JSON file: `{"WORKER": {"link_slower": 10, "loads_fail": true,
-"events": "lose"}}`, with `*` for every worker. Only emulated engines read it, so nothing of the
-kind exists where tokens are real. A file that cannot be read is no fault at all, and is logged.
-"""
+"""What is to go wrong in an emulated engine: `KAPPA_EMULATED_FAULTS` names a JSON file, read while
+it runs, `{"WORKER": {"link_slower": 10, "loads_fail": true, "events": "lose"}}`, with `*` for every
+worker. One that cannot be read is no fault at all, and is logged."""
 
 from __future__ import annotations
 

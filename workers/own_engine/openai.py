@@ -1,9 +1,6 @@
-"""OpenAI's shapes around our own engine: a body in, its limits checked; tokens out as events.
-
-The prompt arrives as token ids, tokenized once by the ingress. What this engine cannot do (log
-probabilities, several answers, guided output, penalties, …) is refused with 400 by name rather than
-ignored. Pure: no engine, no clock but the time that is passed in.
-"""
+"""OpenAI's shapes around our own engine: a body in, its limits checked; tokens out as events. What
+this engine cannot do (log probabilities, several answers, penalties, …) is refused with 400 by name
+rather than ignored. Pure."""
 
 from __future__ import annotations
 
@@ -66,15 +63,8 @@ class Body:
 
 
 def read_body(body: Any, eos_tokens: Sequence[int]) -> Body:
-    """Read a chat or completion body.
-
-    Args:
-        body: Ray Serve LLM's request, marked by the ingress.
-        eos_tokens: that end an answer unless the body says `ignore_eos`.
-
-    Raises:
-        BodyRefused: names the field.
-    """
+    """Read a chat or completion body, Ray Serve LLM's, marked by the ingress. eos_tokens: end an
+    answer unless the body says `ignore_eos`. BodyRefused: names the field."""
     for name, harmless in _UNSUPPORTED.items():
         if getattr(body, name, None) not in harmless:
             raise BodyRefused(name, "the engine of kind torch does not do this; use vllm for it")
@@ -122,12 +112,8 @@ def _sampling(body: Any, eos_tokens: Sequence[int]) -> Sampling:
 
 
 class Detokenizer:
-    """Text of tokens as they come; a character that is not complete yet waits for its rest.
-
-    Args:
-        tokenizer: with `decode(list of ids, skip_special_tokens=True)`.
-        prompt: its last tokens tell whether the answer begins with a space.
-    """
+    """Text of tokens as they come; a character that is not complete yet waits for its rest. The
+    prompt's last tokens tell whether the answer begins with a space."""
 
     _LOOK_BACK = 6
 
@@ -203,15 +189,8 @@ class AnswerText:
 
 
 class OpenAIAnswer:
-    """One request's answer, as OpenAI's objects.
-
-    Args:
-        kind: "chat" or "completions".
-        request_id: of the request; becomes the object's id.
-        model: its name.
-        created_s: seconds since the epoch.
-        prompt_tokens: of the prompt.
-    """
+    """One request's answer, as OpenAI's objects. kind: "chat" or "completions". created_s: since
+    the epoch."""
 
     def __init__(
         self, kind: str, request_id: str, model: str, created_s: float, prompt_tokens: int
@@ -238,10 +217,8 @@ class OpenAIAnswer:
     def usage(
         self, output_tokens: int, cached_tokens: int, approximate: int | None = None
     ) -> dict[str, Any]:
-        """Tokens of prompt and answer; cached: found on the device or brought back from host.
-
-        approximate: of the answer, those computed sparsely; None where none may be.
-        """
+        """Tokens of prompt and answer; cached: found on the device or brought back from host;
+        approximate: of the answer, computed sparsely, None where none may be."""
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": output_tokens,

@@ -1,9 +1,6 @@
-"""What an engine of ours reports to the cluster: the messages that a vLLM engine's processes send.
-
-Admissions, iterations, loads and stores go over the stats channel; blocks that became findable or
-left go as vLLM's numbered KV event batches over a publisher's socket, so that report stream, router
-and metrics need not know which engine runs. Called from the engine's thread.
-"""
+"""What an engine of ours reports: the messages that a vLLM engine's processes send over the stats
+channel, and vLLM's numbered KV event batches, so that report stream, router and metrics need not
+know which engine runs. Called from the engine's thread."""
 
 from __future__ import annotations
 
@@ -31,11 +28,8 @@ _HIGH_WATER_MESSAGES = 100_000
 
 
 class KvPublisher:
-    """One engine's numbered batches of KV events. Call from one thread.
-
-    Args:
-        endpoint: bound here; the report stream reads it. An empty one has no reader.
-    """
+    """One engine's numbered batches of KV events, on a socket bound to `endpoint` (empty: no
+    reader). Call from one thread."""
 
     def __init__(self, endpoint: str) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
@@ -63,17 +57,10 @@ class KvPublisher:
 class EngineReports:
     """Follows one engine (`engine.loop.Observer`) and publishes its cache's changes.
 
-    Args:
-        stats_endpoint: of the stats channel; an empty one has no reader.
-        publisher: of KV events.
-        log: file for JSON lines, one per iteration, or None.
-        blocks: that device and host hold: no more salts can matter at a time.
-        paced: iterations last as long as on the emulated node, whatever was computed, and there is
-            no link: loads are known by their tokens alone, and stores take no time.
-
-    `ran_s`: when the last iteration ended, by the monotonic clock; `was_busy`: whether there was
-    more to do then.
-    """
+    log: file for JSON lines. blocks: that device and host hold: no more salts can matter at a time.
+    paced: there is no link, so loads are known by their tokens alone, and stores take no time.
+    `ran_s`: when the last iteration ended, monotonic; `was_busy`: whether there was more to do
+    then."""
 
     def __init__(
         self,

@@ -1,8 +1,5 @@
-"""Ray Serve LLM's engine protocol over an engine of our own (`engine.loop`) on a thread.
-
-The replica, its report stream, router and HTTP are those of vLLM; only what computes is ours. Such
-an engine generates text and nothing else: what else the protocol asks is refused by name.
-"""
+"""Ray Serve LLM's engine protocol over an engine of our own (`engine.loop`) on a thread. It
+generates text and nothing else: what else the protocol asks is refused by name."""
 
 from __future__ import annotations
 
@@ -80,7 +77,6 @@ class OwnEngine(LLMEngine):
         """Make the engine; may take minutes, on a thread of its own."""
 
     async def start(self) -> None:
-        """Build the engine and start its thread."""
         built = await asyncio.get_running_loop().run_in_executor(None, self.build)
         self._built = built
         self._runner = EngineRunner(built.engine, built.reports.publish)
@@ -100,7 +96,6 @@ class OwnEngine(LLMEngine):
             raise RuntimeError(f"{self.CALLED} has not ended an iteration for {idle_s:.0f} s")
 
     async def shutdown(self) -> None:
-        """Stop the thread, within a bound."""
         runner, built = self._runner, self._built
         if runner is None or built is None:
             return
@@ -114,11 +109,9 @@ class OwnEngine(LLMEngine):
     # -- one request --------------------------------------------------------------------------
 
     def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """A chat completion, streamed or whole."""
         return self._answer(request, "chat")
 
     def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """A completion, streamed or whole."""
         return self._answer(request, "completions")
 
     async def _answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
@@ -181,15 +174,12 @@ class OwnEngine(LLMEngine):
     # -- what else the protocol asks ----------------------------------------------------------
 
     async def embeddings(self, request: Any, raw_request_info: Any = None) -> Any:
-        """Refused: text is all there is."""
         yield self._has_no("embeddings")
 
     async def transcriptions(self, request: Any, raw_request_info: Any = None) -> Any:
-        """Refused: text is all there is."""
         yield self._has_no("transcriptions")
 
     async def resolve_lora(self, lora_model: Any) -> None:
-        """There are no adapters."""
         raise ValueError(f"{self.CALLED} serves no LoRA adapters")
 
     def routing_stats(self) -> dict[str, Any]:
@@ -197,7 +187,6 @@ class OwnEngine(LLMEngine):
         return {}
 
     async def reset_prefix_cache(self) -> None:
-        """Nothing asks for it here."""
         raise NotImplementedError(f"{self.CALLED} keeps its caches")
 
     async def collective_rpc(self, method: str, *_: Any, args: Any = (), **__: Any) -> list[Any]:

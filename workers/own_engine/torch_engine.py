@@ -1,8 +1,6 @@
-"""Our torch engine as a Ray Serve LLM engine: `engine: torch` in the settings.
-
-Load plans come from rates that are measured at the start. Which heads of sparse decoding keep their
-KV on the device follows from what the machine was measured to load and compute.
-"""
+"""Our torch engine as a Ray Serve LLM engine: `engine: torch` in the settings. Load plans, and
+which heads of sparse decoding keep their KV on the device, come from rates measured at the
+start."""
 
 from __future__ import annotations
 
@@ -49,7 +47,6 @@ class TorchEngine(OwnEngine):
     rates: dict[str, Any]
 
     def build(self) -> Built:
-        """Load the model, measure its rates."""
         plan, limits = self.plan, self.plan.limits
         raw = json.loads((Path(plan.model_source) / "config.json").read_text(encoding="utf-8"))
         kinds = architecture_from_config(raw).kinds()
@@ -115,12 +112,8 @@ def given_device(
     gpus: int, ids: Sequence[object], environment: MutableMapping[str, str]
 ) -> torch.device:
     """The GPU that Ray gave this process, or its CPU; no other GPU is visible to it afterwards.
-
-    Call before anything asks for CUDA. gpus: that the worker was placed by; ids: Ray's.
-
-    Raises:
-        ValueError: there is none, or torch cannot use it.
-    """
+    Call before anything asks for CUDA. gpus: that the worker was placed by; ids: Ray's. ValueError:
+    there is none, or torch cannot use it."""
     if gpus and not ids:
         raise ValueError("placement.gpus is 1, and Ray gave this worker no GPU")
     # All threads of this process then mean this one by "cuda", and without one, none.
@@ -137,10 +130,8 @@ def given_device(
 
 
 def host_blocks(shape: ModelShape, blocks: int, act_share: float) -> tuple[int, int]:
-    """Blocks of KV and of activations in the room of so many blocks of KV.
-
-    A share of the stored blocks is kept as activations besides their KV.
-    """
+    """Blocks of KV and of activations in the room of so many blocks of KV: a share of the stored
+    blocks is kept as activations besides their KV."""
     ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
     kv = int(blocks / (1 + act_share * ratio))
     return kv, round(act_share * kv)

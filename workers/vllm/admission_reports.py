@@ -1,9 +1,6 @@
 """A connector's answers about requests: how much of a hit to load, and what each one took at last.
-
-When the scheduler has allocated a request, the split of its prompt into device, host and new tokens
-is known for good; vLLM names the device hit only when it asks for the host's. Used by all our
-connectors, in the scheduler's process.
-"""
+Used by all our connectors: once the scheduler has allocated a request, its split into device, host
+and new tokens is known for good; vLLM names the device hit only when it asks for the host's."""
 
 from __future__ import annotations
 
@@ -20,11 +17,8 @@ log = structlog.get_logger(__name__)
 
 
 def ignore_malformed_params(request: Any) -> None:
-    """Drop a new request's `kv_transfer_params` unless they are a mapping.
-
-    vLLM's connectors and LMCache's take them for one in the engine's loop, where an exception ends
-    the engine. Without them KV is computed instead of received, and the answer is the same.
-    """
+    """Drop a new request's `kv_transfer_params` unless they are a mapping: connectors take them for
+    one in the engine's loop, where an exception ends the engine. Without them KV is computed."""
     params = request.kv_transfer_params
     if params is None or isinstance(params, dict):
         return
@@ -38,20 +32,16 @@ def ignore_malformed_params(request: Any) -> None:
 
 
 class AdmissionReports:
-    """Remembers device hits until their requests are admitted, then reports each once.
-
-    Args:
-        stats: gets a message for every admission.
-        tail: how much of a hit to load.
-    """
+    """Remembers device hits until their requests are admitted, then reports each once to `stats`.
+    tail: how much of a hit to load."""
 
     def __init__(self, stats: StatsSender, tail: TailRecompute) -> None:
         self._stats, self._tail = stats, tail
         self._device_tokens: dict[str, int] = {}
 
     def loaded_tokens(self, request: Any, device_tokens: int, hit: int) -> int:
-        """The scheduler asked what can be loaded behind so many device tokens: of `hit` tokens,
-        how many to load."""
+        """The scheduler asked what to load behind so many device tokens: of `hit` tokens, how
+        many."""
         self._device_tokens[request.request_id] = device_tokens
         if not hit:
             return 0

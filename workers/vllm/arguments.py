@@ -1,9 +1,6 @@
-"""The arguments that make a vLLM engine one of our workers. Pure translation.
-
-Given a node and the endpoints of its replica, `engine_kwargs` returns what Ray Serve LLM passes
-to vLLM: our worker class, the host tier, the event publisher, and on a paced node the pace of both
-resources. Every vLLM option that we set is named here.
-"""
+"""The arguments that make a vLLM engine one of our workers: our worker class, the host tier, the
+event publisher, and on a paced node the pace of both resources. Every vLLM option that we set is
+named here. Pure translation."""
 
 from __future__ import annotations
 
@@ -73,10 +70,9 @@ BY_SHARE = -1
 class EngineLimits:
     """Sizes of one engine: tokens per block, KV blocks on the device, bytes in the host tier.
 
-    Zero, or an empty dtype: the engine's own choice, known once it has been read back
-    (`workers.vllm.read_back`). host_bytes: zero for none; `BY_SHARE` until the machine is known.
-    kv_dtype: empty where it is the model's.
-    """
+    Zero, or an empty dtype: the engine's own choice, read back later (`workers.vllm.read_back`).
+    host_bytes: zero for none; `BY_SHARE` until the machine is known. kv_dtype: empty where it is
+    the model's."""
 
     max_context_tokens: int
     block_tokens: int
@@ -104,12 +100,10 @@ class EngineLimits:
 
     @property
     def missing(self) -> list[str]:
-        """Settings that the engine is to choose itself."""
         chosen = [each.name for each in fields(self) if not getattr(self, each.name)]
         return [name for name in chosen if name not in ("host_bytes", "kv_dtype")]
 
     def arguments(self) -> dict[str, Any]:
-        """vLLM's arguments for what it is not to choose itself."""
         given = {
             "dtype": self.dtype,
             "max_model_len": self.max_context_tokens,
@@ -130,7 +124,7 @@ class Endpoints(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a paced node needs to know: the model it emulates and the node it is paced as."""
+    """The model that a paced node emulates and the node it is paced as."""
 
     shape: ModelShape
     node: NodeProfile
@@ -155,11 +149,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class TierChoice:
-    """What the settings say of the host tier.
-
-    kind: copied by us, by vLLM (on a GPU), an LMCache server, or vLLM's connector in an engine
-    without anything of ours. planner: "tail" or "kv". disk_dir, disk_bytes: of its disk tier.
-    """
+    """What the settings say of the host tier. kind: copied by us, by vLLM (on a GPU), an LMCache
+    server, or vLLM's connector in an engine without anything of ours. planner: "tail" or "kv"."""
 
     kind: str = OWN
     planner: str = LOAD_ALL
@@ -186,14 +177,8 @@ class EngineTier:
 
 @dataclass(frozen=True, slots=True)
 class EngineScheduler:
-    """What an engine schedules by.
-
-    rule: a name of `scheduler.catalogue`, or `STOCK`. config: fields of a `FairConfig`. link: how
-    the host tier orders its link, fields of a `workers.vllm.options.LinkRules`. log: file for
-    JSON lines, one per iteration. tenant_required: every request comes from an ingress of ours, so
-    one without a tenant is refused. profile: file of what the engine measured, for the link's rates
-    where nothing paces it.
-    """
+    """What an engine schedules by; what is not explained here is as in `SchedulerOptions`. link:
+    fields of a `workers.vllm.options.LinkRules`."""
 
     rule: str = STOCK
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -283,14 +268,9 @@ def _stock_transfer(host_bytes: int) -> dict[str, Any]:
 
 
 def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> dict[str, Any]:
-    """The `kv_transfer_config` of an engine with this host tier.
-
-    All kinds go through a connector of ours, so that admissions are reported and a tail may be
-    computed. A load that fails is computed anew: vLLM's default would fail the request.
-
-    Raises:
-        ValueError: no LMCache server to name.
-    """
+    """The `kv_transfer_config` of an engine with this host tier: a connector of ours, so that
+    admissions are reported and a tail may be computed. A load that fails is computed anew: vLLM's
+    default would fail the request. ValueError: no LMCache server to name."""
     choice = tier.choice
     extra: dict[str, Any] = {STATS_KEY: stats_endpoint}
     if tier.rates is not None:
@@ -335,10 +315,7 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
 
 def hand_over(transfer: TransferSettings, arguments: dict[str, Any], pace: Pace | None) -> None:
     """Have the engine send and receive whole prompts; `arguments` are vLLM's, changed in place.
-
-    Raises:
-        ValueError: it has no connector to build on.
-    """
+    ValueError: it has no connector to build on."""
     config = arguments.get("kv_transfer_config")
     if config is None:
         raise ValueError("a worker that hands KV over needs a host tier: give engine.host_bytes")

@@ -1,11 +1,7 @@
-"""vLLM's `OffloadingConnector`, with five additions.
-
-It loads less than it could where computing the rest anew is faster
-(`workers.vllm.tail_recompute`). It keeps what a waiting request will load from being evicted. It
-reports what each request took from where. It names the request of each load, so that the host tier
-can tell what a request's load took. And it names the stores that the host tier gave up to the
-scheduler, where vLLM knows success only.
-"""
+"""vLLM's `OffloadingConnector`, which loads less where computing the rest is faster
+(`workers.vllm.tail_recompute`), keeps what a waiting request will load from being evicted, reports
+what each request took from where, names the request of each load to the host tier, and names the
+stores that were given up to the scheduler, where vLLM knows success only."""
 
 from __future__ import annotations
 
@@ -46,17 +42,13 @@ if TYPE_CHECKING:
 @dataclass
 class HostTierWorkerMetadata(OffloadingWorkerMetadata):
     """What vLLM's workers report of their transfers, and which stores among them were given up.
-
-    store_block_s: measured seconds to copy one block to the host. disk: what was done there; on
-    CPUs alone, where there is one worker.
-    """
+    store_block_s: measured per block. disk: on CPUs alone, where there is one worker."""
 
     dropped_jobs: set[int] = field(default_factory=set)
     store_block_s: float = 0.0
     disk: DiskNews = field(default_factory=DiskNews)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HostTierWorkerMetadata:
-        """Several workers' reports as one: the slowest copy, every drop."""
         merged = super().aggregate(other)
         assert isinstance(merged, OffloadingWorkerMetadata)
         dropped = self.dropped_jobs | getattr(other, "dropped_jobs", set())
@@ -112,15 +104,12 @@ class HostTierConnector(OffloadingConnector):
     # -- the scheduler's side -----------------------------------------------------------------
 
     def _kappa_status(self, request: Request) -> Any:
-        """vLLM's state of a request that is offloaded."""
         assert self.connector_scheduler is not None
         return self.connector_scheduler._req_status[request.request_id]
 
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; while it waits, others' blocks are evicted from the host tier before its own.
-
-        vLLM notes a use when a request is first looked at, which in a long queue is too late.
-        """
+        vLLM notes a use when a request is first looked at, which in a long queue is too late."""
         ignore_malformed_params(request)
         super().on_new_request(request)
         status = self._kappa_status(request)
@@ -144,7 +133,6 @@ class HostTierConnector(OffloadingConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """As vLLM's; the request is admitted."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         manager = self._kappa_disk_manager()
         from_disk = 0 if manager is None else manager.take_loaded() * self._kappa_block_tokens
@@ -155,7 +143,6 @@ class HostTierConnector(OffloadingConnector):
         return manager if isinstance(manager, DiskTierManager) else None
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """As vLLM's, with what is to be written to disk."""
         meta, manager = super().build_connector_meta(scheduler_output), self._kappa_disk_manager()
         write = None if manager is None else manager.take_write()
         return meta if write is None else HostTierMetadata(**vars(meta), disk_write=write)
@@ -179,14 +166,12 @@ class HostTierConnector(OffloadingConnector):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As vLLM's; forgets a request that ended before it was admitted."""
         self._kappa_admissions.finished(request)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`."""
         return self.request_finished(request, block_ids[0])
 
     # -- the worker's side --------------------------------------------------------------------
@@ -198,7 +183,6 @@ class HostTierConnector(OffloadingConnector):
         return tier
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """As vLLM's; names the request of each load."""
         super().bind_connector_metadata(connector_metadata)
         tier = self._kappa_tier()
         if tier is not None:
@@ -214,7 +198,6 @@ class HostTierConnector(OffloadingConnector):
         return lost if tier is None or tier.disk is None else lost | tier.disk.take_lost()
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """As vLLM's; names the stores among them that were dropped."""
         meta, tier = super().build_connector_worker_meta(), self._kappa_tier()
         disk = DiskNews() if tier is None or tier.disk is None else tier.disk.take_news()
         if tier is None or (meta is None and disk == DiskNews()):

@@ -1,11 +1,9 @@
 """A disk behind host memory: which blocks are there, what is written, and loads from both.
 
-Once half of host memory is in use its blocks are written behind, the least recently used first, one
-lot at a time, so that eviction finds them written already; what is evicted before its turn is lost,
-and counted: host memory itself bounds what waits. Loads come from disk straight to the device, and
-what was loaded so is then stored in host memory as if it had been computed. A row that cannot be
-read is computed anew, and forgotten.
-"""
+Once half of host memory is in use its blocks are written, the least recently used first, one lot at
+a time, so that eviction finds them written; what is evicted before its turn is lost, and counted.
+Loads go from disk straight to the device, and are then stored in host memory like what was
+computed. A row that cannot be read is computed anew, and forgotten."""
 
 from __future__ import annotations
 
@@ -66,7 +64,6 @@ class DiskTierManager(HostTierManager):
     host memory, or the number of those places plus its row."""
 
     def __init__(self, disk_blocks: int, **options: Any) -> None:
-        """`options`: as `HostTierManager`'s."""
         super().__init__(**options)
         self._host_blocks, self._used = int(options["num_blocks"]), 0
         # On disk; and in host memory and not on disk; the least recently used first.
@@ -202,11 +199,7 @@ class DiskTierManager(HostTierManager):
 
 class DiskRoute(Route):
     """Loads of a worker from host memory and from its disk, whose rows are the ids after those of
-    host memory; writes lots of host memory behind, in a thread of its own.
-
-    Args:
-        loading: whether loads are under way, to which writes give way. report: gets messages.
-    """
+    host memory; writes lots behind, in a thread of its own, giving way while `loading` says so."""
 
     def __init__(
         self, host: Sequence[torch.Tensor], device: Sequence[torch.Tensor], file: DiskFile,

@@ -1,13 +1,10 @@
 """vLLM as a scheduling rule sees it: its requests and its blocks.
 
-vLLM allocates in its own `schedule()`; what a rule takes here is bookkeeping within one plan. A
-quote is vLLM's own arithmetic over a look-up of the prefix in the device's cache, plus the ingress'
-estimate of how much of the rest is in the host tier: the connector itself is never asked, since
-every question to it counts as a use of what is found. Look-ups take Python time per block, so each
-iteration makes a bounded number of them; a request beyond it is quoted as it was last seen.
-
-Duck-typed over vLLM's objects, whose names tests/workers/vllm/test_scheduler_contract.py lists.
-"""
+What a rule takes here is bookkeeping within one plan; vLLM allocates in its own `schedule()`. A
+quote is vLLM's arithmetic over a look-up in the device's cache, plus the ingress' estimate of what
+is in the host tier: the connector is never asked, since each question counts as a use. Look-ups per
+iteration are bounded; a request beyond that is quoted as it was last seen. Names of vLLM:
+tests/workers/vllm/test_scheduler_contract.py."""
 
 from __future__ import annotations
 
@@ -24,12 +21,9 @@ _KEY_BYTES = 8
 
 
 class EngineWork(Work):
-    """One of vLLM's requests.
-
-    expected_tokens: of its prompt, in device and host cache together, as the ingress believes.
-    seen: version of the memory when `quote` was made. waits_for: how many loads had landed when
-    vLLM put it off, because what it needs was on its way; -1 if it was not.
-    """
+    """One of vLLM's requests. expected_tokens: of its prompt, in device and host cache together, as
+    the ingress believes. seen: version of the memory when `quote` was made. waits_for: how many
+    loads had landed when vLLM put it off, because what it needs was on its way; else -1."""
 
     __slots__ = ("expected_tokens", "extra", "key", "quote", "request", "seen", "waits_for")
 
@@ -63,13 +57,8 @@ class EngineWork(Work):
 
 
 class EngineMemory:
-    """The device's blocks (`scheduler.work.Memory`).
-
-    Args:
-        manager: vLLM's KVCacheManager.
-        block_tokens: tokens per block.
-        host: whether there is a host tier to load from.
-    """
+    """The device's blocks (`scheduler.work.Memory`). manager: vLLM's KVCacheManager. host: whether
+    there is a host tier to load from."""
 
     def __init__(self, manager: Any, block_tokens: int, host: bool) -> None:
         self.version = 0
@@ -90,13 +79,9 @@ class EngineMemory:
         return int(self._pool.get_num_free_blocks())
 
     def begin(self, promised_blocks: int, loading: int, prefilling: bool) -> None:
-        """A new plan.
-
-        Args:
-            promised_blocks: of the free ones, needed by requests that were admitted before.
-            loading: how many loads are under way.
-            prefilling: whether prompts are being computed, so that more of them is cached.
-        """
+        """A new plan. promised_blocks: of the free ones, needed by requests that were admitted
+        before. loading: loads under way. prefilling: prompts are being computed, so that more of
+        them is cached."""
         available = self.free_blocks - promised_blocks
         if available > self._available or prefilling or self.changed:
             self.version += 1

@@ -1,14 +1,9 @@
 """The host tier: KV blocks kept in host memory behind vLLM's `OffloadingConnector`.
 
-vLLM's own manager decides what is stored, evicted and looked up; stores are bounded: they are
-dropped, and counted, when too many seconds of them are queued already
-(`workers.vllm.host_tier_manager`). On GPUs vLLM copies (`workers.vllm.native_tier`). Here is the
-copy engine for machines without one, and the order of its link (`workers.vllm.link`): a real copy
-between the device cache and host memory, which on a *paced* node also lasts as long as its bytes
-would take on the named node's link, in dilated time. It drops stores, too, whose blocks the engine
-wants back before their turn came. Configured through `kv_connector_extra_config`, which
-`workers.vllm.arguments.transfer_config` makes.
-"""
+Our manager bounds the stores (`workers.vllm.host_tier_manager`); on GPUs vLLM copies
+(`workers.vllm.native_tier`). Here is the copy engine for machines without one, over links of
+`workers.vllm.link`: a real copy that on a *paced* node lasts as long as on the named node's link,
+in dilated time. Configured by `workers.vllm.arguments.transfer_config`."""
 
 from __future__ import annotations
 
@@ -123,10 +118,8 @@ class TierWorker(OffloadingWorker, LoadSource):
 
 
 class HostTierWorker(TierWorker):
-    """Moves blocks between the device cache and host memory, over one link or one each way.
-
-    Host blocks are shaped like the device's; one chunk is one block.
-    """
+    """Moves blocks between the device cache and host memory (shaped alike; one chunk is one block),
+    over one link or one each way."""
 
     def __init__(
         self,
@@ -217,11 +210,8 @@ class ManagedTierSpec(SpecNames):
     _kappa_worker: TierWorker | None = None
 
     def __init__(self, config: Any) -> None:
-        """
-        Raises:
-            ValueError: a wrong option, or vLLM's own order of transfers, which has no manager of
-                ours, in a tier that is to persist.
-        """
+        """ValueError: a wrong option, or vLLM's own order of transfers, which has no manager of
+        ours, in a tier that is to persist."""
         super().__init__(config)
         extra = self.extra_config
         folder = extra.get(PERSIST_KEY)
@@ -265,7 +255,7 @@ class ManagedTierSpec(SpecNames):
         return super().get_manager()
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Make the worker once, in its process. Of tensor-parallel ranks, which all copy the same
+        """Make the worker once, in its process. Of tensor-parallel ranks, which copy the same
         tokens at the same time, the first alone reports."""
         if self._kappa_worker is None:
             if self.blocks_per_chunk != 1:

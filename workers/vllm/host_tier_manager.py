@@ -1,7 +1,5 @@
-"""vLLM's manager of the host tier, with bounded stores; and one whose blocks outlive the engine.
-
-Both live in the scheduler's process and are made by `workers.vllm.host_tier.HostTierSpec`.
-"""
+"""vLLM's manager of the host tier, in the scheduler's process, with bounded stores; and one whose
+blocks outlive the engine."""
 
 from __future__ import annotations
 
@@ -16,11 +14,8 @@ from workers.vllm.versions.installed import ManagerNames
 
 
 class HostTierManager(ManagerNames):
-    """Refuses stores that the link has no time for.
-
-    A refused store is reported as "store_dropped"; vLLM takes it for stored, asks no more, and
-    finds nothing when it looks.
-    """
+    """Refuses stores that the link has no time for. A refused one is reported as "store_dropped";
+    vLLM takes it for stored, asks no more, and finds nothing when it looks."""
 
     def __init__(
         self,
@@ -77,7 +72,6 @@ class HostTierManager(ManagerNames):
         super().complete_store(keys, req_context, success and whole)
 
     def reset_cache(self) -> None:
-        """As vLLM's; stores under way are forgotten, too."""
         self._pending.clear()
         self._pending_s = 0.0
         self._lost.clear()
@@ -91,7 +85,6 @@ class PersistentTierManager(HostTierManager):
     """Takes over the blocks that a predecessor left, and records its own for a successor."""
 
     def __init__(self, tier: PersistentTier, **options: Any) -> None:
-        """`options`: as `HostTierManager`'s."""
         super().__init__(**options)
         self.tier = tier
         # Blocks that were found count as stored ones, the oldest first to be evicted.
@@ -123,6 +116,5 @@ class PersistentTierManager(HostTierManager):
         super().reset_cache()
 
     def shutdown(self) -> None:
-        """As vLLM's; leaves the tier to a successor."""
         super().shutdown()
         self.tier.close()

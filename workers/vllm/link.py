@@ -1,9 +1,6 @@
-"""The path between host memory and device: a queue of transfers, and the thread that serves it.
-
-A real copy, and on a paced node as many seconds as the named node's link would take. A full-duplex
-link is two of them, one per direction; a half-duplex one serves loads and stores alike. The order
-is `scheduler.link_order`'s, in pieces, so that what is urgent waits for one at most.
-"""
+"""The path between host memory and device: a queue of transfers, and the thread that serves it. A
+full-duplex link is two of them; a half-duplex one serves loads and stores alike. The order is
+`scheduler.link_order`'s, in pieces, so that what is urgent waits for one at most."""
 
 from __future__ import annotations
 
@@ -73,12 +70,9 @@ class Piece(NamedTuple):
 
 
 class LinkQueue:
-    """Transfers that wait for one link, and which piece of which goes next. Pure.
-
-    Args:
-        order: "loads_first" or "fifo" (whole transfers).
-        seconds: what so many blocks take, by direction, from the start of a transfer.
-    """
+    """Transfers that wait for one link, and which piece of which goes next, by `order`
+    "loads_first" or "fifo" (whole transfers). seconds: what so many blocks take, by direction, from
+    a transfer's start. Pure."""
 
     def __init__(self, order: str, seconds: Callable[[str, int], float]) -> None:
         self._in_pieces, self._seconds = order == LOADS_FIRST, seconds
@@ -104,10 +98,8 @@ class LinkQueue:
         self.order.served(seconds, load=piece.transfer.direction == LOAD)
 
     def hurry(self, job_ids: set[int], budget_s: float, serving: Transfer | None) -> list[Transfer]:
-        """Put these stores before everything else, as many as take `budget_s` together.
-
-        Returns those that do not fit: they are forgotten, save `serving`, which is only marked.
-        """
+        """Put these stores before everything else, as many as take `budget_s` together; the others
+        are returned and forgotten, save `serving`, which is only marked."""
         dropped: list[Transfer] = []
         for queue in (self.order.urgent, self.order.stores):
             for transfer in [t for t in queue if t.job_id in job_ids]:
@@ -165,13 +157,9 @@ class Route:
 class Link:
     """A serial server in a thread: the whole of a half-duplex link, or one direction of a full one.
 
-    Args:
-        routes: by direction; a link serves those that it has a route for.
-        rules: its order, and how long a caller of `wait` is held up for late stores.
-        pace_s: the least seconds that so many blocks last, by direction; 0 on an unpaced link.
-        report: gets a message for every transfer that ended, and for every one that was dropped.
-        sleep: waits for a paced piece to end.
-    """
+    routes: by direction, those that it serves. pace_s: the least seconds that so many blocks last,
+    by direction; 0 on an unpaced link. report: gets a message for every transfer that ended or was
+    dropped. sleep: waits for a paced piece to end."""
 
     def __init__(
         self,
@@ -236,10 +224,8 @@ class Link:
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until none of `job_ids` is unfinished here (vLLM asks before it reuses blocks).
-
         Loads first: stores among them go before everything else, and those for which there is no
-        time are dropped, so this lasts late_wait_s and one piece at most. A load is waited for.
-        """
+        time are dropped, so this lasts late_wait_s and one piece at most. A load is waited for."""
         with self._changed:
             if self._loads_first:
                 for late in self._queue.hurry(job_ids, self._late_wait_s, self._serving):

@@ -1,8 +1,5 @@
-"""What a vLLM engine measures of itself before it serves: its host tier's link and its steps.
-
-Runs in the engine's worker process, called by `workers.vllm.metered_worker`. What cannot be
-measured is left out, and why is in the result: an engine serves without.
-"""
+"""What a vLLM engine measures of itself before it serves, in its worker process: its host tier's
+link and its steps. What cannot be measured is left out, and why is in the result."""
 
 from __future__ import annotations
 
@@ -28,20 +25,14 @@ def measure_engine(
     worker: Any, execute: Callable[[Any], Any], sample: Callable[[None], Any],
     prior: Mapping[str, float], budget_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure an engine that has nothing in flight; its device cache is zeros afterwards.
+    """Measure an engine that has nothing in flight; its device cache is zeros afterwards: an
+    attention kernel may multiply slots past a sequence's end by zero, so what is left there must be
+    finite.
 
-    An attention kernel may multiply slots past a sequence's end by zero: what a measurement leaves
-    there must be finite, and a load of host memory that nobody has written need not be.
-
-    Args:
-        worker: of vLLM; execute, sample: its methods for a step, unmetered.
-        prior: the fields of a `StepModel`: the order of the steps, and what the fit is compared to.
-        budget_s: for all of it.
-
-    Returns:
-        What `LinkTimer.measure` does, with "step": what `StepTimer.measure` does, and "unmeasured":
-        sentences on what of these is missing; none of a link where there is no host tier.
-    """
+    execute, sample: the worker's methods for a step, unmetered. prior: the fields of a `StepModel`:
+    the order of the steps, and what the fit is compared to. budget_s: for all of it. Returns what
+    `LinkTimer.measure` does, "step" (what `StepTimer.measure` does), and "unmeasured": sentences on
+    what of these is missing."""
     found: dict[str, Any] = {"unmeasured": []}
     try:
         _measure(found, worker, execute, sample, StepModel.from_dict(prior), budget_s)

@@ -1,11 +1,9 @@
 """Real steps of a vLLM engine before it serves, each timed: what its step model is fitted to.
 
 The batches are made by hand and run through the worker's own `execute_model` and `sample_tokens`,
-as vLLM's warm-up does (`vllm.v1.worker.gpu.warmup`): no scheduler, so a prompt behind 8,192 tokens
-of context costs that one step and not the computing of its context, nothing becomes findable in a
-cache, and no connector loads or stores. A context's KV is whatever the blocks hold. Private names
-of vLLM: tests/workers/vllm/test_measured_engine.py.
-"""
+as vLLM's warm-up does (`vllm.v1.worker.gpu.warmup`): a prompt behind 8,192 tokens costs that one
+step, nothing becomes findable in a cache, no connector loads or stores. A context's KV is whatever
+the blocks hold. Private names of vLLM: tests/workers/vllm/test_measured_engine.py."""
 
 from __future__ import annotations
 
@@ -78,15 +76,9 @@ def step_sizes(limits: StepLimits, prior: StepModel) -> list[StepSize]:
 
 
 class StepTimer:
-    """Runs steps on a vLLM worker.
-
-    Args:
-        execute, sample: the worker's `execute_model` and `sample_tokens`, unmetered.
-        limits: of the engine.
-        agree: what the first of the engine's ranks says, given what this one does: all run the same
-            steps, and their clocks differ.
-        clock: seconds.
-    """
+    """Runs steps on a vLLM worker. execute, sample: its `execute_model` and `sample_tokens`,
+    unmetered. agree: what the engine's first rank says, given what this one does: all run the same
+    steps, and their clocks differ. clock: seconds."""
 
     def __init__(
         self,
@@ -102,15 +94,9 @@ class StepTimer:
         self._over: set[str] = set()
 
     def measure(self, prior: StepModel, budget_s: float) -> dict[str, float]:
-        """The constants fitted to all steps that there is time for, the shortest first.
-
-        Returns:
-            The fields of a `StepModel` and of the `StepFit` that it is of; `prior_error`, as the
-            fit's `error`, of the prior.
-
-        Raises:
-            ValueError: too few steps, or none that shows what computing takes.
-        """
+        """The constants fitted to all steps that there is time for, the shortest first: the fields
+        of a `StepModel` and of its `StepFit`, and `prior_error`, the fit's `error` of the prior.
+        ValueError: too few steps, or none that shows what computing takes."""
         samples = self.samples(prior, budget_s)
         works, seconds = [work for work, _ in samples], [took_s for _, took_s in samples]
         fit = fit_steps(works, seconds)
@@ -118,11 +104,9 @@ class StepTimer:
         return {**fit.step.to_dict(), **how, "prior_error": rate_steps(prior, works, seconds).error}
 
     def samples(self, prior: StepModel, budget_s: float) -> list[tuple[StepWork[float], float]]:
-        """What steps had to do, and their seconds.
-
-        What a step will take is guessed from those before it, as so many times the prior's seconds;
-        one for which there is not the time has another chance in every round.
-        """
+        """What steps had to do, and their seconds. What a step will take is guessed from those
+        before it, as so many times the prior's seconds; one for which there is not the time has
+        another chance in every round."""
         found: dict[StepSize, tuple[StepWork[float], float]] = {}
         sizes = step_sizes(self._limits, prior)
         end_s = self._clock() + budget_s

@@ -1,13 +1,10 @@
-"""vLLM workers that measure every engine step, and on a paced node make it last.
+"""vLLM workers that report every engine step, and on a paced node make it last.
 
-vLLM's worker plus a report per step on the stats channel: how long, how many tokens, which prompts
-were finished. Of an engine's ranks one reports, that whose outputs vLLM takes. With asynchronous
-scheduling a step is handed out while the one before it still runs, and has ended when its outputs
-are there: it lasted from its hand-out, or the end of the one before it if that is later. On a GPU
-events on its stream say the same more exactly. With a pace in the engine's `additional_config` it
-also runs the real step and then sleeps until the step has lasted as long as it would on the named
-node, in dilated time; a step that cannot keep its pace is reported as an overrun.
-"""
+Of an engine's ranks one reports, that whose outputs vLLM takes. With asynchronous scheduling a step
+is handed out while the one before it still runs: it lasted from its hand-out, or the end of the one
+before if that is later, until its outputs are there; on a GPU events on its stream say so more
+exactly. A pace in `additional_config` has the real step followed by a sleep until it has lasted as
+long as on the named node, in dilated time; a step that is slower is an overrun."""
 
 from __future__ import annotations
 
@@ -254,14 +251,11 @@ class Metered:
 
 
 class Rewindable(torch.Generator):
-    """A generator on the CPU that can take back what was drawn since it was marked.
-
-    A request with a seed draws in every step of its prompt. vLLM takes back all draws but the last
-    by the generator's offset, which one on a CPU does not have: its exception ends the engine.
-    """
+    """A generator on the CPU that can take back what was drawn since it was marked. A request with
+    a seed draws in every step of its prompt; vLLM takes back all draws but the last by the
+    generator's offset, which one on a CPU does not have: its exception ends the engine."""
 
     def mark(self) -> None:
-        """Where to come back to."""
         self._marked = self.get_state()
 
     def get_offset(self) -> int:

@@ -1,9 +1,6 @@
-"""The host tier on GPUs: vLLM copies, in pinned memory, streams and events; we manage and report.
-
-vLLM hands its connector what each transfer moved, and the seconds between two events of the device
-around it; those become the same messages as our own link's. A transfer that was submitted cannot
-be taken back, so none is ever given up: the manager bounds the stores before they begin.
-"""
+"""The host tier on GPUs: vLLM copies, in pinned memory, streams and events; we manage and report,
+by the bytes and seconds that vLLM hands its connector. A submitted transfer cannot be taken back,
+so none is ever given up: the manager bounds the stores before they begin."""
 
 from __future__ import annotations
 
@@ -36,12 +33,8 @@ class _Submitted(NamedTuple):
 
 
 class NativeTierWorker(TierWorker):
-    """vLLM's worker, whose transfers are reported.
-
-    Args:
-        copies: vLLM's. tokens_per_block: by group of layers. ranks: that copy alike, each over a
-            link of its own; what is reported is the bytes of all.
-    """
+    """vLLM's worker (`copies`), whose transfers are reported. tokens_per_block: by group of layers.
+    ranks: that copy alike, each over a link of its own; what is reported is the bytes of all."""
 
     def __init__(
         self,
@@ -124,11 +117,9 @@ class NativeTierSpec(ManagedTierSpec):
     """Copied by vLLM (`native`)."""
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> Any:
-        """As vLLM's, with a place of each rank's own in the memory that ranks share.
-
-        vLLM takes the number of the rank's GPU modulo ranks, and on GPUs 0 and 2 two ranks would
-        write over each other's blocks.
-        """
+        """As vLLM's, with a place of each rank's own in the memory that ranks share: vLLM takes the
+        number of the rank's GPU modulo ranks, and on GPUs 0 and 2 two ranks would write over each
+        other's blocks."""
         accelerator: Any = torch.accelerator
         numbered, rank = accelerator.current_device_index, self.config.parallel.rank
         accelerator.current_device_index = lambda: rank

@@ -1,10 +1,6 @@
-"""vLLM's engine on a CPU in one process instead of two.
-
-Ray Serve LLM and vLLM start a process for the worker beside the one that schedules, since OpenMP's
-threads are bound before it starts. Ours are not bound (`workers.vllm.arguments.CPU_ENV`), so a
-worker of one rank runs where it is scheduled: a start imports vLLM once less, and no step passes
-through a queue in shared memory. On a GPU vLLM does so by itself.
-"""
+"""vLLM's engine on a CPU in one process instead of two. A second one is started because OpenMP's
+threads are bound before it; ours are not (`workers.vllm.arguments.CPU_ENV`), so a worker of one
+rank runs where it is scheduled, as on a GPU: one import of vLLM less, no queue in shared memory."""
 
 from __future__ import annotations
 

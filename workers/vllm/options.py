@@ -32,11 +32,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 def read_options(config: Mapping[str, Any] | None, key: str, kind: type[T]) -> T:
-    """The options under `key`, or their defaults.
-
-    Raises:
-        ValueError: an unknown field, or a wrong value; names the key.
-    """
+    """The options under `key`, or their defaults. ValueError: an unknown field, or a wrong value;
+    names the key."""
     try:
         return msgspec.convert((config or {}).get(key) or {}, kind)
     except msgspec.ValidationError as error:
@@ -59,11 +56,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, additional_config: Mapping[str, Any] | None, policy: str) -> SchedulerOptions:
-        """Check what an engine was given.
-
-        Raises:
-            ValueError: an unknown key, a wrong value, or a policy that would undo the rule's order.
-        """
+        """Check what an engine was given. ValueError: an unknown key, a wrong value, or a policy
+        that would undo the rule's order."""
         options = read_options(additional_config, SCHEDULER_KEY, cls)
         if policy != "fcfs":
             raise ValueError(
@@ -94,10 +88,8 @@ def measured_link(profile: str) -> LinkRates | None:
 
 
 class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a paced link takes, in real (dilated) seconds per token; zero means unpaced.
-
-    dilation: real seconds per second of the node that it is paced as.
-    """
+    """How long a paced link takes, in real (dilated) seconds per token; zero: unpaced. dilation:
+    real seconds per second of the node that it is paced as."""
 
     token_s: Seconds = 0.0
     store_token_s: Seconds = 0.0
@@ -114,14 +106,10 @@ class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the host tier shares its link.
-
-    duplex: "full", a server per direction, or "half", one for both. order: "loads_first" or
-    "fifo"; first come first served is vLLM's own order, and drops nothing. store_backlog_s: new
+    """How the host tier shares its link; seconds are the node's own. duplex: a server per
+    direction, or one for both. order "fifo" is vLLM's own, and drops nothing. store_backlog_s: new
     stores are dropped while so many seconds of them are queued. late_wait_s: by how much one call
-    may hold the engine up for stores whose blocks it wants to reuse; those beyond are dropped.
-    Seconds are the node's own: a paced node's are dilated.
-    """
+    may hold the engine up for stores whose blocks it wants to reuse; those beyond are dropped."""
 
     duplex: Literal["full", "half"] = "full"
     order: Literal["loads_first", "fifo"] = "loads_first"

@@ -1,10 +1,7 @@
 """A host tier that outlives its engine: its blocks in files, and a record of what each slot holds.
-
-The records' file is mapped, so what is written there is there for a successor even if the engine is
-killed. A slot's record is invalidated before its block is overwritten and written again after the
-copy has ended; a checksum invalidates one that was cut short. The folder is chosen by
-`workers.vllm.warm_restart`.
-"""
+The records' file is mapped, so what is written there survives a kill. A slot's record is
+invalidated before its block is overwritten and written again after the copy has ended; a checksum
+invalidates one that was cut short. `workers.vllm.warm_restart` chooses the folder."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ _FILE_HEAD_BYTES = 8
 
 
 def persistent_tensor(path: Path, blocks: int, width: int) -> torch.Tensor:
-    """Host memory of `blocks` rows of `width` bytes in a file, int8.
-
-    A file of another size is made anew, and the records go with it: they would name its rows.
-    """
+    """Host memory of `blocks` rows of `width` bytes in a file, int8. A file of another size is made
+    anew, and the records go with it: they would name its rows."""
     size = blocks * width
     if not path.exists() or path.stat().st_size != size:
         path.with_name(RECORDS).unlink(missing_ok=True)
@@ -64,13 +59,8 @@ class BlockRecords:
     """The records of one host tier of `slots` blocks of `block_tokens` tokens."""
 
     def __init__(self, path: Path, slots: int, block_tokens: int, seed: str) -> None:
-        """Open the file, or make it; one of another size or `seed` is made anew.
-
-        seed: what the keys were made with; keys of another seed name other prefixes.
-
-        Raises:
-            ValueError: the sizes are not above zero.
-        """
+        """Open the file, or make it; one of another size or `seed`, by which keys are made, is made
+        anew. ValueError: the sizes are not above zero."""
         if slots < 1 or block_tokens < 1:
             raise ValueError(f"{slots} slots of {block_tokens} tokens: give at least one of each")
         self._slots, self._block_tokens = slots, block_tokens
@@ -145,11 +135,8 @@ class PersistentTier(BlockRecords):
     """What the manager records, slot by slot, and reads at its start; locks the folder."""
 
     def __init__(self, folder: Path, slots: int, block_tokens: int, seed: str) -> None:
-        """seed: what the engine's block hashes are made with.
-
-        Raises:
-            WarmRestartError: an older engine still writes there.
-        """
+        """seed: what block hashes are made with. WarmRestartError: an older engine still writes
+        there."""
         self._lock = engine_lock(folder)
         super().__init__(folder / RECORDS, slots, block_tokens, seed)
         self._storing: dict[bytes, StoredBlock] = {}
@@ -189,10 +176,8 @@ def announcement(
     key_hash: Callable[[bytes], Hash],
     parent_hash: Callable[[bytes], Hash],
 ) -> list[bytes]:
-    """Event batches by which a router learns of the blocks that were found.
-
-    key_hash, parent_hash: a block's hash as events have it, of its key and of its parent's hash.
-    """
+    """Event batches by which a router learns of the blocks that were found. key_hash, parent_hash:
+    a block's hash as events have it, of its key and of its parent's hash."""
     mirror = KvMirror()
     for _, block in found:
         parent = None if block.parent is None else parent_hash(block.parent)
@@ -202,10 +187,8 @@ def announcement(
 
 
 def record_stores(tracker: Any, tier: PersistentTier) -> None:
-    """Have vLLM's event tracker, which sees each block with its request, pass it on to `tier`.
-
-    Blocks of adapters and of images are left out: their prefix is more than tokens and salt.
-    """
+    """Have vLLM's event tracker, which sees each block with its request, pass it on to `tier`, but
+    for those of adapters and images: their prefix is more than tokens and salt."""
     record_store = tracker.record_store
 
     def recording(request: Any, group: Any, chunk: int, key: bytes) -> None:

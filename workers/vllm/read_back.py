@@ -1,7 +1,5 @@
-"""What an engine runs with, read back from its workers: vLLM chooses what it is not given.
-
-Names private to vLLM: tests/workers/vllm/test_read_back.py holds them.
-"""
+"""What an engine runs with, read back from its workers: vLLM chooses what it is not given. Names
+private to vLLM: tests/workers/vllm/test_read_back.py."""
 
 from __future__ import annotations
 
@@ -22,18 +20,13 @@ _BOUNDED = frozenset({
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, model: Any) -> dict[str, Any]:
-    """What one rank of an engine holds, and the limits that all ranks share, as plain data.
+    """What one rank of an engine holds (`model`: its part), and the limits that all ranks share:
+    `EngineLimits`' fields but for `host_bytes`, and of this rank alone `kv_token_bytes` (what one
+    more token takes of the cache) and `weight_bytes`.
 
-    Args:
-        vllm_config, kv_cache_config: as the rank's worker has them, once its cache is there.
-        model: its part of the model, a torch module.
-
-    Returns:
-        `EngineLimits`' fields but for `host_bytes`, and of this rank alone `kv_token_bytes` (what
-        one more token takes of the cache) and `weight_bytes`. `graphs` is vLLM's `cudagraph_mode`;
-        `block_tokens` is the unit in which prompts are hashed; with several groups of layers, which
-        take blocks of one pool, `device_blocks` is what the pool holds of sequences, in that unit.
-    """
+    `graphs` is vLLM's `cudagraph_mode`; `block_tokens` is the unit in which prompts are hashed;
+    with several groups of layers, which take blocks of one pool, `device_blocks` is what the pool
+    holds of sequences, in that unit."""
     cache, model_config = vllm_config.cache_config, vllm_config.model_config
     scheduler, groups = vllm_config.scheduler_config, kv_cache_config.kv_cache_groups
     blocks, ranks = kv_cache_config.num_blocks, vllm_config.parallel_config
@@ -61,10 +54,8 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, model: Any) -> dict[str
 
 
 def _token_bytes(kv_cache_config: Any, shared_by: int) -> float:
-    """Bytes of the cache that one more token of a long sequence takes.
-
-    Every group takes whole blocks of one pool, all of the same bytes.
-    """
+    """Bytes that one more token of a long sequence takes; every group takes whole blocks of one
+    pool, all of the same bytes."""
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     if not tensors or not blocks:
         return 0.0

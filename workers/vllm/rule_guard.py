@@ -1,11 +1,8 @@
-"""A rule whose errors cannot stop the engine.
-
-Every call of a `Rule` by an engine goes through here. What it raises is counted, reported once per
-kind, and the rule is not asked again in that iteration: the engine runs in its own order. Before
-the next one a new rule is made and given all that waits; of what was admitted before it learns
-nothing. Three errors without a plan that worked in between, and the
-engine keeps its own order until it is restarted.
-"""
+"""A rule whose errors cannot stop the engine. What it raises is counted, reported once per kind,
+and the rule is not asked again in that iteration: the engine runs in its own order. Before the next
+one a new rule is made and given all that waits; of what was admitted before it learns nothing.
+Three errors without a plan that worked in between, and the engine keeps its own order until it is
+restarted."""
 
 from __future__ import annotations
 
@@ -21,12 +18,9 @@ _STALL_S = 2.0
 
 
 class GuardedRule:
-    """Keeps a rule, who waits and who runs as that rule knows it, and count of its errors.
-
-    Args:
-        make: makes the rule anew; None: the engine keeps its own order.
-        report: called with (event, error) of the first error of each kind.
-    """
+    """Keeps a rule, who waits and who runs as that rule knows it, and count of its errors. make:
+    makes the rule anew; None: the engine keeps its own order. report: called with (event, error) of
+    the first error of each kind."""
 
     def __init__(
         self, make: Callable[[], Rule | None], report: Callable[[str, Exception], None]

@@ -1,11 +1,9 @@
 """vLLM's scheduler, with a record of each iteration, and admitting what a rule says.
 
-Configured by `additional_config["kappa_scheduler"]` (`workers.vllm.options`). Before an iteration
-the rule says what is admitted; vLLM's own `schedule()` then sees only that, and what has been
-loaded, in its two queues, and the rest is put back. Should the rule fail, both queues are as vLLM
-would have them, and it runs in its own order. Private names of vLLM: `workers.vllm.versions`, and
-tests/workers/vllm/test_scheduler_contract.py.
-"""
+Before an iteration the rule says what is admitted; vLLM's own `schedule()` then sees only that, and
+what has been loaded, in its two queues, and the rest is put back. Should the rule fail, vLLM runs
+in its own order. Configured by `workers.vllm.options`; private names of vLLM:
+`workers.vllm.versions`, and tests/workers/vllm/test_scheduler_contract.py."""
 
 from __future__ import annotations
 
@@ -200,12 +198,10 @@ class FairScheduler(SchedulerNames):
         return loaded[::-1]
 
     def _room(self, loaded: Sequence[Request]) -> tuple[list[Request], Room | None]:
-        """(loaded requests that fit now, what the coming iteration has to give to others).
-
-        vLLM serves running requests first, in order, then everything else. What admitted requests
-        still need to complete their prompts is promised. No room: running ones need more blocks
-        than there are, so that vLLM will preempt and admit nobody.
-        """
+        """(loaded requests that fit now, what the coming iteration has to give to others). vLLM
+        serves running requests first, in order; what admitted requests still need for their prompts
+        is promised. No room: running ones need more blocks than there are, so that vLLM will
+        preempt and admit nobody."""
         budget, size = self.max_num_scheduled_tokens, self.block_size
         free_blocks, decode_blocks = self._memory.free_blocks, 0
         for request in self.running:
@@ -236,10 +232,8 @@ class FairScheduler(SchedulerNames):
         return going, Room(self._memory, budget, slots - len(going), holding)
 
     def _put_back(self, queues: Any, going: list[Request], plan: Any, now_s: float) -> None:
-        """Join what vLLM left in its queues with what was kept from it; report what became of it.
-
-        queues: as they were before.
-        """
+        """Join what vLLM left in its queues with what was kept from it (`queues`: as they were
+        before); report what became of it."""
         left, deferred = self.withdraw(queues)
         for request in (r for r in going if r.status == RequestStatus.RUNNING):
             self.held.remove(request)

@@ -1,10 +1,7 @@
-"""How much of a hit in the host tier an engine of vLLM loads: the front; the back is computed.
-
-vLLM's connectors answer one question, how many tokens beyond the device's a request may load. A
-shorter answer, at a block's end, has the rest computed with the new tokens, and that is exact. The
-planner is the router's own (`kappa.plans.planners`, "tail"), with the rates that the worker
-announced, so that both foresee the same. Pure; asked by the connectors for every admission.
-"""
+"""How much of a hit in the host tier an engine of vLLM loads: the front, to a block's end; the back
+is computed with the new tokens, and that is exact. The planner is the router's own
+(`kappa.plans.planners`, "tail"), with the rates that the worker announced, so both foresee the
+same. Pure."""
 
 from __future__ import annotations
 
@@ -30,14 +27,9 @@ _LOAD_AT_MOST = re.compile(r"load=(\d{1,18})", re.ASCII)
 
 
 def tail_rates(shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
-    """The rates that worker and router plan by, as `rates_from_measured` reads them.
-
-    Loads go ahead of prompts: none of a request's own load hides behind its own prompt.
-
-    Args:
-        shape: the model that runs, or that a paced node acts as.
-        node: its bandwidth and FLOP/s, measured or to be paced by. Seconds are the node's own.
-    """
+    """The rates that worker and router plan by, as `rates_from_measured` reads them, in the node's
+    own seconds. shape: the model that runs, or that a paced node acts as. Loads go ahead of
+    prompts: none of a request's own load hides behind its own prompt."""
     return as_measured(rates_from_law(shape, node, overlap=0.0), shape.name, node.name)
 
 
@@ -49,15 +41,8 @@ class TailOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TailRecompute:
-    """The planner of one engine.
-
-    Args:
-        options: none of them: all is loaded, always.
-        block_tokens: of the host tier; every answer is a multiple, if the hits are.
-
-    Raises:
-        ValueError: rates that cannot be read; says why.
-    """
+    """The planner of one engine; without options all is loaded. Every answer is a multiple of
+    block_tokens, if the hits are. ValueError: rates that cannot be read."""
 
     def __init__(self, options: TailOptions, block_tokens: int) -> None:
         self._plan, self._block_tokens = None, block_tokens
@@ -68,15 +53,12 @@ class TailRecompute:
 
     @classmethod
     def from_config(cls, extra: Mapping[str, Any], block_tokens: int) -> TailRecompute:
-        """From a connector's extra configuration; without an entry there all is loaded."""
         return cls(read_options(extra, TAIL_KEY, TailOptions), block_tokens)
 
     def loaded_tokens(self, device: int, hit: int, new: int, asked_for: str = "") -> int:
-        """Of `hit` tokens that could be loaded behind `device` ones, how many to load.
-
-        `new` are behind them, to be computed in any case. asked_for: what the request itself asks
-        (`kappa.protocol.PLAN_KEY`), for experiments: "kv" loads all, "load=640" so many at most.
-        """
+        """Of `hit` tokens that could be loaded behind `device` ones, how many to load; `new` are to
+        be computed in any case. asked_for: what the request itself asks
+        (`kappa.protocol.PLAN_KEY`), for experiments: "kv" loads all, "load=640" so many at most."""
         if hit <= 0 or asked_for == LOAD_ALL:
             return hit
         if asked_for.startswith("load="):

@@ -1,10 +1,7 @@
-"""vLLM's connector of workers that hand KV over: our host tier's, and transfers between workers.
-
-A prefill worker's request carries `kv_transfer_params: {"do_remote_decode": true}` and is answered
-with the parameters for the decode worker, in the words that vLLM's own connectors use; there the
-request's blocks are received while it waits, as a load from the host tier is. What does not come is
-computed again. Blocks travel through `workers.vllm.transfer_files`.
-"""
+"""vLLM's connector of workers that hand KV over: our host tier's, and transfers between workers. A
+prefill worker's request carries `kv_transfer_params: {"do_remote_decode": true}` and is answered
+with the parameters for the decode worker, in vLLM's own words; there the blocks are received while
+the request waits. What does not come is computed again."""
 
 from __future__ import annotations
 
@@ -269,11 +266,8 @@ class Mover(LoadSource):
 
 
 def fill(device: Tensors, received: Tensors, block_ids: list[int], start: int) -> None:
-    """Write the transfer's blocks from the `start`-th on to these device blocks.
-
-    Raises:
-        TransferError: they are not shaped like this worker's.
-    """
+    """Write the transfer's blocks from the `start`-th on to these device blocks. TransferError:
+    they are not shaped like this worker's."""
     ids = torch.tensor(block_ids)
     parts = [tensor[start : start + len(block_ids)] for tensor in received]
     if [(part.shape, part.dtype) for part in parts] != [

@@ -1,10 +1,7 @@
-"""KV blocks on their way from a prefill worker to a decode worker, as files in shared memory.
-
-For workers on one machine. A sender writes a request's blocks under a name that only it chose, a
-receiver waits for that file, reads and removes it. Whole files appear at once; what nobody receives
-is swept; the folder never holds more than its bound. On paced workers a transfer lasts as long as
-its bytes would on the named network, in dilated time.
-"""
+"""KV blocks on their way from a prefill worker to a decode worker of one machine, as files in
+shared memory, under a name that only the sender chose. Whole files appear at once; what nobody
+receives is swept; the folder never holds more than its bound. A paced transfer lasts as long as on
+the named network, in dilated time."""
 
 from __future__ import annotations
 
@@ -54,11 +51,8 @@ class TransferFiles:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """rank: of an engine's process, each of which hands its own part over.
-
-        Raises:
-            OSError: the folder cannot be made, is another user's, or is open to others.
-        """
+        """rank: of an engine's process, each of which hands its own part over. OSError: the folder
+        cannot be made, is another user's, or is open to others."""
         self._folder = folder = Path(options.folder)
         self._options, self._rank, self._clock, self._sleep = options, rank, clock, sleep
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -72,10 +66,8 @@ class TransferFiles:
         self.sweep()
 
     def send(self, name: str, blocks: Sequence[torch.Tensor], tokens: int) -> None:
-        """Write a request's blocks, int8 tensors of (blocks, bytes of one), and pace it.
-
-        A transfer that finds no room is refused, and its receiver learns so at once.
-        """
+        """Write a request's blocks, int8 tensors of (blocks, bytes of one), and pace it. A transfer
+        that finds no room is refused, and its receiver learns so at once."""
         start_s = self._clock()
         path = self._path(name)
         refused, part = path.with_suffix(".refused"), path.with_suffix(".part")
@@ -96,14 +88,9 @@ class TransferFiles:
         part.replace(path)
 
     def receive(self, name: str, tokens: int, since_s: float | None = None) -> list[torch.Tensor]:
-        """Wait for a transfer, read it, remove it.
-
-        since_s: when the wait began, on this object's clock; none: now. What is there already is
-        received however long ago that was.
-
-        Raises:
-            TransferError: it did not come in time, was refused, or cannot be read.
-        """
+        """Wait for a transfer, read it, remove it. since_s: when the wait began, on this object's
+        clock; none: now. What is there is received however long ago that was. TransferError: it did
+        not come in time, was refused, or cannot be read."""
         path = self._path(name)
         refused = path.with_suffix(".refused")
         began_s = self._clock() if since_s is None else since_s

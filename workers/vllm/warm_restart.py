@@ -1,10 +1,7 @@
-"""Warm restarts: a new worker takes over the host tier of the one before it.
-
-A rolling update must not throw away the host caches. With `engine.handover_dir` a worker keeps its
-host tier in files of a folder there, in shared memory. It holds the folder's lock as long as it
-lives; a successor claims a free folder with the same identity and finds its blocks. A folder of
-another model, size, version or boot is emptied. Claimed by the replica before its engine starts.
-"""
+"""Warm restarts: a new worker takes over the host tier of the one before it. With
+`engine.handover_dir` a worker keeps its host tier in files of a folder there, in shared memory, and
+holds the folder's lock as long as it lives; a successor claims a free folder with the same
+identity. A folder of another model, size, version or boot is emptied."""
 
 from __future__ import annotations
 
@@ -85,15 +82,10 @@ def claim_folder(
     now_s: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> TierFolder:
-    """A folder below `root`: one that a predecessor with this identity left, or an empty one.
-
-    While such a predecessor still holds its folder, wait for it `wait_s` at most: one that claimed
-    it `settled_s` ago, younger ones are siblings that start at the same time. Free folders that
-    this pool left in another form are removed: memory that nobody could use.
-
-    Raises:
-        WarmRestartError: the folder cannot be used.
-    """
+    """A folder below `root`: one that a predecessor with this identity left, or an empty one. While
+    such a predecessor still holds its folder, wait for it `wait_s` at most: one that claimed it
+    `settled_s` ago, younger ones are siblings. Free folders that this pool left in another form are
+    removed: memory that nobody could use. WarmRestartError: the folder cannot be used."""
     wanted = {**identity, "boot": _boot()}
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,10 +115,7 @@ def claim_folder(
 
 def engine_lock(folder: Path, wait_s: float = _ENGINE_WAIT_S) -> Lock:
     """Held by the engine itself: an old one may outlive its replica by a moment, and still write.
-
-    Raises:
-        WarmRestartError: it is still held after `wait_s`.
-    """
+    WarmRestartError: it is still held after `wait_s`."""
     lock = Lock(folder / ENGINE_LOCK)
     if not lock.take(wait_s):
         lock.release()
@@ -136,11 +125,8 @@ def engine_lock(folder: Path, wait_s: float = _ENGINE_WAIT_S) -> Lock:
 
 def take_turn(root: Path, wait_s: float = _ROOT_WAIT_S) -> Lock:
     """One worker at a time looks through the folders: what one removes another may be opening, and
-    what one is making looks like nobody's.
-
-    Raises:
-        WarmRestartError: another does so for longer than `wait_s`.
-    """
+    what one is making looks like nobody's. WarmRestartError: another does so for longer than
+    `wait_s`."""
     turn = Lock(root)
     if not turn.take(wait_s):
         turn.release()

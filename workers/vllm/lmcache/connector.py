@@ -1,9 +1,6 @@
-"""LMCache as host tier, so that nothing it does costs an engine more than a bounded wait.
-
-A shell around LMCache's own connector (multi-process mode): it can start without its server and
-finds it later; whatever the server fails to do is computed; what it holds is announced to the
-router. Named in the engine's `kv_transfer_config` (`workers.vllm.arguments`).
-"""
+"""LMCache as host tier: a shell around its own connector (multi-process mode), so that nothing it
+does costs an engine more than a bounded wait. It can start without its server and finds it later;
+what the server fails to do is computed; what it holds is announced to the router."""
 
 from __future__ import annotations
 

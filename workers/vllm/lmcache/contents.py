@@ -1,11 +1,9 @@
 """What of this engine's prefixes an LMCache server holds, as KV events that the router reads.
 
-The server knows tokens by hashes of its own and, on a CPU, tells nobody what was stored. So the
-connector says what it has stored and what its look-ups found, the server's log says what was
-evicted, and this turns both into vLLM's events under vLLM's hashes, which join them to the device's
-(and to their salt). Nothing is claimed that was not stored or found; what is evicted is withdrawn
-under every salt. Lives in the scheduler's process; the log is read by a thread, hence the lock.
-"""
+The server hashes tokens in its own way and, on a CPU, tells nobody what was stored. So what the
+connector stored and its look-ups found, less what the server's log evicts, becomes vLLM's events
+under vLLM's hashes, which join them to the device's (and to their salt). What is evicted is
+withdrawn under every salt. The log is read by a thread, hence the lock."""
 
 from __future__ import annotations
 
@@ -32,14 +30,9 @@ class Run(NamedTuple):
 
 class LmcacheContents:
     """The blocks of the server that are announced, by vLLM's hash and by the server's.
-
-    Args:
-        block_tokens: of the engine.
-        chunk_blocks: engine blocks in one chunk of the server.
-        chunk_hashes: the server's own hash function.
-        name: a vLLM hash as events carry it.
-        most_blocks: bound; beyond it the oldest are withdrawn.
-    """
+    chunk_blocks: engine blocks in one chunk of the server. chunk_hashes: the server's own hash
+    function. name: a vLLM hash as events carry it. most_blocks: beyond it the oldest are
+    withdrawn."""
 
     def __init__(
         self,

@@ -1,12 +1,7 @@
-"""LMCache's own connector for vLLM, made as soon as its server answers, and called with care.
-
-LMCache's connector cannot be made while its server is absent, and raises what an engine would not
-survive. `LmcacheLink` holds it: tries again in a thread until it is there, runs its calls, and
-takes what they raise for failures of the tier. `TierGuard` says when not to ask at all: whatever
-goes wrong with the server costs a request no more than one bounded wait, and an engine no more than
-one such wait per pause, which doubles up to a minute while it stays wrong. One of each in each of
-an engine's processes.
-"""
+"""LMCache's own connector for vLLM, made as soon as its server answers (before, it cannot be), and
+called with care: what it raises, an engine would not survive. Whatever goes wrong with the server
+costs a request no more than one bounded wait, and an engine process no more than one such wait per
+pause, which doubles up to a minute while it stays wrong."""
 
 from __future__ import annotations
 
@@ -38,12 +33,8 @@ class LmcacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TierGuard:
-    """Failures of one tier, as one process sees them. Pure.
-
-    Args:
-        retry_s: the first pause.
-        slow_s: a call that takes longer has failed, even if it came back with an answer.
-    """
+    """Failures of one tier, as one process sees them. retry_s: the first pause. slow_s: a call that
+    takes longer has failed, even if it came back with an answer. Pure."""
 
     def __init__(self, retry_s: float, slow_s: float) -> None:
         self._retry_s, self.slow_s = retry_s, slow_s
@@ -77,14 +68,9 @@ class TierGuard:
 
 
 class LmcacheLink:
-    """Where a process has LMCache's connector from.
-
-    Args:
-        make: makes it; raises while the server does not answer, after a bounded time.
-        ready: is called once it is made, before anyone else sees it; may raise, then it is made
-            anew.
-        stats: gets a message for every failure.
-    """
+    """Where a process has LMCache's connector from. make: makes it; raises while the server does
+    not answer, after a bounded time. ready: is called once it is made, before anyone else sees it;
+    if it raises, it is made anew. stats: gets a message for every failure."""
 
     def __init__(
         self,

@@ -1,10 +1,7 @@
-"""The scheduler's half of the LMCache tier: what to load, what was stored, what is announced.
-
-Around LMCache's own connector: a request that it cannot answer for is computed; a shorter hit is
-taken where that is faster (`workers.vllm.tail_recompute`); stores and look-ups become KV
-events (`workers.vllm.lmcache.contents`). Private names of LMCache 0.5.6: tests/live/test_lmcache.py
-runs them all.
-"""
+"""The scheduler's half of the LMCache tier: a request that LMCache cannot answer for is computed, a
+shorter hit is taken where that is faster (`workers.vllm.tail_recompute`), stores and look-ups
+become KV events (`workers.vllm.lmcache.contents`). Private names of LMCache 0.5.6:
+tests/live/test_lmcache.py runs them all."""
 
 from __future__ import annotations
 
@@ -269,11 +266,9 @@ class EvictionFeed(threading.Thread):
                 self._stream.close()
 
     def run(self) -> None:
-        """Follow the log. The server ends a subscription now and then: go on where it ended.
-
-        What is announced is withdrawn when the log breaks, and whenever records are lost. Without a
-        log, look-ups alone correct what is announced.
-        """
+        """Follow the log. The server ends a subscription now and then: go on where it ended. All is
+        withdrawn when the log breaks or records are lost; without a log, look-ups alone correct
+        what is announced."""
         while not self._stopped.is_set():
             try:
                 if not self._read():

@@ -1,9 +1,6 @@
-"""An LMCache server in a process of its own: where it is installed, how it is started and ended.
-
-Its packages contradict those of the engines, so it has an environment of its own, made once by
-`kappa lmcache setup` under `KAPPA_HOME`. The engines import LMCache's client alone, from a folder
-that holds nothing else. A server that a worker starts ends with that worker's process.
-"""
+"""An LMCache server in a process of its own, and in an environment of its own, since its packages
+contradict the engines': made once by `kappa lmcache setup` under `KAPPA_HOME`. Engines import its
+client alone. A server that a worker starts ends with that worker's process."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ class LmcacheInstall:
     @classmethod
     def find(cls, cache_dir: str | Path) -> LmcacheInstall:
         """Under this `KAPPA_HOME`, or in this environment, as on machines with a GPU.
-
-        Raises:
-            LmcacheMissingError: it is in neither.
-        """
+        LmcacheMissingError: in neither."""
         root = install_root(cache_dir)
         if (root / STAMP).exists():
             return cls.at(root)
@@ -72,11 +66,9 @@ def server_command(
     size_bytes: int,
     host: str = "127.0.0.1",
 ) -> list[str]:
-    """The command line of a server on this machine.
-
-    `engine_driven` has the engine copy, which is what works without a GPU; the server's default
-    would hang such an engine. `auto` offers GPU engines the other way too.
-    """
+    """The command line of a server on this machine. `engine_driven` has the engine copy, which is
+    what works without a GPU: the server's default would hang such an engine. `auto` offers GPU
+    engines the other way too."""
     return [
         str(install.executable), "server", "--host", host, "--port", str(port),
         "--http-host", "127.0.0.1", "--http-port", str(http_port),
@@ -124,10 +116,7 @@ def prepare_lmcache(
     cache_dir: str | Path, server: str, chunk_tokens: int, size_bytes: int, log: Path
 ) -> LmcacheServer | None:
     """Have this process and the engine's find LMCache's client; start a server unless one is named.
-
-    Raises:
-        LmcacheMissingError: it is not installed.
-    """
+    LmcacheMissingError: it is not installed."""
     install = LmcacheInstall.find(cache_dir)
     if install.client is not None:
         # For this process and those that it starts; behind everything else.

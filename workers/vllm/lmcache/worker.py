@@ -1,9 +1,6 @@
-"""The worker's half of the LMCache tier: loads into the device cache, stores, their reports.
-
-Every transfer is asked for alone, so that one that fails costs only itself: a load that fails is
-reported to vLLM as lost blocks, which it computes anew; a store that fails is forgotten. On a paced
-node a load is reported as done when the named node's link would have brought it.
-"""
+"""The worker's half of the LMCache tier. Every transfer is asked for alone, so that one that fails
+costs only itself: the blocks of a lost load are computed anew, a lost store is forgotten. On a
+paced node a load is done when the named node's link would have brought it."""
 
 from __future__ import annotations
 

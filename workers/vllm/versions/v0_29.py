@@ -57,9 +57,7 @@ class Scheduler29(AsyncScheduler):
 
 def note_use(offloading: Any, status: Any) -> None:
     """What a request may load counts as used now, as vLLM counts it at its first look-up.
-
-    offloading: vLLM's scheduler side of the connector; status: its state of the request.
-    """
+    offloading: vLLM's scheduler side of the connector; status: its state of the request."""
     offloading._touch(status)
 
 

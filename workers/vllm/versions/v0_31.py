@@ -1,9 +1,7 @@
 """vLLM 0.31 to 0.33: requests that hold KV wait in a queue that is drained first (vLLM's pull
-request 57841), blocked ones without KV among all others; the host tier counts chunks.
-
-The rule must not see blocked requests. They are kept among those that hold KV, where 0.29 had them:
-vLLM passes them over there, and puts them back among the others, which `regroup` undoes.
-"""
+request 57841), blocked ones without KV among all others, where the rule must not see them: they are
+kept among those that hold KV, as in 0.29, and `regroup` brings them back there. The host tier
+counts chunks."""
 
 from __future__ import annotations
 
@@ -28,12 +26,10 @@ class Scheduler31(AsyncScheduler):
 
     @property
     def held(self) -> Any:
-        """The queue of requests that are blocked, load, or have just loaded."""
         return self.kv_holding_waiting
 
     @property
     def most_running(self) -> int:
-        """Requests that may run at a time."""
         return int(self.max_num_active_reqs)
 
     def _enqueue_waiting_request(self, request: Request) -> None:
@@ -44,18 +40,15 @@ class Scheduler31(AsyncScheduler):
             super()._enqueue_waiting_request(request)
 
     def is_ready(self, request: Request) -> bool:
-        """Whether a held request may run or be planned: it is unblocked if its time has come."""
         return bool(self._handle_blocked_waiting_request(request))
 
     def offer(self, waiting: Iterable[Request], held: Iterable[Request]) -> tuple[Any, Any]:
-        """Have the coming iteration see only these; returns both queues, for `withdraw`."""
         queues = self.waiting, self.kv_holding_waiting
         self.waiting, self.kv_holding_waiting = type(self.waiting)(waiting), type(self.held)(held)
         self.deferred_waiting.difference_update(self.waiting)
         return queues
 
     def withdraw(self, queues: tuple[Any, Any]) -> tuple[Any, Collection[Request]]:
-        """Undo `offer`; returns what is left of `waiting`, and whom vLLM deferred."""
         left = self.waiting
         self.waiting, self.kv_holding_waiting = queues
         return left, self.deferred_waiting
@@ -69,7 +62,6 @@ class Scheduler31(AsyncScheduler):
                 self.kv_holding_waiting.add_request(request)
 
     def refuse(self, request: Request) -> None:
-        """End a request with an error before it runs: as one whose grammar does not compile."""
         errors: Any = self.grammar_compile_error_reqs
         if isinstance(errors, set):  # until 0.32
             errors.add(request.request_id)
@@ -82,10 +74,7 @@ class Scheduler31(AsyncScheduler):
 
 
 def note_use(offloading: Any, status: Any) -> None:
-    """What a request may load counts as used now; vLLM counts it when the request ends.
-
-    offloading: vLLM's scheduler side of the connector; status: its state of the request.
-    """
+    """As 0.29's; vLLM counts it when the request ends."""
     for group in status.group_states:
         offloading.manager.touch(group.offload_keys, status.req_context)
 
@@ -95,7 +84,6 @@ class Spec31(CPUOffloadingSpec):
 
     @property
     def host_blocks(self) -> int:
-        """Blocks that it holds, where a chunk is one."""
         return int(self.num_chunks)
 
 
@@ -106,13 +94,11 @@ class Manager31(CPUOffloadingManager):
         super().__init__(num_chunks=num_blocks, **options)
 
     def slot(self, key: OffloadKey) -> int:
-        """Where in host memory a block is, or is being stored."""
         chunk = self._policy.get(key)
         assert chunk is not None
         return int(chunk.chunk_id)
 
     def adopt(self, slots: Mapping[OffloadKey, int]) -> None:
-        """Take these blocks for stored ones, the first to be evicted first; all else is free."""
         insert: Any = self._policy.insert
         # 0.33 wants to know for whom: for nobody yet.
         context = (
