@@ -47,7 +47,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from workers.vllm.host_tier import HostTierWorker
-from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.link import LOAD_SOURCES
 from workers.vllm.metered_worker import MeteredCPUWorker
 from workers.vllm.options import LinkPace
 

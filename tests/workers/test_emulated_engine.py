@@ -14,8 +14,7 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from vllm.distributed.kv_events import KVEventBatch
 
 from tests.workers.emulation import emulated_plan
-from workers.own_engine.emulated import WORD, EmulatedEngine
-from workers.own_engine.faults import EngineFaults, FaultsFile
+from workers.own_engine.emulated import WORD, EmulatedEngine, EngineFaults, FaultsFile
 from workers.vllm.arguments import Endpoints, EngineLimits
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]

@@ -24,13 +24,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
 from workers.stats_channel import StatsSender
-from workers.vllm.admission_reports import AdmissionReports, ignore_malformed_params
 from workers.vllm.disk_tier import DiskNews, DiskTierManager, DiskWrite
 from workers.vllm.host_tier import TierWorker
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
 from workers.vllm.options import STATS_KEY
 from workers.vllm.persistent_tier import announcement, record_stores
-from workers.vllm.tail_recompute import TailRecompute
+from workers.vllm.tail_recompute import AdmissionReports, TailRecompute, ignore_malformed_params
 from workers.vllm.versions.installed import note_use
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from workers.disk_file import DiskFile, row_bytes
 from workers.stats_channel import StatsSender
 from workers.vllm.disk_tier import DiskRoute, DiskTierManager
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
-from workers.vllm.link import LOAD, STORE, Link, Route
-from workers.vllm.load_sources import LoadSource
+from workers.vllm.link import LOAD, STORE, Link, LoadSource, Route
 from workers.vllm.options import (
     DISK_KEY,
     LINK_KEY,

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from kappa.cost import StepModel, batch_work
 from workers.request_metadata import request_id_of
 from workers.stats_channel import StatsSender
-from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.link import LOAD_SOURCES
 from workers.vllm.options import PACE_KEY, STATS_KEY
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from workers.iteration_log import Iteration, IterationLog
 from workers.request_metadata import charges_of, tenant_of
 from workers.stats_channel import StatsSender
 from workers.vllm.engine_view import EngineMemory, EngineWork
-from workers.vllm.held_events import HeldEvents
 from workers.vllm.options import SchedulerOptions
 from workers.vllm.rule_guard import GuardedRule
 from workers.vllm.versions.installed import SchedulerNames
@@ -28,6 +27,39 @@ from workers.vllm.versions.installed import SchedulerNames
 log = structlog.get_logger(__name__)
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
+# A batch leaves at once after a pause, else with what else happens within so long.
+_HOLD_S = 0.05
+
+
+class HeldEvents:
+    """Stands in for an engine's `EventPublisher`, which it gives what is due: each batch wakes its
+    thread, the replica and every ingress."""
+
+    def __init__(self, publisher: Any) -> None:
+        self._publisher = publisher
+        self._batch: Any = None
+        self._sent_s = float("-inf")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._publisher, name)
+
+    def publish(self, batch: Any) -> None:
+        """Hold a `KVEventBatch` until `flush`."""
+        if self._batch is None:
+            self._batch = batch
+        else:
+            self._batch.events.extend(batch.events)
+
+    def flush(self, now_s: float, *, idle: bool) -> None:
+        """Publish what is held; unless the engine is idle, 50 ms after the last batch."""
+        if self._batch is not None and (idle or now_s - self._sent_s >= _HOLD_S):
+            self._publisher.publish(self._batch)
+            self._batch, self._sent_s = None, now_s
+
+    def shutdown(self) -> None:
+        """Publish all, and end."""
+        self.flush(self._sent_s, idle=True)
+        self._publisher.shutdown()
 
 
 class FairScheduler(SchedulerNames):

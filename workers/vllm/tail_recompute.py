@@ -1,23 +1,29 @@
 """How much of a hit in the host tier an engine of vLLM loads: the front, to a block's end; the back
 is computed with the new tokens, and that is exact. The planner is the router's own
 (`kappa.plans.planners`, "tail"), with the rates that the worker announced, so both foresee the
-same. Pure."""
+same. What each request took at last is reported when it is admitted. Used by all our connectors."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
+import structlog
 
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
 from kappa.plans.measured import as_measured, rates_from_measured
 from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import rates_from_law
+from workers.request_metadata import plan_of, request_id_of
+from workers.stats_channel import StatsSender
 from workers.vllm.options import TAIL_KEY, read_options
+
+log = structlog.get_logger(__name__)
 
 TAIL, LOAD_ALL = "tail", "kv"
 # A request that waits is asked about again and again, with the same numbers.
@@ -66,3 +72,60 @@ class TailRecompute:
             most = int(count[1]) // self._block_tokens * self._block_tokens if count else hit
             return min(hit, most)
         return self._plan(Cached(hit, max(new, 1), device)) if self._plan is not None else hit
+
+
+def ignore_malformed_params(request: Any) -> None:
+    """Drop a new request's `kv_transfer_params` unless they are a mapping: connectors take them for
+    one in the engine's loop, where an exception ends the engine. Without them KV is computed."""
+    params = request.kv_transfer_params
+    if params is None or isinstance(params, dict):
+        return
+    log.warning(
+        "kv_transfer_params_ignored",
+        request_id=request.request_id,
+        reason=f"they are of type {type(params).__name__}, not a mapping",
+    )
+    request.kv_transfer_params = None
+    request.sampling_params.extra_args.pop("kv_transfer_params", None)
+
+
+class AdmissionReports:
+    """Remembers device hits until their requests are admitted, then reports each once to `stats`.
+    tail: how much of a hit to load."""
+
+    def __init__(self, stats: StatsSender, tail: TailRecompute) -> None:
+        self._stats, self._tail = stats, tail
+        self._device_tokens: dict[str, int] = {}
+
+    def loaded_tokens(self, request: Any, device_tokens: int, hit: int) -> int:
+        """The scheduler asked what to load behind so many device tokens: of `hit` tokens, how
+        many."""
+        self._device_tokens[request.request_id] = device_tokens
+        if not hit:
+            return 0
+        new = request.num_tokens - device_tokens - hit
+        return self._tail.loaded_tokens(device_tokens, hit, new, plan_of(request.sampling_params))
+
+    def admitted(self, request: Any, host_tokens: int, disk_tokens: int = 0) -> int:
+        """Blocks are allocated, `host_tokens` will be loaded, of which so many come from disk;
+        reported once for each look-up, with the tokens that were on the device, which it returns.
+        """
+        device_tokens = self._device_tokens.pop(request.request_id, None)
+        if device_tokens is None:
+            return 0
+        self._stats.send(
+            {
+                "kind": "admit",
+                "request_id": request_id_of(request.sampling_params),
+                "device_tokens": device_tokens,
+                "host_tokens": host_tokens,
+                "disk_tokens": disk_tokens,
+                "new_tokens": max(request.num_prompt_tokens - device_tokens - host_tokens, 1),
+                "t_s": time.time(),
+            }
+        )
+        return device_tokens
+
+    def finished(self, request: Any) -> None:
+        """A request ended, perhaps before it was admitted."""
+        self._device_tokens.pop(request.request_id, None)

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from workers.vllm.connector import HostTierConnector, HostTierMetadata
-from workers.vllm.load_sources import LoadSource
+from workers.vllm.link import LoadSource
 from workers.vllm.options import TRANSFER_KEY, read_options
 from workers.vllm.transfer_files import TransferError, TransferFiles, TransferOptions
 

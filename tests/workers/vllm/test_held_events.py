@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from workers.vllm.held_events import HeldEvents
+from workers.vllm.scheduler import HeldEvents
 
 
 class Publisher:

@@ -24,7 +24,7 @@ from workers.stats_channel import StatsSender
 from workers.vllm.connector import HostTierConnector
 from workers.vllm.host_tier import HostTierWorker, TierSize
 from workers.vllm.host_tier_manager import HostTierManager
-from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.link import LOAD_SOURCES
 from workers.vllm.options import LinkPace, LinkRules
 
 pytestmark = pytest.mark.vllm

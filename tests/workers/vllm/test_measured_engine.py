@@ -17,9 +17,14 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from kappa.cost import StepModel
-from workers.vllm.measured_engine import measure_engine
+from workers.vllm.measured_engine import (
+    StepLimits,
+    StepTimer,
+    measure_engine,
+    step_sizes,
+    without_connector,
+)
 from workers.vllm.measured_link import LinkTimer, TierRoom, beside_work
-from workers.vllm.measured_steps import StepLimits, StepTimer, step_sizes, without_connector
 
 pytestmark = pytest.mark.vllm
 

@@ -31,8 +31,7 @@ from tests.workers.vllm.emulated_cuda import Cuda, on_device
 from workers.stats_channel import StatsSender
 from workers.vllm.host_tier import HostTierSpec, HostTierWorker, TierSize
 from workers.vllm.host_tier_manager import HostTierManager
-from workers.vllm.link import LOAD, STORE, Link, Route
-from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.link import LOAD, LOAD_SOURCES, STORE, Link, Route
 from workers.vllm.native_tier import NativeTierSpec
 from workers.vllm.options import LINK_KEY, STATS_KEY, LinkPace, LinkRules
 

@@ -10,8 +10,8 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
 from deploy.app.plan import pool_config
 from kappa.settings.cluster import load_settings
+from workers.replica import OneProcessEngine
 from workers.vllm.arguments import CPU_ENV
-from workers.vllm.one_process import OneProcessEngine
 
 _SAMPLERS = """
 import torch

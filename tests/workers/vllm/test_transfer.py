@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kappa.settings.engine import TransferSettings
 from workers.vllm import transfer
 from workers.vllm.arguments import hand_over
-from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.link import LOAD_SOURCES
 from workers.vllm.options import TRANSFER_KEY
 from workers.vllm.transfer import Mover, Receive, Send, fill
 from workers.vllm.transfer_files import TransferError, TransferFiles, TransferOptions
