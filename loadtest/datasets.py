@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from workload.catalogue import ReadAs, TokenCounter, estimated_tokens, workload_named
-from workload.reading import WorkloadError
+from workload.catalogue import workload_named
+from workload.reading import ReadAs, TokenCounter, WorkloadError, estimated_tokens
 from workload.scaling import scaled
 from workload.shapes import Workload
 
@@ -38,7 +38,7 @@ def open_workload(
             whose file is `SHAREGPT_FILE` if none is named.
         tokenizer: a `tokenizer.json`, or the folder of a model that has one; for texts.
         scale: every length times this (`workload.scaling`); texts are given up if it is not 1.
-        reading: the fields of `workload.catalogue.ReadAs`.
+        reading: the fields of `workload.reading.ReadAs`.
 
     Raises:
         WorkloadError: there is no such workload, or it cannot be used or fetched.

@@ -36,14 +36,14 @@ class _AzureRow(NamedTuple):
     output_tokens: Tokens
 
 
-def read_azure(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workload:
+def read_azure(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> Workload:
     """Read an Azure trace; `.gz` is read as is.
 
     Raises:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
     require_block_tokens(block_tokens)
-    rows = list(_rows(Path(path)))
+    rows = list(_rows(path))
     start = min(time for time, _, _ in rows)
     blocks = [(prompt + max(output, 1)) // block_tokens for _, prompt, output in rows]
     ids = stream_ids(key_of("azure"), 0, sum(blocks))

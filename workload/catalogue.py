@@ -6,63 +6,21 @@ ending and its first fields.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workload import chats, finqa, miniswe, narrativeqa, sharegpt
 from workload.arrivals import ArrivalProcess, poisson, servegen
 from workload.azure import read_azure
-from workload.documents import MAX_CONTEXT_TOKENS, Reading
+from workload.documents import Reading
 from workload.mooncake import read_mooncake
-from workload.reading import WorkloadError, json_items, json_lines, open_table
+from workload.reading import DEFAULT, ReadAs, WorkloadError, json_items, json_lines, open_table
 from workload.shapes import Workload
-
-TokenCounter = Callable[[str], int]
-
-# Characters in a Llama-2 token of the mini-SWE prompts, on average; 2.5 to 3.7 in single prompts.
-CHARACTERS_PER_TOKEN = 3.07
 
 _DATA = Path(__file__).parent / "data"
 _FINQA_QUESTIONS = "finqa_questions.parquet"
-
-
-def estimated_tokens(text: str) -> int:
-    """Length of a text in tokens, guessed from its characters."""
-    return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadAs:
-    """How a workload is read, where its format leaves a choice; the defaults suit a simulator.
-
-    count_tokens: measures the texts of formats that hold texts and no lengths. block_tokens: of
-    talks and agents; the reader's own if None. Documents and traces keep their blocks.
-    max_context_tokens: longer documents are cut, none if None. whole_history: of ShareGPT lengths,
-    with the estimated part of the talk that the source cut off. limit: of ShareGPT texts, read no
-    more conversations. readers: of each document; 1 of given ones and several of built-in ones if
-    None.
-    """
-
-    count_tokens: TokenCounter = estimated_tokens
-    block_tokens: int | None = None
-    max_context_tokens: int | None = MAX_CONTEXT_TOKENS
-    whole_history: bool = False
-    limit: int | None = None
-    readers: int | None = None
-
-    def blocks(self, own: int) -> int:
-        """The block size to read with, where the reader's own is `own`."""
-        return own if self.block_tokens is None else self.block_tokens
-
-    def reading(self, own: int) -> Reading:
-        """How documents are read, each by `own` readers unless chosen."""
-        return Reading(max_context_tokens=self.max_context_tokens, readers=self.readers or own)
-
-
-DEFAULT = ReadAs()
 
 
 def workload_named(name_or_path: str, how: ReadAs = DEFAULT) -> Workload:
@@ -95,63 +53,33 @@ def arrivals_for(workload_name: str) -> ArrivalProcess:
     return servegen if workload_name == "azure" else poisson
 
 
-def _sharegpt_table(path: Path, how: ReadAs) -> Workload:
-    return sharegpt.read_sharegpt_table(
-        path,
-        block_tokens=how.blocks(sharegpt.BLOCK_TOKENS),
-        whole_history=how.whole_history,
-    )
-
-
-def _miniswe_table(path: Path, how: ReadAs) -> Workload:
-    return miniswe.read_miniswe(path, block_tokens=how.blocks(miniswe.BLOCK_TOKENS))
-
-
 def _narrativeqa(
     questions: Path, how: ReadAs, readers: int, documents: Path | None = None
 ) -> Workload:
-    return narrativeqa.read_narrativeqa(
-        questions,
-        documents,
-        summaries=_beside(questions, ("summaries.jsonl.gz", "summaries.jsonl")),
-        reading=how.reading(readers),
+    summaries = _beside(questions, ("summaries.jsonl.gz", "summaries.jsonl"))
+    read = _documents_read(how, readers)
+    return narrativeqa.read_narrativeqa(questions, documents, summaries=summaries, reading=read)
+
+
+def _documents_read(how: ReadAs, readers: int) -> Reading:
+    """By `readers` each, unless chosen."""
+    return Reading(
+        max_context_tokens=how.max_context_tokens, readers=how.readers or readers, seed=how.seed
     )
-
-
-def _finqa(filings: Path, questions: Path, how: ReadAs, readers: int) -> Workload:
-    return finqa.read_finqa(filings, questions, how.reading(readers))
-
-
-def _convfinqa(path: Path, how: ReadAs) -> Workload:
-    blocks = how.blocks(finqa.PAGE_BLOCK_TOKENS)
-    return finqa.read_convfinqa(path, how.count_tokens, block_tokens=blocks)
 
 
 def _json_workload(path: Path, how: ReadAs) -> Workload:
     first = next(json_items(path), None)
     if isinstance(first, dict) and "dialogue_break" in (first.get("annotation") or ()):
-        return _convfinqa(path, how)
-    blocks = how.blocks(sharegpt.BLOCK_TOKENS)
-    return sharegpt.read_sharegpt_texts(
-        path, how.count_tokens, block_tokens=blocks, limit=how.limit
-    )
-
-
-def _recorded(path: Path, how: ReadAs) -> Workload:
-    blocks = how.blocks(miniswe.BLOCK_TOKENS)
-    return miniswe.read_miniswe_texts(path, how.count_tokens, block_tokens=blocks)
-
-
-def _chats(path: Path, how: ReadAs) -> Workload:
-    blocks = how.blocks(miniswe.BLOCK_TOKENS)
-    return chats.read_chats(path, how.count_tokens, block_tokens=blocks, limit=how.limit)
+        return finqa.read_convfinqa(path, how)
+    return sharegpt.read_sharegpt_texts(path, how)
 
 
 _LINES: tuple[tuple[str, str, Callable[[Path, ReadAs], Workload]], ...] = (
     ("question_tokens", "NarrativeQA", lambda path, how: _narrativeqa(path, how, readers=1)),
-    ("annotation", "ConvFinQA", _convfinqa),
-    ("t_s", "recorded sessions", _recorded),
-    *((name, what, _chats) for name, what in chats.FORMATS.items()),
+    ("annotation", "ConvFinQA", finqa.read_convfinqa),
+    ("t_s", "recorded sessions", miniswe.read_miniswe_texts),
+    *((name, what, chats.read_chats) for name, what in chats.FORMATS.items()),
     ("input_length", "Mooncake, aiperf mooncake_trace", lambda path, _: read_mooncake(path)),
 )
 """JSON lines: the field of the first line that shows the format, what that is, its reader."""
@@ -171,15 +99,15 @@ def _json_lines_workload(path: Path, how: ReadAs) -> Workload:
 def _table_workload(path: Path, how: ReadAs) -> Workload:
     columns = open_table(path).columns
     if "conv_id" in columns:
-        return _sharegpt_table(path, how)
+        return sharegpt.read_sharegpt_table(path, how)
     if "session" in columns:
-        return _miniswe_table(path, how)
+        return miniswe.read_miniswe(path, how)
     if "document_id" in columns:
         questions = _needed_beside(path, ("qaps.jsonl.gz", "qaps.jsonl"))
         return _narrativeqa(questions, how, readers=1, documents=path)
     if "doc_name" in columns:
         questions = _needed_beside(path, ("finqa_question_lengths.parquet", _FINQA_QUESTIONS))
-        return _finqa(path, questions, how, readers=1)
+        return finqa.read_finqa(path, questions, _documents_read(how, readers=1))
     if "rate_rps" in columns:
         raise WorkloadError(f"{path}: holds rates of arrivals, no requests: choose another file")
     if columns == ["question_tokens"]:
@@ -206,11 +134,13 @@ _BUILT_IN: dict[str, Callable[[ReadAs], Workload]] = {
         _DATA / "narrativeqa_lengths.jsonl.gz", how, narrativeqa.READERS
     ),
     "mooncake": lambda _: read_mooncake(_DATA / "mooncake_conversation.jsonl.gz"),
-    "sharegpt": lambda how: _sharegpt_table(_DATA / "sharegpt_turns.parquet", how),
-    "miniswe": lambda how: _miniswe_table(_DATA / "miniswe_lengths.parquet", how),
+    "sharegpt": lambda how: sharegpt.read_sharegpt_table(_DATA / "sharegpt_turns.parquet", how),
+    "miniswe": lambda how: miniswe.read_miniswe(_DATA / "miniswe_lengths.parquet", how),
     "azure": lambda _: read_azure(_DATA / "azure2023_conv.csv.gz"),
-    "finqa": lambda how: _finqa(
-        _DATA / "finqa_filings.parquet", _DATA / _FINQA_QUESTIONS, how, finqa.READERS
+    "finqa": lambda how: finqa.read_finqa(
+        _DATA / "finqa_filings.parquet",
+        _DATA / _FINQA_QUESTIONS,
+        _documents_read(how, finqa.READERS),
     ),
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -19,9 +19,11 @@ from typing import Any
 
 import msgspec
 
-from workload.miniswe import BLOCK_TOKENS, shapes_of
+from workload.miniswe import shapes_of
 from workload.reading import (
+    DEFAULT,
     DEFAULT_OUTPUT_TOKENS,
+    ReadAs,
     Seconds,
     SomeTokens,
     WorkloadError,
@@ -29,8 +31,7 @@ from workload.reading import (
     json_lines,
 )
 from workload.sessions import Session, Turn
-from workload.shapes import Message, SessionShape, Workload
-from workload.texts import Chats
+from workload.shapes import Message, SessionShape, Texts, Workload
 
 FORMATS = {
     "messages": "chats of `messages`, one a line",
@@ -127,14 +128,8 @@ class _Found:
         self.chats.append(tuple(sent))
 
 
-def read_chats(
-    path: str | Path,
-    count_tokens: Callable[[str], int],
-    *,
-    block_tokens: int = BLOCK_TOKENS,
-    limit: int | None = None,
-) -> Workload:
-    """Read a file of one of `FORMATS`, no more than `limit` lines of it.
+def read_chats(path: Path, how: ReadAs = DEFAULT) -> Workload:
+    """Read a file of one of `FORMATS`, no more than `how.limit` lines of it.
 
     `source` says which it was; `notes` count what was left out or had to be assumed. Expected reuse
     is of common beginnings, in texts without a chat template.
@@ -142,12 +137,11 @@ def read_chats(
     Raises:
         WorkloadError: the file is absent or damaged, a line breaks the format, or none is of use.
     """
-    path = Path(path)
     sessions: dict[str, _Found] = {}
     left_out: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     kind = ""
-    for where, fields in islice(json_lines(path, dict[str, Any]), limit):
+    for where, fields in islice(json_lines(path, dict[str, Any]), how.limit):
         kind = kind or format_of(fields)
         with at(where):
             request = _request(fields, kind)
@@ -162,7 +156,7 @@ def read_chats(
     if not sessions:
         raise WorkloadError(f"{path}: no line has a text to send: {reasons}")
     recorded = [Session(key, tuple(found.turns)) for key, found in sessions.items()]
-    read = shapes_of(recorded, count_tokens, block_tokens=block_tokens)
+    read, chats = shapes_of(recorded, how), [found.chats for found in sessions.values()]
     return replace(
         read,
         name=path.stem,
@@ -172,7 +166,7 @@ def read_chats(
             *([f"{left_out.total()} lines left out: {reasons}"] if left_out else []),
             *(f"{count} {what}" for what, count in notes.items() if count),
         ),
-        texts=Chats([found.chats for found in sessions.values()]),
+        texts=Texts(lambda session, turn: chats[session][turn]),
     )
 
 

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from workload.reading import WorkloadError
+from workload.reading import MAX_CONTEXT_TOKENS, WorkloadError
 from workload.shapes import BlockIds, SessionShape, TurnShape, key_of, stream_ids, turn_of
-
-MAX_CONTEXT_TOKENS = 128 * 1024
 
 # An assumption, since the sources have no times: mean pause of a reader between an answer and the
 # next question.
@@ -96,12 +94,8 @@ def document_sessions(
             turns = _turns((name, session), tokens, own, think_s.tolist(), reading.block_tokens)
             sessions.append(SessionShape(session, turns, document_tokens=tokens))
             asked.append(own)
-    notes = (
-        [f"{cut} of {len(groups)} documents cut to {reading.max_context_tokens} tokens"]
-        if cut
-        else []
-    )
-    return ReadDocuments(tuple(sessions), tuple(asked), notes)
+    notes = [f"{cut} of {len(groups)} documents cut to {reading.max_context_tokens} tokens"]
+    return ReadDocuments(tuple(sessions), tuple(asked), notes if cut else [])
 
 
 def _fitting_tokens(

@@ -8,22 +8,18 @@ page each, as JSON lines or a JSON list. Sources: patronus-ai/financebench, czys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from workload.documents import (
-    DEFAULT,
-    MEAN_THINK_S,
-    Question,
-    Reading,
-    document_sessions,
-)
+from workload import reading
+from workload.documents import DEFAULT, MEAN_THINK_S, Question, Reading, document_sessions
 from workload.reading import (
+    ReadAs,
+    TokenCounter,
     WorkloadError,
     at,
     json_items,
@@ -34,14 +30,14 @@ from workload.reading import (
 from workload.shapes import (
     BlockIds,
     SessionShape,
+    Texts,
     TurnShape,
     Workload,
     key_of,
-    require_block_tokens,
+    of_user,
     stream_ids,
     turn_of,
 )
-from workload.texts import Prompts
 
 PAGE_BLOCK_TOKENS = 64
 SOURCE = (
@@ -64,22 +60,13 @@ _FILING_COLUMNS: dict[str, type] = {
 }
 
 
-def read_finqa(
-    filings: str | Path,
-    questions: str | Path,
-    reading: Reading = DEFAULT,
-) -> Workload:
-    """Read the two tables of lengths; each filing is dealt questions at random.
-
-    Args:
-        filings: the table of filings.
-        questions: the table of questions.
-        reading: how, its seed of the dealing, too; `notes` counts the filings that it cuts.
+def read_finqa(filings: Path, questions: Path, reading: Reading = DEFAULT) -> Workload:
+    """Read the two tables of lengths; each filing is dealt questions at random, by the seed of
+    `reading`; `notes` counts the filings that it cuts.
 
     Raises:
         WorkloadError: if a file is absent, damaged, or breaks the format.
     """
-    filings, questions = Path(filings), Path(questions)
     table = read_table(filings, _FILING_COLUMNS, lengths={"llama2_tokens": 1})
     refuse_repeated(filings, table["doc_name"])
     column = "question_tokens"
@@ -110,68 +97,46 @@ class _Item(msgspec.Struct):
     pre_text: list[str]
     post_text: list[str]
 
-    def as_page(self) -> _Page:
+    @property
+    def text(self) -> str:
         table = [" | ".join(map(str, row)) for row in self.table]
-        text = "\n".join([*self.pre_text, *table, *self.post_text])
-        return _Page(self.id, text, tuple(self.annotation.dialogue_break))
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """A report page and the questions on it, in the order in which they were asked."""
-
-    id: str
-    text: str
-    questions: tuple[str, ...]
+        return "\n".join([*self.pre_text, *table, *self.post_text])
 
     def prompt(self, turn: int) -> str:
         """The page, and the questions up to the turn's."""
-        return "\n\n".join([self.text, *self.questions[: turn + 1]])
+        return "\n\n".join([self.text, *self.annotation.dialogue_break[: turn + 1]])
 
 
-def read_convfinqa(
-    path: str | Path,
-    count_tokens: Callable[[str], int],
-    *,
-    block_tokens: int = PAGE_BLOCK_TOKENS,
-    seed: int = 0,
-) -> Workload:
-    """Read ConvFinQA's items, measured with `count_tokens`.
+def read_convfinqa(path: Path, how: ReadAs = reading.DEFAULT) -> Workload:
+    """Read ConvFinQA's items: JSON lines, or a JSON list if the name does not end in `.jsonl` or
+    `.jsonl.gz`.
 
     A session is one page and the dialogue on it. Each prompt is the page and the questions so far,
     and so extends the one before; answers are no part of it, since the test set has none.
 
-    Args:
-        path: JSON lines, or a JSON list if the name does not end in `.jsonl` or `.jsonl.gz`.
-        count_tokens: length of a text.
-        block_tokens: tokens a block.
-        seed: of the pauses, exponential with mean `workload.documents.MEAN_THINK_S`.
-
     Raises:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
-    require_block_tokens(block_tokens)
-    path = Path(path)
-    pages = [item.as_page() for item in _items(path)]
+    pages = list(_items(path))
     if not pages:
         raise WorkloadError(f"{path}: holds no questions")
-    rng = np.random.default_rng(seed)
+    block_tokens, rng = how.blocks(PAGE_BLOCK_TOKENS), np.random.default_rng(how.seed)
     sessions = tuple(
-        SessionShape(f"{page.id}/{place}", _turns(page, place, count_tokens, block_tokens, rng))
+        SessionShape(f"{page.id}/{place}", _turns(page, place, how.count_tokens, block_tokens, rng))
         for place, page in enumerate(pages)
     )
-    texts = Prompts(lambda session, turn: pages[session].prompt(turn))
+    texts = Texts(lambda session, turn: of_user(pages[session].prompt(turn)))
     return Workload("convfinqa", block_tokens, sessions, PAGE_SOURCE, texts=texts)
 
 
 def _turns(
-    page: _Page,
+    page: _Item,
     place: int,
-    count_tokens: Callable[[str], int],
+    count_tokens: TokenCounter,
     block_tokens: int,
     rng: np.random.Generator,
 ) -> tuple[TurnShape, ...]:
-    prompts = [count_tokens(page.prompt(turn)) for turn in range(len(page.questions))]
+    prompts = [count_tokens(page.prompt(i)) for i in range(len(page.annotation.dialogue_break))]
     page_tokens = min(count_tokens(page.text), prompts[0] - 1)
     before = [page_tokens, *prompts]
     stream = stream_ids(key_of("convfinqa", page.id, place), 0, prompts[-1] // block_tokens)

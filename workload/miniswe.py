@@ -10,25 +10,24 @@ one's answer. Source: LMCache/lmcache-agent-trace.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from workload.reading import at, read_table
+from workload.reading import DEFAULT, ReadAs, TokenCounter, at, read_table
 from workload.sessions import Session, read_sessions
 from workload.shapes import (
     BlockIds,
     SessionShape,
+    Texts,
     TurnShape,
     Workload,
     key_of,
-    require_block_tokens,
+    of_user,
     stream_ids,
     turn_of,
 )
-from workload.texts import Prompts
 
 BLOCK_TOKENS = 64
 SOURCE = "mini-SWE agent traces, LMCache/lmcache-agent-trace, Apache-2.0"
@@ -81,14 +80,12 @@ class _Prompts:
         return ids
 
 
-def read_miniswe(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workload:
+def read_miniswe(path: Path, how: ReadAs = DEFAULT) -> Workload:
     """Read the table of lengths.
 
     Raises:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
-    require_block_tokens(block_tokens)
-    path = Path(path)
     table = read_table(path, _COLUMNS, lengths={"input_length": 1, "output_length": 0})
     rows: list[_SweRow] = []
     latest_s: dict[str, float] = {}
@@ -105,26 +102,22 @@ def read_miniswe(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workl
                 raise ValueError(f"column 't_s' {row.t_s} is before the previous turn's {before_s}")
         latest_s[row.session] = row.t_s
         rows.append(row)
-    return _workload(rows, block_tokens)
+    return _workload(rows, how.blocks(BLOCK_TOKENS))
 
 
-def read_miniswe_texts(
-    path: str | Path, count_tokens: Callable[[str], int], *, block_tokens: int = BLOCK_TOKENS
-) -> Workload:
-    """Read recorded sessions (`workload.sessions`), measuring their texts with `count_tokens`.
+def read_miniswe_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
+    """Read recorded sessions (`workload.sessions`).
 
     Raises:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
-    require_block_tokens(block_tokens)
-    return shapes_of(read_sessions(path), count_tokens, block_tokens=block_tokens)
+    return shapes_of(read_sessions(path), how)
 
 
-def shapes_of(
-    sessions: list[Session], count_tokens: Callable[[str], int], *, block_tokens: int = BLOCK_TOKENS
-) -> Workload:
-    """Shapes of recorded sessions: lengths by `count_tokens`, sharing by common beginnings."""
-    prompts = _Texts([], [], count_tokens, block_tokens)
+def shapes_of(sessions: list[Session], how: ReadAs = DEFAULT) -> Workload:
+    """Shapes of recorded sessions: lengths by `how.count_tokens`, sharing by common beginnings."""
+    count_tokens, block_tokens = how.count_tokens, how.blocks(BLOCK_TOKENS)
+    prompts = _CommonBeginnings([], [], count_tokens, block_tokens)
     shapes: list[SessionShape] = []
     for session in sessions:
         turns: list[TurnShape] = []
@@ -142,17 +135,17 @@ def shapes_of(
             prompts.add(turn.input_text, turns[-1].blocks)
             before_s = turn.t_s
         shapes.append(SessionShape(id=session.id, turns=tuple(turns)))
-    texts = Prompts(lambda session, turn: sessions[session].turns[turn].input_text)
+    texts = Texts(lambda session, turn: of_user(sessions[session].turns[turn].input_text))
     return Workload("miniswe", block_tokens, tuple(shapes), SOURCE, texts=texts)
 
 
 @dataclass(slots=True, eq=False)
-class _Texts:
+class _CommonBeginnings:
     """Prompts in alphabetical order: the longest common beginning is always with a neighbour."""
 
     texts: list[str]
     ids: list[BlockIds]
-    count_tokens: Callable[[str], int]
+    count_tokens: TokenCounter
     block_tokens: int
 
     def shared_ids(self, text: str) -> BlockIds:

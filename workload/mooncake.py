@@ -36,6 +36,7 @@ from workload.shapes import (
     key_of,
     recorded_ids,
     stream_ids,
+    turn_of,
 )
 
 BLOCK_TOKENS = 512
@@ -83,7 +84,7 @@ class _Request:
         return self.input_tokens // BLOCK_TOKENS
 
 
-def read_mooncake(path: str | Path) -> Workload:
+def read_mooncake(path: Path) -> Workload:
     """Read a Mooncake trace; `.gz` is read as is.
 
     A prompt's blocks keep the sharing of the trace. The blocks of an output have the ids that the
@@ -92,7 +93,7 @@ def read_mooncake(path: str | Path) -> Workload:
     Raises:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
-    requests = _read(Path(path))
+    requests = _read(path)
     _require_chained(requests)
     chains = _link(requests)
     kept, timed = _kept_ids(requests), requests[0].timed
@@ -188,15 +189,11 @@ def _turns(
     before_ms = requests[chain[0]].t_ms
     for index in chain:
         request = requests[index]
-        turns.append(
-            TurnShape(
-                after_s=(request.t_ms - before_ms) / 1e3,
-                input_tokens=request.input_tokens,
-                output_tokens=max(request.output_tokens, 1),
-                blocks=kept[index][: request.full],
-                kept_blocks=kept[index],
-            )
+        after_s, lengths = (
+            (request.t_ms - before_ms) / 1e3,
+            (request.input_tokens, request.output_tokens),
         )
+        turns.append(turn_of(after_s, *lengths, kept[index], BLOCK_TOKENS))
         before_ms = request.t_ms
     return tuple(turns)
 

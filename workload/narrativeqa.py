@@ -9,15 +9,16 @@ The source has no times; the pauses are drawn. Source: google-deepmind/narrative
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from workload.documents import DEFAULT, Question, Reading, document_sessions
+from workload.prompts import filler
 from workload.reading import SomeTokens, Tokens, at, json_lines, read_table, refuse_repeated
-from workload.shapes import Texts, Workload
-from workload.texts import Documents
+from workload.shapes import Message, Texts, Workload, of_user
 
 SOURCE = "NarrativeQA lengths, google-deepmind/narrativeqa, Apache-2.0"
 SUMMARY_SOURCE = f"{SOURCE}; summaries from Wikipedia, CC-BY-SA-3.0 (documents.wiki_url)"
@@ -41,10 +42,10 @@ _DOCUMENT_COLUMNS: dict[str, type] = {
 
 
 def read_narrativeqa(
-    path: str | Path,
-    documents: str | Path | None = None,
+    path: Path,
+    documents: Path | None = None,
     *,
-    summaries: str | Path | None = None,
+    summaries: Path | None = None,
     reading: Reading = DEFAULT,
 ) -> Workload:
     """Read questions with the lengths of their documents; `.gz` is read as is.
@@ -60,9 +61,8 @@ def read_narrativeqa(
     Raises:
         WorkloadError: if a file is absent, damaged, or breaks the format.
     """
-    path = Path(path)
-    lengths = None if documents is None else _document_tokens(Path(documents))
-    described = None if summaries is None else _summaries(Path(summaries))
+    lengths = None if documents is None else _document_tokens(documents)
+    described = None if summaries is None else _summaries(summaries)
     groups = _read(path, lengths)
     read = document_sessions("narrativeqa", path, groups, reading)
     notes = list(read.notes)
@@ -72,10 +72,30 @@ def read_narrativeqa(
     asked = [question for questions in read.questions for question in questions]
     if described is not None and all(question.text for question in asked):
         tokens = [session.document_tokens for session in read.sessions]
-        texts = Documents(read.questions, tokens, described)
+        texts = document_texts(read.questions, tokens, described)
         notes.append("story bodies are not in the source: a summary, then plain words")
     source = SOURCE if texts is None else SUMMARY_SOURCE
     return Workload("narrativeqa", reading.block_tokens, read.sessions, source, tuple(notes), texts)
+
+
+def document_texts(
+    asked: Sequence[tuple[Question, ...]],
+    tokens: Sequence[int],
+    summaries: Mapping[str, tuple[str, int]],
+) -> Texts:
+    """Documents whose bodies are not at hand: a summary, then plain words up to their length.
+
+    asked: the questions of each session, in order. tokens: the length of each session's document.
+    summaries: text and tokens of each document's summary; a document without one is plain words.
+    """
+
+    def chat(session: int, turn: int) -> tuple[Message, ...]:
+        question = asked[session][turn]
+        summary, summary_tokens = summaries.get(question.document, ("", 0))
+        words = filler(question.document, tokens[session] - summary_tokens)
+        return of_user("\n\n".join(filter(None, (summary, words, question.text))))
+
+    return Texts(chat)
 
 
 class _Summary(msgspec.Struct):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -30,10 +32,54 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 SomeTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 
+MAX_CONTEXT_TOKENS = 128 * 1024
+
+# Characters in a Llama-2 token of the mini-SWE prompts, on average; 2.5 to 3.7 in single prompts.
+CHARACTERS_PER_TOKEN = 3.07
+
+TokenCounter = Callable[[str], int]
+
 T = TypeVar("T")
 
 _KINDS = {str: "text", int: "integers", float: "numbers"}
 _BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+def estimated_tokens(text: str) -> int:
+    """Length of a text in tokens, guessed from its characters."""
+    return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAs:
+    """How a workload is read, where its format leaves a choice; the defaults suit a simulator.
+
+    count_tokens: measures the texts of formats that hold texts and no lengths. block_tokens: of
+    talks and agents; the reader's own if None. Documents and traces keep their blocks.
+    max_context_tokens: longer documents are cut, none if None. whole_history: of ShareGPT lengths,
+    with the estimated part of the talk that the source cut off. limit: of texts, read no more
+    conversations. readers: of each document; 1 of given ones and several of built-in ones if None.
+    seed: of the pauses that are drawn.
+    """
+
+    count_tokens: TokenCounter = estimated_tokens
+    block_tokens: int | None = None
+    max_context_tokens: int | None = MAX_CONTEXT_TOKENS
+    whole_history: bool = False
+    limit: int | None = None
+    readers: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_tokens is not None and self.block_tokens < 1:
+            raise ValueError(f"block_tokens is {self.block_tokens}: give at least 1")
+
+    def blocks(self, own: int) -> int:
+        """The block size to read with, where the reader's own is `own`."""
+        return own if self.block_tokens is None else self.block_tokens
+
+
+DEFAULT = ReadAs()
 
 
 class WorkloadError(ValueError):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from workload.prompts import prompt_ids
-from workload.shapes import SessionShape, TurnShape, Workload
+from workload.shapes import SessionShape, TurnShape, Workload, turn_of
 
 
 def scaled(workload: Workload, factor: float | Fraction) -> Workload:
@@ -60,7 +60,7 @@ def _scaled_turn(
 ) -> TurnShape:
     turn = session.turns[number]
     input_tokens = max(int(turn.input_tokens * factor), document_tokens + 1)
-    output_tokens = max(int(turn.output_tokens * factor), 1)
+    output_tokens = int(turn.output_tokens * factor)
     ids = prompt_ids(session, number)
     if len(turn.kept_blocks) > len(ids):
         ids = turn.kept_blocks
@@ -68,11 +68,4 @@ def _scaled_turn(
     if new_tokens is not None:
         before = int((turn.input_tokens - new_tokens) * factor)
         new_tokens = max(input_tokens - before, 0 if not turn.new_tokens else 1)
-    return TurnShape(
-        after_s=turn.after_s,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        blocks=ids[: input_tokens // block_tokens],
-        kept_blocks=ids[: (input_tokens + output_tokens) // block_tokens],
-        new_tokens=new_tokens,
-    )
+    return turn_of(turn.after_s, input_tokens, output_tokens, ids, block_tokens, new_tokens)

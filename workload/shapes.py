@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,17 +73,24 @@ class SessionShape:
     arrival_s: float | None = None
 
 
-class Texts(Protocol):
-    """The texts of a workload that has some."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """What a workload's prompts say. chat: of a session's turn, both by their places."""
+
+    chat: Callable[[int, int], tuple[Message, ...]]
 
     def messages(self, session: int, turn: int, copy: int) -> tuple[Message, ...]:
-        """The chat that asks for a turn's answer.
+        """The chat that asks for a turn's answer; copies begin with their number, and so share
+        no beginning."""
+        first, *rest = self.chat(session, turn)
+        if copy:
+            first = first | {"content": f"{copy} {first['content']}"}
+        return (first, *rest)
 
-        Args:
-            session: place of the session in the workload.
-            turn: place of the turn in the session.
-            copy: prompts of different copies share no beginning.
-        """
+
+def of_user(text: str) -> tuple[Message, ...]:
+    """A text as a chat of one message."""
+    return ({"role": "user", "content": text},)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

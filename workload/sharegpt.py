@@ -8,7 +8,8 @@ Conversations share nothing with one another. The source has no times; the pause
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -16,19 +17,25 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from workload.reading import WorkloadError, at, json_items, read_table
+from workload.reading import (
+    DEFAULT,
+    ReadAs,
+    TokenCounter,
+    WorkloadError,
+    at,
+    json_items,
+    read_table,
+)
 from workload.shapes import (
     Message,
     SessionShape,
-    TurnShape,
+    Texts,
     Workload,
     key_of,
-    require_block_tokens,
     require_tokens,
     stream_ids,
     turn_of,
 )
-from workload.texts import Talks
 
 BLOCK_TOKENS = 64
 SOURCE = "ShareGPT lengths, derived from a sample of ShareGPT_V3_unfiltered_cleaned_split"
@@ -52,33 +59,18 @@ _ROLES: dict[str, str] = {"human": "user", "user": "user", "system": "system"}
 _Lengths = list[tuple[int, int, int]]  # (prompt, output, new) tokens of each turn
 
 
-def read_sharegpt_table(
-    path: str | Path,
-    *,
-    block_tokens: int = BLOCK_TOKENS,
-    whole_history: bool = False,
-    seed: int = 0,
-) -> Workload:
-    """Read the table of turns.
-
-    Args:
-        path: the Parquet file.
-        block_tokens: tokens a block.
-        whole_history: put the estimated history before the cut in front. The source cuts
-            conversations into pieces of about 2,000 tokens.
-        seed: of the pauses, exponential with mean `MEAN_THINK_S`.
+def read_sharegpt_table(path: Path, how: ReadAs = DEFAULT) -> Workload:
+    """Read the table of turns; the source cuts conversations into pieces of about 2,000 tokens.
 
     Raises:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
-    require_block_tokens(block_tokens)
-    path = Path(path)
     conversations: dict[str, _Lengths] = {}
     next_turn: dict[str, int] = {}
     rows = read_table(path, _COLUMNS, lengths={"out": 0}).iter_rows()
     for number, (name, _, turn, cached, new, output, uncut) in enumerate(rows, start=1):
         lengths = conversations.setdefault(name, [])
-        prompt = (uncut if whole_history else cached) + new
+        prompt = (uncut if how.whole_history else cached) + new
         with at(f"{path}: row {number}"):
             if turn != next_turn.get(name, 0):
                 raise ValueError(
@@ -88,9 +80,7 @@ def read_sharegpt_table(
             _check_prompt(prompt, cached + new, lengths)
         next_turn[name] = turn + 1
         lengths.append((prompt, output, new))
-    return Workload(
-        "sharegpt", block_tokens, _sessions(conversations.items(), block_tokens, seed), SOURCE
-    )
+    return _workload(conversations.items(), how)
 
 
 def _check_prompt(prompt: int, in_piece: int, before: _Lengths) -> None:
@@ -120,40 +110,24 @@ class _Conversation(msgspec.Struct):
         )
 
 
-def read_sharegpt_texts(
-    path: str | Path,
-    count_tokens: Callable[[str], int],
-    *,
-    block_tokens: int = BLOCK_TOKENS,
-    limit: int | None = None,
-    seed: int = 0,
-) -> Workload:
-    """Read a list of `{id, conversations: [{from, value}]}`, measured with `count_tokens`.
+def read_sharegpt_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
+    """Read a list of `{id, conversations: [{from, value}]}`.
 
     A turn is every answer that something precedes; its prompt is all that came before, with no
     chat template. Conversations without a turn are left out, and `notes` counts them.
 
-    Args:
-        path: the JSON file.
-        count_tokens: length of a text.
-        block_tokens: tokens a block.
-        limit: read no further than so many conversations; the whole file if None.
-        seed: of the pauses.
-
     Raises:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
-    require_block_tokens(block_tokens)
-    path = Path(path)
     conversations: list[tuple[str, _Lengths]] = []
     talks: list[tuple[Message, ...]] = []
     prompts: list[tuple[int, ...]] = []
     number = 0
-    for number, item in enumerate(islice(json_items(path), limit), start=1):
+    for number, item in enumerate(islice(json_items(path), how.limit), start=1):
         with at(f"{path}: conversation {number}"):
             conversation = msgspec.convert(item, _Conversation)
         talk = conversation.as_chat()
-        sent, lengths = _measured(talk, count_tokens)
+        sent, lengths = _measured(talk, how.count_tokens)
         if lengths:
             conversations.append((f"{conversation.id}/{number - 1}", lengths))
             talks.append(talk)
@@ -162,14 +136,12 @@ def read_sharegpt_texts(
         raise WorkloadError(f"{path}: holds no conversation with an answer")
     left_out = number - len(conversations)
     notes = (f"{left_out} of {number} conversations left out: no answer to anything",)
-    sessions = _sessions(conversations, block_tokens, seed)
-    return Workload(
-        "sharegpt", block_tokens, sessions, SOURCE, notes if left_out else (), Talks(talks, prompts)
-    )
+    texts = Texts(lambda session, turn: talks[session][: prompts[session][turn]])
+    return replace(_workload(conversations, how), notes=notes if left_out else (), texts=texts)
 
 
 def _measured(
-    talk: tuple[Message, ...], count_tokens: Callable[[str], int]
+    talk: tuple[Message, ...], count_tokens: TokenCounter
 ) -> tuple[tuple[int, ...], _Lengths]:
     """How many messages each turn sends, and its lengths."""
     sent: list[int] = []
@@ -185,10 +157,9 @@ def _measured(
     return tuple(sent), lengths
 
 
-def _sessions(
-    conversations: Iterable[tuple[str, _Lengths]], block_tokens: int, seed: int
-) -> tuple[SessionShape, ...]:
-    rng = np.random.default_rng(seed)
+def _workload(conversations: Iterable[tuple[str, _Lengths]], how: ReadAs) -> Workload:
+    """With pauses that are exponential, of mean `MEAN_THINK_S`."""
+    block_tokens, rng = how.blocks(BLOCK_TOKENS), np.random.default_rng(how.seed)
     sessions: list[SessionShape] = []
     for name, lengths in conversations:
         think_s = rng.exponential(MEAN_THINK_S, len(lengths))
@@ -196,9 +167,9 @@ def _sessions(
         # One text: every prompt, and what an engine keeps of it, is a beginning of it.
         stop = max(prompt + max(output, 1) for prompt, output, _ in lengths) // block_tokens
         ids = stream_ids(key_of("sharegpt", name), 0, stop)
-        turns: list[TurnShape] = [
+        turns = tuple(
             turn_of(after_s, prompt, output, ids, block_tokens, new)
             for (prompt, output, new), after_s in zip(lengths, think_s.tolist(), strict=True)
-        ]
-        sessions.append(SessionShape(id=name, turns=tuple(turns)))
-    return tuple(sessions)
+        )
+        sessions.append(SessionShape(id=name, turns=turns))
+    return Workload("sharegpt", block_tokens, tuple(sessions), SOURCE)

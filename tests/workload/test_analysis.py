@@ -14,7 +14,8 @@ from workload.analysis import (
     share_above,
     source_ratios,
 )
-from workload.catalogue import BUILT_IN, ReadAs, workload_named
+from workload.catalogue import BUILT_IN, workload_named
+from workload.reading import ReadAs
 from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 SIZE = 16

@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 
 from workload import arrivals
-from workload.catalogue import BUILT_IN, ReadAs, arrivals_for, estimated_tokens, workload_named
-from workload.reading import WorkloadError
+from workload.catalogue import BUILT_IN, arrivals_for, workload_named
+from workload.reading import ReadAs, WorkloadError, estimated_tokens
 from workload.sessions import demo_sessions_path
 
 DATA = demo_sessions_path().parent

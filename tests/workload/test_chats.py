@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from workload.catalogue import ReadAs, workload_named
-from workload.reading import DEFAULT_OUTPUT_TOKENS, WorkloadError
+from workload.catalogue import workload_named
+from workload.reading import DEFAULT_OUTPUT_TOKENS, ReadAs, WorkloadError
 
 HOW = ReadAs(count_tokens=lambda text: len(text.split()), block_tokens=1)
 

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from workload.analysis import source_ratios
-from workload.catalogue import ReadAs, workload_named
+from workload.catalogue import workload_named
 from workload.documents import Reading
 from workload.finqa import (
     OUTPUT_TOKENS,
@@ -15,7 +15,7 @@ from workload.finqa import (
     read_convfinqa,
     read_finqa,
 )
-from workload.reading import WorkloadError
+from workload.reading import ReadAs, WorkloadError
 
 
 def filings(tmp_path, *lengths, name="filings.parquet"):
@@ -106,7 +106,7 @@ def test_bad_tables_name_file_row_and_column(tmp_path):
 
 
 def test_a_page_and_its_dialogue_become_a_chat_that_grows_by_a_question(tmp_path):
-    workload = read_convfinqa(lines(tmp_path, item()), len, block_tokens=10)
+    workload = read_convfinqa(lines(tmp_path, item()), ReadAs(len, block_tokens=10))
     (session,) = workload.sessions
     chats = [workload.texts.messages(0, turn, 0) for turn in range(2)]
     texts = [message["content"] for (message,) in chats]

@@ -5,9 +5,9 @@ import json
 import polars as pl
 import pytest
 
-from workload.catalogue import ReadAs, estimated_tokens, workload_named
+from workload.catalogue import workload_named
 from workload.miniswe import read_miniswe, read_miniswe_texts, shapes_of
-from workload.reading import WorkloadError
+from workload.reading import ReadAs, WorkloadError, estimated_tokens
 from workload.replay import Reuse
 from workload.sessions import demo_sessions_path
 
@@ -38,7 +38,7 @@ def recorded(tmp_path, *turns):
 
 def test_a_turn_extends_the_prompt_before_it_but_not_the_reply(tmp_path):
     path = table(tmp_path, row(output=200), row(t_s=1.5, length=1300, cached=992), row("b"))
-    workload = read_miniswe(path, block_tokens=64)
+    workload = read_miniswe(path, ReadAs(block_tokens=64))
 
     assert [len(session.turns) for session in workload.sessions] == [2, 1]
     first, second = workload.sessions[0].turns
@@ -88,7 +88,7 @@ def test_recorded_texts_share_their_longest_common_beginning(tmp_path):
         ("c", 0, "x" * 95 + "w" * 35, "reply"),
         ("d", 0, "", "reply"),
     )
-    workload = read_miniswe_texts(path, len, block_tokens=10)
+    workload = read_miniswe_texts(path, ReadAs(len, block_tokens=10))
     a, b, c, d = (session.turns for session in workload.sessions)
 
     assert [turn.after_s for turn in a] == [0.0, 3.5]
@@ -115,7 +115,7 @@ def test_the_shipped_texts_and_the_shipped_lengths_agree():
 
 
 def test_no_sessions_have_no_shapes():
-    assert shapes_of([], len).sessions == ()
+    assert shapes_of([], ReadAs(len)).sessions == ()
 
 
 def test_the_shipped_lengths_reuse_what_their_source_says():

@@ -12,6 +12,7 @@ from workload.miniswe import read_miniswe_texts
 from workload.mooncake import read_mooncake
 from workload.narrativeqa import read_narrativeqa
 from workload.reading import (
+    ReadAs,
     Seconds,
     Tokens,
     WorkloadError,
@@ -66,8 +67,8 @@ READERS = {
     "mooncake.jsonl": read_mooncake,
     "azure.csv": read_azure,
     "qaps.jsonl": read_narrativeqa,
-    "sessions.jsonl": lambda path: read_miniswe_texts(path, len),
-    "sharegpt.json": lambda path: read_sharegpt_texts(path, len),
+    "sessions.jsonl": lambda path: read_miniswe_texts(path, ReadAs(len)),
+    "sharegpt.json": lambda path: read_sharegpt_texts(path, ReadAs(len)),
 }
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from workload import arrivals
-from workload.catalogue import BUILT_IN, ReadAs, workload_named
+from workload.catalogue import BUILT_IN, workload_named
+from workload.reading import ReadAs
 from workload.replay import (
     ReplayOptions,
     Reuse,

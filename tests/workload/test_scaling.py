@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from workload.analysis import source_ratios
-from workload.catalogue import ReadAs, workload_named
+from workload.catalogue import workload_named
+from workload.reading import ReadAs
 from workload.replay import replay_sessions, requests
 from workload.scaling import scaled
 

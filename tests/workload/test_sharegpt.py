@@ -5,7 +5,7 @@ import json
 import polars as pl
 import pytest
 
-from workload.reading import WorkloadError
+from workload.reading import ReadAs, WorkloadError
 from workload.sharegpt import MEAN_THINK_S, read_sharegpt_table, read_sharegpt_texts
 
 
@@ -49,7 +49,7 @@ def test_each_prompt_begins_with_all_that_was_kept_of_the_one_before(tmp_path):
         row("a", 1, 150, 70, 40),
         row("b", 1, 130, 0, 7),
     )
-    workload = read_sharegpt_table(path, block_tokens=20)
+    workload = read_sharegpt_table(path, ReadAs(block_tokens=20))
 
     assert lengths(workload) == {"a": [(100, 50), (220, 40)], "b": [(130, 1), (130, 7)]}
     first, second = workload.sessions[0].turns
@@ -65,7 +65,7 @@ def test_the_history_before_the_cut_can_be_put_in_front(tmp_path):
     path = table(tmp_path, row(cached=30, uncut=1000), row(turn=1, cached=180, uncut=1150))
 
     assert lengths(read_sharegpt_table(path)) == {"a": [(130, 50), (280, 50)]}
-    whole = read_sharegpt_table(path, whole_history=True)
+    whole = read_sharegpt_table(path, ReadAs(whole_history=True))
     assert lengths(whole) == {"a": [(1100, 50), (1250, 50)]}
 
 
@@ -74,7 +74,7 @@ def test_pauses_are_drawn_from_the_seed(tmp_path):
     path = table(tmp_path, *rows)
 
     def pauses(seed):
-        workload = read_sharegpt_table(path, seed=seed)
+        workload = read_sharegpt_table(path, ReadAs(seed=seed))
         assert all(session.turns[0].after_s == 0 for session in workload.sessions)
         return [t.after_s for session in workload.sessions for t in session.turns[1:]]
 
@@ -114,7 +114,7 @@ def test_texts_are_measured_and_accumulate(tmp_path):
             talk("empty"),
         ],
     )
-    workload = read_sharegpt_texts(path, len, block_tokens=2)
+    workload = read_sharegpt_texts(path, ReadAs(len, block_tokens=2))
 
     assert lengths(workload) == {
         "a/0": [(5, 3), (9, 1)],
@@ -151,7 +151,7 @@ def test_texts_are_measured_and_accumulate(tmp_path):
 def test_other_files_of_texts_are_refused(tmp_path, content, reason):
     path = texts(tmp_path, content)
     with pytest.raises(WorkloadError) as error:
-        read_sharegpt_texts(path, len)
+        read_sharegpt_texts(path, ReadAs(len))
     assert str(error.value).startswith(f"{path}:")
     assert reason in str(error.value)
 
@@ -162,7 +162,7 @@ def test_texts_become_chats_in_the_words_of_the_api(tmp_path):
         [talk("a", ("system", "be brief"), ("human", "1+1?"), ("gpt", "2"), ("user", "sure?"),
               ("chatgpt", "yes"))],
     )  # fmt: skip
-    workload = read_sharegpt_texts(path, len)
+    workload = read_sharegpt_texts(path, ReadAs(len))
     roles = [message["role"] for message in workload.texts.messages(0, 1, 0)]
     assert roles == ["system", "user", "assistant", "user"]
     assert workload.texts.messages(0, 0, 0)[-1] == {"role": "user", "content": "1+1?"}
@@ -172,11 +172,13 @@ def test_texts_become_chats_in_the_words_of_the_api(tmp_path):
 def test_no_more_conversations_are_read_than_asked_for(tmp_path):
     path = texts(tmp_path, '[{"id": "a", "conversations": [{"from": "human", "value": "x"},'
                  ' {"from": "gpt", "value": "y"}]},\n broken')  # fmt: skip
-    assert len(read_sharegpt_texts(path, len, limit=1).sessions) == 1
+    assert len(read_sharegpt_texts(path, ReadAs(len, limit=1)).sessions) == 1
     with pytest.raises(WorkloadError, match=r"sharegpt.json:2: not JSON"):
-        read_sharegpt_texts(path, len)
+        read_sharegpt_texts(path, ReadAs(len))
 
 
 def test_the_table_tells_what_is_new(tmp_path):
-    workload = read_sharegpt_table(table(tmp_path, row("a", 0, 30, 100, 5)), whole_history=True)
+    workload = read_sharegpt_table(
+        table(tmp_path, row("a", 0, 30, 100, 5)), ReadAs(whole_history=True)
+    )
     assert workload.sessions[0].turns[0].new_tokens == 100

@@ -1,8 +1,9 @@
 """Texts as chats, and documents whose bodies are not at hand."""
 
 from workload.documents import Question
+from workload.narrativeqa import document_texts
 from workload.prompts import WORDS
-from workload.texts import Documents, Prompts, Talks
+from workload.shapes import Texts, of_user
 
 TALK = (
     {"role": "user", "content": "hello"},
@@ -16,20 +17,20 @@ def documents():
         (Question("d", 100, 5, 3, "who?"), Question("d", 100, 5, 3, "where?")),
         (Question("e", 50, 5, 3, "when?"),),
     )
-    return Documents(asked, [100, 50], {"d": ("a tale of two", 6)})
+    return document_texts(asked, [100, 50], {"d": ("a tale of two", 6)})
 
 
 def test_a_turn_sends_what_was_said_before_it():
-    talks = Talks([TALK], [(1, 3)])
+    talks = Texts(lambda session, turn: TALK[: (1, 3)[turn]])
     assert talks.messages(0, 0, 0) == TALK[:1]
     assert talks.messages(0, 1, 0) == TALK
 
 
 def test_a_copy_begins_with_its_number_and_leaves_the_text_alone():
-    talks = Talks([TALK], [(1, 3)])
+    talks = Texts(lambda session, turn: TALK[: (1, 3)[turn]])
     assert talks.messages(0, 1, 7) == ({"role": "user", "content": "7 hello"}, *TALK[1:])
     assert TALK[0]["content"] == "hello"
-    prompts = Prompts(lambda session, turn: f"{session} {turn}")
+    prompts = Texts(lambda session, turn: of_user(f"{session} {turn}"))
     assert prompts.messages(3, 4, 0) == ({"role": "user", "content": "3 4"},)
     assert prompts.messages(3, 4, 1)[0]["content"] == "1 3 4"
 
