@@ -55,17 +55,7 @@ def source_ratios(workload: Workload) -> Ratios:
     Where the source has only blocks (Mooncake), what an unlimited cache of its prompts holds.
     """
     reuse = Reuse(workload.block_tokens, workload.block_tokens, outputs_kept=False)
-    new: list[int] = []
-    cached: list[int] = []
-    for session in workload.sessions:
-        for number, turn in enumerate(session.turns):
-            if turn.new_tokens is None:
-                cached.append(reuse.visit(session, number))
-                new.append(turn.input_tokens - cached[-1])
-            else:
-                new.append(turn.new_tokens)
-                cached.append(turn.input_tokens - turn.new_tokens)
-    return _ratios(workload, new, cached)
+    return _ratios(workload, reuse, as_source=True)
 
 
 def engine_ratios(workload: Workload, *, block_tokens: int = ENGINE_BLOCK_TOKENS) -> Ratios:
@@ -74,17 +64,21 @@ def engine_ratios(workload: Workload, *, block_tokens: int = ENGINE_BLOCK_TOKENS
     Sessions come one after the other. Blocks smaller than the workload's own are only told apart
     at the end of a document: give a workload that was read with blocks of this size.
     """
-    reuse = Reuse(workload.block_tokens, block_tokens, outputs_kept=True)
+    return _ratios(workload, Reuse(workload.block_tokens, block_tokens, outputs_kept=True))
+
+
+def _ratios(workload: Workload, reuse: Reuse, *, as_source: bool = False) -> Ratios:
+    """What `reuse` holds of each prompt; or, if that counts, what the source says."""
     new: list[int] = []
     cached: list[int] = []
     for session in workload.sessions:
         for number, turn in enumerate(session.turns):
-            cached.append(reuse.visit(session, number))
-            new.append(turn.input_tokens - cached[-1])
-    return _ratios(workload, new, cached)
-
-
-def _ratios(workload: Workload, new: list[int], cached: list[int]) -> Ratios:
+            if as_source and turn.new_tokens is not None:
+                new.append(turn.new_tokens)
+                cached.append(turn.input_tokens - turn.new_tokens)
+            else:
+                cached.append(reuse.visit(session, number))
+                new.append(turn.input_tokens - cached[-1])
     if not new:
         raise ValueError(f"workload {workload.name!r} has no requests to analyse")
     return Ratios(np.array(new, dtype=np.float64), np.array(cached, dtype=np.float64))
@@ -128,44 +122,22 @@ def analyse(workload: Workload, critical: Mapping[str, float]) -> dict[str, Any]
     }
 
 
-@dataclass(frozen=True, slots=True)
-class PaperFigure:
-    """A figure of paper 001 on a workload.
-
-    quantity: new, cached, kappa, document or output, in tokens but for the ratio. statistic: mean,
-    a quantile, least, most, or the share above a number. where: section of the paper.
-    """
-
-    workload: str
-    quantity: str
-    statistic: str
-    value: float
-    where: str
-
-
-def _figures(workload: str, where: str, rows: Mapping[str, float]) -> list[PaperFigure]:
-    return [
-        PaperFigure(workload, quantity, statistic, value, where)
-        for name, value in rows.items()
-        for quantity, _, statistic in [name.partition(" ")]
-    ]
-
-
-PAPER_FIGURES: tuple[PaperFigure, ...] = (
-    *_figures("sharegpt", "§4.1", {
+PAPER_FIGURES: Mapping[str, tuple[str, Mapping[str, float]]] = {
+    "sharegpt": ("§4.1", {
         "new mean": 53, "new p50": 20, "new p90": 133, "output mean": 187, "cached p50": 3_200,
         "cached p90": 30_000, "kappa p50": 100, "kappa above 1000": 0.2,
     }),
-    *_figures("narrativeqa", "§4.2", {
+    "narrativeqa": ("§4.2", {
         "new mean": 12, "document p50": 57_000, "document least": 15_000, "document most": 190_000,
         "kappa p25": 2_400, "kappa p50": 5_000, "kappa p75": 11_000,
     }),
-    *_figures("finqa", "§4.2", {
+    "finqa": ("§4.2", {
         "new mean": 23, "document p50": 167_000, "document least": 60_000,
         "document most": 450_000, "kappa p25": 5_000, "kappa p50": 10_000, "kappa p75": 17_000,
     }),
-)  # fmt: skip
-"""What the paper prints of its workloads, counted with the tokenizer of Llama 3.1."""
+}  # fmt: skip
+"""Section of paper 001 and what it prints there, by workload: in tokens of Llama 3.1 but for the
+ratio; a mean, a quantile, least, most, or the share above a number."""
 
 WHY_OURS_DIFFER: dict[str, str] = {
     "sharegpt": "ours is a sample of 570 pieces, of about 2,000 tokens each as their source cut "
@@ -184,19 +156,13 @@ WHY_OURS_DIFFER: dict[str, str] = {
 
 def compared(workload: Workload, ratios: Ratios) -> list[dict[str, Any]]:
     """The paper's figures on a workload of this name beside ours; empty if it has none."""
+    where, printed = PAPER_FIGURES.get(workload.name, ("", {}))
     rows = []
-    for figure in PAPER_FIGURES:
-        if figure.workload == workload.name:
-            values = _values(workload, ratios, figure.quantity)
-            rows.append(
-                {
-                    "quantity": figure.quantity,
-                    "statistic": figure.statistic,
-                    "paper": figure.value,
-                    "ours": _statistic(values, figure.statistic),
-                    "where": figure.where,
-                }
-            )
+    for name, value in printed.items():
+        quantity, _, statistic = name.partition(" ")
+        ours = _statistic(_values(workload, ratios, quantity), statistic)
+        row = {"quantity": quantity, "statistic": statistic, "paper": value, "ours": ours}
+        rows.append(row | {"where": where})
     return rows
 
 
