@@ -3,18 +3,18 @@
 `poisson` for workloads whose source says nothing of arrivals. `servegen` for independent single
 requests: production clients that come in bursts and change their rates from window to window.
 `gamma` for bursts of a given strength, `ramp` and `steps` for load that grows, `constant` for
-evenly spaced arrivals. `parse_arrivals` reads them as one writes them on a command line:
-`poisson:5`, `gamma:5,cv=3`, `ramp:1-20/300`. Closed loops have no times: all sessions are there at
-once, and the runner starts one whenever another has ended.
+evenly spaced arrivals. They draw ahead, so each wants an `rng` of its own. Closed loops have no
+times: all sessions are there at once, and the runner starts one whenever another has ended.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import accumulate, count, repeat
 from pathlib import Path
 from typing import Literal
 
@@ -35,10 +35,7 @@ _DRAWS = 1024  # gaps drawn at a time: numpy is slow one by one
 
 
 def poisson(rate_rps: float, rng: np.random.Generator) -> Iterator[float]:
-    """Arrival times of a Poisson process of `rate_rps` sessions a second, for ever.
-
-    It draws ahead, so `rng` must belong to this stream alone.
-    """
+    """Arrival times of a Poisson process of `rate_rps` sessions a second, for ever."""
     require_rate(rate_rps)
     return _cumulated(lambda: rng.exponential(1.0 / rate_rps, _DRAWS))
 
@@ -59,16 +56,12 @@ def constant(rate_rps: float) -> Iterator[float]:
 
 
 def gamma(rate_rps: float, rng: np.random.Generator, *, cv: float) -> Iterator[float]:
-    """Arrival times with independent gamma gaps, for ever; as `poisson` if `cv` is 1.
+    """Arrival times with independent gamma gaps of mean `1 / rate_rps`, for ever.
 
-    Args:
-        rate_rps: mean arrivals a second.
-        rng: for this stream alone.
-        cv: coefficient of variation of the gaps, above zero: more than 1 comes in bursts.
+    cv: coefficient of variation of the gaps: 1 is `poisson`, more comes in bursts.
     """
     require_rate(rate_rps)
-    if not (np.isfinite(cv) and cv > 0):
-        raise ValueError(f"cv is {cv}: give a coefficient of variation, above zero")
+    _require("cv", cv, "a coefficient of variation")
     shape = cv**-2
     return _cumulated(lambda: rng.gamma(shape, 1.0 / (rate_rps * shape), _DRAWS))
 
@@ -76,64 +69,41 @@ def gamma(rate_rps: float, rng: np.random.Generator, *, cv: float) -> Iterator[f
 def ramp(
     first_rps: float, last_rps: float, length_s: float, rng: np.random.Generator
 ) -> Iterator[float]:
-    """Arrivals at random, at a rate that goes evenly from one to another, then stays there.
-
-    Args:
-        first_rps: rate at the start, zero or more.
-        last_rps: rate from `length_s` on, above zero.
-        length_s: of the ramp.
-        rng: for this stream alone.
-    """
+    """Arrivals at random, at a rate that goes evenly from one, zero or more, to another in
+    `length_s` seconds, then stays there."""
     require_rate(last_rps)
-    if not (np.isfinite(first_rps) and first_rps >= 0):
-        raise ValueError(f"first_rps is {first_rps}: give sessions a second, zero or more")
-    if not (np.isfinite(length_s) and length_s > 0):
-        raise ValueError(f"length_s is {length_s}: give seconds, above zero")
-    return _ramp(first_rps, last_rps, length_s, rng)
-
-
-def _ramp(
-    first_rps: float, last_rps: float, length_s: float, rng: np.random.Generator
-) -> Iterator[float]:
-    """A unit Poisson process, put through the inverse of the expected number of arrivals."""
+    _require("first_rps", first_rps, "sessions a second", or_zero=True)
+    _require("length_s", length_s, "seconds")
     within = (first_rps + last_rps) / 2 * length_s
     slope = (last_rps - first_rps) / length_s
-    for expected in poisson(1.0, rng):
+
+    def time_s(expected: float) -> float:
         if expected >= within:
-            yield length_s + (expected - within) / last_rps
-        else:
-            # The root of first·t + slope·t²/2 = expected, in the form that bears a slope of zero.
-            root = math.sqrt(first_rps**2 + 2 * slope * expected)
-            yield 2 * expected / (first_rps + root)
+            return length_s + (expected - within) / last_rps
+        # The root of first·t + slope·t²/2 = expected, in the form that bears a slope of zero.
+        return 2 * expected / (first_rps + math.sqrt(first_rps**2 + 2 * slope * expected))
+
+    # A unit Poisson process, put through the inverse of the expected number of arrivals.
+    return map(time_s, poisson(1.0, rng))
 
 
 def steps(rates_rps: Sequence[float], step_s: float, rng: np.random.Generator) -> Iterator[float]:
-    """Arrivals at random, at each rate for `step_s` seconds, and at the last one for ever.
-
-    Args:
-        rates_rps: rates in order; all but the last may be zero.
-        step_s: how long each lasts.
-        rng: for this stream alone.
-    """
+    """Arrivals at random, at each rate for `step_s` seconds, and at the last one for ever; all but
+    the last may be zero."""
     if not rates_rps:
         raise ValueError("rates_rps is empty: give one rate at least")
     require_rate(rates_rps[-1])
-    if not all(np.isfinite(rate) and rate >= 0 for rate in rates_rps):
-        raise ValueError(f"rates_rps is {list(rates_rps)}: give sessions a second, zero or more")
-    if not (np.isfinite(step_s) and step_s > 0):
-        raise ValueError(f"step_s is {step_s}: give seconds, above zero")
-    return _steps(tuple(rates_rps), step_s, rng)
+    for rate_rps in rates_rps:
+        _require("one of rates_rps", rate_rps, "sessions a second", or_zero=True)
+    _require("step_s", step_s, "seconds")
+    # The arrivals expected before each step begins.
+    before = list(accumulate((rate * step_s for rate in rates_rps[:-1]), initial=0.0))
 
+    def time_s(expected: float) -> float:
+        step = bisect_right(before, expected) - 1
+        return step * step_s + (expected - before[step]) / rates_rps[step]
 
-def _steps(
-    rates_rps: tuple[float, ...], step_s: float, rng: np.random.Generator
-) -> Iterator[float]:
-    step, before = 0, 0.0  # the step that now runs, and the arrivals expected before it
-    for expected in poisson(1.0, rng):
-        while step + 1 < len(rates_rps) and expected >= before + rates_rps[step] * step_s:
-            before += rates_rps[step] * step_s
-            step += 1
-        yield step * step_s + (expected - before) / rates_rps[step]
+    return map(time_s, poisson(1.0, rng))
 
 
 def shipped_rates() -> RateDay:
@@ -155,16 +125,12 @@ def servegen(
     day was. Each client gets as many arrivals in a window as its rate says, with gaps of the
     fitted shape, beginning at a random point of their cycle.
 
-    Args:
-        rate_rps: mean arrivals a second over the whole day.
-        rng: for this stream alone.
-        rates: whose rates to use; those that ship with the package if None.
-        window_s: seconds that a window of the source lasts here. A run of R seconds that should
-            see a whole day, and so the exact mean, wants R / len(rates.windows).
+    rates: whose rates to use; those that ship with the package if None. window_s: seconds that a
+    window of the source lasts here. A run of R seconds that should see a whole day, and so the
+    exact mean, wants R / len(rates.windows).
     """
     require_rate(rate_rps)
-    if not (np.isfinite(window_s) and window_s > 0):
-        raise ValueError(f"window_s is {window_s}: give seconds, above zero")
+    _require("window_s", window_s, "seconds")
     return _servegen(rate_rps, rng, rates or shipped_rates(), window_s)
 
 
@@ -199,8 +165,13 @@ def _places(client: ClientRate, expected: float, rng: np.random.Generator) -> ND
 
 
 def require_rate(rate_rps: float) -> None:
-    if not (np.isfinite(rate_rps) and rate_rps > 0):
-        raise ValueError(f"rate_rps is {rate_rps}: give sessions a second, above zero")
+    _require("rate_rps", rate_rps, "sessions a second")
+
+
+def _require(name: str, value: float, meaning: str, *, or_zero: bool = False) -> None:
+    if not (math.isfinite(value) and (value > 0 or (or_zero and value == 0))):
+        least = "zero or more" if or_zero else "above zero"
+        raise ValueError(f"{name} is {value}: give {meaning}, {least}")
 
 
 Kind = Literal["poisson", "constant", "gamma", "servegen", "trace", "ramp", "steps", "closed"]
@@ -241,27 +212,27 @@ class ArrivalSpec:
     ) -> Iterator[float] | None:
         """Arrival times in seconds; None for a trace, whose workload has them.
 
-        Args:
-            rng: for this stream alone.
-            rate_factor: multiplies every rate: one over the requests of a session, if rates are
-                meant in requests a second.
+        rate_factor: multiplies every rate: one over the requests of a session, if rates are meant
+        in requests a second.
         """
         rates = [rate * rate_factor for rate in self.rates_rps]
-        if self.kind == "trace":
-            return None
-        if self.kind == "closed":
-            return repeat(0.0)
-        if self.kind == "poisson":
-            return poisson(rates[0], rng)
-        if self.kind == "constant":
-            return constant(rates[0])
-        if self.kind == "gamma":
-            return gamma(rates[0], rng, cv=self.cv)
-        if self.kind == "servegen":
-            return servegen(rates[0], rng, window_s=self.seconds or REPLAY_WINDOW_S)
-        if self.kind == "ramp":
-            return ramp(rates[0], rates[1], self.seconds, rng)
-        return steps(rates, self.seconds, rng)
+        match self.kind:
+            case "trace":
+                return None
+            case "closed":
+                return repeat(0.0)
+            case "poisson":
+                return poisson(rates[0], rng)
+            case "constant":
+                return constant(rates[0])
+            case "gamma":
+                return gamma(rates[0], rng, cv=self.cv)
+            case "servegen":
+                return servegen(rates[0], rng, window_s=self.seconds or REPLAY_WINDOW_S)
+            case "ramp":
+                return ramp(rates[0], rates[1], self.seconds, rng)
+            case "steps":
+                return steps(rates, self.seconds, rng)
 
 
 def parse_arrivals(text: str) -> ArrivalSpec:
@@ -300,7 +271,10 @@ def _parsed(kind: Kind, rest: str, text: str) -> ArrivalSpec:
         if kind == "ramp" and len(parts) != 2:
             raise ValueError(f"a ramp goes from one rate to another, found {rates!r}")
         numbers = tuple(_number("rate", part) for part in parts)
-        _require_rates(kind, numbers)
+        if min(numbers) < 0 or numbers[-1] <= 0:
+            raise ValueError("rates must not be negative, and the last one must be above zero")
+        if len(numbers) < 2:
+            raise ValueError("steps need two rates at least")
         return ArrivalSpec(kind, numbers, seconds=_positive("seconds", seconds), text=text)
     rate, *extras = rest.split(",")
     options = _options(extras, {"gamma": "cv", "servegen": "window_s"}.get(kind))
@@ -313,13 +287,6 @@ def _parsed(kind: Kind, rest: str, text: str) -> ArrivalSpec:
         seconds=options.get("window_s", 0.0),
         text=text,
     )
-
-
-def _require_rates(kind: Kind, rates: tuple[float, ...]) -> None:
-    if min(rates) < 0 or rates[-1] <= 0:
-        raise ValueError("rates must not be negative, and the last one must be above zero")
-    if kind == "steps" and len(rates) < 2:
-        raise ValueError("steps need two rates at least")
 
 
 def _options(extras: list[str], known: str | None) -> dict[str, float]:
