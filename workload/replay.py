@@ -17,7 +17,7 @@ from itertools import count
 
 import numpy as np
 
-from workload.prompts import VOCABULARY, TokenIds, prompt_ids, prompt_tokens, prompt_words
+from workload.prompts import TokenIds, prompt_ids, prompt_tokens, prompt_words
 from workload.shapes import BlockIds, Message, SessionShape, TurnShape, Workload, salt_of
 
 
@@ -162,26 +162,17 @@ class ReplaySession:
 class ReplayOptions:
     """How a workload is turned into requests.
 
-    texts: chats, where the workload has texts. as_text: plain words for what is no chat, not token
-    ids. span: token ids that may occur. block_tokens: of the cache that `cached_tokens` is expected
-    of. outputs_kept: whether a later prompt finds the blocks of earlier answers cached; false
-    unless the model answers as was recorded. max_context_tokens: a session ends before its first
-    turn that is longer, with its output. max_output_tokens: longer outputs are cut. max_turns: a
-    session ends after so many. pause_factor: multiplies pauses; longest_pause_s: bounds them then.
-    copies: how often the workload is played; endless if None. salt: runs of different salts share
-    no tokens.
+    as_text: plain words for what is no chat, not token ids. max_context_tokens: a session ends
+    before its first turn that is longer, with its output. max_output_tokens: longer outputs are
+    cut. max_turns: a session ends after so many. pause_factor: multiplies pauses. copies: how often
+    the workload is played; endless if None. salt: runs of different salts share no tokens.
     """
 
-    texts: bool = True
     as_text: bool = False
-    span: range = VOCABULARY
-    block_tokens: int = ENGINE_BLOCK_TOKENS
-    outputs_kept: bool = False
     max_context_tokens: int | None = None
     max_output_tokens: int | None = None
     max_turns: int | None = None
     pause_factor: float = 1.0
-    longest_pause_s: float = math.inf
     copies: int | None = None
     salt: int = 0
 
@@ -196,15 +187,9 @@ def replay_sessions(
 ) -> Iterator[ReplaySession]:
     """Sessions in order of their arrival; endless unless `options.copies` or `arrivals` ends them.
 
-    Copies of the workload follow one another, each in an order of its own, and share nothing.
-
-    Args:
-        workload: what to send.
-        arrivals: when sessions come, in seconds from the start of the run, not going back; None
-            for the times of the source, in its order.
-        seed: of the order of sessions.
-        options: how requests are made.
-        trace_speed: the source's times are divided by it; pauses stay as they are.
+    arrivals: when sessions come, in seconds from the start of the run, not going back; None for
+    the times of the source, in its order, divided by `trace_speed` (pauses stay as they are).
+    seed: of the order of sessions.
 
     Raises:
         ValueError: the source has no times, or no request fits `options`.
@@ -240,7 +225,7 @@ def _at(
     workload: Workload, arrivals: Iterator[float], seed: int, options: ReplayOptions
 ) -> Iterator[_Placed]:
     """Sessions that have something to send, each with the next arrival."""
-    for copy in count() if options.copies is None else range(options.copies):
+    for copy in _copies(options.copies):
         for place in order_of(workload, copy, seed):
             if not _fitting(workload.sessions[place], options):
                 continue
@@ -265,25 +250,27 @@ def _at_trace_times(
         )
     order = sorted(range(len(known)), key=known.__getitem__)
     length_s = max(known) * (1 + 1 / len(known))  # and one mean gap before the next copy
-    return _placed_copies(order, known, length_s, trace_speed, copies)
+    return (
+        ((copy * length_s + known[place]) / trace_speed, copy, place)
+        for copy in _copies(copies)
+        for place in order
+    )
 
 
-def _placed_copies(
-    order: list[int], times_s: list[float], length_s: float, speed: float, copies: int | None
-) -> Iterator[_Placed]:
-    for copy in count() if copies is None else range(copies):
-        for place in order:
-            yield (copy * length_s + times_s[place]) / speed, copy, place
+def _copies(copies: int | None) -> Iterable[int]:
+    return count() if copies is None else range(copies)
 
 
 def _played(
     workload: Workload, placed: Iterator[_Placed], options: ReplayOptions
 ) -> Iterator[ReplaySession]:
     """Requests of the placed sessions. Copies share nothing, so each has a cache of its own."""
-    reuse, of_copy = _empty(workload, options), 0
+    of_copy = -1
     for arrival_s, copy, place in placed:
         if copy != of_copy:
-            reuse, of_copy = _empty(workload, options), copy
+            # Answers are not those that were recorded: prompts do not find their blocks.
+            reuse = Reuse(workload.block_tokens, ENGINE_BLOCK_TOKENS, outputs_kept=False)
+            of_copy = copy
         shape = copied(workload.sessions[place], copy)
         made = tuple(
             _request(workload, shape, turn, (arrival_s, copy, place), reuse, options)
@@ -291,10 +278,6 @@ def _played(
         )
         if made:
             yield ReplaySession(shape.id, shape.tenant, arrival_s, made)
-
-
-def _empty(workload: Workload, options: ReplayOptions) -> Reuse:
-    return Reuse(workload.block_tokens, options.block_tokens, outputs_kept=options.outputs_kept)
 
 
 def _fitting(session: SessionShape, options: ReplayOptions) -> int:
@@ -323,22 +306,17 @@ def _request(
     shape, (arrival_s, copy, place) = session.turns[turn], placed
     cached_tokens = reuse.visit(session, turn)
     make_prompt: Callable[[], Prompt]
-    if options.texts and workload.texts is not None:
+    if workload.texts is not None:
         make_prompt = partial(workload.texts.messages, place, turn, copy)
-    elif options.as_text:
-        make_prompt = partial(prompt_words, session, turn, workload.block_tokens, salt=options.salt)
     else:
-        make_prompt = partial(
-            prompt_tokens, session, turn, workload.block_tokens, salt=options.salt,
-            span=options.span,
-        )  # fmt: skip
-    pause_s = min(shape.after_s * options.pause_factor, options.longest_pause_s)
+        make = prompt_words if options.as_text else prompt_tokens
+        make_prompt = partial(make, session, turn, workload.block_tokens, salt=options.salt)
     return Request(
         session=session.id,
         turn=turn,
         tenant=session.tenant,
         arrival_s=arrival_s,
-        after_s=pause_s if turn else 0.0,
+        after_s=shape.after_s * options.pause_factor if turn else 0.0,
         input_tokens=shape.input_tokens,
         output_tokens=_output_tokens(shape, options),
         cached_tokens=cached_tokens,
