@@ -74,25 +74,16 @@ class Dashboard:
         return tuple(panel for row in self.rows for panel in row.panels)
 
 
-def name_of(metric: Metric | str, part: str = "") -> str:
-    """The series name of a metric of ours, or of a foreign one given by name."""
-    if isinstance(metric, str):
-        return f"{metric}_{part}" if part else metric
-    return names.of(metric, part)
-
-
 def rate(
     metric: Metric | str, by: Sequence[str] = (), where: str = "", part: str = "", how: str = "rate"
 ) -> str:
     """The summed rate of a counter (or of a part of a histogram), by labels."""
-    group = f" by ({', '.join(by)})" if by else ""
-    return f"sum{group} ({how}({name_of(metric, part)}{_braces(where)}[{WINDOW}]))"
+    return f"sum{_by(by)} ({how}({names.of(metric, part)}{_braces(where)}[{WINDOW}]))"
 
 
 def gauge(metric: Metric | str, how: str = "sum", by: Sequence[str] = (), where: str = "") -> str:
     """A gauge, put together over what is not in `by`."""
-    group = f" by ({', '.join(by)})" if by else ""
-    return f"{how}{group} ({name_of(metric)}{_braces(where)})"
+    return f"{how}{_by(by)} ({names.of(metric)}{_braces(where)})"
 
 
 def quantile(q: float, metric: Metric | str, by: Sequence[str] = (), where: str = "") -> str:
@@ -105,17 +96,10 @@ def mean(metric: Metric | str, by: Sequence[str] = (), where: str = "") -> str:
     return f"{rate(metric, by, where, 'sum')} / {rate(metric, by, where, 'count')}"
 
 
-def spread(
-    metric: Metric | str, by: Sequence[str] = (), where: str = "", with_mean: bool = True
-) -> tuple[Query, ...]:
+def spread(metric: Metric | str, where: str = "", with_mean: bool = True) -> tuple[Query, ...]:
     """P50, P90 and P99 of a histogram, and its mean."""
-    label = "".join(f"{{{{{name}}}}} " for name in by)
-    queries = [
-        Query(quantile(q, metric, by, where), f"{label}P{100 * q:g}") for q in (0.5, 0.9, 0.99)
-    ]
-    if with_mean:
-        queries.append(Query(mean(metric, by, where), f"{label}mean"))
-    return tuple(queries)
+    queries = [Query(quantile(q, metric, (), where), f"P{100 * q:g}") for q in (0.5, 0.9, 0.99)]
+    return (*queries, Query(mean(metric, (), where), "mean")) if with_mean else tuple(queries)
 
 
 def heat(metric: Metric | str, where: str = "") -> tuple[Query, ...]:
@@ -129,6 +113,10 @@ def rate_by_node(metric: Metric | str, legend: str = "{{node}}") -> Query:
 
 def gauge_by_node(metric: Metric | str, legend: str = "{{node}}") -> Query:
     return Query(gauge(metric, "max", ("node",), NODE), legend)
+
+
+def _by(labels: Sequence[str]) -> str:
+    return f" by ({', '.join(labels)})" if labels else ""
 
 
 def _braces(where: str) -> str:
