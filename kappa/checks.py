@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 T = TypeVar("T")
 
@@ -64,6 +65,16 @@ def record_from(cls: type[T], data: Mapping[str, Any], what: str, remedy: str = 
         problem = f"lacks {missing}: {remedy or 'add them'}"
         raise ValueError(f"{what}: {problem}; known are {', '.join(names)}")
     return cls(**data)
+
+
+def http_parts(url: str) -> SplitResult | None:
+    """The parts of an address that something may listen at by HTTP; None if it is none."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = None
+    return parts if usable else None
 
 
 def read_json_object(path: str | Path, what: str) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import numpy as np
 
+from kappa.checks import http_parts
 from loadtest.journal import RequestRecord
 from workload.replay import Prompt
 
@@ -235,13 +235,8 @@ def base_url(url: str) -> str:
     Raises:
         EndpointError: not an http(s) URL, or one that holds a password.
     """
-    try:
-        parts = urlsplit(url)
-        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname)
-        _ = parts.port
-    except ValueError:
-        is_usable = False
-    if not is_usable or parts.query or parts.fragment:
+    parts = http_parts(url)
+    if parts is None or parts.query or parts.fragment:
         raise EndpointError(f"{url!r} is no endpoint: give http(s)://HOST[:PORT][/PATH]")
     if "@" in parts.netloc:
         # Refused, and not repeated here: the URL is written down in many places.

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from kappa.checks import http_parts
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Finite, Section, checked, settings_from
 from kappa.settings.pools import Name, ProfileName
@@ -27,12 +28,8 @@ def _known_shape(value: str) -> str:
 
 def _server_url(value: str) -> str:
     """A server's address without what follows its path; ValueError says what is wrong."""
-    try:
-        parts = urlsplit(value)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable or parts.query or parts.fragment or parts.username:
+    parts = http_parts(value)
+    if parts is None or parts.query or parts.fragment or parts.username:
         raise ValueError(f"{value!r} is no address of a server: give one such as {_EXAMPLE}")
     # Clients' base URLs end in /v1; the server's own root does not.
     return value.rstrip("/").removesuffix("/v1")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from kappa.checks import http_parts
 from kappa.settings.base import Finite, Section
 
 PolicyName = Literal["priced", "threshold", "ttft", "least_backlog"]
@@ -118,12 +118,7 @@ class ObservingSettings(Section):
     def _is_an_address(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        try:
-            parts = urlsplit(value)
-            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            usable = False
-        if not usable:
+        if http_parts(value) is None:
             raise ValueError(
                 f"otlp_endpoint {value!r} is no address of a collector: give http://HOST:4318 "
                 "(OTLP over HTTP) or http://HOST:4317 with otlp_protocol: grpc"
