@@ -55,14 +55,8 @@ async def play(
     journal: Journal,
     counts: Counts,
 ) -> Played:
-    """Send all sessions, less what the journal says was answered; records go to the journal.
-
-    Args:
-        endpoint, settings: where to and how.
-        sessions: in order of arrival.
-        journal: open; its `elapsed_s` is where the clock of this part begins.
-        counts: brought up to date as the run goes on.
-    """
+    """Send all sessions, in order of arrival, less what the open journal says was answered; its
+    `elapsed_s` is where the clock of this part begins. Brings `counts` up to date meanwhile."""
     with quick_process(), Feeder(sessions, endpoint.prepare, journal.done) as feeder:
         begin_s = time.monotonic() - journal.elapsed_s
         async with Endpoint(endpoint, lambda: time.monotonic() - begin_s) as client:

@@ -73,14 +73,9 @@ class Counts:
 class Runner:
     """One run, or the rest of one.
 
-    Args:
-        endpoint: where to; open. Its clock is that of all records.
-        settings: how.
-        write: called with every record as its request ends; if it raises, the run stops and
-            raises the same.
-        counts: brought up to date as the run goes on.
-        decisions: fetches what our cluster decided; None not to.
-        begin_s: when this part of the run begins; sessions that came before are due then.
+    endpoint: open; its clock is that of all records. write: called with every record as its request
+    ends; if it raises, the run stops and raises the same. counts: brought up to date as the run
+    goes on. begin_s: when this part of the run begins; sessions that came before are due then.
     """
 
     def __init__(

@@ -74,11 +74,8 @@ async def replay(
 ) -> list[RequestRecord]:
     """Replay `sessions`, all at once, and return every turn's record in order of completion.
 
-    Args:
-        url: base of the cluster, without `/v1`.
-        sessions: what to send, turns counted from 1; one ends at its first turn that fails.
-        max_tokens: bound on each answer.
-        on_record: called on the event loop as each turn ends.
+    Turns count from 1; a session ends at its first one that fails. max_tokens: of each answer.
+    on_record: called on the event loop as each turn ends.
 
     Raises:
         EndpointError: nobody answers at `url`, or it serves no model.

@@ -85,22 +85,13 @@ def _ratios(workload: Workload, reuse: Reuse, *, as_source: bool = False) -> Rat
 
 
 def share_above(kappa: Numbers, critical: Mapping[str, float]) -> dict[str, float]:
-    """Of each node, the share of requests that are memory-bound on it: κ ≥ κ_crit (Eq. 5).
-
-    Args:
-        kappa: ratios of the requests.
-        critical: κ_crit of each node, by its name.
-    """
+    """Of each node, the share of requests that are memory-bound on it: κ ≥ κ_crit (Eq. 5)."""
     return {node: float(np.mean(kappa >= limit)) for node, limit in critical.items()}
 
 
 def analyse(workload: Workload, critical: Mapping[str, float]) -> dict[str, Any]:
-    """All of it, JSON-ready: what `kappa workload --json` prints.
-
-    Args:
-        workload: read uncut, with blocks of `ENGINE_BLOCK_TOKENS` where its reader allows.
-        critical: κ_crit of each node, by its name.
-    """
+    """What `kappa workload --json` prints, by κ_crit of each node. Give the workload uncut, with
+    blocks of `ENGINE_BLOCK_TOKENS` where its reader allows."""
     ratios = source_ratios(workload)
     engine = engine_ratios(workload)
     return {

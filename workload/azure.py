@@ -37,11 +37,7 @@ class _AzureRow(NamedTuple):
 
 
 def read_azure(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> Workload:
-    """Read an Azure trace; `.gz` is read as is.
-
-    Raises:
-        WorkloadError: if the file is absent, damaged, or breaks the format.
-    """
+    """Read an Azure trace; `.gz` is read as is."""
     require_block_tokens(block_tokens)
     rows = list(_rows(path))
     start = min(time for time, _, _ in rows)

@@ -67,16 +67,11 @@ class ReadDocuments:
 def document_sessions(
     name: str, path: Path, groups: Mapping[str, Sequence[Question]], reading: Reading
 ) -> ReadDocuments:
-    """Sessions of the readers of each document.
-
-    Args:
-        name: of the workload; documents of different workloads share nothing.
-        path: where the questions are from, for messages.
-        groups: the questions of each document, in order.
-        reading: who reads them, and how.
+    """Sessions of the readers of each document; `groups` are its questions, in order. Documents of
+    workloads of different names share nothing.
 
     Raises:
-        WorkloadError: a question does not fit beside any document.
+        WorkloadError: a question of `path` does not fit beside any document.
     """
     rng = np.random.default_rng(reading.seed)
     sessions: list[SessionShape] = []

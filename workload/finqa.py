@@ -62,11 +62,7 @@ _FILING_COLUMNS: dict[str, type] = {
 
 def read_finqa(filings: Path, questions: Path, reading: Reading = DEFAULT) -> Workload:
     """Read the two tables of lengths; each filing is dealt questions at random, by the seed of
-    `reading`; `notes` counts the filings that it cuts.
-
-    Raises:
-        WorkloadError: if a file is absent, damaged, or breaks the format.
-    """
+    `reading`; `notes` counts the filings that it cuts."""
     table = read_table(filings, _FILING_COLUMNS, lengths={"llama2_tokens": 1})
     refuse_repeated(filings, table["doc_name"])
     column = "question_tokens"
@@ -113,9 +109,6 @@ def read_convfinqa(path: Path, how: ReadAs = reading.DEFAULT) -> Workload:
 
     A session is one page and the dialogue on it. Each prompt is the page and the questions so far,
     and so extends the one before; answers are no part of it, since the test set has none.
-
-    Raises:
-        WorkloadError: if the file is absent, damaged, or breaks the format.
     """
     pages = list(_items(path))
     if not pages:

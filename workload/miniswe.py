@@ -81,11 +81,7 @@ class _Prompts:
 
 
 def read_miniswe(path: Path, how: ReadAs = DEFAULT) -> Workload:
-    """Read the table of lengths.
-
-    Raises:
-        WorkloadError: if the file is absent, damaged, or breaks the format.
-    """
+    """Read the table of lengths."""
     table = read_table(path, _COLUMNS, lengths={"input_length": 1, "output_length": 0})
     rows: list[_SweRow] = []
     latest_s: dict[str, float] = {}
@@ -106,11 +102,7 @@ def read_miniswe(path: Path, how: ReadAs = DEFAULT) -> Workload:
 
 
 def read_miniswe_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
-    """Read recorded sessions (`workload.sessions`).
-
-    Raises:
-        WorkloadError: if the file is absent, damaged, or breaks the format.
-    """
+    """Read recorded sessions (`workload.sessions`)."""
     return shapes_of(read_sessions(path), how)
 
 

@@ -89,9 +89,6 @@ def read_mooncake(path: Path) -> Workload:
 
     A prompt's blocks keep the sharing of the trace. The blocks of an output have the ids that the
     next turn gives them, or ids of their own if nobody continues.
-
-    Raises:
-        WorkloadError: if the file is absent, damaged, or breaks the format.
     """
     requests = _read(path)
     _require_chained(requests)

@@ -48,18 +48,11 @@ def read_narrativeqa(
     summaries: Path | None = None,
     reading: Reading = DEFAULT,
 ) -> Workload:
-    """Read questions with the lengths of their documents; `.gz` is read as is.
+    """Read questions with the lengths of their documents; `notes` counts those that are cut.
 
-    Args:
-        path: the questions.
-        documents: the table of documents, whose `est_tokens` then count and not the questions'
-            `doc_est_tokens`. Documents without a question are left out, and `notes` counts them.
-        summaries: what documents begin with. With it and the questions' texts the workload has
-            texts: the summary, plain words up to the document's length, and the question.
-        reading: how; `notes` counts the documents that it cuts.
-
-    Raises:
-        WorkloadError: if a file is absent, damaged, or breaks the format.
+    documents: their table, whose `est_tokens` then count and not the questions' `doc_est_tokens`;
+    documents without a question are left out, and `notes` counts them. summaries: what documents
+    begin with: with it and the questions' texts the workload has texts.
     """
     lengths = None if documents is None else _document_tokens(documents)
     described = None if summaries is None else _summaries(summaries)

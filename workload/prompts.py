@@ -49,14 +49,8 @@ _WORDS = np.array(WORDS, dtype=object)
 
 
 def block_tokens_of(ids: BlockIds, block_tokens: int, salt: int, span: range) -> NDArray[np.int64]:
-    """Tokens of blocks, shape (blocks, block_tokens): a function of id, place and salt alone.
-
-    Args:
-        ids: one 64-bit id a block.
-        block_tokens: tokens a block.
-        salt: runs of different salts share no tokens.
-        span: which token ids may occur.
-    """
+    """Tokens of blocks, shape (blocks, block_tokens), all in `span`: a function of id, place and
+    salt alone."""
     places = np.arange(1, block_tokens + 1, dtype=np.uint64) * _GOLDEN
     scrambled = mixed(mixed(ids ^ np.uint64(salt))[:, None] + places[None, :])
     return (scrambled % np.uint64(len(span))).astype(np.int64) + span.start
@@ -70,12 +64,8 @@ def prompt_tokens(
     What lies behind the last full block follows the source where it is known: a prompt that a
     later one repeats ends as that one goes on, and a document is shared to its last token.
 
-    Args:
-        session: the turn's session, whose later turns tell how its prompt goes on.
-        turn: its place in the session, from 0.
-        block_tokens: of the workload that the session is from.
-        salt: runs of different salts share no tokens.
-        span: which token ids may occur.
+    block_tokens: of the workload that the session is from. salt: runs of different salts share no
+    tokens. span: which token ids may occur.
     """
     ids = prompt_ids(session, turn)
     tokens = block_tokens_of(ids, block_tokens, salt, span).reshape(-1)

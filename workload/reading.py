@@ -83,7 +83,8 @@ DEFAULT = ReadAs()
 
 
 class WorkloadError(ValueError):
-    """A workload file that cannot be used. The message names the file, the place and the reason."""
+    """A workload file that is absent, damaged, or breaks its format: all readers raise it. The
+    message names the file, the place and the reason."""
 
 
 @contextmanager

@@ -18,12 +18,9 @@ def scaled(workload: Workload, factor: float | Fraction) -> Workload:
 
     Lengths are rounded down, to one token at least: a question that vanishes keeps one.
 
-    Args:
-        workload: its block size times `factor` must be a whole number of tokens.
-        factor: above 0, at most 1.
-
     Raises:
-        ValueError: the factor is none of these.
+        ValueError: the factor is not above 0 and at most 1, or leaves no whole number of tokens a
+            block.
     """
     exact = Fraction(factor).limit_denominator(1 << 16)
     if not 0 < exact <= 1:

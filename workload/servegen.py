@@ -56,11 +56,7 @@ class RateDay:
 
 
 def read_rates(path: Path) -> RateDay:
-    """Read a table of rates; windows between the first and the last that have no row are idle.
-
-    Raises:
-        WorkloadError: if the file is absent, damaged, or breaks the format.
-    """
+    """Read a table of rates; windows between the first and the last that have no row are idle."""
     table = read_table(path, _COLUMNS)
     starts, patterns, shapes = table["window_s"], table["pattern"], table["arg1"]
     refuse_rows(path, starts, starts % WINDOW_S != 0, f"must be a multiple of {WINDOW_S}")

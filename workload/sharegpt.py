@@ -60,11 +60,7 @@ _Lengths = list[tuple[int, int, int]]  # (prompt, output, new) tokens of each tu
 
 
 def read_sharegpt_table(path: Path, how: ReadAs = DEFAULT) -> Workload:
-    """Read the table of turns; the source cuts conversations into pieces of about 2,000 tokens.
-
-    Raises:
-        WorkloadError: if the file is absent, damaged, or breaks the format.
-    """
+    """Read the table of turns; the source cuts conversations into pieces of about 2,000 tokens."""
     conversations: dict[str, _Lengths] = {}
     next_turn: dict[str, int] = {}
     rows = read_table(path, _COLUMNS, lengths={"out": 0}).iter_rows()
@@ -115,9 +111,6 @@ def read_sharegpt_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
 
     A turn is every answer that something precedes; its prompt is all that came before, with no
     chat template. Conversations without a turn are left out, and `notes` counts them.
-
-    Raises:
-        WorkloadError: if the file is absent, damaged, or breaks the format.
     """
     conversations: list[tuple[str, _Lengths]] = []
     talks: list[tuple[Message, ...]] = []
