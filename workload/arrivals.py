@@ -21,10 +21,26 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from workload.servegen import ClientRate, RateDay, read_rates
+from workload.reading import WorkloadError, read_table, refuse_rows
 
 ArrivalProcess = Callable[[float, np.random.Generator], Iterator[float]]
 
+# ServeGen's client rates: a Parquet table of `client`, `window_s` (start of a window of 600 s),
+# `rate_rps`, `cv`, `pattern` (Gamma or Weibull), `arg1` (shape) and `arg2` (scale) of the gaps
+# between a client's requests. Source: alibaba/ServeGen (m-small), fits to Bailian production,
+# Apache-2.0.
+WINDOW_S = 600
+
+_RATE_COLUMNS: dict[str, type] = {
+    "client": int,
+    "window_s": int,
+    "rate_rps": float,
+    "cv": float,
+    "pattern": str,
+    "arg1": float,
+    "arg2": float,
+}
+_PATTERNS = ("Gamma", "Weibull")
 
 # Seconds that `servegen` gives to a window which lasted 600 s: runs last minutes, not a day, and
 # ten times the speed lets them see the swings. An assumption.
@@ -104,6 +120,51 @@ def steps(rates_rps: Sequence[float], step_s: float, rng: np.random.Generator) -
         return step * step_s + (expected - before[step]) / rates_rps[step]
 
     return map(time_s, poisson(1.0, rng))
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRate:
+    """One client in one window: its rate, and the distribution of its gaps up to their mean.
+
+    The recorded scale is not kept: it disagrees with the rate where a client paused within the
+    window, and the rate is what was counted.
+    """
+
+    rate_rps: float
+    pattern: str
+    shape: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateDay:
+    """Consecutive windows of `WINDOW_S`, each with its active clients; it may be shorter than a
+    day, or longer.
+    """
+
+    windows: tuple[tuple[ClientRate, ...], ...]
+
+    @property
+    def mean_rps(self) -> float:
+        """Mean rate of all clients together over all windows."""
+        total = sum(client.rate_rps for window in self.windows for client in window)
+        return total / len(self.windows)
+
+
+def read_rates(path: Path) -> RateDay:
+    """Read a table of rates; windows between the first and the last that have no row are idle."""
+    table = read_table(path, _RATE_COLUMNS)
+    starts, patterns, shapes = table["window_s"], table["pattern"], table["arg1"]
+    refuse_rows(path, starts, starts % WINDOW_S != 0, f"must be a multiple of {WINDOW_S}")
+    refuse_rows(path, patterns, ~patterns.is_in(_PATTERNS), f"must be one of {_PATTERNS}")
+    refuse_rows(path, shapes, shapes <= 0, "must be above zero")
+    windows: dict[int, list[ClientRate]] = {}
+    for _, start_s, rate_rps, _, pattern, shape, _ in table.iter_rows():
+        windows.setdefault(start_s // WINDOW_S, []).append(ClientRate(rate_rps, pattern, shape))
+    first, last = min(windows), max(windows)
+    day = RateDay(tuple(tuple(windows.get(index, ())) for index in range(first, last + 1)))
+    if not day.mean_rps:
+        raise WorkloadError(f"{path}: every rate in column 'rate_rps' is zero")
+    return day
 
 
 def shipped_rates() -> RateDay:

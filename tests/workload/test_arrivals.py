@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from workload import arrivals
-from workload.arrivals import FORMS, ArrivalSpec, parse_arrivals, poisson, servegen, shipped_rates
-from workload.servegen import ClientRate, RateDay
+from workload.arrivals import (
+    FORMS,
+    ArrivalSpec,
+    ClientRate,
+    RateDay,
+    parse_arrivals,
+    poisson,
+    servegen,
+    shipped_rates,
+)
 
 
 def rng(seed=0):

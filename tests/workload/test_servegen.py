@@ -3,9 +3,8 @@
 import polars as pl
 import pytest
 
-from workload.arrivals import shipped_rates
+from workload.arrivals import ClientRate, read_rates, shipped_rates
 from workload.reading import WorkloadError
-from workload.servegen import ClientRate, read_rates
 
 ROW = {
     "client": 0,
