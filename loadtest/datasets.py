@@ -1,8 +1,7 @@
 """Workloads as a command line names them: built in, in a file, or on the Hugging Face hub.
 
-Only a name that begins with `hf:` goes to the
-network, and only to fetch what is not in the hub's cache yet. A tokenizer, if one is given,
-measures texts; otherwise their lengths are guessed from their characters.
+Only a name that begins with `hf:` goes to the network, and only to fetch what is not in the hub's
+cache yet.
 """
 
 from __future__ import annotations

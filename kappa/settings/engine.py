@@ -306,15 +306,11 @@ class EngineSettings(Section):
         return {True: "ask", False: "never"}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
-    def _approx_can_be(self) -> EngineSettings:
+    def _of_this_kind(self) -> EngineSettings:
         if self.approx != "never" and self.kind != "torch":
             raise ValueError(f"approx {self.approx} needs kind torch, and this is {self.kind}")
         if self.approx != "never" and self.host_bytes == 0:
             raise ValueError(f"approx {self.approx} needs host_bytes above zero: KV is kept there")
-        return self
-
-    @model_validator(mode="after")
-    def _of_this_kind(self) -> EngineSettings:
         known = _PLANNERS.get(self.kind)
         if known is not None and self.planner not in known:
             raise ValueError(

@@ -13,17 +13,11 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from kappa.checks import http_parts
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Finite, Section, checked, settings_from
-from kappa.settings.pools import Name, ProfileName
+from kappa.settings.pools import Name, ProfileName, ShapeName
 from kappa.settings.routing import ObservingSettings, RouterSettings
-from kappa.shapes import model_shape
 
 _PRESENT = ("round-robin", "least-connections", "prefix-hash")
 _EXAMPLE = "http://10.0.0.7:8000"
-
-
-def _known_shape(value: str) -> str:
-    model_shape(value)
-    return value
 
 
 def _server_url(value: str) -> str:
@@ -47,7 +41,7 @@ class BackendSettings(Section):
     model: str | None = Field(
         None, description="the model that it must serve; default: whatever /v1/models lists"
     )
-    shape: Annotated[str, AfterValidator(_known_shape)] | None = Field(
+    shape: ShapeName | None = Field(
         None, description="built-in shape or config.json to price it by; default: by its model"
     )
     device_tokens: int | None = Field(

@@ -38,6 +38,8 @@ def _known_model(value: str) -> str:
 
 ProfileName = Annotated[str, AfterValidator(_known_profile)]
 
+ShapeName = Annotated[str, AfterValidator(_known_model)]
+
 # Where these differ, blocks of one worker mean nothing to another.
 SHARED_ENGINE_KEYS = frozenset({"kind", "block_tokens", "dtype"})
 
@@ -89,9 +91,7 @@ class ModelSettings(Section):
         None, description="folder, Hugging Face name or smollm2-135m; none: made"
     )
     seed: int = Field(0, ge=0, description="seed of the made model")
-    emulate: Annotated[str, AfterValidator(_known_model)] = Field(
-        "llama-3.1-8b", description="model whose cost a paced node emulates"
-    )
+    emulate: ShapeName = Field("llama-3.1-8b", description="model whose cost a paced node emulates")
     adapters: dict[Annotated[str, Field(min_length=1)], str] = Field(
         default_factory=dict,
         description="LoRA adapters: the name that clients use, and its folder",
