@@ -122,12 +122,10 @@ class WorkerPlan:
 
     @property
     def host_blocks(self) -> int:
-        """KV blocks that the host tier holds."""
         return int(self.limits.host_bytes / self.block_bytes)
 
     @property
     def disk_blocks(self) -> int:
-        """KV blocks that the disk tier holds."""
         return self.tier.disk_bytes // row_bytes(int(self.block_bytes))
 
     def engine_tier(self, rank: int, measured: Mapping[str, Any], server: str = "") -> EngineTier:
@@ -141,7 +139,6 @@ class WorkerPlan:
         return EngineTier(self.tier, rates, server, self.host_blocks)
 
     def profile_request(self) -> dict[str, Any]:
-        """What `workers.profiler.measure` is asked for."""
         return {
             "sizes_bytes": [1 << 20, 1 << 23, 1 << 26],
             "hidden": self.served.hidden,

@@ -122,7 +122,6 @@ class InFlight:
         return InFlightNews(arrived, finished, present)
 
     def last(self, count: int) -> list[str]:
-        """Ids of the youngest requests here."""
         with self._lock:
             return list(self._entries)[-count:]
 

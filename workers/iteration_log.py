@@ -65,7 +65,6 @@ class IterationLog:
             self._start_writer(Path(path))
 
     def scheduled(self, iteration: Iteration) -> None:
-        """It goes to the worker."""
         self._pending.append(iteration)
 
     def ended(self, now_s: float) -> Iteration | None:
@@ -92,7 +91,6 @@ class IterationLog:
         return it
 
     def due(self, now_s: float, idle: bool) -> bool:
-        """Whether it is time for `publish`."""
         return idle or now_s - self._last_sent_s >= _SEND_EVERY_S
 
     def publish(
@@ -126,7 +124,6 @@ class IterationLog:
         )
 
     def close(self) -> None:
-        """Write what is queued."""
         if self._writer is not None and self._writer.is_alive():
             try:
                 self._lines.put(None, timeout=1.0)

@@ -10,5 +10,4 @@ class NoDownload(CallbackBase):
     """Skips Ray's node initialisation."""
 
     async def on_before_node_init(self) -> None:
-        """Called by Ray before it would prepare the node."""
         self.ctx.run_init_node = False

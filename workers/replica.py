@@ -371,7 +371,6 @@ async def _alone(path: Path) -> AsyncGenerator[None, None]:
 
 
 def gpus_here() -> float:
-    """GPUs that Ray has on this machine."""
     here = ray.get_runtime_context().get_node_id()
     return sum(float(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["NodeID"] == here)
 

@@ -72,7 +72,6 @@ class ReportStream:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and close the sockets."""
         self.in_flight.changed = lambda: None
         self._stop.set()
         if self._thread.is_alive():
@@ -162,7 +161,6 @@ class ReportStream:
 
 
 def _received(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """The messages that are there now."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield socket.recv_multipart(zmq.NOBLOCK)

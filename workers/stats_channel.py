@@ -44,7 +44,6 @@ class StatsSender:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as the frames of one message."""
         if self._socket is None or not self._held:
             return
         self._flushed_s = time.monotonic()

@@ -22,7 +22,6 @@ _LONGEST_NAP_MS = 100
 
 
 def register() -> None:
-    """Do what the environment asks for in this process."""
     if os.environ.get(REAP_ENV):
         die_with_parent()
         follow_owner()
@@ -38,7 +37,6 @@ def log_setting(log_format: str, log_file: str | None, level: str) -> str:
 
 
 def log_as(setting: str) -> None:
-    """Log in this process as `log_setting` says."""
     from kappa.logging import configure
 
     log_format, level, log_file = setting.split("|", 2)

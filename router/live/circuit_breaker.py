@@ -125,12 +125,10 @@ class Breakers:
         return True
 
     def leave(self, worker: str) -> None:
-        """The worker is gone for good."""
         for table in (self._failures, self._open, self._opened):
             table.pop(worker, None)
 
     def blocked(self, now_s: float) -> Blocked:
-        """Who must not be chosen now."""
         if not self._open:
             return _NOBODY
         gone, failing = set(), set()
@@ -143,7 +141,6 @@ class Breakers:
         return Blocked(frozenset(gone), frozenset(failing))
 
     def state(self, worker: str, now_s: float) -> BreakerState:
-        """How a worker's breaker stands."""
         state, opened = self._open.get(worker), self._opened.get(worker, 0)
         failures = self._failures.get(worker, 0)
         if state is None:

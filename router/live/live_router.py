@@ -87,7 +87,6 @@ class LiveRouter:
         self.router.config = replace(self.router.config, policy=policy)
 
     async def close(self) -> None:
-        """Follow no worker any more; returns when their sockets are closed."""
         await self.members.close()
         if self._record is not None:
             self._record.close()
@@ -203,7 +202,6 @@ class LiveRouter:
             self.metrics.observe(m.TTFT_ERROR, chosen.node.name, record.decision.kind, value=error)
 
     def tokens(self, request_id: str, count: int) -> None:
-        """Output tokens went out."""
         self.router.tokens(request_id, count)
         record = self.records.get(request_id)
         if record is not None and count:
@@ -232,7 +230,6 @@ class LiveRouter:
             log.info("request_done", **record.log_line())
 
     def retried(self, request_id: str, why: str) -> None:
-        """A request that its worker failed is tried elsewhere."""
         record = self.records.get(request_id)
         if record is not None:
             self.metrics.inc(m.RETRIES, record.decision.chosen.node.name, why)

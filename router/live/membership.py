@@ -158,7 +158,6 @@ class Membership:
 
     @property
     def settled(self) -> bool:
-        """Whether everything that has to be closed is."""
         return not self._closing
 
     @property
@@ -193,7 +192,6 @@ class Membership:
                 await self._joined.wait()
 
     async def close(self) -> None:
-        """Follow nobody any more; returns when the sockets are closed."""
         self._registry.unsubscribe(self._on_registry)
         self._watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -306,7 +304,6 @@ class Membership:
             self._trip(worker, DISCONNECTED)
 
     def reported(self, report: WorkerReport) -> None:
-        """A worker's report came, which is a sign of life."""
         member = self._members.get(report.worker)
         if member is None:
             return

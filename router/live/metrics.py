@@ -58,17 +58,14 @@ class RouterMetrics:
         self._tenants: set[str] = set()
 
     def inc(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
-        """Add to a counter."""
         if self._counting:
             self._child(metric, labels).inc(by)
 
     def set(self, metric: Metric, *labels: str, to: float) -> None:
-        """Set a gauge."""
         if self._counting:
             self._child(metric, labels).set(to)
 
     def observe(self, metric: Metric, *labels: str, value: float) -> None:
-        """Add to a histogram."""
         if self._counting:
             self._child(metric, labels).observe(value)
 
@@ -82,7 +79,6 @@ class RouterMetrics:
             self._child(metric, labels).inc(to - before if to >= before else to)
 
     def reported(self, report: WorkerReport, node: str, *, paced: bool) -> None:
-        """Take over a worker's totals and gauges."""
         worker = report.worker
         self._gone.pop(worker, None)
         steps = report.steps_total
@@ -128,7 +124,6 @@ class RouterMetrics:
         return name if name in self._tenants else "other"
 
     def exposition(self) -> bytes:
-        """The Prometheus text format."""
         return generate_latest(self._registry)
 
     def _child(self, metric: Metric, labels: tuple[str, ...]) -> Any:

@@ -53,7 +53,6 @@ class RecordFile:
         self._on_drop()
 
     def close(self) -> None:
-        """Write no more."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):

@@ -95,7 +95,6 @@ class DecisionRecord:
         }
 
     def log_line(self) -> dict[str, Any]:
-        """The line of the log when it is over."""
         chosen = self.decision.chosen
         return {
             "request_id": self.decision.request_id,

@@ -36,7 +36,6 @@ class ReplicaRegistry:
                 listener(deployment, dict(announcements), died)
 
     def remove(self, deployment: str, replica: str) -> None:
-        """A replica died; others stay."""
         with self._lock:
             known = self._published.get(deployment, {})
             left = {name: data for name, data in known.items() if name != replica}

@@ -74,7 +74,6 @@ class Suspects:
         return len(self._strikes)
 
     def ended(self, worker: str, now_s: float) -> None:
-        """A request left a worker."""
         self._ended_s[worker] = now_s
 
     def died(self, worker: str, node: str, in_flight: int, now_s: float) -> None:
@@ -119,7 +118,6 @@ class Suspects:
         self._strikes.pop(digest, None)
 
     def refused(self, digest: str, now_s: float) -> bool:
-        """Whether that content is refused."""
         return self._count(digest, now_s) >= DEATHS
 
     def _count(self, digest: str, now_s: float) -> int:

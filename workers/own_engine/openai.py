@@ -179,7 +179,6 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string came."""
         return self._stopper.stopped
 
     def push(self, tokens: list[int], last: bool) -> str:
@@ -228,7 +227,6 @@ class OpenAIAnswer:
         }
 
     def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of a request that is not streamed."""
         said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         choice = {"index": 0, "finish_reason": finish_reason, **said}
         return {**self._base, "object": self._object, "choices": [choice], "usage": dict(usage)}

@@ -44,7 +44,6 @@ class KvPublisher:
         self._socket.close()
 
     def publish(self, events: Run[BlockStored | BlockRemoved]) -> None:
-        """Send the next batch."""
         encoded = self._encode(KVEventBatch(ts=time.time(), events=list(events)))
         number, self._number = self._number, self._number + 1
         self.send(number, [_TOPIC, number.to_bytes(8, "big"), encoded])
@@ -149,7 +148,6 @@ class EngineReports:
         self._failures(engine)
 
     def publish(self, events: list[CacheEvent]) -> None:
-        """Changes of what can be found, as one of vLLM's batches."""
         self._kv.publish([self._event(event) for event in events])
 
     def _event(self, event: CacheEvent) -> BlockStored | BlockRemoved:

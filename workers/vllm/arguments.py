@@ -131,12 +131,10 @@ class Pace:
 
     @property
     def step(self) -> StepModel:
-        """Seconds per engine step."""
         return step_model(self.shape, self.node)
 
     @property
     def link(self) -> LinkPace:
-        """Real seconds per token on the link."""
         kv_bytes, node = kv_bytes_per_token(self.shape), self.node
         store_bytes_per_s = node.d2h_bytes_per_s or node.h2d_bytes_per_s
         return LinkPace(
@@ -195,7 +193,6 @@ class EngineScheduler:
         return replace(self, log=str(path.with_name(f"{path.stem}-{rank}{path.suffix}")))
 
     def options(self, stats_endpoint: str, pace: Pace | None) -> SchedulerOptions:
-        """What `workers.vllm.scheduler` reads."""
         link = None
         if pace is not None:
             link = {"token_s": pace.link.token_s, "fixed_s": pace.link.fixed_s}

@@ -246,7 +246,6 @@ class DiskRoute(Route):
         return lost
 
     def close(self) -> None:
-        """Stop writing, and free the file."""
         self._thread.shutdown(cancel_futures=True)
         self._file.close()
 

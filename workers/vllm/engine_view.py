@@ -75,7 +75,6 @@ class EngineMemory:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no request holds."""
         return int(self._pool.get_num_free_blocks())
 
     def begin(self, promised_blocks: int, loading: int, prefilling: bool) -> None:

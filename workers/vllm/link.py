@@ -64,7 +64,6 @@ class LoadSource:
             return self._load_s.pop(request, 0.0)
 
     def leave(self) -> None:
-        """Nothing comes from here any more."""
         if self in LOAD_SOURCES:
             LOAD_SOURCES.remove(self)
 
@@ -104,7 +103,6 @@ class Piece(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Whether the transfer is complete with it."""
         return self.stop == self.transfer.blocks
 
 
@@ -122,7 +120,6 @@ class LinkQueue:
         self.order.add(transfer, load=transfer.direction == LOAD)
 
     def next(self) -> Piece | None:
-        """Hand out the next piece; None if nothing waits."""
         queue = self.order.next_queue()
         if queue is None:
             return None
@@ -133,7 +130,6 @@ class LinkQueue:
         return piece
 
     def served(self, piece: Piece, seconds: float) -> None:
-        """A piece took `seconds` of the link's time."""
         self.order.served(seconds, load=piece.transfer.direction == LOAD)
 
     def hurry(self, job_ids: set[int], budget_s: float, serving: Transfer | None) -> list[Transfer]:
@@ -158,7 +154,6 @@ class LinkQueue:
         return dropped
 
     def forget(self, transfer: Transfer) -> None:
-        """Hand out no more of this transfer."""
         for queue in (self.order.urgent, self.order.loads, self.order.stores):
             if transfer in queue:
                 queue.remove(transfer)

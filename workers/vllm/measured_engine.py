@@ -140,7 +140,6 @@ class StepTimer:
         return list(found.values())
 
     def _once(self, size: StepSize) -> tuple[StepWork[float], float]:
-        """A step of this size: its work, and its seconds."""
         names = [f"kappa-measured-{self._made + i}" for i in range(size.requests)]
         self._made += size.requests
         fresh, context = self._fresh(names, size), size.context
@@ -166,7 +165,6 @@ class StepTimer:
         return self._clock() - start_s
 
     def _fresh(self, names: list[str], size: StepSize) -> SchedulerOutput:
-        """A step with requests that were not there before."""
         prompt = [1] * (size.context + size.new)
         block_tokens, usable = self._limits.block_tokens, self._limits.blocks - 1
         held = -(-(len(prompt) + 1) // block_tokens)

@@ -75,7 +75,6 @@ class StepMeter:
         self._prompts: dict[str, _Prompt] = {}
 
     def work(self, scheduled: SchedulerOutput) -> ScheduledStep:
-        """What a step has to do."""
         contexts = []
         for new in scheduled.scheduled_new_reqs:
             tokens, name = len(new.prompt_token_ids or ()), request_id_of(new.sampling_params)
@@ -148,7 +147,6 @@ class Metered:
         self._kappa_cache: Any = None
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """As vLLM's; it is read back later."""
         self._kappa_cache = kv_cache_config
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
@@ -182,7 +180,6 @@ class Metered:
         return found
 
     def kappa_engine(self) -> dict[str, Any]:
-        """What this rank was started with (`workers.vllm.read_back.engine_facts`)."""
         from workers.vllm.read_back import engine_facts
 
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
@@ -259,7 +256,6 @@ class Rewindable(torch.Generator):
         self._marked = self.get_state()
 
     def get_offset(self) -> int:
-        """Of no meaning here."""
         return 0
 
     def set_offset(self, offset: int) -> None:

@@ -69,7 +69,6 @@ class NativeTierWorker(TierWorker):
         return self._copies.submit_load(job_id, src_spec, dst_spec, **hurry)
 
     def get_finished(self) -> list[TransferResult]:
-        """As vLLM's; what ended is reported."""
         results = self._copies.get_finished()
         for result in results:
             self._ended(result)

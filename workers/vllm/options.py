@@ -97,11 +97,9 @@ class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dilation: Seconds = 1.0
 
     def load_s(self, tokens: int) -> float:
-        """Real seconds that a load of `tokens` lasts on this link."""
         return self.fixed_s + tokens * self.token_s if self.token_s else 0.0
 
     def store_s(self, tokens: int) -> float:
-        """Real seconds that a store of `tokens` lasts on this link."""
         return self.fixed_s + tokens * self.store_token_s if self.store_token_s else 0.0
 
 

@@ -106,7 +106,6 @@ class BlockRecords:
         return True
 
     def clear(self) -> None:
-        """Invalidate all."""
         for slot in range(self._slots):
             self.invalidate(slot)
 
@@ -156,7 +155,6 @@ class PersistentTier(BlockRecords):
             self.write(slot, block)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Nothing of these is being stored any more."""
         for key in keys:
             self._storing.pop(key, None)
 

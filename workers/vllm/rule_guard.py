@@ -110,7 +110,6 @@ class GuardedRule:
         return plan
 
     def returned(self, work: Work, now_s: float, event: str = "returned") -> None:
-        """It waits again."""
         if work not in self._admitted:
             return self.add(work, now_s)
         self._admitted.discard(work)
@@ -126,7 +125,6 @@ class GuardedRule:
             self._call("landed", work, now_s)
 
     def ended(self, work: Work, output_tokens: int, now_s: float) -> None:
-        """It is over, wherever it was."""
         if work in self._waiting:
             del self._waiting[work]
             self._call("aborted", work, now_s)

@@ -57,7 +57,6 @@ class HeldEvents:
             self._batch, self._sent_s = None, now_s
 
     def shutdown(self) -> None:
-        """Publish all, and end."""
         self.flush(self._sent_s, idle=True)
         self._publisher.shutdown()
 
@@ -129,7 +128,6 @@ class FairScheduler(SchedulerNames):
         self._rule.preempted(work, time.monotonic())
 
     def shutdown(self) -> None:
-        """As vLLM's; writes what is left of the log."""
         self._log.close()
         super().shutdown()
 

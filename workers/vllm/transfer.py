@@ -226,7 +226,6 @@ class Mover(LoadSource):
         return in_flight
 
     def shutdown(self) -> None:
-        """Stop both threads once what they do now is done."""
         self.leave()
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)
@@ -279,6 +278,5 @@ def fill(device: Tensors, received: Tensors, block_ids: list[int], start: int) -
 
 
 def params_of(request: Request) -> dict[str, Any]:
-    """A request's `kv_transfer_params`, empty without."""
     params = getattr(request, "kv_transfer_params", None)
     return params if isinstance(params, dict) else {}

@@ -55,7 +55,6 @@ class TierGuard:
         self.failures: Counter[str] = Counter()
 
     def allows(self, now_s: float) -> bool:
-        """Whether the server may be asked now."""
         return now_s >= self._closed_until_s
 
     def failed(self, why: str, now_s: float, *, pause: bool = True) -> dict[str, int]:
@@ -133,7 +132,6 @@ class LmcacheLink:
         return result
 
     def close(self) -> None:
-        """Stop trying, and shut LMCache's connector down."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
@@ -187,7 +185,6 @@ class LmcacheWorkerMeta(KVConnectorWorkerMetadata):
     lost: set[Stored] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LmcacheWorkerMeta:
-        """Two workers' reports as one."""
         assert isinstance(other, LmcacheWorkerMeta)
         stored = dict(self.stored)
         for run, count in other.stored.items():
@@ -231,7 +228,6 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
         """LMCache's connector is there."""
 
     def shutdown(self) -> None:
-        """End the tier's threads and let the server know."""
         self._link.close()
 
     # -- what the other half answers ----------------------------------------------------------

@@ -105,12 +105,10 @@ class LmcacheContents:
                 self._forget(self._chunks.get(chunk, set()).copy())
 
     def clear(self) -> None:
-        """The server, or its log, is gone: withdraw everything."""
         with self._lock:
             self._forget(list(self._held))
 
     def take(self) -> list[KVCacheEvent]:
-        """The events since the last call, in order."""
         with self._lock:
             events, self._events = self._events, []
         return events
@@ -239,7 +237,6 @@ class LmcacheScheduler(LmcacheConnector):
         return max(end - computed, 0)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks are allocated, so many tokens will be loaded."""
         device_tokens = self._admissions.admitted(request, num_external_tokens)
         inner = self._link.inner
         if inner is None:
@@ -255,7 +252,6 @@ class LmcacheScheduler(LmcacheConnector):
         self._link.call(LOOKUP, allocated, request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> LmcacheMetadata:
-        """What this step's workers get."""
         metadata = LmcacheMetadata(delayed=self._delayed, lost=self._loading)
         self._delayed, self._loading = set(), {}
         inner = self._link.inner
@@ -317,7 +313,6 @@ class LmcacheScheduler(LmcacheConnector):
     # -- what is announced --------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Workers reported what they have stored."""
         meta = connector_output.kv_connector_worker_meta
         if not isinstance(meta, LmcacheWorkerMeta):
             return
@@ -346,7 +341,6 @@ class LmcacheScheduler(LmcacheConnector):
         return self._contents.take()
 
     def reset_cache(self) -> bool | None:
-        """Clear the server, if it answers."""
         inner = self._link.open()
         return None if inner is None else bool(self._link.call(LOOKUP, inner.reset_cache))
 

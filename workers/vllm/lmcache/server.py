@@ -102,7 +102,6 @@ class LmcacheServer:
             )
 
     def close(self) -> None:
-        """End it: politely, then surely."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -135,7 +134,6 @@ def prepare_lmcache(
 
 
 def _free_ports(count: int) -> list[int]:
-    """TCP ports on loopback that nothing listens on now."""
     with contextlib.ExitStack() as open_ones:
         probes = [open_ones.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

@@ -87,7 +87,6 @@ class LmcacheWorker(LmcacheConnector, LoadSource):
         return metadata, [one for one in every if one.direction == direction]
 
     def _submit(self, why: str, transfer: Any) -> bool:
-        """Whether LMCache took a transfer on."""
         inner = self._link.open()
         if inner is None:
             return False
@@ -157,17 +156,14 @@ class LmcacheWorker(LmcacheConnector, LoadSource):
         return sent, ended
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that loads did not fill, since the last call."""
         blocks, self._failed_blocks = self._failed_blocks, set()
         return blocks
 
     def build_connector_worker_meta(self) -> LmcacheWorkerMeta | None:
-        """What was stored since the last call, for the scheduler."""
         meta, self._meta = self._meta, LmcacheWorkerMeta()
         return meta if meta.stored or meta.lost else None
 
     def wait_for_load(self, timeout_s: float) -> bool:
-        """As `LoadSource`'s: sleeps until the next load lands."""
         if self._loads:
             lands_s = min(load.lands_s for load in self._loads.values())
             time.sleep(min(max(lands_s - time.monotonic(), _STORE_POLL_S), timeout_s))

@@ -22,12 +22,10 @@ class Scheduler29(AsyncScheduler):
 
     @property
     def held(self) -> Any:
-        """The queue of requests that are blocked, load, or have just loaded."""
         return self.skipped_waiting
 
     @property
     def most_running(self) -> int:
-        """Requests that may run at a time."""
         return self.max_num_running_reqs
 
     def is_ready(self, request: Request) -> bool:
