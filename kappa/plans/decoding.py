@@ -3,19 +3,15 @@
 KVPR (I/O-aware partial KV recomputation, Eq. 6-12) loads the activations of [0, l), then projects
 them while the KV of [l, s) loads: `split_paper`; `split_ahead` is for an engine that loads the next
 layer's activations early, and counts the rest of the step. Paper 002 lets the CPU attend to part of
-the context while the rest is loaded, both merged by log-sum-exp: `split_context`; where weights are
-streamed, the CPU computes a layer's attention while the feed-forward weights cross and, time
-permitting, some columns of the first of them: `plan_layer`. All splits are closed forms, rounded
-to blocks both ways.
+the context while the rest is loaded, both merged by log-sum-exp: `split_context`. All splits are
+closed forms, rounded to blocks both ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
 
-from kappa.checks import check_not_negative, check_positive
 from kappa.plans.rates import LineFit, PlanRates
 from kappa.plans.split import best_1d, rounded
 
@@ -208,107 +204,3 @@ def split_context(
     each_s -= (all_s - none_s) / max(context_tokens, 1)
     balance = lead_s / each_s if each_s > 0 else float(context_tokens)
     return _best(price, balance, context_tokens, block_tokens)
-
-
-# --- Streamed weights ----------------------------------------------------------------------------
-
-Mode = Literal["mha", "mha-o", "mha-av-o"]
-"""What the CPU computes of a layer's attention: all, all but the output projection, or neither that
-nor the product with the values."""
-
-MODES: tuple[Mode, ...] = ("mha", "mha-o", "mha-av-o")
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTimes:
-    """One layer's decoding step of a batch: seconds of the CPU's parts, bytes of the link's.
-
-    project_s: norm, Q, K and V; scores_s: softmax of queries by keys; values_s: times the values;
-    out_s: output projection; fc1_s: the first feed-forward product, all columns. `*_bytes`: the
-    weights of each, and the batch's values in host memory. link_bytes_per_s: while the CPU
-    computes. gpu_s: what the device computes when both have arrived, gpu_fc1_s: of FC1, all of it.
-    """
-
-    project_s: float
-    scores_s: float
-    values_s: float
-    out_s: float
-    fc1_s: float
-    out_bytes: float
-    fc1_bytes: float
-    fc2_bytes: float
-    values_bytes: float
-    link_bytes_per_s: float
-    gpu_s: float = 0.0
-    gpu_fc1_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_not_negative(self, *(field.name for field in fields(self)))
-        check_positive(self, "link_bytes_per_s")
-
-    def cpu_s(self, mode: Mode, alpha: float = 0.0) -> float:
-        """Seconds of the CPU; `alpha` of the FC1 columns only where it computes all attention."""
-        seconds = self.project_s + self.scores_s
-        if mode != "mha-av-o":
-            seconds += self.values_s
-        if mode == "mha":
-            seconds += self.out_s + alpha * self.fc1_s
-        return seconds
-
-    def link_s(self, mode: Mode, alpha: float = 0.0) -> float:
-        """Seconds of the bytes that cross for the layer."""
-        moved = (1.0 - (alpha if mode == "mha" else 0.0)) * self.fc1_bytes + self.fc2_bytes
-        if mode != "mha":
-            moved += self.out_bytes
-        if mode == "mha-av-o":
-            moved += self.values_bytes
-        return moved / self.link_bytes_per_s
-
-    def layer_s(self, mode: Mode, alpha: float = 0.0) -> float:
-        """Seconds of the layer: the link runs ahead, CPU and device follow each other."""
-        left = 1.0 - (alpha if mode == "mha" else 0.0)
-        computed_s = self.cpu_s(mode, alpha) + self.gpu_s + left * self.gpu_fc1_s
-        return max(computed_s, self.link_s(mode, alpha))
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """columns: of FC1, a share `alpha` of them, computed on the CPU. Seconds are of one layer."""
-
-    mode: Mode
-    columns: int
-    alpha: float
-    layer_s: float
-
-
-def alpha_star(times: LayerTimes) -> float:
-    """The share of FC1's columns at which CPU (and device) and link take equally long, in [0, 1].
-
-    (W_ffn/B - t_mha) / (W_1/B + t_fc1), what the device computes counted beside; the paper draws it
-    (Fig. 4) and gives no formula.
-    """
-    spare_s = times.link_s("mha") - times.cpu_s("mha") - times.gpu_s - times.gpu_fc1_s
-    each_s = times.fc1_bytes / times.link_bytes_per_s + times.fc1_s - times.gpu_fc1_s
-    if each_s <= 0:
-        return 1.0 if times.fc1_bytes or times.fc1_s else 0.0
-    return min(1.0, max(0.0, spare_s / each_s))
-
-
-def plan_layer(times: LayerTimes, columns: int, multiple: int = 1) -> LayerPlan:
-    """The mode, and of the full one the split, with the shortest layer; of equals the fuller mode.
-
-    Args:
-        times: of the batch at its length.
-        columns: of FC1.
-        multiple: columns are moved in multiples of this.
-
-    Raises:
-        ValueError: no column, or multiples of none.
-    """
-    if columns < 1 or multiple < 1:
-        raise ValueError(f"columns {columns}, multiple {multiple}: give 1 or more")
-    at = rounded([alpha_star(times) * columns], float(columns), multiple)
-    layer_s, moved = best_1d(lambda moved: times.layer_s("mha", moved / columns), at)
-    plans = [LayerPlan("mha", int(moved), moved / columns, layer_s)]
-    plans += [LayerPlan(mode, 0, 0.0, times.layer_s(mode)) for mode in MODES[1:]]
-    return min(plans, key=lambda plan: plan.layer_s)

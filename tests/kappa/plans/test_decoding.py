@@ -12,14 +12,10 @@ from kappa.model import ModelShape, kv_bytes
 from kappa.model_config import shape_from_config
 from kappa.plans.decoding import (
     LEAST_SHARE,
-    MODES,
-    LayerTimes,
     activation_share,
-    alpha_star,
     attention_refused,
     cpu_share,
     paper_s,
-    plan_layer,
     split_ahead,
     split_context,
     split_paper,
@@ -154,85 +150,6 @@ def test_bad_sizes_are_refused(context: int, block: int) -> None:
         split_paper(rates, 1, context, block)
 
 
-def random_times(rng: Generator, *, plain: bool = False) -> LayerTimes:
-    """From a CPU that hides behind the link to one that is waited for."""
-    link, hidden = log_uniform(rng, 1e9, 1e11), log_uniform(rng, 1e3, 2e4)
-    crossing_s = 16 * hidden * hidden / link
-    cpu = [crossing_s * log_uniform(rng, 1e-3, 3.0) for _ in range(5)]
-    square = 2 * hidden * hidden
-    return LayerTimes(
-        *cpu,
-        out_bytes=square,
-        fc1_bytes=4 * square,
-        fc2_bytes=4 * square,
-        values_bytes=hidden * log_uniform(rng, 10.0, 1e5),
-        link_bytes_per_s=link,
-        gpu_s=0.0 if plain else maybe(rng, crossing_s * log_uniform(rng, 1e-3, 1.0)),
-        gpu_fc1_s=0.0 if plain else maybe(rng, crossing_s * log_uniform(rng, 1e-3, 1.0)),
-    )
-
-
-def test_modes_and_columns_are_the_best_of_all_on_1000_nodes() -> None:
-    rng = default_rng(2)
-    chosen = dict.fromkeys(MODES, 0)
-    inside = 0
-    for _ in range(1000):
-        times = random_times(rng)
-        columns, multiple = int(rng.integers(1, 400)), int(rng.choice([1, 8, 64]))
-        plan = plan_layer(times, columns, multiple)
-        every = [
-            times.layer_s("mha", moved / columns)
-            for moved in {*range(0, columns + 1, multiple), columns}
-        ]
-        others = [times.layer_s(mode) for mode in MODES[1:]]
-        assert plan.layer_s == pytest.approx(min(every + others), rel=1e-12)
-        assert plan.layer_s == times.layer_s(plan.mode, plan.alpha)
-        assert plan.columns % multiple == 0 or plan.columns == columns
-        chosen[plan.mode] += 1
-        inside += 0 < plan.columns < columns
-    assert min(chosen.values()) > 20 and inside > 100
-
-
-def test_alpha_is_where_cpu_and_link_take_equally_long() -> None:
-    rng = default_rng(3)
-    met = 0
-    for _ in range(1000):
-        times = random_times(rng, plain=True)
-        alpha = alpha_star(times)
-        if 0 < alpha < 1:
-            met += 1
-            assert times.cpu_s("mha", alpha) == pytest.approx(times.link_s("mha", alpha))
-            ffn_s = (times.fc1_bytes + times.fc2_bytes) / times.link_bytes_per_s
-            each_s = times.fc1_bytes / times.link_bytes_per_s + times.fc1_s
-            assert alpha == pytest.approx((ffn_s - times.cpu_s("mha")) / each_s)
-        elif alpha == 0:
-            assert times.cpu_s("mha") >= times.link_s("mha")
-        else:
-            assert times.cpu_s("mha", 1.0) <= times.link_s("mha", 1.0)
-    assert met > 200
-
-
-def test_a_slow_cpu_gives_up_its_products_from_the_last_on() -> None:
-    base = LayerTimes(1.0, 1.0, 1.0, 1.0, 1.0, 10.0, 40.0, 40.0, 10.0, 20.0)
-    assert plan_layer(base, 100).mode == "mha"  # 4 s beside 4 s of FFN
-    slower = replace(base, out_s=3.0)
-    assert plan_layer(slower, 100).mode == "mha-o"  # 3 s beside 4.5
-    slowest = replace(slower, values_s=6.0)
-    assert plan_layer(slowest, 100).mode == "mha-av-o"  # 2 s beside 5
-    assert slowest.link_s("mha-av-o") == 5.0
-
-
-def test_nothing_is_gained_without_bandwidth_to_spare_nor_lost_against_streaming() -> None:
-    """On a CPU that is free, the plan is never slower than sending every weight."""
-    rng = default_rng(4)
-    for _ in range(200):
-        times = random_times(rng)
-        free = replace(times, project_s=0, scores_s=0, values_s=0, out_s=0, fc1_s=0)
-        weights = free.out_bytes + free.fc1_bytes + free.fc2_bytes
-        streamed_s = max(weights / free.link_bytes_per_s, free.gpu_s + free.gpu_fc1_s)
-        assert plan_layer(free, 64).layer_s <= streamed_s
-
-
 def attending(rng: Generator, *, plain: bool = False) -> PlanRates:
     rates = random_rates(rng, plain=plain)
     mu = rates.load_token_s
@@ -299,13 +216,6 @@ def test_the_cpu_is_asked_from_a_share_of_the_links_bandwidth_on() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    times = random_times(default_rng(8))
-    with pytest.raises(ValueError, match="link_bytes_per_s"):
-        replace(times, link_bytes_per_s=0.0)
-    with pytest.raises(ValueError, match="fc1_s"):
-        replace(times, fc1_s=-1.0)
-    with pytest.raises(ValueError, match="columns 0"):
-        plan_layer(times, 0)
     rates = attending(default_rng(9))
     with pytest.raises(ValueError, match="11 tokens on the CPU of 10"):
         split_s(rates, 1, 10, 11)
@@ -313,29 +223,3 @@ def test_what_cannot_be_is_refused() -> None:
         split_context(rates, 1, 0)
     with pytest.raises(ValueError, match="CPU attention fit has R²"):
         replace(rates, attend=LineFit("CPU attention", 1e-6, 0.0, 0.5))
-
-
-def test_a_layer_by_hand() -> None:
-    times = LayerTimes(
-        project_s=1.0, scores_s=2.0, values_s=3.0, out_s=4.0, fc1_s=10.0,
-        out_bytes=10.0, fc1_bytes=40.0, fc2_bytes=40.0, values_bytes=20.0, link_bytes_per_s=2.0,
-    )  # fmt: skip
-    # All of attention is 1 + 2 + 3 + 4, and half of FC1's columns 5 more; 20 + 40 bytes then cross.
-    assert (times.cpu_s("mha"), times.cpu_s("mha", 0.5)) == (10.0, 15.0)
-    assert (times.link_s("mha"), times.link_s("mha", 0.5)) == (40.0, 30.0)
-    # The other modes move no columns: 6 s, 40 + 40 + 10 bytes; 3 s, and 20 bytes of values.
-    assert (times.cpu_s("mha-o", 0.5), times.link_s("mha-o", 0.5)) == (6.0, 45.0)
-    assert (times.cpu_s("mha-av-o", 0.5), times.link_s("mha-av-o", 0.5)) == (3.0, 55.0)
-    # (40 - 10) / (20 + 10): all columns; the layer then lasts 20 s either way.
-    assert alpha_star(times) == 1.0
-    plan = plan_layer(times, columns=8)
-    assert (plan.mode, plan.columns, plan.alpha, plan.layer_s) == ("mha", 8, 1.0, 20.0)
-    # A CPU of three times the attention: (40 - 30) / 30, 8/3 of 8 columns, by twos 2 (or 4).
-    slow = replace(times, out_s=24.0)
-    assert alpha_star(slow) == pytest.approx(1 / 3)
-    even = plan_layer(slow, columns=8, multiple=2)
-    # With 2 columns the link takes (30 + 40) / 2 = 35 s, the CPU 32.5; with 4, 30 and 35.
-    assert (even.columns, even.alpha, even.layer_s) == (2, 0.25, 35.0)
-    # The device's own part: 6 s, and 8 of FC1, of which a quarter has been taken off.
-    device = replace(times, gpu_s=26.0, gpu_fc1_s=8.0)
-    assert device.layer_s("mha", 0.25) == 12.5 + 26.0 + 6.0
