@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.blocks import BlockPool, BlockType, Place, runs
+from kappa.checks import check_at_least
 from kappa.model import ModelShape
 
 # Left to the rest of the process and the machine.
@@ -40,10 +41,7 @@ class ArenaSize:
     block_tokens: int = 16
 
     def __post_init__(self) -> None:
-        least = {"kv_device": 1, "kv_host": 0, "act_device": 0, "act_host": 0, "block_tokens": 1}
-        for name, count in least.items():
-            if getattr(self, name) < count:
-                raise ValueError(f"ArenaSize.{name} is {getattr(self, name)}: give {count} or more")
+        check_at_least(self, kv_device=1, kv_host=0, act_device=0, act_host=0, block_tokens=1)
 
 
 class Arena:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.arena import ArenaSize
+from kappa.checks import check_at_least
 from scheduler.catalogue import FAIR, SCHEDULERS
 from scheduler.config import FairConfig
 
@@ -34,9 +35,7 @@ class EngineOptions:
     cpu_room_share: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("budget_tokens", "max_running"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"EngineOptions.{name} is {getattr(self, name)}: give 1 or more")
+        check_at_least(self, budget_tokens=1, max_running=1)
         for name in ("act_share", "cpu_room_share"):
             if not 0 <= getattr(self, name) <= 1:
                 given = getattr(self, name)

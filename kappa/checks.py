@@ -36,6 +36,13 @@ def check_not_negative(owner: object, *names: str) -> None:
     _check(owner, names, lambda v: math.isfinite(v) and v >= 0, "a finite number, zero or more")
 
 
+def check_at_least(owner: object, **least: int) -> None:
+    """Raise ValueError for the first of these fields that is below its bound."""
+    for name, bound in least.items():
+        if (value := getattr(owner, name)) < bound:
+            raise refusal(owner, name, value, f"give {bound} or more")
+
+
 def check_share(owner: object, *names: str) -> None:
     """Raise ValueError for the first of these fields that is no share in (0, 1]."""
     _check(owner, names, lambda v: 0.0 < v <= 1.0, "a share in (0, 1]")
