@@ -1,13 +1,11 @@
 """The cost model: seconds of a step, of a load, of a prompt on a node. No other file has formulas.
 
-A step computes new tokens of each scheduled request behind the tokens of its context. It costs
-2P FLOPs per token and 4·L·n_q·d per pair of query and key, and reads the weights once and the KV of
-every context; it lasts the longer of computing and reading, plus a fixed cost. Beyond paper 001
-(``kappa.paper``: F = 2P) attention and the floor of the reads count. Numbers may be arrays, except
-where a docstring says otherwise. ``router.pricing`` restates these formulas for its compiled loops,
-and a test holds the two equal.
-
-Seconds are a node's own, undilated, unless a name says ``real``.
+A step costs 2P FLOPs per new token and 4·L·n_q·d per pair of query and key, and reads the weights
+once and the KV of every context; it lasts the longer of computing and reading, plus a fixed cost.
+Beyond paper 001 (``kappa.paper``: F = 2P) attention and the floor of the reads count. Numbers may
+be arrays, except where a docstring says otherwise. ``router.pricing`` restates these formulas for
+its compiled loops, and a test holds the two equal. Seconds are a node's own, undilated, unless a
+name says ``real``.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ _FAR_TOKENS = 1_000_000.0
 
 
 class StepWork(NamedTuple, Generic[N]):
-    """What steps have to do: new tokens, pairs of query and key, and tokens whose KV is read."""
+    """New tokens, pairs of query and key, and tokens whose KV is read."""
 
     tokens: N
     pairs: N
@@ -180,9 +178,8 @@ def step_model(
 ) -> StepModel:
     """The step constants of a model on a node; counts are plain numbers.
 
-    They hold for every step of a dense model. MLA's attention per pair, and the experts that a
-    mixture reads, depend on the step: they are those of one that computes `new_tokens` behind
-    `context_tokens` (left out: those of a token that is decoded).
+    MLA's attention per pair, and the experts that a mixture reads, depend on the step: they are
+    those of one that computes `new_tokens` behind `context_tokens`, by default of decoding.
     """
     pairs = chunk_work(new_tokens, context_tokens).pairs
     attention_flops_per_s = node.attention_flops_per_s or node.flops_per_s
@@ -208,9 +205,9 @@ def transfer_s(tokens: N, token_s: float, fixed_s: float) -> N:
     return fixed_s + tokens * token_s if tokens > 0 else 0.0
 
 
-def load_s(shape: ModelShape, node: NodeProfile, cached_tokens: N, tp: int = 1) -> N:
+def load_s(shape: ModelShape, node: NodeProfile, cached_tokens: N) -> N:
     """Seconds of link time to bring ``cached_tokens`` to the device; none costs nothing."""
-    return transfer_s(cached_tokens, load_token_s(shape, node, tp), node.load_fixed_s)
+    return transfer_s(cached_tokens, load_token_s(shape, node), node.load_fixed_s)
 
 
 def prompt_s(step: StepModel, new: Floats, context: Floats, budget_tokens: int) -> Floats:
@@ -228,30 +225,18 @@ def prompt_s(step: StepModel, new: Floats, context: Floats, budget_tokens: int) 
 
 
 def compute_s(
-    shape: ModelShape, node: NodeProfile, new_tokens: float, context_tokens: float, tp: int = 1
+    shape: ModelShape, node: NodeProfile, new_tokens: float, context_tokens: float
 ) -> float:
-    """Seconds of gpu time for one prefill step of ``new_tokens`` after ``context_tokens``.
-
-    At least one token is computed. Counts are plain numbers.
-    """
+    """Gpu seconds of one prefill step of at least one token; counts are plain numbers."""
     tokens = max(new_tokens, 1)
-    step = step_model(shape, node, tokens, context_tokens, tp)
+    step = step_model(shape, node, tokens, context_tokens)
     return step.parts(chunk_work(tokens, context_tokens)).step_s
 
 
-def ttft_s(
-    shape: ModelShape,
-    node: NodeProfile,
-    cached_tokens: float,
-    new_tokens: float,
-    device_tokens: float = 0.0,
-) -> float:
-    """Idle seconds to first token (paper 001, Eq. 3): the load, then one step.
-
-    ``device_tokens`` are in VRAM already: they lengthen the context and cost no transfer.
-    """
+def ttft_s(shape: ModelShape, node: NodeProfile, cached_tokens: float, new_tokens: float) -> float:
+    """Idle seconds to first token (paper 001, Eq. 3): the load, then one step."""
     loading_s = load_s(shape, node, cached_tokens)
-    return loading_s + compute_s(shape, node, new_tokens, cached_tokens + device_tokens)
+    return loading_s + compute_s(shape, node, new_tokens, cached_tokens)
 
 
 def critical_ratio(token_s: float, link_bytes_per_s: float, token_bytes: float) -> float:
@@ -271,14 +256,11 @@ def bound(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> Bound:
 
 
 def kappa_eff(shape: ModelShape, node: NodeProfile, new_tokens: float) -> float:
-    """The least κ at which loading first and computing then takes twice the compute time.
+    """The least κ, fractional, at which loading first and computing then takes twice the compute
+    time: an exact crossing of lines in the cached tokens, attention included.
 
-    For a fixed number of new tokens FLOP time and HBM time are lines in the cached tokens, and the
-    crossing is solved exactly: no iteration, attention included.
-
-    Returns:
-        κ, fractional; 0 where the load's fixed cost alone exceeds the compute time; infinity where
-        computing grows with the context faster than loading does, so that no κ is memory-bound.
+    0 where the load's fixed cost alone exceeds the compute time; infinity where computing grows
+    with the context faster than loading does, so that no κ is memory-bound.
     """
     tokens = max(new_tokens, 1)
     step = step_model(shape, node, tokens)

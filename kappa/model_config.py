@@ -43,12 +43,10 @@ class _Family:
 
 
 _FAMILIES = {
-    "llama": _Family(),
-    "mistral": _Family(),
-    "ministral": _Family(),
-    "phi3": _Family(),
-    "granite": _Family(),
-    "granitemoe": _Family(),
+    **dict.fromkeys(
+        ("llama", "mistral", "ministral", "phi3", "granite", "granitemoe", "mixtral",
+         "deepseek_v2"), _Family(),
+    ),
     "smollm3": _Family(tied=True),
     "qwen2": _Family(qkv_bias=True),
     "qwen3": _Family(head_norms="each"),
@@ -56,7 +54,6 @@ _FAMILIES = {
     "gemma2": _Family(tied=True, norms_per_layer=4),
     "gemma3": _Family(tied=True, norms_per_layer=4, head_norms="each"),
     "opt": _Family(tied=True, gated=False),
-    "mixtral": _Family(),
     "qwen2_moe": _Family(qkv_bias=True),
     "qwen3_moe": _Family(head_norms="each"),
     "qwen3_next": _Family(head_norms="each", gated_heads=True),
@@ -64,9 +61,8 @@ _FAMILIES = {
     "llama4": _Family(shared_experts=1),
     "glm4_moe": _Family(qkv_bias=True, balanced=True),
     "minimax_m2": _Family(head_norms="all", balanced=True),
-    "deepseek_v2": _Family(),
     "deepseek_v3": _Family(balanced=True),
-}
+}  # fmt: skip
 
 # Other names of the same layers, once "_text" is off.
 _ALIASES = {

@@ -110,14 +110,9 @@ def choose(
 
 
 def policy_ttft_s(costs: Costs, policy: Policy, block_tokens: int = 0) -> float:
-    """Predicted seconds to the first token where the node always plans by `policy`.
-
-    Activations are taken to be held wherever the policy uses them; where they cannot pay, "auto"
-    does without them.
-
-    Raises:
-        ValueError: a policy that is not known.
-    """
+    """Predicted seconds to the first token where the node always plans by `policy`; `ValueError` if
+    it is not known. Activations are held wherever it uses them; "auto" does without if they cannot
+    pay."""
     if policy == "auto":
         policy = "recompute" if activations_refused(costs.rates) else "mixed"
     if policy not in _SOLVERS:
@@ -130,13 +125,10 @@ def kappa_eff(
 ) -> float:
     """The least κ at which predicted TTFT reaches twice the gpu time of computing the new tokens.
 
-    κ0 where loading comes first, 2κ0 where it overlaps, 2κ0 + 1 where the front is recomputed.
-    Found by doubling and halving, to nine digits. The gpu time is that of the same request with
-    everything loaded, t_gpu(T, S), so attention over a longer context counts.
-
-    Returns:
-        κ, fractional; infinity where computing grows with the context as fast as bringing it back
-        does, so that no request is memory-bound.
+    κ0 where loading comes first, 2κ0 where it overlaps, 2κ0 + 1 where the front is recomputed. The
+    gpu time is that of the same request with everything loaded, t_gpu(T, S). Found by doubling and
+    halving, to nine digits; infinity where computing grows with the context as fast as bringing it
+    back does, so that no request is memory-bound.
     """
     new_tokens = max(1.0, new_tokens)
 
