@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from engine.sparse.settings import SparseSettings
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NODE_RATES, NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from kappa.plans.clo import HeadProfile
+from kappa.plans.clo import HeadProfile, SparseSettings
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.rates import LEAST_R2
 from kappa.protocol import Announcement

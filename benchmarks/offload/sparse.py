@@ -26,9 +26,8 @@ from engine.blocks import Ids
 from engine.sparse.cache import HeadQueries, PendingGather
 from engine.sparse.forward import SparseForward
 from engine.sparse.gather import Gather, pairs
-from engine.sparse.settings import SparseSettings
 from engine.sparse.slots import Slots, View
-from kappa.plans.clo import Persistent, equal_heads, sparse_step_s
+from kappa.plans.clo import Persistent, SparseSettings, equal_heads, sparse_step_s
 
 PREFETCH_ALL, NO_LOADS, NO_COPIES = "prefetch-all", "clo-100", "choose-only"
 GATHER, COPY = "gather-alone", "copy-alone"

@@ -16,7 +16,7 @@ from deploy.app.model import Model, StartError
 from deploy.app.parsers import parser_arguments
 from kappa.hardware import NodeProfile, node_profile
 from kappa.model import kv_bytes
-from kappa.plans.clo import CloConfig, read_heads
+from kappa.plans.clo import CloConfig, SparseSettings, read_heads
 from kappa.settings.cluster import ClusterSettings, home
 from kappa.settings.engine import EngineSettings
 from kappa.settings.pools import PoolSettings, ScalingSettings
@@ -247,7 +247,6 @@ def worker_plan(
 
 def _sparse(engine: EngineSettings, model: Model) -> Any:
     """How workers decode approximately; reads the file of head importance, if there is one."""
-    from engine.sparse.settings import SparseSettings
     from workers.identity import SparsePlan
 
     s = engine.sparse

@@ -17,9 +17,8 @@ from torch import Tensor
 from engine import layers
 from engine.forward import Forward
 from engine.sparse.cache import PendingGather, SimilarityCache
-from engine.sparse.settings import SparseSettings
 from engine.sparse.slots import Slots, View
-from kappa.plans.clo import HeadProfile, Persistent, equal_heads
+from kappa.plans.clo import HeadProfile, Persistent, SparseSettings, equal_heads
 
 
 class SparseForward:

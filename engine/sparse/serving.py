@@ -16,15 +16,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.blocks import OutOfBlocks
 from engine.prefix import BlockKey, PrefixPool
 from engine.sequence import Load, Sequence
 from engine.sparse.forward import SparseForward
-from engine.sparse.promotion import begin_from_host, promote_from_device
-from engine.sparse.slots import Slot, to_device
-from engine.transfer import TransferFailed
+from engine.sparse.gather import Gather, pairs
+from engine.sparse.slots import Slot, Slots, to_device
+from engine.transfer import Event, TransferFailed
 from kappa.plans.clo import persistent_share, sparse_plan
 from kappa.plans.load_plan import LoadPlan, Segment
 from kappa.plans.planners import Cached
@@ -297,3 +298,71 @@ class SparseServing:
     def _take_block(self) -> int | None:
         taken = self._take_blocks(1)
         return taken[0] if taken else None
+
+
+# -- into a slot ---------------------------------------------------------------------------------
+
+
+def promote_from_device(
+    slots: Slots, slot: int, tokens: int, device_blocks: list[int], host_blocks: list[int],
+    missing: list[int],
+) -> Event | None:  # fmt: skip
+    """Move a sequence of so many tokens from its device blocks into a slot: its resident tokens and
+    persistent heads are copied, its codes are made, the blocks that host memory lacks are sent.
+
+    Args:
+        device_blocks: of all its tokens, in order.
+        host_blocks: one for each whole block behind the recent tokens (`Slots.host_part`).
+        missing: indices of those host blocks that do not hold its KV yet.
+
+    Returns:
+        The end of the copies to host, before which the device blocks must not be written to and
+        the slot not be used; None where there is nothing to copy.
+    """
+    state = slots.prepare(slot, tokens, host_blocks)
+    arena, device, block = slots.arena, slots.arena.device, slots.arena.block_tokens
+    mine = to_device(np.array(device_blocks), device)
+    named = to_device(np.array(host_blocks, np.int64), device)
+    resident, every = slots.resident(state), torch.arange(tokens, device=device)
+    for layer in range(slots.config.layers):
+        pool = arena.kv_device[layer].transpose(0, 1)
+        if len(slots.offloaded[layer]):
+            slots.fill(slot, layer, resident, pool[:, mine[resident // block], resident % block])
+            slots.hash_blocks(layer, named, pool[0, mine[: len(named)]])
+        if len(slots.persistent[layer]):
+            slots.fill_persistent(slot, layer, pool[:, mine[every // block], every % block])
+    if not missing:
+        return None
+    targets = [host_blocks[index] for index in missing]
+    sources = [device_blocks[index] for index in missing]
+    return slots.mover.d2h(arena.copies("kv", "host", targets, sources))
+
+
+def begin_from_host(slots: Slots, slot: int, blocks: list[int]) -> None:
+    """A slot for a prefix of whole blocks that are in host memory, and stay there: the resident
+    tokens and persistent heads cross the link; codes were made when the blocks were stored.
+
+    Raises:
+        TransferFailed: what has to be on the device did not arrive; the slot is to be closed.
+    """
+    size, device = slots.arena.block_tokens, slots.arena.device
+    tokens = len(blocks) * size
+    state = slots.prepare(slot, tokens, blocks[: slots.host_part(tokens) // size])
+    named = to_device(np.array(blocks), device)
+    resident, every = slots.resident(state), torch.arange(tokens, device=device)
+    places = slots.layout.place(resident)
+    gathers, landed = [], []
+    for layer in range(slots.config.layers):
+        for heads, positions, target, where in (
+            (slots.offloaded[layer], resident, slots.store[layer][slot], places),
+            (slots.persistent[layer], every, slots.full[layer][slot], every),
+        ):
+            if len(heads) and len(positions):
+                rows = slots.key_rows(named[positions // size], positions, heads[:, None])
+                both = torch.stack((rows, rows + slots.value_step))
+                gathers.append(Gather.whole(slots.rows(layer), both))
+                landed.append((target, where))
+    # Behind the computation of which rows, and the last use of the memory that they land in.
+    slots.mover.wait(slots.mover.h2d(pairs(gathers), slots.mover.mark()))
+    for gather, (target, where) in zip(gathers, landed, strict=True):
+        target[:, :, where] = gather.target

@@ -21,9 +21,8 @@ from engine.arena import Arena, ArenaTooLarge, free_host_bytes
 from engine.blocks import Ids
 from engine.config import ModelConfig
 from engine.sparse.codes import Hasher
-from engine.sparse.settings import SparseSettings
 from engine.transfer import Event, LinkMover, TransferFailed
-from kappa.plans.clo import Persistent
+from kappa.plans.clo import Persistent, SparseSettings
 
 
 @dataclass(slots=True)

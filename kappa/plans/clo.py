@@ -9,14 +9,20 @@ on the device. Pure figures: the engine's half is `engine.sparse`. Changes the m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.checks import check_not_negative, check_positive, check_share, read_json_object
+from kappa.checks import (
+    check_at_least,
+    check_not_negative,
+    check_positive,
+    check_share,
+    read_json_object,
+)
 from kappa.model import ModelShape
 from kappa.plans.load_plan import LoadPlan, Segment
 from kappa.plans.rates import PlanRates
@@ -142,11 +148,7 @@ class CloConfig:
         check_not_negative(self, "sink_tokens", "epsilon")
         if not -1.0 <= self.eta <= 1.0:
             raise ValueError(f"CloConfig.eta is {self.eta}: give a cosine in [-1, 1]")
-        if self.recent_tokens < 1:
-            raise ValueError(
-                f"CloConfig.recent_tokens is {self.recent_tokens}: give 1 or more, as a token "
-                "attends to itself"
-            )
+        check_at_least(self, recent_tokens=1)  # a token attends to itself
         if self.code_bits < 0 or self.code_bits % 64:
             raise ValueError(
                 f"CloConfig.code_bits is {self.code_bits}: give a multiple of 64, or 0"
@@ -157,6 +159,35 @@ class CloConfig:
         most = max(0, context_tokens - self.sink_tokens)
         # A product that is whole but for its rounding is that whole number.
         return min(math.ceil(self.share * context_tokens - 1e-9), most)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSettings:
+    """How an engine decodes sparsely.
+
+    clo: the numbers of paper 004. slots: sequences that decode sparsely at a time; max_tokens: of
+    each at most. retriever: "oracle" scores keys themselves, "hash" their codes. prefetch: with the
+    query as the layer before predicts it, one layer ahead; else with the actual one, waited for.
+    max_age: steps after which a choice is made anew whatever its similarity; 0: never (the paper's
+    way). chunk_tokens: new tokens computed together behind a prefix that stays in host memory.
+    """
+
+    clo: CloConfig = field(default_factory=CloConfig)
+    slots: int = 4
+    max_tokens: int = 8192
+    retriever: Literal["oracle", "hash"] = "hash"
+    prefetch: bool = True
+    max_age: int = 0
+    chunk_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        check_at_least(self, slots=1, max_tokens=1, chunk_tokens=1, max_age=0)
+        if self.retriever not in ("oracle", "hash"):
+            raise ValueError(
+                f"SparseSettings.retriever is {self.retriever!r}: choose oracle or hash"
+            )
+        if self.retriever == "hash" and not self.clo.code_bits:
+            raise ValueError("SparseSettings.retriever is 'hash' with code_bits 0: give some bits")
 
 
 def head_bytes(shape: ModelShape, tokens: float) -> float:

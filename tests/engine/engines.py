@@ -20,9 +20,9 @@ from engine.sequence import EngineRequest, Output
 from engine.sequence import Sequence as Handle
 from engine.settings import EngineOptions
 from engine.sparse.forward import sparse_forward
-from engine.sparse.settings import SparseSettings
 from engine.transfer import Copies, CpuMover, Direction, mover_for
 from kappa.hardware import node_profile
+from kappa.plans.clo import SparseSettings
 from kappa.plans.planners import Planning
 from kappa.plans.rates import PlanRates, rates_from_law
 from tests.engine import hf

@@ -14,10 +14,9 @@ import zmq
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.distributed.kv_events import KVEventBatch
 
-from engine.sparse.settings import SparseSettings
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
-from kappa.plans.clo import CloConfig
+from kappa.plans.clo import CloConfig, SparseSettings
 from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
 from workers.identity import SparsePlan, WorkerPlan

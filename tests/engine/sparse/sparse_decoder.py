@@ -17,10 +17,9 @@ from benchmarks.offload.injected import InjectedCache
 from engine.blocks import Ids
 from engine.forward import Forward
 from engine.sparse.forward import SparseForward, sparse_forward
-from engine.sparse.promotion import promote_from_device
-from engine.sparse.settings import SparseSettings
+from engine.sparse.serving import promote_from_device
 from engine.step import Pages, prompt_row
-from kappa.plans.clo import HeadProfile, Persistent, equal_heads
+from kappa.plans.clo import HeadProfile, Persistent, SparseSettings, equal_heads
 
 _CHUNK_TOKENS = 2048
 

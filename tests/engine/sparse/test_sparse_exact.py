@@ -8,8 +8,7 @@ import torch
 
 from benchmarks.offload.injected import InjectedHits
 from engine.layers import angles, frequencies, rotate
-from engine.sparse.settings import SparseSettings
-from kappa.plans.clo import CloConfig
+from kappa.plans.clo import CloConfig, SparseSettings
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
 from tests.engine.sparse.sparse_decoder import SparseDecoder

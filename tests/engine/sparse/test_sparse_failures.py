@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from engine.sparse.gather import Gather
-from engine.sparse.settings import SparseSettings
 from engine.transfer import TransferFailed
-from kappa.plans.clo import CloConfig
+from kappa.plans.clo import CloConfig, SparseSettings
 from tests.engine.engines import engine, evict_device, finish, generate, link_of, submit
 from tests.engine.engines import prompt as tokens_of
 from tests.engine.rig import prompt, rig

@@ -17,9 +17,8 @@ from engine.sparse.cache import aggregate, cosines
 from engine.sparse.codes import Hasher, popcount
 from engine.sparse.forward import sparse_forward
 from engine.sparse.gather import Gather, pairs
-from engine.sparse.settings import SparseSettings
 from engine.transfer import CpuMover
-from kappa.plans.clo import CloConfig
+from kappa.plans.clo import CloConfig, SparseSettings
 from tests.engine.rig import rig
 
 CPU = torch.device("cpu")

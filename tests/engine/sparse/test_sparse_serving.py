@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from engine.arena import ArenaSize
-from engine.sparse.settings import SparseSettings
 from kappa.hardware import node_profile
-from kappa.plans.clo import CloConfig
+from kappa.plans.clo import CloConfig, SparseSettings
 from kappa.plans.rates import rates_from_law
 from tests.engine import hf
 from tests.engine.engines import (
