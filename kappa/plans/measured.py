@@ -184,9 +184,7 @@ def fit_grid(grid: ComputeGrid) -> StepFit:
     return fit_steps(works, [seconds for row in grid.seconds for seconds in row])
 
 
-def rates_from_measured(
-    data: Mapping[str, Any] | str | Path, *, overlap: float | None = None
-) -> PlanRates:
+def rates_from_measured(data: Mapping[str, Any] | str | Path) -> PlanRates:
     """Rates from what `engine.profile` measured: its object, or the file that holds it.
 
     The lines are fitted here, from the samples, so that a file cannot claim an R² it has not. Files
@@ -204,12 +202,12 @@ def rates_from_measured(
             f"{origin}: format is {data.get('format')!r}, not {FORMAT!r}: profile anew"
         )
     try:
-        return _fitted_rates(data, overlap)
+        return _fitted_rates(data)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{origin}: lacks or garbles {error}: profile anew") from error
 
 
-def _fitted_rates(data: Mapping[str, Any], overlap: float | None) -> PlanRates:
+def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:
     layers, alone = int(data["layers"]), float(data["h2d_bytes_per_s"])
 
     def line(name: str, samples: Mapping[str, Any]) -> LineFit:
@@ -230,8 +228,6 @@ def _fitted_rates(data: Mapping[str, Any], overlap: float | None) -> PlanRates:
             beside = data["attend"]
         except ValueError:
             attend = None
-    if overlap is None and data.get("overlap") is not None:
-        overlap = float(data["overlap"])
     prefill = grid(data["grid"], "new_tokens", "context_tokens")
     decode = data.get("decode")
     return PlanRates(
@@ -243,7 +239,7 @@ def _fitted_rates(data: Mapping[str, Any], overlap: float | None) -> PlanRates:
         project=line("KV projection", data["project"]),
         step=fit_grid(prefill).step,
         grid=prefill,
-        overlap=overlap,
+        overlap=None if data.get("overlap") is None else float(data["overlap"]),
         h2d_cpu_busy=min(1.0, float(data["h2d_cpu_busy_bytes_per_s"]) / alone),
         weights_load_s=float(data["weight_bytes"]) / alone,
         decode=None if decode is None else grid(decode, "sequences", "resident_tokens"),
