@@ -78,7 +78,6 @@ class ModelConfig:
 
     @property
     def query_width(self) -> int:
-        """Elements of all query heads of a token."""
         return self.heads * self.head_dim
 
     @property

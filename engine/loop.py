@@ -46,13 +46,11 @@ class Observer(Protocol):
 
     def admitted(self, sequence: Sequence) -> None:
         """A request got its blocks; its account says what was found, its `load` what comes."""
-        ...
 
     def iterated(
         self, engine: Engine, seconds: float, chunks: Run[Chunk], prefilled: Run[Sequence]
     ) -> None:
         """An iteration ended that computed these chunks, and the last ones of these prompts."""
-        ...
 
 
 class Engine:

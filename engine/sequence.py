@@ -148,12 +148,10 @@ class Sequence(Work):
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def room_tokens(self) -> int:
-        """Tokens that its blocks can hold."""
         return len(self.blocks) * self.block_tokens
 
     def append(self, token: int) -> None:

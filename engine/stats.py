@@ -103,5 +103,4 @@ class EngineStats:
             self.seconds[name] = self.seconds.get(name, 0.0) + getattr(account, f"{name}_s")
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON."""
         return asdict(self)

@@ -49,7 +49,6 @@ class Tee:
         return len(text)
 
     def flush(self) -> None:
-        """Flush all."""
         self._each(lambda stream: stream.flush())
 
     def _each(self, do: Callable[[TextIO], object]) -> None:

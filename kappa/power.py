@@ -40,7 +40,6 @@ class GpuPower:
     reference: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse watts that are out of order."""
         if not 0 < self.idle_w <= self.least_cap_w <= self.cap_w:
             raise ValueError(
                 f"GpuPower: idle {self.idle_w:g} W, lowest cap {self.least_cap_w:g} W, cap "
@@ -79,7 +78,6 @@ class GpuWork:
     compute_s: float
 
     def __post_init__(self) -> None:
-        """Refuse seconds that cannot be."""
         if not (self.window_s > 0 and self.step_s >= 0 and self.compute_s >= 0):
             raise ValueError(f"{self}: give a window above zero and no negative seconds")
 
@@ -102,7 +100,6 @@ class Waited:
 
     @property
     def ttft_s(self) -> float:
-        """All of it."""
         return self.queue_s + self.load_s + self.compute_s
 
 

@@ -127,7 +127,6 @@ class Announcement:
         return critical_ratio(self.step.token_s, self.node.h2d_bytes_per_s, self.kv_bytes_per_token)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready copy."""
         return asdict(self)
 
     @classmethod
@@ -261,7 +260,6 @@ class TenantCharge(_ReportRow, frozen=True):
 
     @property
     def charge(self) -> Charge:
-        """Its seconds alone."""
         return Charge(self.vram_s, self.gpu_s, self.link_s)
 
 
@@ -330,7 +328,6 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in_flight: tuple[Arrival, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready copy."""
         data: dict[str, Any] = msgspec.to_builtins(self)
         return data
 
