@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,15 @@ def _page(summary: Facts, svg: Mapping[str, str]) -> str:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    texts: dict[str, Callable[..., str]] = {
-        "seconds": _seconds, "percent": _percent, "number": _number, "count": _count,
-        "split": lambda row: " / ".join(_seconds(row[name]) for name in PARTS),
+    shown: dict[str, Callable[..., str]] = {
+        "seconds": seconds, "percent": lambda share: f"{100 * share:.1f} %", "number": _number,
+        "count": lambda count: f"{count:,}",
     }  # fmt: skip
-    environment.filters.update(texts)
+    for name, text in shown.items():
+        environment.filters[name] = partial(_or_dash, text)
+    environment.filters["split"] = lambda row: " / ".join(
+        _or_dash(seconds, row[name]) for name in PARTS
+    )
     return environment.get_template("page.html").render(
         run=summary["run"],
         summary=summary,
@@ -122,23 +127,11 @@ def _page(summary: Facts, svg: Mapping[str, str]) -> str:
     )
 
 
-# Text for people; a dash stands for what is not known.
+def _or_dash(text: Callable[..., str], value: float | None, *unit: str) -> str:
+    """Text for people; a dash stands for what is not known."""
+    return "–" if value is None else text(value, *unit)
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else seconds(value)
-
-
-def _number(value: float | None, unit: str = "") -> str:
+def _number(value: float, unit: str = "") -> str:
     """Three digits that mean something."""
-    if value is None:
-        return "–"
     return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}") + unit
-
-
-def _count(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
