@@ -1,4 +1,4 @@
-"""Power of GPUs: sampled through NVML for `kappa power`, and in a worker's reports.
+"""What NVML knows of GPUs, and their power: for `kappa power`, and in a worker's reports.
 
 NVML comes in as an argument (the module `pynvml` of nvidia-ml-py), and so do clock and sleep, so
 the arithmetic is testable where there is no GPU. NVML itself averages power over about a second on
@@ -31,6 +31,8 @@ INTERVAL_S = 0.2
 _REPORT_EVERY_S = 1.0
 _HAIR = 1e-9
 """0.6 / 0.2 is just under 3."""
+# Longer names of a GPU are no numbers.
+_NUMBER = 4
 
 
 class NoNvmlError(RuntimeError):
@@ -39,11 +41,27 @@ class NoNvmlError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU that NVML knows; limit_w: its enforced power limit, None where it has none."""
+    """A GPU that NVML knows.
+
+    limit_w: its enforced power limit; memory_bytes: of its own; None where it has none.
+    """
 
     index: int
     name: str
     limit_w: float | None
+    memory_bytes: int | None
+    uuid: str
+
+
+def visible_gpus(gpus: Sequence[Gpu], names: str) -> list[Gpu]:
+    """Those that `CUDA_VISIBLE_DEVICES` names by number or UUID, or the beginning of one."""
+    wanted = [name for name in names.replace(" ", "").split(",") if name]
+    return [
+        gpu
+        for name in wanted
+        for gpu in gpus
+        if name == str(gpu.index) or (len(name) > _NUMBER and gpu.uuid.startswith(name))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +73,7 @@ class PowerRow:
 
 
 class PowerMeter:
-    """Reads the power of all GPUs; a context manager that starts NVML and ends it.
+    """Lists all GPUs and reads their power; a context manager that starts NVML and ends it.
 
     Args:
         nvml: the module `pynvml`, or one shaped like it.
@@ -65,6 +83,7 @@ class PowerMeter:
         self._nvml = nvml
         self._handles: list[Any] = []
         self.gpus: tuple[Gpu, ...] = ()
+        self.driver = ""
 
     def __enter__(self) -> PowerMeter:
         nvml = self._nvml
@@ -72,25 +91,28 @@ class PowerMeter:
             nvml.nvmlInit()
         except nvml.NVMLError as error:
             raise NoNvmlError(
-                f"no NVML on this machine ({error}): power is measured where NVIDIA's driver is, "
-                "which brings libnvidia-ml.so.1"
+                f"no NVML on this machine ({error}): it comes with NVIDIA's driver, as "
+                "libnvidia-ml.so.1"
             ) from None
         try:
+            self.driver = _text(nvml.nvmlSystemGetDriverVersion())
             count = nvml.nvmlDeviceGetCount()
             self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-            gpus = []
-            for index, handle in enumerate(self._handles):
-                name = nvml.nvmlDeviceGetName(handle)
-                name = name.decode() if isinstance(name, bytes) else str(name)
-                limit_w = self._watts("nvmlDeviceGetEnforcedPowerLimit", handle)
-                gpus.append(Gpu(index, name, limit_w))
-            self.gpus = tuple(gpus)
+            self.gpus = tuple(
+                Gpu(
+                    index, _text(nvml.nvmlDeviceGetName(handle)),
+                    self._watts("nvmlDeviceGetEnforcedPowerLimit", handle),
+                    getattr(self._figure("nvmlDeviceGetMemoryInfo", handle), "total", None),
+                    _text(nvml.nvmlDeviceGetUUID(handle)),
+                )
+                for index, handle in enumerate(self._handles)
+            )  # fmt: skip
         except nvml.NVMLError as error:
             self.__exit__()
             raise NoNvmlError(f"NVML does not list its GPUs: {error}") from None
         if not self.gpus:
             self.__exit__()
-            raise NoNvmlError("NVML is here, but knows no GPU: make one visible to this process")
+            raise NoNvmlError("NVML knows no GPU: make one visible to this process")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,11 +124,19 @@ class PowerMeter:
         return tuple(self._watts("nvmlDeviceGetPowerUsage", handle) for handle in self._handles)
 
     def _watts(self, call: str, handle: Any) -> float | None:
-        """What a call gives in milliwatts."""
+        milliwatts = self._figure(call, handle)
+        return None if milliwatts is None else float(milliwatts) / 1e3
+
+    def _figure(self, call: str, handle: Any) -> Any:
+        """What a call gives; None where the GPU has no such figure."""
         try:
-            return float(getattr(self._nvml, call)(handle)) / 1e3
+            return getattr(self._nvml, call)(handle)
         except self._nvml.NVMLError:
             return None
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def sample_power(
@@ -158,20 +188,22 @@ class PowerReporter:
         self,
         announced: Announcement,
         nvml: Any | None = None,
-        gpus: Sequence[int] | None = None,
+        visible: str = "",
         gpu_count: int = 0,
     ) -> None:
         """announced: node and step model. nvml: the module `pynvml`, or None: the model's figure.
-        gpus: indices of this worker's GPUs; None: not known, then its `gpu_count` of all of them.
+        visible: this worker's GPUs as `CUDA_VISIBLE_DEVICES` names them; where that names none, its
+        `gpu_count` of all of them.
         """
         self._announced = announced
         self._catalogue: GpuPower | None = gpu_power(announced.node.gpu)
-        self._gpus, self._gpu_count = gpus, gpu_count
+        self._gpus, self._gpu_count = list[int](), gpu_count
         self._paced = announced.node.source == "paced"
         self._meter: PowerMeter | None = None
         if nvml is not None and not self._paced:
             try:
                 self._meter = PowerMeter(nvml).__enter__()
+                self._gpus = [gpu.index for gpu in visible_gpus(self._meter.gpus, visible)]
             except NoNvmlError as error:
                 log.info("power_modelled", reason=str(error))
         self._before: WorkerReport | None = None
@@ -211,9 +243,8 @@ class PowerReporter:
     def _measured(self, meter: PowerMeter) -> tuple[float, float]:
         """(draw, cap) of this worker's GPUs in watts; zero where NVML gives none."""
         watts, caps = [w or 0.0 for w in meter.watts()], [gpu.limit_w or 0.0 for gpu in meter.gpus]
-        if self._gpus is not None:
-            mine = [i for i in self._gpus if 0 <= i < len(watts)]
-            return sum(watts[i] for i in mine), sum(caps[i] for i in mine)
+        if self._gpus:
+            return sum(watts[i] for i in self._gpus), sum(caps[i] for i in self._gpus)
         share = min(self._gpu_count / len(watts), 1.0) if self._gpu_count else 1.0
         return sum(watts) * share, sum(caps) * share
 
@@ -228,8 +259,8 @@ def gpus_and_driver(nvml: Any = None) -> str:
     try:
         with PowerMeter(nvml) as meter:
             names = ", ".join(gpu.name for gpu in meter.gpus)
-            return f"{names}, driver {nvml.nvmlSystemGetDriverVersion()}"
-    except (NoNvmlError, nvml.NVMLError):
+            return f"{names}, driver {meter.driver}"
+    except NoNvmlError:
         return ""
 
 
@@ -240,11 +271,4 @@ def power_reporter(announced: Announcement, gpus: int) -> PowerReporter:
         import pynvml
 
         nvml = pynvml
-    return PowerReporter(announced, nvml, _visible_gpus(), gpus)
-
-
-def _visible_gpus() -> list[int] | None:
-    """Indices that the process is bound to; None if it is not, or names them by other means."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    parts = [part.strip() for part in listed.split(",") if part.strip()]
-    return [int(part) for part in parts] if parts and all(p.isdigit() for p in parts) else None
+    return PowerReporter(announced, nvml, os.environ.get("CUDA_VISIBLE_DEVICES", ""), gpus)

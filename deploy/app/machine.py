@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from kappa.checks import read_json_object
 from kappa.hardware import CATALOGUE
 from kappa.plugins import version_of
 from kappa.settings.pools import PoolSettings
+from workers.power import NoNvmlError, PowerMeter, visible_gpus
 
 THIS = "this machine"
 
@@ -247,33 +247,10 @@ def _bytes(text: str) -> int | None:
 def _read_gpus(nvml: Any, visible: str | None) -> tuple[tuple[GpuFacts, ...], str]:
     """GPUs that this process may use, or why it has none. `visible`: their numbers or UUIDs."""
     try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return (), f"NVML: {error}; is NVIDIA's driver installed?"
-    try:
-        driver = _text(nvml.nvmlSystemGetDriverVersion())
-        found = {}
-        for number in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(number)
-            memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-            gpu = GpuFacts(_text(nvml.nvmlDeviceGetName(handle)), memory, driver)
-            found[str(number), _text(nvml.nvmlDeviceGetUUID(handle))] = gpu
-    except nvml.NVMLError as error:
-        return (), f"NVML lists no GPU: {error}"
-    finally:
-        with suppress(nvml.NVMLError):
-            nvml.nvmlShutdown()
-    if visible is None or not found:
-        return tuple(found.values()), "" if found else "NVML knows no GPU"
-    wanted = [name for name in visible.split(",") if name]
-    seen = [
-        gpu
-        for name in wanted
-        for (number, uuid), gpu in found.items()
-        if name == number or (len(name) > 4 and uuid.startswith(name))
-    ]
-    return tuple(seen), "" if seen else f"{_VISIBLE}={visible} hides all {len(found)}"
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+        with PowerMeter(nvml) as meter:
+            found = meter.gpus
+    except NoNvmlError as error:
+        return (), str(error)
+    seen = found if visible is None else visible_gpus(found, visible)
+    facts = tuple(GpuFacts(gpu.name, gpu.memory_bytes, meter.driver) for gpu in seen)
+    return facts, "" if facts else f"{_VISIBLE}={visible} hides all {len(found)}"

@@ -14,6 +14,7 @@ from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
 from kappa.settings.engine import DtypeName
 from kappa.shapes import model_shape
+from tests.workers.fake_nvml import FakeNvml
 
 ROOT = Path(__file__).parents[2]
 H100 = GpuFacts("NVIDIA H100 80GB HBM3", 80_000_000_000, "580.95.05")
@@ -224,40 +225,11 @@ def test_of_several_machines_one_that_suits_is_enough():
     assert all_problems(cluster(), [LLAMA_8B], []) == {}, "not known yet"
 
 
-class ListedNvml:
-    """Shaped as pynvml: GPUs of 80 GB with numbers and UUIDs."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, count, fault=""):
-        self.count, self.fault, self.open = count, fault, False
-
-    def nvmlInit(self):
-        if self.fault:
-            raise self.NVMLError(self.fault)
-        self.open = True
-
-    def nvmlShutdown(self):
-        self.open = False
-
-    def nvmlSystemGetDriverVersion(self):
-        return b"580.95.05"
-
-    def nvmlDeviceGetCount(self):
-        return self.count
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return index
-
-    def nvmlDeviceGetName(self, handle):
-        return "NVIDIA H100 80GB HBM3"
-
-    def nvmlDeviceGetUUID(self, handle):
-        return f"GPU-{handle}abcd"
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return type("Memory", (), {"total": 80_000_000_000})
+def h100s(count, fault=""):
+    """NVML's module where there are so many."""
+    nvml = FakeNvml([700.0] * count, [[100.0]] * count, fault)
+    nvml.nvmlDeviceGetName = lambda _: "NVIDIA H100 80GB HBM3"
+    return nvml
 
 
 @pytest.mark.parametrize(
@@ -274,7 +246,7 @@ def test_this_machine_is_read_by_nvml_and_by_what_is_visible(monkeypatch, visibl
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    nvml = ListedNvml(4)
+    nvml = h100s(4)
     here = read_machine(cpus=6, nvml=nvml)
     assert here.gpus == (H100,) * count and here.no_gpus == why and not nvml.open
     # As Ray finds them where it starts, its label and resource of the kind included.
@@ -284,10 +256,20 @@ def test_this_machine_is_read_by_nvml_and_by_what_is_visible(monkeypatch, visibl
     assert here.engine_build == "cpu" and here.memory_bytes > 0 and here.shm_bytes > 0
 
 
+def test_a_gpu_without_memory_of_its_own_is_listed():
+    nvml = h100s(1)
+
+    def unsupported(_):
+        raise nvml.NVMLError("not supported")
+
+    nvml.nvmlDeviceGetMemoryInfo = unsupported
+    assert read_machine(nvml=nvml).gpus == (replace(H100, memory_bytes=None),)
+
+
 def test_a_machine_without_a_driver_has_no_gpu_and_says_why():
-    here = read_machine(nvml=ListedNvml(1, fault="Driver Not Loaded"))
-    assert here.gpus == () and "NVML: Driver Not Loaded" in here.no_gpus
-    assert "NVML knows no GPU" in read_machine(nvml=ListedNvml(0)).no_gpus
+    here = read_machine(nvml=h100s(1, fault="Driver Not Loaded"))
+    assert here.gpus == () and "no NVML on this machine (Driver Not Loaded)" in here.no_gpus
+    assert "NVML knows no GPU" in read_machine(nvml=h100s(0)).no_gpus
 
 
 @pytest.mark.parametrize(
@@ -361,7 +343,7 @@ def test_a_disk_tier_needs_a_folder_with_room(monkeypatch):
 
 
 def test_what_this_machine_has_in_a_folder_is_read_and_nothing_where_it_cannot_write(tmp_path):
-    folder_bytes = read_machine(nvml=ListedNvml(0)).folder_bytes
+    folder_bytes = read_machine(nvml=h100s(0)).folder_bytes
     assert folder_bytes(str(tmp_path)) > 0
     assert folder_bytes(str(tmp_path / "nowhere")) == folder_bytes("/proc/self/stat") == 0
 

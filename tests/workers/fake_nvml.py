@@ -2,16 +2,18 @@
 
 
 class FakeNvml:
-    """Shaped as pynvml: milliwatts by call, `NVMLError` where a value is None."""
+    """Shaped as pynvml: milliwatts by call, `NVMLError` where a value is None; GPUs of 80 GB."""
 
     class NVMLError(Exception):
         pass
 
-    def __init__(self, limits, watts):
-        self.limits, self.watts = limits, watts
+    def __init__(self, limits, watts, fault=""):
+        self.limits, self.watts, self.fault = limits, watts, fault
         self.reads, self.open = 0, False
 
     def nvmlInit(self):
+        if self.fault:
+            raise self.NVMLError(self.fault)
         self.open = True
 
     def nvmlShutdown(self):
@@ -26,6 +28,15 @@ class FakeNvml:
 
     def nvmlDeviceGetName(self, handle):
         return f"GPU {handle}".encode()
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{handle}abcd".encode()
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return type("Memory", (), {"total": 80_000_000_000})
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"580.95.05"
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle):
         return self._told(self.limits[handle])

@@ -13,14 +13,15 @@ from kappa.power import gpu_power
 from kappa.protocol import Announcement, WorkerReport
 from kappa.shapes import model_shape
 from tests.workers.fake_nvml import FakeNvml
-from workers import power
 from workers.power import (
+    Gpu,
     NoNvmlError,
     PowerMeter,
     PowerReporter,
     power_reporter,
     sample_power,
     summary,
+    visible_gpus,
 )
 
 
@@ -170,9 +171,10 @@ def test_a_paced_node_uses_energy_in_its_own_time():
     assert last.energy_j_total == pytest.approx(last.power_w * 1.0)
 
 
-def test_nvml_is_asked_once_a_second_and_only_of_this_workers_gpus():
+@pytest.mark.parametrize("visible", ["1", " 1,", "GPU-1abcd", "GPU-1"])
+def test_nvml_is_asked_once_a_second_and_only_of_this_workers_gpus(visible):
     nvml = FakeNvml([700.0, 700.0], [[100.0], [250.0]])
-    teller = PowerReporter(announced(), nvml, gpus=[1])
+    teller = PowerReporter(announced(), nvml, visible)
     told = reports(teller, (0, 0, 0), (0.25, 0, 0), (0.5, 0, 0), (1.0, 0, 0), (1.25, 0, 0))
     assert [r.power_w for r in told] == [0, 0, 0, 250.0, 250.0]
     assert told[-1].power_cap_w == 700.0 and told[-1].power_source == "nvml"
@@ -181,7 +183,8 @@ def test_nvml_is_asked_once_a_second_and_only_of_this_workers_gpus():
 
 def test_a_worker_that_does_not_know_its_gpus_has_its_share_of_all():
     nvml = FakeNvml([700.0] * 4, [[100.0], [200.0], [300.0], [400.0]])
-    *_, last = reports(PowerReporter(announced(), nvml, gpu_count=2), (0, 0, 0), (1, 0, 0))
+    teller = PowerReporter(announced(), nvml, "MIG-7", gpu_count=2)
+    *_, last = reports(teller, (0, 0, 0), (1, 0, 0))
     assert (last.power_w, last.power_cap_w) == (500.0, 1400.0)
 
 
@@ -213,9 +216,9 @@ def test_a_replica_without_a_gpu_reports_modelled_power():
 
 
 @pytest.mark.parametrize(
-    ("value", "gpus"),
-    [("", None), ("0", [0]), ("2, 3", [2, 3]), ("GPU-6f1b", None), ("MIG-1,0", None)],
+    ("names", "found"),
+    [("", []), ("0", [0]), ("2, 3", [2, 3]), ("GPU-2a,1", [2, 1]), ("GPU", []), ("MIG-1,9", [])],
 )
-def test_gpus_by_their_index_where_the_environment_names_them_so(monkeypatch, value, gpus):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert power._visible_gpus() == gpus
+def test_gpus_are_known_by_the_numbers_and_uuids_that_the_environment_names(names, found):
+    gpus = [Gpu(n, "H100", 700.0, None, f"GPU-{n}abcd") for n in range(4)]
+    assert [gpu.index for gpu in visible_gpus(gpus, names)] == found
