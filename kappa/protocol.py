@@ -199,14 +199,17 @@ class StepSample(_ReportRow, frozen=True):
     seconds: float
 
 
-class LoadSample(_ReportRow, frozen=True):
-    """Tokens that were loaded at once, and real seconds of the link."""
+class LoadSample(_ReportRow, frozen=True, omit_defaults=True):
+    """Tokens that were loaded at once, and real seconds of the link; disk_tokens: of these, those
+    that came from disk."""
 
     tokens: float
     seconds: float
+    disk_tokens: float = 0.0
 
 
-_Sample = TypeVar("_Sample", StepSample, LoadSample)
+def _size(tokens: float) -> int:
+    return min(int(tokens).bit_length(), SAMPLES - 1)
 
 
 class Samples:
@@ -215,18 +218,16 @@ class Samples:
 
     def __init__(self) -> None:
         self._steps: dict[int, StepSample] = {}
-        self._loads: dict[int, LoadSample] = {}
+        self._loads: dict[tuple[bool, int], LoadSample] = {}
 
     def add_step(self, work: StepWork[float], seconds: float) -> None:
         """A step of that work lasted so long."""
-        self._keep(self._steps, StepSample(*work, seconds))
+        self._steps[_size(work.tokens)] = StepSample(*work, seconds)
 
-    def add_load(self, tokens: float, seconds: float) -> None:
-        """So many tokens took so long of the link."""
-        self._keep(self._loads, LoadSample(tokens, seconds))
-
-    def _keep(self, kept: dict[int, _Sample], sample: _Sample) -> None:
-        kept[min(int(sample.tokens).bit_length(), SAMPLES - 1)] = sample
+    def add_load(self, tokens: float, seconds: float, disk_tokens: float = 0.0) -> None:
+        """So many tokens, some of them from disk, took so long of the link."""
+        sample = LoadSample(tokens, seconds, disk_tokens)
+        self._loads[disk_tokens > 0, _size(tokens)] = sample
 
     def take(self) -> tuple[tuple[StepSample, ...], tuple[LoadSample, ...]]:
         """What was kept; it starts anew."""

@@ -319,7 +319,7 @@ class Calibration:
             self._add(step.tokens, Observation(STEP, step.seconds, 0.0, 0.0, 1.0, *work))
         for load in report.loads:
             seen = Observation(LOAD, load.seconds, loads=1.0, load_tokens=load.tokens)
-            self._add(load.tokens, seen)
+            self._add(load.tokens, seen._replace(disk_tokens=load.disk_tokens))
 
     def first_token(self, flight: Flight, now_s: float) -> None:
         """The first token of a request came; later ones are counted from here."""

@@ -93,9 +93,11 @@ class ReportTotals:
                 self._admitted.append(Admission(str(m["request_id"]), *counts))
             case "load" | "store" as kind:
                 took_s, moved = self._count(m, kind)
+                disk_tokens = _number(m.get("disk_tokens", 0))
+                if kind == "load":
+                    self._samples.add_load(_number(m["tokens"]), took_s, disk_tokens)
                 # A load that came from disk in part says little of the link.
-                if kind == "load" and not m.get("disk_tokens"):
-                    self._samples.add_load(_number(m["tokens"]), took_s)
+                if kind == "load" and not disk_tokens:
                     known = self._latest.get("h2d_bytes_per_s", 0.0)
                     speed = moved / took_s if took_s > 0 else known
                     known = known or speed

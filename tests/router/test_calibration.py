@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kappa.cost import StepModel, batch_work
 from kappa.hardware import node_profile
 from kappa.protocol import LoadSample, StepSample, WorkerReport
-from router.calibration import Calibration, OutputLengths, load_token_s
+from router.calibration import Calibration, OutputLengths, disk_token_s, load_token_s
 from tests.router import building
 from tests.router.building import KV_BYTES, NEVER, ask, outcome
 
@@ -150,6 +150,20 @@ def test_loads_teach_the_link_whatever_else_is_announced():
     assert worker.calibration.link_scale == pytest.approx(3.0, rel=0.15)
     assert worker.calibration.certainty.link_sd < 0.1 < worker.calibration.certainty.compute_sd
     assert speed.step == STEP
+
+
+def test_loads_from_disk_teach_the_disk_and_leave_the_link_alone():
+    node = replace(announcement().node, disk_bytes_per_s=1e9)
+    known = announcement(node=node, disk_blocks=1000)
+    made, worker = cluster(announced=known)
+    disk_s, link_s = disk_token_s(known), load_token_s(known)
+    for i, tokens in enumerate(range(500, 20_000, 500)):
+        seconds = tokens * link_s + 0.5 * tokens * 2.5 * disk_s
+        seen = LoadSample(tokens, seconds, tokens / 2), LoadSample(tokens, tokens * link_s)
+        made.report(WorkerReport("w", i, loads=seen), float(i))
+    speed = worker.queue.speed
+    assert speed.disk_token_s == pytest.approx(2.5 * disk_s, rel=0.1)
+    assert speed.load_token_s == pytest.approx(link_s, rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [30.0, 1 / 10])

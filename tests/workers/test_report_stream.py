@@ -102,12 +102,15 @@ def test_a_report_holds_the_latest_step_and_load_of_each_size():
     for took_s, tokens in ((0.1, 20), (0.2, 31), (0.3, 32), (9.0, 1)):
         totals.add(step(tokens=tokens, work=[tokens, 2.5, 40, 3], took_s=took_s))
     totals.add(step(took_s=5.0))  # of an engine that does not say what it computed
-    totals.add({"kind": "load", "tokens": 640, "bytes": 6400, "took_s": 0.25})
+    load = {"kind": "load", "tokens": 640, "bytes": 6400, "took_s": 0.25}
+    totals.add(load)
+    totals.add(load | {"tokens": 650, "took_s": 0.5, "disk_tokens": 32})
     report = totals.take(0.0)
+    assert report.h2d_bytes_per_s == 6400 / 0.25
     assert report.steps == (
         StepSample(31, 2.5, 40, 0.2), StepSample(32, 2.5, 40, 0.3), StepSample(1, 2.5, 40, 9.0),
     )  # fmt: skip
-    assert report.loads == (LoadSample(640, 0.25),)
+    assert report.loads == (LoadSample(640, 0.25), LoadSample(650, 0.5, 32))
     assert totals.take(1.0).steps == ()
 
 
