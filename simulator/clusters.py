@@ -35,14 +35,15 @@ class ClusterError(ValueError):
 class NodeSpec:
     """One node of a simulated cluster: its true speeds, and what the profile does not hold.
 
-    host_bytes: KV capacity of its host tier. watts: power at full load. network_bytes_per_s: its
-    network card, for KV fetched from a peer's host tier.
+    host_bytes, disk_bytes: KV capacity of its host tier, and of the disk behind it. watts: power at
+    full load. network_bytes_per_s: its network card, for KV fetched from a peer's host tier.
     """
 
     profile: NodeProfile
     host_bytes: float
     watts: float = 700.0
     network_bytes_per_s: float = 25e9
+    disk_bytes: float = 0.0
 
     @property
     def name(self) -> str:
@@ -59,18 +60,25 @@ class SimulatedCluster:
 
 @dataclass(frozen=True, slots=True)
 class KVRoom:
-    """Blocks of KV that a node holds on the device and in its host tier, for one model."""
+    """Blocks of KV that a node holds in each tier, for one model."""
 
     device_blocks: int
     host_blocks: int
+    disk_blocks: int
 
 
 def kv_room(node: NodeSpec, shape: ModelShape, block_tokens: int) -> KVRoom:
-    """What the node holds: 90% of HBM less the weights, and its host memory, in whole blocks.
+    """What the node holds: 90% of HBM less the weights, and its tiers behind, in whole blocks.
 
     Raises:
-        ClusterError: the weights, or a single block beside them, do not fit.
+        ClusterError: the weights, or a single block beside them, do not fit; or of a disk its size
+            or its rate is missing.
     """
+    if bool(node.disk_bytes) != bool(node.profile.disk_bytes_per_s):
+        raise ClusterError(
+            f"node {node.name}: disk_bytes is {node.disk_bytes:g} and disk_bytes_per_s "
+            f"{node.profile.disk_bytes_per_s:g}: give both, or neither"
+        )
     weights = shape.params_total * shape.weight_dtype_bytes
     free = _USABLE_HBM * node.profile.hbm_bytes - weights
     block_bytes = kv_bytes_per_token(shape) * block_tokens
@@ -80,14 +88,15 @@ def kv_room(node: NodeSpec, shape: ModelShape, block_tokens: int) -> KVRoom:
             f"{_USABLE_HBM * node.profile.hbm_bytes / 1e9:.1f} GB usable: give it a smaller model, "
             "or the node more memory"
         )
-    return KVRoom(int(free // block_bytes), int(node.host_bytes // block_bytes))
+    return KVRoom(*(int(room // block_bytes) for room in (free, node.host_bytes, node.disk_bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class NodeModel:
     """The true constants of a node, and the law by which its steps last.
 
-    load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides.
+    load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides;
+    disk_block_s: what a block of a load takes besides that comes from disk.
     rule: by name, as `scheduler.catalogue` has it; fair: its settings and the tenants' weights.
     link_order, duplex: as `scheduler.link_order` has them. block_bytes, network_bytes_per_s: for KV
     fetched from a peer.
@@ -109,6 +118,8 @@ class NodeModel:
     block_bytes: float = 0.0
     network_bytes_per_s: float = 25e9
     law: EngineLaw = OURS
+    disk_blocks: int = 0
+    disk_block_s: float = 0.0
 
     @property
     def link_rates(self) -> LinkRates:
@@ -134,6 +145,8 @@ def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeMode
         load_fixed_s=profile.load_fixed_s,
         block_bytes=block_bytes,
         network_bytes_per_s=spec.network_bytes_per_s,
+        disk_blocks=room.disk_blocks,
+        disk_block_s=block_bytes / profile.disk_bytes_per_s if room.disk_blocks else 0.0,
     )
 
 
@@ -251,11 +264,12 @@ class _ClusterRow(BaseModel):
     kind: str | None = None
     count: Annotated[int, Field(ge=1)] = 1
     host_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    disk_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     watts: _Above0 | None = None
     network_bytes_per_s: _Above0 | None = None
 
 
-_OWN_KEYS = ("host_bytes", "watts", "network_bytes_per_s")
+_OWN_KEYS = ("host_bytes", "disk_bytes", "watts", "network_bytes_per_s")
 _KEYS = {*_OWN_KEYS, *(f.name for f in fields(NodeProfile))}
 
 

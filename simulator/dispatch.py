@@ -6,7 +6,7 @@ The simulator hands a dispatcher what a router receives in a live cluster, and g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -173,8 +173,9 @@ class RouterDispatch(Dispatcher):
     def admitted(self, node: int, job: SimulatedJob) -> None:
         # Goes with the next report.
         total, device, host = job.total_tokens, job.device_tokens, job.cached_tokens
+        disk = min(job.disk_blocks * self._announcements[node].block_tokens, host)
         self._admissions[node].append(
-            Admission(str(job.key), device, host, max(total - device - host, 1))
+            Admission(str(job.key), device, host, max(total - device - host, 1), disk)
         )
 
     def first_token(self, job: SimulatedJob, now_s: float) -> None:
@@ -232,10 +233,11 @@ class RouterDispatch(Dispatcher):
         if not node.alive:
             return
         index.handle(WorkerReset(worker))
-        for ids in node.memory.device.held():
-            index.hold(worker, "device", ids)
-        for ids in node.memory.host.held():
-            index.hold(worker, "host", ids)
+        memory = node.memory
+        tiers = {"device": memory.device, "host": memory.host, "disk": memory.disk}
+        for tier in get_args(Tier):
+            for ids in tiers[tier].held():
+                index.hold(worker, tier, ids)
 
 
 class FaultyStream:

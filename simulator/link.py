@@ -21,11 +21,13 @@ STORE_BACKLOG_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkModel:
-    """Seconds that a block takes to the device and to the host, and a transfer besides."""
+    """Seconds that a block takes to the device and to the host, and a transfer besides, or a block
+    from disk."""
 
     load_block_s: float
     store_block_s: float
     fixed_s: float
+    disk_block_s: float = 0.0
     order: str = LOADS_FIRST
 
 
@@ -72,7 +74,9 @@ class LinkServer:
 
     def load(self, job: SimulatedJob, blocks: int) -> None:
         """Bring a job's blocks to the device."""
-        seconds = self._model.fixed_s + blocks * self._model.load_block_s
+        model = self._model
+        disk_s = job.disk_blocks * model.disk_block_s
+        seconds = model.fixed_s + blocks * model.load_block_s + disk_s
         self._order.add(_Transfer(seconds, blocks, job), load=True)
         if self._busy is None:
             self._next()

@@ -2,12 +2,13 @@
 
 The scheduler's `Memory`. A request's blocks are reserved when it is admitted; until its tokens are
 computed or loaded they are private, then others can find them (on the device at once, in the host
-tier when the store has landed). Blocks of a prefix that two requests brought in are counted once.
+tier when the store has landed, and then on disk, whose writing takes nobody's time). Blocks of a
+prefix that two requests brought in are counted once.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from router.index.kv_events import Tier
 from scheduler.work import Quote, Work
@@ -20,13 +21,14 @@ class SimulatedJob(Work):
     key: the request's number in the traffic. prompt_tokens, output_tokens: its lengths. ids: its
     blocks, prompt and output, as an engine holds them at the end. max_tokens: bound on its answer
     that its client gave, which is all that a rule may know. The rest is the node's:
-    hashed blocks are in the device cache, private ones are held but not (yet) findable.
+    hashed blocks are in the device cache, private ones are held but not (yet) findable; of its load
+    disk_blocks are on disk alone.
     """
 
     __slots__ = (
-        "cached_tokens", "device_tokens", "finish_at", "first_s", "generated", "grow_at", "hashed",
-        "host_path", "ids", "joined_at", "key", "output_tokens", "path", "private",
-        "prompt_tokens", "stored",
+        "cached_tokens", "device_tokens", "disk_blocks", "disk_path", "finish_at", "first_s",
+        "generated", "grow_at", "hashed", "host_path", "ids", "joined_at", "key", "output_tokens",
+        "path", "private", "prompt_tokens", "stored",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +50,8 @@ class SimulatedJob(Work):
         self.ids = ids
         self.path: PrefixRun | None = None
         self.host_path: PrefixRun | None = None
+        self.disk_path: PrefixRun | None = None
+        self.disk_blocks = 0
         self.hashed = 0
         self.private = 0
         self.stored = 0
@@ -71,15 +75,15 @@ class CacheListener(Protocol):
 
 
 class NodeMemory:
-    """Device and host caches of one node.
+    """Device, host and disk caches of one node.
 
     `private` counts device blocks that requests hold and nobody else can find; `waited_for` are the
     requests whose loads are on their way.
     """
 
     __slots__ = (
-        "block_tokens", "device", "device_blocks", "host", "host_blocks", "listener", "node",
-        "private", "version", "waited_for",
+        "block_tokens", "device", "device_blocks", "disk", "disk_blocks", "host", "host_blocks",
+        "listener", "node", "private", "version", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -89,14 +93,17 @@ class NodeMemory:
         device_blocks: int,
         host_blocks: int,
         listener: CacheListener | None,
+        disk_blocks: int = 0,
     ) -> None:
         self.node = node
         self.block_tokens = block_tokens
         self.device_blocks = device_blocks
         self.host_blocks = host_blocks
+        self.disk_blocks = disk_blocks
         self.listener = listener
         self.device = TierCache()
         self.host = TierCache()
+        self.disk = TierCache()
         self.private = 0
         self.version = 0
         self.waited_for: dict[SimulatedJob, tuple[int, int]] = {}
@@ -133,6 +140,8 @@ class NodeMemory:
             shared -= idle
         key = ids.item(0) if len(ids) else 0
         _, in_host = self.host.match(ids, usable)
+        if self.disk_blocks:
+            in_host = max(in_host, self.disk.match(ids, usable)[1])
         if in_host <= found:
             return Quote(blocks, found * size, 0, shared, key)
         if self.waited_for:
@@ -155,8 +164,12 @@ class NodeMemory:
         self.private += work.private
         stop = found + quote.host_tokens // size
         source, length = self.host.match(ids, stop)
+        work.disk_blocks = 0
         if quote.host_tokens:
             work.host_path = self.host.pin(source, length)
+            if length < stop:
+                work.disk_path = self.disk.pin(*self.disk.match(ids, stop))
+                work.disk_blocks = stop - max(length, found)
             self.waited_for[work] = (found, stop)
         else:
             self.host.touch(source, length)
@@ -171,20 +184,23 @@ class NodeMemory:
     def arrived(self, job: SimulatedJob) -> None:
         """It waits: what the host tier holds of it is wanted, others are evicted first."""
         usable = (job.total_tokens - 1) // self.block_tokens
-        self.host.touch(*self.host.match(job.ids, usable))
+        for tier in (self.host, self.disk):
+            tier.touch(*tier.match(job.ids, usable))
 
     def landed(self, job: SimulatedJob) -> None:
         """Its host blocks are on the device now."""
-        _, stop = self.waited_for.pop(job)
-        self.host.unpin(job.host_path)
-        job.host_path = None
+        _, stop = self._load_ended(job)
         self.computed(job, stop)
+
+    def _load_ended(self, job: SimulatedJob) -> tuple[int, int]:
+        self.host.unpin(job.host_path)
+        self.disk.unpin(job.disk_path)
+        job.host_path = job.disk_path = None
+        return self.waited_for.pop(job)
 
     def load_failed(self, job: SimulatedJob) -> None:
         """Its host blocks did not arrive: they are computed."""
-        start, stop = self.waited_for.pop(job)
-        self.host.unpin(job.host_path)
-        job.host_path = None
+        start, stop = self._load_ended(job)
         lost = (stop - start) * self.block_tokens
         job.computed_tokens -= lost
         job.cached_tokens = max(job.cached_tokens - lost, 0)
@@ -227,12 +243,15 @@ class NodeMemory:
     # -- the host tier ------------------------------------------------------------------------
 
     def put_in_host(self, ids: Ids, stop: int) -> int:
-        """Hold the first `stop` blocks in the host tier, as far as there is room; how many are new.
+        """Hold the first `stop` blocks in the host tier, and on disk, as far as there is room; how
+        many are new.
 
         Runs being loaded are not evicted for it.
         """
-        path, stop, length = self._into_host(ids, stop)
+        path, stop, length = self._into("host", ids, stop)
         self.host.unpin(path)
+        if self.disk_blocks:
+            self.disk.unpin(self._into("disk", ids, stop)[0])
         return max(stop - length, 0)
 
     @property
@@ -245,30 +264,31 @@ class NodeMemory:
 
         It is evicted before what is only here.
         """
-        return self._into_host(ids, stop, copy=True)[0]
+        return self._into("host", ids, stop, copy=True)[0]
 
     def pin_copy(self, ids: Ids, stop: int) -> PrefixRun | None:
         """Pin the copy, if it is one, that the host tier has of a prefix of `ids[:stop]`."""
         run, length = self.host.match(ids, stop)
         return self.host.pin(run, length) if run is not None and run.copy else None
 
-    def _into_host(
-        self, ids: Ids, stop: int, copy: bool = False
+    def _into(
+        self, tier: Literal["host", "disk"], ids: Ids, stop: int, copy: bool = False
     ) -> tuple[PrefixRun | None, int, int]:
-        """Pinned in the host tier as far as there is room: the handle, where it ends and began."""
-        host = self.host
-        run, length = host.match(ids, stop)
-        path = host.pin(run, length)
-        room = self.host_blocks - host.blocks
+        """Pinned in a tier as far as there is room: the handle, where it ends and began."""
+        cache = self.host if tier == "host" else self.disk
+        blocks = self.host_blocks if tier == "host" else self.disk_blocks
+        run, length = cache.match(ids, stop)
+        path = cache.pin(run, length)
+        room = blocks - cache.blocks
         if room < stop - length:
-            dropped = host.evict(stop - length - room)
+            dropped = cache.evict(stop - length - room)
             if dropped and self.listener is not None:
-                self.listener.drop(self.node, "host", dropped)
-            stop = min(stop, length + self.host_blocks - host.blocks)
+                self.listener.drop(self.node, tier, dropped)
+            stop = min(stop, length + blocks - cache.blocks)
         if stop > length:
-            path = host.extend(path, ids, stop, copy)
+            path = cache.extend(path, ids, stop, copy)
             if self.listener is not None:
-                self.listener.hold(self.node, "host", ids[length:stop])
+                self.listener.hold(self.node, tier, ids[length:stop])
         return path, stop, length
 
     def _make_room(self, blocks: int) -> None:

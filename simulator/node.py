@@ -107,7 +107,7 @@ class Node:
         self._finished = events.finished
         speeds = LinkModel(
             load_block_s=model.load_block_s, store_block_s=model.store_block_s,
-            fixed_s=model.load_fixed_s, order=model.link_order,
+            fixed_s=model.load_fixed_s, disk_block_s=model.disk_block_s, order=model.link_order,
         )  # fmt: skip
         self.link = NodeLink(loop, link_noise, speeds, self._loaded, self._stored, model.duplex)
         self.link.up.beside = self._load_factor
@@ -117,8 +117,9 @@ class Node:
     def _reset(self) -> None:
         model = self.model
         self.memory = NodeMemory(
-            self.index, model.block_tokens, model.device_blocks, model.host_blocks, self._listener
-        )
+            self.index, model.block_tokens, model.device_blocks, model.host_blocks, self._listener,
+            model.disk_blocks,
+        )  # fmt: skip
         rule = rule_named(model.rule, model.fair, model.link_rates)
         self.scheduler = Batcher(self.memory, rule, model.budget_tokens, model.max_running)
         # Whether the rule may admit with time what it did not before, though nothing happened.
@@ -389,7 +390,8 @@ class Node:
 
     def _loaded(self, job: SimulatedJob, seconds: float) -> None:
         """A load has landed; a busy engine polls for it as its next iteration starts."""
-        self.samples.add_load(job.cached_tokens, seconds)
+        disk_tokens = job.disk_blocks * self.model.block_tokens
+        self.samples.add_load(job.cached_tokens, seconds, disk_tokens)
         self._landed.append(job)
         self._poke()
 

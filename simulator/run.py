@@ -186,7 +186,7 @@ def node_models(config: SimulationConfig) -> list[NodeModel]:
 
 
 def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
-    blocks = sum(model.device_blocks + model.host_blocks for model in models)
+    blocks = sum(model.device_blocks + model.host_blocks + model.disk_blocks for model in models)
     policy = config.policy
     return Router(
         RouterConfig(
@@ -218,6 +218,7 @@ def announcements_of(config: SimulationConfig, models: Sequence[NodeModel]) -> l
                 block_tokens=model.block_tokens,
                 device_blocks=model.device_blocks,
                 host_blocks=model.host_blocks,
+                disk_blocks=model.disk_blocks,
                 max_batch_tokens=model.budget_tokens,
                 max_context_tokens=model.device_blocks * model.block_tokens,
                 max_sequences=model.max_running,

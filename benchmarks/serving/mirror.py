@@ -34,6 +34,7 @@ from simulator.dispatch import RouterDispatch
 from simulator.faults import Faults
 from simulator.play import Play
 from simulator.traffic import Traffic
+from workers.disk_file import row_bytes
 from workers.vllm.arguments import EngineLimits
 from workload.shapes import Workload
 
@@ -91,14 +92,17 @@ def mirror_of(
     """
     announcements, models = [], []
     for pool in settings.all_pools:
-        engine = EngineLimits.of(pool.engine_settings(settings.engine))
+        given = pool.engine_settings(settings.engine)
+        engine = EngineLimits.of(given)
         missing = engine.missing + ["host_bytes"] * (engine.host_bytes < 0)
         if missing:
             raise ValueError(
                 f"pool {pool.name!r}: a mirror needs the engine's {', '.join(missing)}, which vLLM "
                 "or the machine would decide: give them"
             )
-        host_blocks = int(engine.host_bytes / (kv_bytes_per_token(served) * engine.block_tokens))
+        stored_bytes = kv_bytes_per_token(served) * engine.block_tokens
+        host_blocks = int(engine.host_bytes / stored_bytes)
+        disk_blocks = given.disk_bytes // row_bytes(int(stored_bytes))
         for node in pool_nodes(settings, pool)[: pool.least]:
             profile, shape = node, settings.model.emulated_shape
             if not pool.paced:
@@ -112,7 +116,8 @@ def mirror_of(
                     worker=profile.name, model="", node=profile, step=step,
                     kv_bytes_per_token=token_bytes, emulated_model="", fingerprint="",
                     block_tokens=engine.block_tokens, device_blocks=engine.device_blocks,
-                    host_blocks=host_blocks, max_batch_tokens=engine.max_batch_tokens,
+                    host_blocks=host_blocks, disk_blocks=disk_blocks,
+                    max_batch_tokens=engine.max_batch_tokens,
                     max_context_tokens=engine.max_context_tokens, events_endpoint="",
                     snapshot_endpoint="",
                 )
@@ -130,6 +135,8 @@ def mirror_of(
                     store_block_s=dilation * block_bytes / profile.store_bytes_per_s,
                     load_fixed_s=dilation * profile.load_fixed_s,
                     budget_tokens=engine.max_batch_tokens, max_running=engine.max_sequences,
+                    disk_blocks=disk_blocks,
+                    disk_block_s=block_bytes / profile.disk_bytes_per_s if disk_blocks else 0.0,
                 )
             )  # fmt: skip
     return Mirror(tuple(announcements), tuple(models))

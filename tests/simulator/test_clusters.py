@@ -13,6 +13,7 @@ from simulator.clusters import (
     check,
     cluster_named,
     kv_room,
+    node_model,
     numbered,
     scaled,
 )
@@ -39,6 +40,17 @@ def test_kv_room_is_what_the_weights_leave(shape):
     free = 0.9 * 80e9 - shape.params_total * 2
     assert room.device_blocks == int(free // (16 * 131_072))
     assert room.host_blocks == int(256e9 // (16 * 131_072))
+
+
+def test_a_disk_needs_its_size_and_its_rate(tmp_path, shape):
+    path = tmp_path / "disk.yaml"
+    path.write_text("- {kind: h100, disk_bytes: 1.0e+12, disk_bytes_per_s: 4.0e+9}")
+    (node,) = cluster_named(str(path)).nodes
+    assert kv_room(node, shape, 16).disk_blocks == int(1e12 // (16 * 131_072))
+    assert node_model(node, shape, 16).disk_block_s == pytest.approx(16 * 131_072 / 4e9)
+    for changes in ({"disk_bytes": 0.0}, {"profile": replace(node.profile, disk_bytes_per_s=0.0)}):
+        with pytest.raises(ClusterError, match="node h100-0: disk_bytes is"):
+            kv_room(replace(node, **changes), shape, 16)
 
 
 @pytest.mark.parametrize("ending", ["yaml", "json"])

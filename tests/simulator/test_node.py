@@ -85,6 +85,41 @@ def test_a_load_comes_first_then_the_new_tokens():
     assert bench.first[0] == pytest.approx(0.002 + 20 * 0.01 + STEP.step_s([(10, 320)]))
 
 
+@pytest.mark.parametrize(("others", "from_disk"), [(0, 0), (3, 3), (6, 6), (10, 10)])
+def test_what_host_memory_lost_comes_from_disk_and_is_stored_again(others, from_disk):
+    """Host memory holds ten blocks; so many of another prompt pushed the tail of the first out."""
+    bench = Bench(host_blocks=10, disk_blocks=30, disk_block_s=0.05)
+    ids, memory = own_ids(0, 170), bench.node.memory
+    in_host(bench, ids, 10)
+    if others:
+        in_host(bench, own_ids(1, 16 * others), others)
+    assert (memory.host.blocks, memory.disk.blocks) == (10, 10 + others)
+    job = bench.send(0, 170, 1, ids)
+    bench.run()
+    assert (job.cached_tokens, job.disk_blocks) == (160, from_disk)
+    load_s = 0.002 + 10 * 0.01 + from_disk * 0.05
+    assert bench.first[0] == pytest.approx(load_s + STEP.step_s([(10, 160)]))
+    assert memory.host.match(ids, 10)[1] == 10
+    ((tokens, seconds, disk_tokens),) = [
+        (load.tokens, load.seconds, load.disk_tokens) for load in bench.node.samples.take()[1]
+    ]
+    assert (tokens, disk_tokens) == (160, from_disk * 16)
+    assert seconds == pytest.approx(load_s)
+
+
+def test_a_disk_holds_what_was_used_last_and_nothing_of_it_is_evicted_while_it_loads():
+    bench = Bench(host_blocks=10, disk_blocks=25, disk_block_s=0.05)
+    prompts = [own_ids(key, 170) for key in range(3)]
+    for ids in prompts[:2]:
+        in_host(bench, ids, 10)
+    bench.send(0, 170, 1, prompts[0])
+    bench.loop.at(0.1, lambda _: in_host(bench, prompts[2], 10))
+    bench.run()
+    disk = bench.node.memory.disk
+    assert [disk.match(ids, 10)[1] for ids in prompts] == [10, 5, 10]
+    assert bench.first[0] == pytest.approx(0.602 + STEP.step_s([(10, 160)]))
+
+
 def test_two_loads_queue_on_the_link():
     bench = Bench()
     for key in range(2):

@@ -1,10 +1,14 @@
 """What a dispatcher receives of a run, and what moves between nodes."""
 
 from collections import defaultdict
+from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from router.index.kv_events import Tier
+from simulator.clusters import SimulatedCluster
 from simulator.dispatch import PlanDispatch, SimulatedRoute
 from simulator.faults import Failure, Faults
 from simulator.play import Play, SimulationError
@@ -45,8 +49,8 @@ class Witness(PlanDispatch):
             self.held[node, tier] -= set(gone.tolist())
 
     def lost(self, node):
-        self.held[node, "device"].clear()
-        self.held[node, "host"].clear()
+        for tier in get_args(Tier):
+            self.held[node, tier].clear()
 
     def first_token(self, job, now_s):
         self.counts["first", job.key] += 1
@@ -58,17 +62,32 @@ class Witness(PlanDispatch):
         self.counts["report", node.index] += 1
 
 
+def with_disks(config, host_bytes, disk_bytes):
+    """The same on nodes with little host memory before a disk."""
+    nodes = tuple(
+        replace(
+            node, host_bytes=host_bytes, disk_bytes=disk_bytes,
+            profile=replace(node.profile, disk_bytes_per_s=4e9),
+        )
+        for node in config.cluster.nodes
+    )  # fmt: skip
+    return config.replaced(cluster=SimulatedCluster("disks", nodes))
+
+
 @pytest.mark.parametrize("failures", [(), (Failure(0, 10.0, 5.0),)])
 def test_a_dispatcher_receives_every_change_of_every_cache(config, failures):
+    config = with_disks(config, host_bytes=2e9, disk_bytes=6e9)
     traffic = traffic_of(config)
     plan = np.random.default_rng(0).integers(0, 3, traffic.requests)
     witness = Witness(plan)
     play = play_of(config, traffic, witness, Faults(failures=failures))
     play.run()
     for node in play.nodes:
-        for tier, cache in (("device", node.memory.device), ("host", node.memory.host)):
-            held = witness.held[node.index, tier]
-            assert len(held) == cache.blocks
+        memory = node.memory
+        assert memory.disk.blocks > memory.host.blocks > 0
+        for tier in get_args(Tier):
+            held, cache = witness.held[node.index, tier], getattr(memory, tier)
+            assert len(held) == cache.blocks and not cache.pinned
             for turns in traffic.turns:
                 ids = turns[-1].kept_blocks
                 found = cache.match(ids, len(ids))[1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from scheduler.catalogue import SCHEDULERS
-from simulator.clusters import ClusterError, SimulatedCluster
+from simulator.clusters import KINDS, ClusterError, SimulatedCluster, numbered
 from simulator.faults import Failure, Faults, Straggler, misprofiled_third
 from simulator.run import SimulationConfig, simulate, traffic_of
 from workload.shapes import SessionShape, Workload, turn_of
@@ -94,6 +94,22 @@ def test_warm_caches_hold_documents_that_cold_ones_have_to_compute(config):
     assert warm.records.new_tokens.sum() < cold.records.new_tokens.sum()
     # The objective knows: cold first questions may take longer.
     assert warm.limits.ttft_s.sum() <= cold.limits.ttft_s.sum()
+
+
+def test_a_disk_keeps_what_host_memory_cannot_and_the_router_prices_it(config):
+    """Documents that one node's memory holds a quarter of: from disk, or computed again; predicted
+    as they came, on an otherwise idle node."""
+    (node,) = numbered(KINDS["h100"], 1)
+    fast = replace(node.profile, disk_bytes_per_s=8e9)
+    lone = config.replaced(rate_rps=0.2, requests=100, policy="priced", faults=Faults(0.0))
+    runs = []
+    for disk_bytes, profile in ((0.0, node.profile), (64e9, fast)):
+        small = replace(node, profile=profile, host_bytes=4e9, disk_bytes=disk_bytes)
+        runs.append(simulate(lone.replaced(cluster=SimulatedCluster("one", (small,)))))
+    without, behind = runs
+    assert behind.records.new_tokens.sum() < 0.7 * without.records.new_tokens.sum()
+    off = np.abs(behind.records.predicted_s / behind.records.ttft_s - 1)
+    assert np.median(off) < 0.05 and np.quantile(off, 0.9) < 0.25
 
 
 def test_an_idle_cluster_meets_the_objective(config):
