@@ -179,6 +179,7 @@ class Tier:
     def __init__(self, fail_at=0):
         self.host, self.device = list(range(100)), [None] * 80
         self.fail_at, self.jobs, self.done = fail_at, [], []
+        self.unwritten, self.loads_unwritten = set(self.host), []
 
     def _end(self, job, ids, byte_s):
         self.jobs.append((job, len(ids)))
@@ -194,11 +195,13 @@ class Tier:
         assert sum(target.group_sizes) == len(source.block_ids) and 0 not in target.block_ids
         for here, there in zip(target.block_ids, source.block_ids, strict=True):
             self.device[here] = self.host[there]
+        self.loads_unwritten.append(not self.unwritten.isdisjoint(source.block_ids))
         return self._end(job, source.block_ids, 2e-6)
 
     def submit_store(self, job, source, target):
         for here, there in zip(source.block_ids, target.block_ids, strict=True):
             self.host[there] = self.device[here]
+        self.unwritten.difference_update(target.block_ids)
         return self._end(job, source.block_ids, 3e-6)
 
     def get_finished(self):
@@ -219,8 +222,20 @@ def test_the_link_is_a_line_each_way_and_the_tier_holds_what_it_held():
     assert found["load_fixed_s"] == pytest.approx(found["store_fixed_s"]) == pytest.approx(1e-3)
     assert found["load_line_error"] == pytest.approx(0.0, abs=1e-9)
     assert tier.host == list(range(100)) and tier.device[0] is None
+    # Lots of 64 and 36 blocks are written before any is timed.
+    assert tier.loads_unwritten[:2] == [True, True] and not any(tier.loads_unwritten[2:])
     # No job is an engine's: those count from zero up.
     assert max(job for job, _ in tier.jobs) < 0
+
+
+def test_blocks_that_there_is_no_time_to_write_are_not_timed():
+    tier = Tier()
+    timer = LinkTimer(tier, TierRoom(80, 100), lambda: None)
+    timer._write(0.0)
+    assert len(tier.unwritten) == 36
+    for _ in range(20):
+        timer._pair(64)
+    assert len(tier.unwritten) == 36
 
 
 def test_a_transfer_that_fails_or_a_tier_too_small_is_said_and_the_rest_measured(monkeypatch):
