@@ -53,12 +53,14 @@ from benchmarks.serving.validate_scripts import (
 )
 from deploy.commands.serve import running
 from kappa.hardware import NodeProfile
+from kappa.plugins import ROUTING_POLICIES, installed
 from kappa.settings.cluster import ClusterSettings
+from router.policy import OURS
 from workers.vllm.arguments import EngineLimits
 from workload.catalogue import workload_named
 
 QUANTILES = (0.5, 0.9)
-_LIVE_POLICIES = ("priced", "ttft", "threshold", "least_backlog")
+_LIVE_POLICIES = (*OURS, *installed(ROUTING_POLICIES))
 _SIMULATED_RUNS = 5
 _SATURATION_WINDOW_S = 20.0
 _MAX_CLIENT_SHARE = 0.2
