@@ -1,0 +1,80 @@
+"""Models whose attention or layers are unlike Llama's, in a real engine with our host tier.
+
+Tiny ones with random weights: a mixture of experts (Qwen3), and latent attention over experts
+(DeepSeek-V2, of the head size that vLLM's kernel for CPUs is built for).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import closing
+
+import pytest
+
+from benchmarks.hardware.device import Device
+from benchmarks.hardware.engines import VllmServed
+from benchmarks.hardware.rungs import EQUAL, compare, prompt
+from workers.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.skipif(
+        not os.environ.get("KAPPA_MORE_CLUSTERS"),
+        reason="starts engines of its own: set KAPPA_MORE_CLUSTERS=1",
+    ),
+]
+
+COMMON = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "moe_intermediate_size": 64, "num_experts_per_tok": 2, "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES = {
+    "Qwen3Moe": {"num_key_value_heads": 1, "head_dim": 32, "num_experts": 4},
+    "DeepseekV2": {
+        "num_key_value_heads": 2, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(params=FAMILIES)
+def checkpoint(request, tmp_path):
+    """A folder that vLLM serves: weights by 1/sqrt(fan-in), the tiny model's tokenizer."""
+    import torch
+    import transformers
+
+    tiny = make_tiny_model(tmp_path / "tiny", [f"word{i}" for i in range(3000)])
+    size = json.loads((tiny / "config.json").read_text())["vocab_size"]
+    made = FAMILIES[request.param]
+    config = getattr(transformers, f"{request.param}Config")(vocab_size=size, **COMMON, **made)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{request.param}ForCausalLM")(config).float()
+    for value in model.parameters():
+        if value.dim() > 1:
+            torch.nn.init.normal_(value, 0.0, value.shape[-1] ** -0.5)
+    folder = tmp_path / request.param
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny / name).read_bytes())
+    return folder
+
+
+def test_experts_and_latent_attention_come_back_from_host_memory_and_are_measured(checkpoint):
+    same, other = prompt(300, 1), prompt(300, 2)
+    with closing(VllmServed(Device("cpu"), checkpoint, eager=True)) as served:
+        block_bytes = served.kv_bytes * served._block_tokens
+
+        def ask(ids):
+            return served.play([ids], tokens=8, likeliest=20).answers[0]
+
+        fresh, device = ask(same), ask(same)
+        assert served.evict(), "all of it was stored"
+        found = compare(fresh, device, ask(same), ask(other))
+        assert (found["verdict"], found["cached_tokens"]) == (EQUAL, 288)
+        measured = served.measured()
+    assert not measured["unmeasured"] and measured["step"]["steps"] > 20
+    # What the configuration says a block takes is what the engine moves.
+    assert measured["h2d"][0]["bytes"] == block_bytes
