@@ -30,6 +30,8 @@ BLOCK_TOKENS = 32
 UNKNOWN_BLOCKS = 1 << 20
 """Of a device whose size is not known."""
 _GROWTH = 1.02
+_SLACK_BLOCKS = 8
+"""So many fewer found than expected say nothing: blocks of engines have up to 256 tokens."""
 # What stands before the messages: in chats, responses and messages.
 _BEFORE = ("tools", "system", "instructions")
 
@@ -85,11 +87,12 @@ def prompt_tokens(body: Mapping[str, Any]) -> np.ndarray | None:
 
 class Sent(NamedTuple):
     """A prompt that went to an engine. number: of the request there; before: of each block, the
-    request that it was last used by, 0 for none."""
+    request that it was last used by, 0 for none; beside: requests that were open then."""
 
     hashes: list[int]
     number: int
     before: list[int]
+    beside: frozenset[int] = frozenset()
 
 
 class SentBlocks:
@@ -121,28 +124,31 @@ class SentBlocks:
                 kept.move_to_end(name)
             index.hold(self._worker, tier, hashes)
             self._trim(index, tier)
+        beside = frozenset(self._open)
         self._open.add(self._number)
-        return Sent(names, self._number, used)
+        return Sent(names, self._number, used, beside)
 
     def found(self, index: PrefixIndex, sent: Sent, blocks: int) -> bool:
         """The engine found so many leading blocks of a prompt that it was sent; whether that is
         less than it should have held.
 
-        A block that a request still open had brought may not have been computed yet: that it was
-        not found says nothing.
+        A block that a request open at that time had brought may not have been computed yet: that
+        it was not found says nothing, even if that request is over by now.
         """
         expected = next((i for i, n in enumerate(sent.before) if not n), len(sent.before))
-        if blocks >= expected - 1:  # The last one may not be whole.
+        if blocks >= expected - _SLACK_BLOCKS:
             for tier, limit in self._limits.items():
                 self.size[tier] = min(self.size[tier] * _GROWTH, limit)
             return False
         missing = sent.before[blocks]
-        if missing in self._open:
+        if missing in sent.beside:
             return False
         for tier, kept in self._tiers.items():
+            held = len(kept)
             while kept and next(iter(kept.values())) <= missing:
                 self._drop(index, tier, kept.popitem(last=False)[0])
-            self.size[tier] = min(self.size[tier], max(len(kept), 1))
+            # By half at most: one answer may be wrong, and what is too small grows slowly.
+            self.size[tier] = min(self.size[tier], max(len(kept), held / 2, 1))
         return True
 
     def ended(self, sent: Sent) -> None:

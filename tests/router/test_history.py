@@ -68,51 +68,64 @@ def test_what_left_the_device_is_in_the_host_tier():
 
 
 def test_an_engine_that_finds_less_holds_less():
-    # Of four prompts of two blocks only the last three were still there.
-    engine = Engine(device_blocks=100)
+    # Of four prompts of twenty blocks only the last three were still there.
+    engine = Engine(device_blocks=1000)
     for letter in "uxyz":
-        engine.done(letter, 2)
-    again = engine.send("u", 2)
+        engine.done(letter, 20)
+    again = engine.send("u", 20)
     assert engine.blocks.found(engine.index, again, 0)
-    assert [engine.held(letter, 2)[0] for letter in "uxyz"] == [2, 2, 2, 2]
-    assert engine.blocks.size["device"] == 8  # Three prompts, and the one that it computed anew.
+    assert [engine.held(letter, 20)[0] for letter in "uxyz"] == [20, 20, 20, 20]
+    assert engine.blocks.size["device"] == 80  # Three prompts, and the one that it computed anew.
     engine.blocks.ended(again)
-    engine.done("v", 2)
-    assert engine.held("x", 2) == (0, 0)
+    engine.done("v", 20)
+    assert engine.held("x", 20) == (0, 0)
 
 
 def test_what_is_older_than_a_block_that_was_gone_is_gone_too():
-    engine = Engine(device_blocks=100)
+    engine = Engine(device_blocks=1000)
     for letter in "uxy":
-        engine.done(letter, 2)
-    engine.blocks.found(engine.index, engine.send("x", 2), 0)
-    assert [engine.held(letter, 2)[0] for letter in "uxy"] == [0, 2, 2]
+        engine.done(letter, 20)
+    engine.blocks.found(engine.index, engine.send("x", 20), 0)
+    assert [engine.held(letter, 20)[0] for letter in "uxy"] == [0, 20, 20]
 
 
 def test_a_size_that_was_too_small_grows_back_to_its_limit():
-    engine = Engine(device_blocks=9)
+    engine = Engine(device_blocks=90)
     for letter in "ux":
-        engine.done(letter, 2)
-    engine.blocks.found(engine.index, engine.send("u", 2), 0)
-    assert engine.blocks.size["device"] == 4
+        engine.done(letter, 20)
+    engine.blocks.found(engine.index, engine.send("u", 20), 0)
+    assert engine.blocks.size["device"] == 40
     for _ in range(100):
-        engine.blocks.found(engine.index, engine.send("x", 2), 2)
-    assert engine.blocks.size["device"] == 9
+        engine.blocks.found(engine.index, engine.send("x", 20), 20)
+    assert engine.blocks.size["device"] == 90
 
 
-def test_a_block_that_another_request_still_computes_may_be_missing():
-    engine = Engine(device_blocks=100)
-    engine.send("x", 3)  # not ended
-    second = engine.send("x", 3)
+def test_one_answer_at_most_halves_what_an_engine_is_thought_to_hold():
+    engine = Engine(device_blocks=1000)
+    for letter in "wxyz":
+        engine.done(letter, 20)
+    # The latest prompt is missing: a cache of twenty blocks would have been the reason.
+    engine.blocks.found(engine.index, engine.send("z", 20), 0)
+    assert [engine.held(letter, 20)[0] for letter in "wxyz"] == [0, 0, 0, 20]
+    assert engine.blocks.size["device"] == 40
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_block_that_was_being_computed_when_it_was_looked_for_may_be_missing(ended):
+    engine = Engine(device_blocks=1000)
+    first = engine.send("x", 20)
+    second = engine.send("x", 20)
+    if ended:
+        engine.blocks.ended(first)
     assert not engine.blocks.found(engine.index, second, 0)
-    assert engine.blocks.size["device"] == 100
+    assert engine.blocks.size["device"] == 1000
 
 
-@pytest.mark.parametrize(("blocks", "contradicts"), [(2, False), (1, True)])
-def test_the_last_block_may_be_rounded_away(blocks, contradicts):
-    engine = Engine(device_blocks=100)
-    engine.done("x", 3)
-    assert engine.blocks.found(engine.index, engine.send("x", 3), blocks) is contradicts
+@pytest.mark.parametrize(("blocks", "contradicts"), [(12, False), (11, True)])
+def test_an_engine_with_larger_blocks_may_round_the_end_away(blocks, contradicts):
+    engine = Engine(device_blocks=1000)
+    engine.done("x", 20)
+    assert engine.blocks.found(engine.index, engine.send("x", 20), blocks) is contradicts
 
 
 def test_a_cleared_engine_expects_nothing():
