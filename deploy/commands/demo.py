@@ -37,8 +37,10 @@ from loadtest.journal import RequestRecord
 from loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
 from workload.sessions import demo_sessions_path, read_sessions
 
-# What others do, by our names for it; each has so long for all requests.
-_OTHERS = {"round_robin": "round robin", "ray_prefix": "prefix affinity (Ray Serve LLM's)"}
+OTHERS = {"round_robin": "round robin", "ray_prefix": "prefix affinity (Ray Serve LLM's)"}
+"""What ours is compared with: policies of others by our names for them, reimplemented."""
+
+# Each of them has so long for all requests.
 _COMPARED_S = 240.0
 _TOKENS = ("device_tokens", "cached_tokens", "new_tokens")
 HEADER = (
@@ -119,7 +121,7 @@ def show(
         compared: list[Row] = []
         if use_policy is not None:
             compared.append(worth("this", records, limit_s))
-            for name, words in _OTHERS.items():
+            for name, words in OTHERS.items():
                 warn(f"the same {len(records)} requests under {words} …", "dim")
                 use_policy(name)
                 theirs = _replayed_under(name, url, chats, max_tokens)
@@ -134,7 +136,9 @@ def show(
         print_json(found | ({"compared": compared} if compared else {}))
     else:
         _print_totals(totals)
-        _print_compared(compared, limit_s)
+        if compared:
+            within = f"goodput: first token within {limit_s:g} s"
+            print_compared(f"What the choice was worth ({within})", compared)
     for fault in faults:
         warn(f"demo: {fault}", "red")
     if faults:
@@ -315,16 +319,13 @@ def _print_totals(totals: Row) -> None:
     print_table(f"Totals ({'paced' if totals['paced'] else 'real speed'})", ("", ""), rows, left=2)
 
 
-def _print_compared(compared: Sequence[Row], limit_s: float) -> None:
-    if not compared:
-        return
+def print_compared(title: str, compared: Sequence[Row]) -> None:
+    """Policies side by side, each as `worth` has it."""
     rows = [
         (
-            row["policy"], str(row["answered"]), seconds(row["p50_s"]), seconds(row["p99_s"]),
+            row["policy"], f"{row['answered']:,}", seconds(row["p50_s"]), seconds(row["p99_s"]),
             f"{row['goodput_rps']:.3g}/s",
         )
         for row in compared
     ]  # fmt: skip
-    columns = ("routed by", "answered", "TTFT p50", "p99", "goodput")
-    title = f"What the choice was worth (goodput: first token within {limit_s:g} s)"
-    print_table(title, columns, rows, left=1)
+    print_table(title, ("routed by", "answered", "TTFT p50", "p99", "goodput"), rows, left=1)

@@ -6,13 +6,10 @@ loads last as `kappa.cost` says, in simulated seconds. So it needs no GPU, no mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
-from deploy.commands.console import percent, print_json, print_table, print_text, seconds
-from deploy.commands.demo import HEADER, Row, line
+from deploy.commands.console import print_json, print_text
+from deploy.commands.demo import HEADER, OTHERS, Row, line, print_compared
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from simulator.clusters import KINDS, SimulatedCluster
@@ -21,8 +18,6 @@ from simulator.run import SimulationConfig, simulate, traffic_of
 from workload.catalogue import workload_named
 
 OURS = "priced"
-BASELINES = {"round_robin": "round robin", "ray_prefix": "prefix affinity"}
-"""What ours is compared with, by name; `ray_prefix` is Ray Serve's policy, reimplemented."""
 
 _MODEL = "llama-3.1-8b"
 _RATE_RPS = 1.2
@@ -54,16 +49,15 @@ def show_emulated(json_output: bool) -> None:
     if not json_output:
         print_text("\n".join(map(line, rows)))
     summaries = {OURS: ours.summary()}
-    for policy in BASELINES:
+    for policy in OTHERS:
         summaries[policy] = simulate(config.replaced(policy=policy), traffic=traffic).summary()
     if json_output:
         print_json({"emulated": True, "title": title, "requests": rows, "policies": summaries})
         return
-    names = {OURS: "priced (ours)"} | BASELINES
-    print_comparison(
-        "The same requests under three policies, EMULATED engines",
-        {names[policy]: comparison_row(found) for policy, found in summaries.items()},
-    )
+    compared = [
+        worth({OURS: "priced (ours)", **OTHERS}[name], found) for name, found in summaries.items()
+    ]
+    print_compared("What the choice was worth (EMULATED; goodput: within the SLO)", compared)
 
 
 def decisions(outcome: Outcome, config: SimulationConfig, count: int) -> list[Row]:
@@ -91,17 +85,11 @@ def decisions(outcome: Outcome, config: SimulationConfig, count: int) -> list[Ro
     return rows
 
 
-def comparison_row(summary: Mapping[str, Any]) -> tuple[float, float, float, float]:
-    """Of a simulation's summary: TTFT p50 and p99 in s, goodput in requests/s, share within SLO."""
+def worth(policy: str, summary: Row) -> Row:
+    """What requests got under a policy, as `deploy.commands.demo.worth`, of a simulation's summary;
+    goodput counts those that met their SLO."""
     ttft_s = summary["ttft_s"]
-    return ttft_s["p50"], ttft_s["p99"], summary["goodput_rps"], summary["slo"]["met"]
-
-
-def print_comparison(title: str, rows: Mapping[str, tuple[float, float, float, float]]) -> None:
-    """Policies side by side, each with its `comparison_row`."""
-    columns = ("policy", "TTFT p50", "TTFT p99", "goodput", "within SLO")
-    cells = [
-        (name, seconds(p50_s), seconds(p99_s), f"{goodput_rps:.3g} /s", percent(met, 0))
-        for name, (p50_s, p99_s, goodput_rps, met) in rows.items()
-    ]
-    print_table(title, columns, cells)
+    return {
+        "policy": policy, "answered": summary["completed"], "p50_s": ttft_s["p50"],
+        "p99_s": ttft_s["p99"], "goodput_rps": summary["goodput_rps"],
+    }  # fmt: skip

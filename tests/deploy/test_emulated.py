@@ -6,7 +6,8 @@ import numpy as np
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.commands.emulated import comparison_row, decisions, print_comparison
+from deploy.commands.demo import print_compared
+from deploy.commands.emulated import decisions, worth
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from simulator.clusters import KINDS, SimulatedCluster
@@ -47,11 +48,11 @@ def test_decisions_are_measured_requests_in_order_of_arrival_with_their_turn_and
 
 
 def test_the_comparison_has_a_row_of_figures_for_each_policy(capsys):
-    summary = {"ttft_s": {"p50": 0.2, "p99": 8.0}, "goodput_rps": 1.25, "slo": {"met": 0.5}}
-    print_comparison("title", {"ours": comparison_row(summary)})
+    summary = {"ttft_s": {"p50": 0.2, "p99": 8.0}, "goodput_rps": 1.25, "completed": 1600}
+    print_compared("title", [worth("ours", summary)])
     row = capsys.readouterr().out.splitlines()[-2]
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "ours", "200 ms", "8 s", "1.25 /s", "50%",
+        "ours", "1,600", "200 ms", "8 s", "1.25/s",
     ]  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def test_the_emulated_demo_says_so_and_sets_our_policy_beside_the_others(monkeyp
     done = CliRunner().invoke(app, ["demo", "--emulated"])
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("EMULATED: no engine runs") and "150 requests" in done.stdout
-    table = done.stdout[done.stdout.index("EMULATED engines") :]
-    for word in ("priced (ours)", "round robin", "prefix affinity", "goodput", "TTFT p99"):
+    table = done.stdout[done.stdout.index("What the choice was worth (EMULATED") :]
+    for word in ("priced (ours)", "round robin", "prefix affinity", "goodput", "TTFT p50"):
         assert word in table
     assert "gh200" in done.stdout and "h100" in done.stdout
