@@ -48,7 +48,7 @@ def _stock_app(settings: ClusterSettings, model: Model, experimental: dict[str, 
     from workers.vllm.arguments import EngineLimits
 
     (pool,) = settings.all_pools
-    ours, limits = pool_config(settings, pool, model.source), pool.engine_settings(settings.engine)
+    ours, limits = pool_config(settings, pool, model), pool.engine_settings(settings.engine)
     eager = {} if pool.placement.gpus else {"enforce_eager": True}
     replica = {"num_replicas": 1, "max_ongoing_requests": 4 * settings.router.max_queue}
     config = LLMConfig(

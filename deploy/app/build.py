@@ -59,7 +59,7 @@ def build_app(
     for of_one, model in zip(settings.by_model(), models, strict=True):
         names = (of_one.model.id, *of_one.model.adapters)
         for pool in of_one.all_pools:
-            config = pool_config(of_one, pool, model.source, model.adapter_rank)
+            config = pool_config(of_one, pool, model)
             workers[pool.name] = pool_deployment(of_one, pool, model, config, stream_host)
         # Pools of one model are alike in what its card says.
         cards |= {name: to_model_metadata(name, config) for name in names}

@@ -87,10 +87,7 @@ def _pool(
     wrong: Sequence[str],
 ) -> dict[str, Any]:
     wrong, place = list(wrong), pool.placement
-    source, rank = str(settings.model.source), 0
-    if model is not None:
-        source, rank = model.source, model.adapter_rank
-    config = pool_config(settings, pool, source, rank)
+    config = pool_config(settings, pool, model)
     tier = "off"
     arguments: dict[str, Any] = {}
     try:

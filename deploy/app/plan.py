@@ -7,7 +7,6 @@ the workers on machines that offer what the pool demands; Serve's autoscaler cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -38,12 +37,10 @@ _LOOK_BACK_S = 20.0
 # -- the deployment -------------------------------------------------------------------------------
 
 
-def pool_config(
-    settings: ClusterSettings, pool: PoolSettings, model_source: str, adapter_rank: int = 0
-) -> Any:
+def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model | None) -> Any:
     """Ray Serve LLM's configuration of a pool's deployment, of a cluster with one model.
 
-    model_source: a folder, or a name. adapter_rank: the highest of the model's adapters.
+    model: None where a dry run knows nothing but its name.
     """
     from ray.serve.llm import LLMConfig
 
@@ -56,7 +53,7 @@ def pool_config(
     arguments: dict[str, Any] = {
         "enable_prompt_tokens_details": True,
         "allowed_media_domains": _NO_MEDIA_DOMAINS,
-        **_adapter_arguments(settings.model.adapters, adapter_rank),
+        **_model_arguments(settings, engine, model),
         **engine.extra,
     }
     if place.gpus > 1:
@@ -66,12 +63,13 @@ def pool_config(
     if not engine.extra.get("enforce_eager", not place.gpus):
         dropped = (*dropped, "TORCH_COMPILE_")
     environment = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
-    is_fetched = not Path(model_source).exists()
+    source = str(settings.model.source) if model is None else model.source
+    is_fetched = not Path(source).exists()
     number: dict[str, Any] = {"num_replicas": pool.least}
     if pool.autoscaling is not None:
         number = {"autoscaling_config": autoscaling(pool.autoscaling)}
     return LLMConfig(
-        model_loading_config={"model_id": settings.model.id, "model_source": model_source},
+        model_loading_config={"model_id": settings.model.id, "model_source": source},
         engine_kwargs=arguments,
         accelerator_config={"kind": "gpu" if beside else "cpu"},
         # A replica, its engine and all ranks talk over sockets of one machine, and end with it.
@@ -103,14 +101,21 @@ def pool_config(
     )
 
 
-def _adapter_arguments(adapters: Mapping[str, str], rank: int) -> dict[str, Any]:
-    """vLLM's arguments for an engine that has all of a model's LoRA adapters from its start."""
-    if not adapters:
+def _model_arguments(
+    settings: ClusterSettings, engine: EngineSettings, model: Model | None
+) -> dict[str, Any]:
+    """vLLM's arguments for what is the model's: its parsers, and all of its LoRA adapters from the
+    engine's start on."""
+    if model is None:
         return {}
+    parsers = parser_arguments(engine, model.family, model.chat_template)
+    if not (adapters := settings.model.adapters):
+        return parsers
     from vllm.config.lora import MaxLoRARanks
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
 
-    return {
+    rank = model.adapter_rank
+    return parsers | {
         "enable_lora": True,
         # vLLM's buffers have room for one of a few ranks; a rank beyond, it refuses itself.
         "max_lora_rank": next((each for each in get_args(MaxLoRARanks) if each >= rank), rank),
@@ -132,8 +137,6 @@ def pool_deployment(
     from workers.replica import KappaServer
 
     labels = dict(pool.placement.labels)
-    engine = pool.engine_settings(settings.engine)
-    config.engine_kwargs.update(parser_arguments(engine, model.family, model.chat_template))
     return build_llm_deployment(
         config,
         bind_kwargs={"plan": worker_plan(settings, pool, model, stream_host)},

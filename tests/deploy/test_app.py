@@ -43,7 +43,7 @@ def cluster(*pools, **more):
 
 def config_of(pool, **more):
     settings = cluster({"name": "a", **pool}, **more)
-    return pool_config(settings, settings.all_pools[0], MODEL.source)
+    return pool_config(settings, settings.all_pools[0], MODEL)
 
 
 def table(settings):
@@ -124,7 +124,7 @@ def test_a_gpu_pool_does_not_get_the_environment_of_a_cpu_engine():
 def test_labels_choose_machines():
     settings = cluster({"name": "a", "placement": {"labels": {"ray.io/node-group": "gh200"}}})
     (pool,) = settings.all_pools
-    bound = pool_deployment(settings, pool, MODEL, pool_config(settings, pool, MODEL.source), "")
+    bound = pool_deployment(settings, pool, MODEL, pool_config(settings, pool, MODEL), "")
     made = bound._bound_deployment
     assert made.name == "KappaServer:a"
     assert made._replica_config.placement_group_bundle_label_selector == [

@@ -154,12 +154,12 @@ def test_an_adapters_rank_is_read_and_rounded_up_to_one_that_vllm_has(tiny, tmp_
     settings = with_adapter(tiny, folder)
     found = model_here(settings)
     assert found.adapter_rank == 9
-    config = pool_config(settings, settings.all_pools[0], found.source, found.adapter_rank)
+    config = pool_config(settings, settings.all_pools[0], found)
     given = config.engine_kwargs
     assert given["enable_lora"] is True and given["max_lora_rank"] == 16
     assert (given["max_loras"], given["max_cpu_loras"]) == (1, 1)
     assert [(each.name, each.path) for each in given["lora_modules"]] == [("fine", str(folder))]
-    plain = pool_config(load_settings(), settings.all_pools[0], found.source).engine_kwargs
+    plain = pool_config(load_settings(), settings.all_pools[0], found).engine_kwargs
     assert not any("lora" in name for name in plain)
 
 

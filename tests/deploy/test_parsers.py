@@ -11,7 +11,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from deploy.app.model import Model
 from deploy.app.parsers import REASONING_PARSERS, TOOL_PARSERS, parser_arguments
-from deploy.app.plan import pool_config, pool_deployment
+from deploy.app.plan import pool_config
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.engine import EngineSettings, ReasoningParserName, ToolCallParserName
 from kappa.shapes import model_shape
@@ -73,8 +73,7 @@ def test_a_pools_engine_gets_them():
     settings = ClusterSettings()
     pool = settings.all_pools[0]
     model = Model("x", model_shape("llama-3.1-8b"), BOTH, family="qwen3")
-    config = pool_config(settings, pool, model.source)
-    pool_deployment(settings, pool, model, config, "")
+    config = pool_config(settings, pool, model)
     given = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
     assert config.engine_kwargs.items() >= {**given, "reasoning_parser": "qwen3"}.items()
     # As Ray divides them: by the class that has a field of the name.
