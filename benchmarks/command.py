@@ -3,6 +3,7 @@
 import typer
 
 from benchmarks.offload.command import offload
+from benchmarks.routing.capacity import capacity
 from benchmarks.routing.overload import overload
 from benchmarks.routing.peers.peers import peers
 from benchmarks.routing.router import router
@@ -17,7 +18,7 @@ from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
 for command in (
-    offload, overload, peers, predict, route, route_proxy, router, routing, scenario, scheduler,
-    serve, validate,
+    capacity, offload, overload, peers, predict, route, route_proxy, router, routing, scenario,
+    scheduler, serve, validate,
 ):  # fmt: skip
     app.command()(command)

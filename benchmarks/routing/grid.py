@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.baselines.routing.catalogue import BASELINES, parameters
-from benchmarks.harness import append_line, read_lines
+from benchmarks.harness import append_line, note, read_lines
 from kappa.shapes import model_shape
 from router.policy import policy_named
 from simulator.capacity import capacity_rps
@@ -74,6 +74,10 @@ class Cell:
             parts.append("admission")
         return "_".join(parts)
 
+    def at(self, load: float) -> Cell:
+        """The same at another load."""
+        return replace(self, load=load)
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -124,6 +128,19 @@ def reported_rows(directory: Path) -> list[Row]:
     return list(latest.values())
 
 
+def policies_of(text: str | None) -> tuple[str, ...]:
+    """Policies from a text with commas, or with semicolons where parameters have commas."""
+    if text is None:
+        return default_policies()
+    parts = text.split(";" if ";" in text else ",")
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def show_progress(done: int, total: int, left_s: float, last: str) -> None:
+    """One line to standard error."""
+    note(f"{done}/{total}, {left_s / 60:.1f} min left: {last}")
+
+
 def default_policies() -> tuple[str, ...]:
     """Ours, every other system's, and the tuned one."""
     return (*OURS, *(name for name in BASELINES if name not in _LEFT_OUT), TUNED)
@@ -133,9 +150,11 @@ def check(cells: Iterable[Cell], policies: Sequence[str], settings: Settings) ->
     """Refuse what cannot run before anything runs.
 
     Raises:
-        ValueError: an unknown policy, cluster, trace or model, or a figure out of range.
+        ValueError: no policy; an unknown policy, cluster, trace or model, or a figure out of range.
     """
     shape = model_shape(settings.model)
+    if not policies:
+        raise ValueError(f"--policies names none: give some of {', '.join(default_policies())}")
     for policy in policies:
         if policy != TUNED:
             policy_named(policy)
@@ -151,8 +170,8 @@ def check(cells: Iterable[Cell], policies: Sequence[str], settings: Settings) ->
 class Grid:
     """Runs a grid into a directory.
 
-    jobs: processes; progress: called after each run with how many are done, of how many, the
-    seconds left, and the run's name.
+    jobs: processes; progress: called after each run with how many are done, of how many (`total`),
+    the seconds left, and the run's name.
     """
 
     def __init__(
@@ -162,7 +181,7 @@ class Grid:
         self._path, self._settings, self._jobs = directory / "rows.jsonl", settings, jobs
         self._progress = progress
         self._rows = {row["key"]: row for row in read_lines(self._path)}
-        self._done = self._ran = self._total = 0
+        self._done = self._ran = self.total = 0
         self._start_s = time.monotonic()
 
     def run(self, cells: Sequence[Cell], policies: Sequence[str], seeds: int) -> list[Row]:
@@ -174,7 +193,7 @@ class Grid:
             for cell, credit in product(tuned, CREDITS)
         ]
         first += [Run(*each) for each in product(cells, others, range(seeds))]
-        self._total = len(first) + len(tuned) * seeds
+        self.total = len(first) + len(tuned) * seeds
         # Runs of the same traffic one after the other: it is built once per process.
         self._run_missing(sorted(first, key=lambda run: (run.cell.trace, run.cell, run.seed)))
         best = {cell: self.best_credit(cell) for cell in tuned}
@@ -189,6 +208,11 @@ class Grid:
             ]
             for cell, policy, seed in product(cells, policies, range(seeds))
         ]
+
+    def rows(self, runs: Sequence[Run]) -> list[Row]:
+        """Run what is missing of `runs` and return the row of each."""
+        self._run_missing(sorted(runs, key=lambda run: (run.cell.trace, run.cell, run.seed)))
+        return [self._rows[run.key(self._settings)] for run in runs]
 
     def find(self, run: Run) -> Row | None:
         return self._rows.get(run.key(self._settings))
@@ -241,7 +265,7 @@ class Grid:
         self._ran += 1
         each_s = (time.monotonic() - self._start_s) / self._ran
         name = f"{run.cell.name} {run.policy} seed {run.seed}"
-        self._progress(self._done, self._total, each_s * (self._total - self._done), name)
+        self._progress(self._done, self.total, each_s * (self.total - self._done), name)
 
 
 def dynamo_with(credit: float) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.harness import Json, note, publish, result, usage_errors
+from benchmarks.harness import Json, publish, result, usage_errors
 from benchmarks.routing import grid, report
 
 _CLUSTERS = ("mixed", "small", "uniform")
@@ -68,10 +68,7 @@ def routing(
     kinds += [(True, "misprofile", False)] * misprofile + [(True, "failure", False)] * failures
     kinds += [(True, "none", True)] * admission
     points = product(cluster or _CLUSTERS, trace or _TRACES, load or _LOADS)
-    names = grid.default_policies()
-    if policies is not None:
-        parts = policies.split(";" if ";" in policies else ",")
-        names = tuple(part.strip() for part in parts if part.strip())
+    names = grid.policies_of(policies)
     try:
         with usage_errors():
             if only_report:
@@ -80,7 +77,7 @@ def routing(
                 cells = [grid.Cell(*point, *kind) for point, kind in product(points, kinds)]
                 settings = grid.Settings(requests, model, scheduler)
                 grid.check(cells, names, settings)
-                made = grid.Grid(out, settings, jobs or os.cpu_count() or 1, _progress)
+                made = grid.Grid(out, settings, jobs or os.cpu_count() or 1, grid.show_progress)
                 rows = made.run(cells, names, seeds)
     except KeyboardInterrupt:
         typer.echo(f"stopped; the same command goes on from {out / 'rows.jsonl'}", err=True)
@@ -91,7 +88,3 @@ def routing(
         lambda _: print(report.markdown(rows, _OUR_POLICY, grid.OURS)),
         json_output=json_output,
     )
-
-
-def _progress(done: int, total: int, left_s: float, last: str) -> None:
-    note(f"{done}/{total}, {left_s / 60:.1f} min left: {last}")

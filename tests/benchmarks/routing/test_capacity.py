@@ -1,0 +1,120 @@
+"""`kappa bench capacity`: the search, its intervals, and a node whose capacity is known."""
+
+import json
+import math
+
+import pytest
+from scipy.optimize import brentq
+from typer.testing import CliRunner
+
+from benchmarks.routing import capacity, grid
+from deploy.cli import app
+from kappa.shapes import model_shape
+from simulator.clusters import cluster_named, node_model
+
+PROMPT_TOKENS = 8192  # a step's budget: each step computes one prompt
+
+
+def bench(*options):
+    done = CliRunner().invoke(app, ["bench", "capacity", *map(str, options)])
+    return done, json.loads(done.stdout) if done.exit_code == 0 else None
+
+
+@pytest.mark.parametrize("last", [-1, 0, 100, capacity._RUNGS - 1])
+def test_eight_runs_find_the_last_rung_that_holds(last):
+    search, runs = capacity.Search(), 0
+    while (rung := search.rung()) is not None:
+        search.tried(rung, rung <= last)
+        runs += 1
+    assert (search.held, search.failed, runs) == (last, last + 1, 8)
+
+
+def test_the_ladder_ends_above_the_bound_in_steps_of_2_percent():
+    assert capacity.load_of(capacity._RUNGS - 1) == 1.28
+    assert capacity.load_of(8) / capacity.load_of(7) == pytest.approx(1.02)
+
+
+def run(rate_rps, ttft_met=1.0, tpot_met=1.0):
+    return {"rate_rps": rate_rps, "slo": {"ttft_met": ttft_met, "tpot_met": tpot_met}}
+
+
+def test_an_interval_reaches_over_seeds_and_to_the_rate_that_failed():
+    # Means of 10 and 12, and of 11 and 13: t of one degree is 12.706, the standard error 1.
+    ends = [(run(10.0), run(11.0, tpot_met=0.8)), (run(12.0), run(13.0, ttft_met=0.9))]
+    row = capacity.summary(("small", "azure"), "ttft", ends)
+    assert row["capacity_rps"] == 11.0 and row["seeds"] == 2 and row["low"] == 0.0
+    assert row["high"] == pytest.approx(12 + 12.706, abs=1e-3)
+    assert row["missed"] == {"ttft": pytest.approx(0.05), "tpot": pytest.approx(0.1)}
+
+
+def test_one_seed_has_the_two_rates_that_enclose_its_capacity():
+    row = capacity.summary(("small", "azure"), "ttft", [(run(10.0), run(10.2))])
+    assert (row["low"], row["capacity_rps"], row["high"]) == (10.0, 10.0, 10.2)
+
+
+def test_ends_of_the_ladder_are_open():
+    assert capacity.summary(("small", "azure"), "ttft", [(run(10.0), None)])["high"] is None
+    assert capacity.summary(("small", "azure"), "ttft", [(None, run(1.0))])["capacity_rps"] == 0.0
+
+
+def test_ours_is_compared_with_the_best_peer_and_not_with_our_own():
+    rows = [
+        {"trace": "a", "cluster": "small", "policy": policy, "capacity_rps": rps,
+         "by_seed_rps": [rps, rps]}
+        for policy, rps in (("priced", 9.0), ("ttft", 20.0), ("dynamo", 10.0), ("llm_d", 8.0))
+    ]  # fmt: skip
+    (found,) = capacity.against(rows)
+    assert found["peer"] == "dynamo" and found["ratio"] == pytest.approx(0.9)
+
+
+def share_in_time(use, services=4):
+    """P(wait <= so many services) in a queue with Poisson arrivals and equal service times (Erlang
+    1909), of `use` in service times a unit of time."""
+    parts = [
+        (-use * (services - k)) ** k / math.factorial(k) * math.exp(use * (services - k))
+        for k in range(services + 1)
+    ]
+    return (1 - use) * sum(parts)
+
+
+def test_one_node_of_equal_prompts_has_the_capacity_of_its_queue(tmp_path):
+    # One token of output, so only TTFT counts: within five services, so a wait of at most four.
+    trace, cluster = tmp_path / "equal.jsonl", tmp_path / "one.yaml"
+    size = PROMPT_TOKENS // 512
+    trace.write_text("".join(
+        json.dumps({
+            "input_length": PROMPT_TOKENS, "output_length": 1,
+            "hash_ids": list(range(number * size, (number + 1) * size)),
+        }) + "\n"
+        for number in range(2000)
+    ))  # fmt: skip
+    cluster.write_text("- kind: h100\n  count: 1\n")
+    model = node_model(cluster_named(str(cluster)).nodes[0], model_shape("llama-3.1-8b"), 512)
+    service_s = model.law.parts(model.step, [(PROMPT_TOKENS, 0)], 0, 0).step_s
+    assert share_in_time(0.5, 0) == 0.5
+    expected_rps = brentq(lambda use: share_in_time(use) - 0.9, 0.1, 0.99) / service_s
+
+    options = [
+        "--trace", trace, "--cluster", cluster, "--policies", "ttft", "--cold", "--json",
+        "--seeds", 2, "--requests", 1500, "--jobs", 1, "--out", tmp_path / "out",
+    ]  # fmt: skip
+    _, facts = bench(*options)
+    (row,) = facts["rows"]
+    assert row["capacity_rps"] == pytest.approx(expected_rps, rel=0.08)
+    assert row["low"] <= row["capacity_rps"] <= row["high"]
+    # Nothing is run again.
+    lines = (tmp_path / "out" / "rows.jsonl").read_text()
+    again, same = bench(*options)
+    assert same["rows"] == facts["rows"] and "left" not in again.stderr
+    assert (tmp_path / "out" / "rows.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize(
+    "options", [("--trace", "nowhere"), ("--trace", "azure", "--cluster", "x"),
+                ("--trace", "azure", "--policies", "x"), ("--trace", "azure", "--policies", ","),
+                ("--trace", "azure", "--policies", grid.TUNED),
+                ("--trace", "azure", "--attainment", "0")],
+)  # fmt: skip
+def test_a_wrong_option_is_refused(options):
+    done, _ = bench(*options)
+    assert done.exit_code == 2 and "Traceback" not in done.output
