@@ -50,26 +50,16 @@ class Arena:
     kv_device, kv_host: (layers, blocks, 2, block_tokens, kv_heads, head_dim), K at index 0 of the
     third axis and V at 1. act_device, act_host: (layers, blocks, block_tokens, hidden), the input
     of each layer's QKV projection (behind its input norm). The pool of each has its name, as
-    `pools["kv", "device"]`.
-
-    Args:
-        shape: of the model.
-        size: how many blocks.
-        dtype: of all elements.
-        device: where the device blocks lie; "cpu" is as good as any.
+    `pools["kv", "device"]`. device: where the device blocks lie; "cpu" is as good as any.
 
     Raises:
         ArenaTooLarge: names the place, what is wanted and what is free, and what to give instead.
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        size: ArenaSize,
-        *,
-        dtype: torch.dtype,
+        self, shape: ModelShape, size: ArenaSize, *, dtype: torch.dtype,
         device: torch.device | str = "cpu",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shape, self.size, self.dtype = shape, size, dtype
         self.device, self.block_tokens = torch.device(device), size.block_tokens
         self.kv_block_shape = (2, size.block_tokens, shape.kv_heads, shape.head_dim)

@@ -33,13 +33,9 @@ Output (tokens, heads, d) and log-sum-exp (tokens, heads), on the device of the 
 
 
 def attend(
-    groups: list[Group],
-    q: Tensor,
-    pool: Tensor,
-    rows: Tensor,
-    config: ModelConfig,
+    groups: list[Group], q: Tensor, pool: Tensor, rows: Tensor, config: ModelConfig,
     elsewhere: Elsewhere | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """All of a step's queries (tokens, heads, head_dim): output (tokens, heads·head_dim).
 
     pool, rows (n, kv_width): K and V of tokens on the device, and of those beside. elsewhere: is

@@ -38,11 +38,8 @@ Logits = dict[Sequence, Tensor]
 class Computer:
     """Computes chunks: those of requests that have a sparse slot there, all others together.
 
-    Args:
-        model: what computes.
-        loads: takes note of those that arrived, and of those that did not.
-        store: gives blocks to capture activations in.
-        budget_tokens: of a call, where a prefix has to be computed that did not arrive.
+    `loads` takes note of what arrived and what did not, `store` gives blocks to capture activations
+    in; budget_tokens: of a call, where a prefix has to be computed that did not arrive.
 
     `sparse`: the slots of sparse decoding, if the engine has any. `lost`: requests whose slot
     failed in the last call; some of them have logits all the same.

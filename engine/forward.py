@@ -71,13 +71,8 @@ class ServedModel(Protocol):
 
 
 class Forward:
-    """A model over one arena and one mover.
-
-    Args:
-        weights: of the model.
-        arena: blocks, of the same dtype and on the same device.
-        mover: copies between them.
-        cpu_threads: that may attend to KV in host memory; 0: the CPU is not asked to.
+    """A model over one arena, of its dtype and on its device, and one mover. cpu_threads: that may
+    attend to KV in host memory; 0: the CPU is not asked to.
 
     Raises:
         ValueError: weights and arena are of different dtypes, devices or models.

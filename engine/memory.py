@@ -26,24 +26,18 @@ from scheduler.work import Quote, Work
 class TieredMemory:
     """Device and host tiers of one engine.
 
-    Args:
-        arena: blocks and their pools.
-        planning: the planners.
-        settings: of the engine: its planner, the budget of an iteration (more than which no plan
-            recomputes while it loads), and what "auto" lets a request take of the device.
-        load_over: called for every load that is over, however: others may have waited for it.
+    Of `settings` count the planner, the budget of an iteration (more than which no plan recomputes
+    while it loads), and what "auto" lets a request take of the device. load_over: called for every
+    load that is over, however: others may have waited for it.
 
     `device` holds KV; `host` may hold KV, activations, or both of a block. `log` has the changes of
     what can be found. `version` rises whenever something may fit that did not before.
     """
 
     def __init__(
-        self,
-        arena: Arena,
-        planning: Planning,
-        settings: EngineOptions,
+        self, arena: Arena, planning: Planning, settings: EngineOptions,
         load_over: Callable[[Sequence], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.version = 0
         self.block_tokens = arena.block_tokens
         self.log = EventLog(arena.block_tokens)

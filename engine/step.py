@@ -156,12 +156,9 @@ def plan_spans(segments: Sequence[Segment], start: int) -> list[TokenSpan]:
 
 
 def prompt_row(
-    tokens: Sequence[int] | Ids,
-    pages: Pages,
-    segments: Sequence[Segment] = (),
-    start: int = 0,
+    tokens: Sequence[int] | Ids, pages: Pages, segments: Sequence[Segment] = (), start: int = 0,
     wanted: Wanted = "last",
-) -> StepRow:
+) -> StepRow:  # fmt: skip
     """A prompt of which the first `start` tokens are KV in device blocks; those of `segments` come
     behind them, and the rest is computed.
 

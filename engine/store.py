@@ -119,13 +119,9 @@ class HostStore:
         self._acts.free(self._captured.pop(sequence, {}).values())
 
     def store(
-        self,
-        type: BlockType,
-        keys: Run[BlockKey],
-        device: Run[int],
-        front: Run[BlockKey] = (),
+        self, type: BlockType, keys: Run[BlockKey], device: Run[int], front: Run[BlockKey] = (),
         beside: Collection[bytes] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start to store full blocks, in the order of their sequence.
 
         Args:

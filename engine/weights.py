@@ -230,12 +230,9 @@ def random_weights(
 
 
 def load_weights(
-    folder: str | Path,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype | None = None,
+    folder: str | Path, config: ModelConfig, *, dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-) -> Weights:
+) -> Weights:  # fmt: skip
     """Weights from the safetensors files of a folder, in one file or many.
 
     dtype: of the engine, to which tensors of others are rounded; that of the checkpoint's embedding
@@ -260,11 +257,9 @@ def load_weights(
 
 
 def _assembled(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: ModelConfig, dtype: torch.dtype, device: torch.device,
     make: Callable[[int, str, Spec], Tensor],
-) -> Weights:
+) -> Weights:  # fmt: skip
     """Weights of tensors that `make` makes, of a layer (-1: outside), a name and a spec."""
     specs, outside = layer_specs(config), outer_specs(config)
     if device.type == "cpu":

@@ -104,14 +104,9 @@ class AdmissionRound:
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        link: JustInTime,
-        room: Room,
-        now_s: float,
-        candidates: Sequence[Candidate],
-        admit: Callable[[Candidate], bool],
-    ) -> None:
+        self, ledger: Ledger, link: JustInTime, room: Room, now_s: float,
+        candidates: Sequence[Candidate], admit: Callable[[Candidate], bool],
+    ) -> None:  # fmt: skip
         self._ledger, self._link, self._room, self._now_s = ledger, link, room, now_s
         self._candidates, self._admit = candidates, admit
         # A starving request waits for budget or a slot, which loads that start now would take.

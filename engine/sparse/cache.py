@@ -33,10 +33,7 @@ def cosines(queries: Tensor, labels: Tensor) -> Tensor:
 
 
 def aggregate(similarity: Tensor, importance: Tensor) -> Tensor:
-    """Eq. 10 over the last axis, the query heads of a group; all of importance 0: the mean.
-
-    As `kappa.plans.clo.aggregate`, on the device.
-    """
+    """Eq. 10 over the last axis, the query heads of a group; all of importance 0: the mean."""
     shares = (importance / similarity.clamp_min(LEAST_SIMILARITY)).sum(dim=-1)
     total = importance.sum(dim=-1)
     weighted = total / torch.where(shares > 0, shares, torch.ones_like(shares))
@@ -98,13 +95,8 @@ class PendingGather:
 
 
 class SimilarityCache:
-    """The choices of all slots.
-
-    Args:
-        slots: of the engine.
-        heads: their importance, which sets the thresholds.
-        tau: thresholds (layers, kv_heads) instead; above 1 every look-up misses.
-    """
+    """The choices of all slots. heads: importance, which sets the thresholds; tau: thresholds
+    (layers, kv_heads) instead; above 1 every look-up misses."""
 
     def __init__(self, slots: Slots, heads: HeadProfile, tau: Tensor | None = None) -> None:
         config, settings, device = slots.config, slots.settings, slots.arena.device

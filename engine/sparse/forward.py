@@ -22,13 +22,8 @@ from kappa.plans.clo import HeadProfile, Persistent, SparseSettings, equal_heads
 
 
 class SparseForward:
-    """A model over slots.
-
-    Args:
-        forward: the model; its weights lie on the device.
-        cache: of the slots.
-        ahead: whether choices are made one layer ahead; as the settings say, if not given.
-    """
+    """A model over the slots of `cache`; its weights lie on the device. ahead: whether choices are
+    made one layer ahead; as the settings say, if not given."""
 
     def __init__(self, forward: Forward, cache: SimilarityCache, ahead: bool | None = None) -> None:
         self._forward, self.weights, self.config = forward, forward.weights, forward.config
@@ -77,13 +72,9 @@ class SparseForward:
 
 
 def sparse_forward(
-    forward: Forward,
-    settings: SparseSettings,
-    *,
-    persistent: Persistent | None = None,
-    heads: HeadProfile | None = None,
-    tau: Tensor | None = None,
-) -> SparseForward:
+    forward: Forward, settings: SparseSettings, *, persistent: Persistent | None = None,
+    heads: HeadProfile | None = None, tau: Tensor | None = None,
+) -> SparseForward:  # fmt: skip
     """A model with slots of its own, beside `forward`'s blocks.
 
     Args:

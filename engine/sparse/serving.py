@@ -60,21 +60,13 @@ class SparsePass:
 
 
 class SparseServing:
-    """The slots of one engine; who has which is `Sequence.slot`.
-
-    Args:
-        sparse: the model over the slots.
-        device, host: the caches of KV blocks.
-        stored: whether a block is in host memory, or on its way there.
-    """
+    """The slots of one engine; who has which is `Sequence.slot`. device, host: caches of KV blocks;
+    stored: whether a block is in host memory, or on its way there."""
 
     def __init__(
-        self,
-        sparse: SparseForward,
-        device: PrefixPool,
-        host: PrefixPool,
+        self, sparse: SparseForward, device: PrefixPool, host: PrefixPool,
         stored: Callable[[BlockKey], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.counts = SparseCounts()
         self.slots = slots = sparse.slots
         self._sparse, self._device, self._host, self._stored = sparse, device, host, stored

@@ -120,14 +120,8 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 class Slots:
-    """The slots of one engine.
-
-    Args:
-        config: of the model.
-        arena: its host blocks hold the KV.
-        mover: copies to them.
-        settings: how many slots, how long, how they choose.
-        persistent: KV heads of each layer that keep all KV on the device.
+    """The slots of one engine over the host blocks of an arena; `persistent` KV heads of each layer
+    keep all KV on the device.
 
     Raises:
         ValueError: persistent heads that the model has not.
@@ -135,13 +129,9 @@ class Slots:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        arena: Arena,
-        mover: LinkMover,
-        settings: SparseSettings,
+        self, config: ModelConfig, arena: Arena, mover: LinkMover, settings: SparseSettings,
         persistent: Persistent,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if len(persistent) != config.layers:
             raise ValueError(
                 f"persistent heads of {len(persistent)} layers: the model has {config.layers}"

@@ -106,12 +106,8 @@ def _table(path: str | Path, key: str, value: Any, wanted: tuple[int, int], leas
 
 
 def thresholds(importance: Scores, eta: float, power: float) -> Scores:
-    """τ of each head (Eq. 7-9): η for importance 1, -1 (never refreshed) for importance 0.
-
-    Args:
-        importance: s, of any shape.
-        eta: η, the highest threshold, a cosine.
-        power: p; the higher, the fewer heads are held to a high threshold.
+    """τ of each head (Eq. 7-9), of the shape of s: η for importance 1, -1 (never refreshed) for 0;
+    the higher p, the fewer heads are held to a high threshold.
 
     Raises:
         ValueError: η is no cosine, or p is not above 0.
@@ -198,13 +194,8 @@ def head_bytes(shape: ModelShape, tokens: float) -> float:
 def prefetchable_heads(
     shape: ModelShape, config: CloConfig, context_tokens: int, layer_s: float, link: float
 ) -> float:
-    """N_p of Eq. 12: heads of a layer whose choice crosses the link while a layer is computed.
-
-    T_comp · B / mem_head; as printed it divides by B, which is no number of heads.
-
-    Args:
-        layer_s: T_comp, seconds of one layer of a decoding step.
-        link: B in bytes/s.
+    """N_p of Eq. 12: heads of a layer whose choice crosses the link (bytes/s) while a layer of a
+    decoding step is computed: T_comp · B / mem_head; as printed it divides by B.
 
     Raises:
         ValueError: no context, or negative seconds or bandwidth.
@@ -302,12 +293,8 @@ def sparse_plan(
 ) -> LoadPlan:  # fmt: skip
     """A prefix that stays in host memory (one segment S): its choice is loaded for every chunk.
 
-    Seconds by the rates: sinks, recent tokens and persistent heads once, the choice of the other
-    heads with each chunk of new tokens; computing attends to what is resident.
-
-    Args:
-        persistent: share of the heads that keep their KV on the device.
-        chunk_tokens: new tokens that are computed together.
+    Seconds by the rates: sinks, recent tokens and persistent heads (a share of all) once, the
+    choice of the other heads with each chunk of new tokens; computing attends to what is resident.
 
     Raises:
         ValueError: no cached or no new token, or chunks of none.

@@ -81,7 +81,7 @@ def split_paper(
 
     Args:
         rates: the model on the node.
-        batch: sequences of the same length; the split does not depend on it, the seconds do.
+        batch: sequences of the same length; they change the seconds only.
         context_tokens: s.
         block_tokens: l is a multiple of this, or an end.
         held: activations are held for this many leading tokens; None for all.
@@ -177,17 +177,12 @@ def split_s(rates: PlanRates, batch: int, context_tokens: int, cpu_tokens: float
 def split_context(
     rates: PlanRates, batch: int, context_tokens: int, block_tokens: int = 1
 ) -> StepSplit:
-    """The split with the shortest step: link, and device and CPU, take equally long.
+    """The split of `batch` equal contexts with the shortest step: link, and device and CPU, take
+    equally long; the CPU attends to whole blocks.
 
     With a_c, μ' the seconds per token of CPU and link while both are busy, and g the device's
     seconds: b·c·s·a_c + F_c + g(c) = b·(1 - c)·s·μ' + F_l, linear in c. An end is taken where that
     is better: there one of the two is left alone, and pays no fixed cost.
-
-    Args:
-        rates: with `attend`.
-        batch: sequences of the same length.
-        context_tokens: s.
-        block_tokens: the CPU attends to whole blocks.
 
     Raises:
         ValueError: nothing to split, or CPU attention is not measured.

@@ -216,14 +216,8 @@ def pack(
 ) -> list[list[int]]:
     """Mini-batches as lists of indices into `requests`; each request is in exactly one.
 
-    Requests join in their order if they fit and do not make the imbalance F_b worse; when none can,
-    the next mini-batch begins.
-
-    Args:
-        requests: blocks of each, in order of preference.
-        most: what the two buffers hold.
-        project: T_kv_gen in blocks.
-        load: T_load_kv in blocks.
+    Requests join in their order if they fit `most`, what the two buffers hold, and do not make the
+    imbalance F_b worse; when none can, the next mini-batch begins. Lines are in blocks.
 
     Raises:
         ValueError: a request that exceeds a buffer by itself.

@@ -44,24 +44,15 @@ class Best:
 
 
 class Costs:
-    """The costs of one request's splits on one node.
-
-    Args:
-        rates: the model on the node.
-        cached_tokens: S, to bring back.
-        new_tokens: T, to compute; at least one is.
-        device_tokens: D, already in VRAM, before the cached ones.
+    """The costs of one request's splits on one node: S cached tokens to bring back, T new ones to
+    compute (at least one is), D on the device before the cached ones.
 
     Raises:
         ValueError: a negative count.
     """
 
     def __init__(
-        self,
-        rates: PlanRates,
-        cached_tokens: float,
-        new_tokens: float,
-        device_tokens: float = 0.0,
+        self, rates: PlanRates, cached_tokens: float, new_tokens: float, device_tokens: float = 0.0
     ) -> None:
         if min(cached_tokens, new_tokens, device_tokens) < 0:
             raise ValueError(
@@ -110,12 +101,11 @@ class Costs:
         return max(flop_s, read_s) + self._start_s + self.rates.project.seconds(split.activations)
 
     def ttft_s(self, load_s: float, compute_s: float) -> float:
-        """Seconds to the first token, of a pipeline over layers on two resources.
+        """Seconds to the first token: max + (1 - overlap)·min, of L layers
+        load/L + (L-1)/L·max + compute/L.
 
-        A layer computes when its own load and the layer before are done, so the last to finish is
-        the gpu after the first layer's load, or the last layer after the whole load: this is
-        max + (1 - overlap)·min, which for L layers is load/L + (L-1)/L·max + compute/L. A plan that
-        loads nothing waits for no link.
+        A layer computes when its own load and the layer before are done: last is the gpu after the
+        first layer's load, or the last layer after all loads.
         """
         if load_s <= 0:
             return compute_s
@@ -290,11 +280,10 @@ def plan_of(costs: Costs, split: Split, why: str = "") -> LoadPlan:
 
 
 def predict(costs: Costs, segments: Sequence[Segment], why: str = "as given") -> LoadPlan:
-    """Price segments in any order that a `LoadPlan` allows, as an experiment's or a planner's own.
+    """Price segments in any order that a `LoadPlan` allows.
 
-    A run that stays in host memory (C) crosses the link once for the first token, as one of K does:
-    many queries are more than a CPU can attend with. What it costs later is `step_s`, which
-    `kappa.plans.planners` adds.
+    A run that stays in host memory (C) crosses the link once for the first token, as one of K does;
+    what it costs later is `step_s`, which `kappa.plans.planners` adds.
 
     Raises:
         ValueError: segments that do not cover the cached tokens, or of a kind (S) whose cost is not
