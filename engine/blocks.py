@@ -85,12 +85,8 @@ class BlockPool:
             self._refs[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """One user less of each; a block without users is unused.
-
-        Raises:
-            BlockError: a block that is not in use, or given back more often than it is used; none
-                is changed.
-        """
+        """One user less of each; a block without users is unused. `BlockError`, and no change, if
+        one is given back more often than it is used."""
         freed = list(blocks)
         for block, times in Counter(freed).items():
             if times > (users := self.refs(block)):

@@ -119,12 +119,8 @@ class EventLog:
 
 
 class PrefixPool:
-    """The blocks of one pool: private to who took them, until published under a key.
-
-    Args:
-        pool: whose blocks these are; used by nobody else.
-        log: takes the changes.
-        changed: called whenever something may fit, or be found, that was not before.
+    """The blocks of one pool, which nobody else uses: private to who took them, until published
+    under a key. changed: called whenever something may fit, or be found, that was not before.
 
     `len()`: blocks that can be found; `evicted` counts blocks whose room was needed.
     """
@@ -183,11 +179,8 @@ class PrefixPool:
                 self._idle.move_to_end(block)
 
     def take(self, n: int) -> list[int]:
-        """`n` private blocks with one user each; evicts idle ones if need be.
-
-        Raises:
-            OutOfBlocks: fewer are available; nothing is changed.
-        """
+        """`n` private blocks with one user each; evicts idle ones if need be. `OutOfBlocks`, and no
+        change, if fewer are available."""
         short = n - self.pool.unused
         if 0 < short <= len(self._idle):
             blocks = [self._idle.popitem(last=False)[0] for _ in range(short)]
@@ -201,11 +194,8 @@ class PrefixPool:
         return self.pool.allocate(n)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user less of each; in the order of the sequence, so that its end is evicted first.
-
-        Raises:
-            BlockError: a block was not in use; nothing is changed.
-        """
+        """One user less of each, in the order of the sequence, so that its end is evicted first;
+        `BlockError`, and no change, if one was not in use."""
         self.pool.free(blocks)
         self._changed()
         for block in reversed(blocks):

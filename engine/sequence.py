@@ -47,11 +47,8 @@ class EngineRequest:
     approx: bool = False
 
     def check(self, most: int, vocab: int) -> None:
-        """Refuse what an engine can never serve that holds `most` tokens of a request.
-
-        Raises:
-            RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
-        """
+        """`RequestRefused` for no token, one outside the vocabulary, or more than can ever fit into
+        `most` tokens."""
         tokens = self.tokens
         if not tokens or self.max_tokens < 1:
             raise RequestRefused(

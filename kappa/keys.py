@@ -23,11 +23,7 @@ _KEY_BYTES = 32
 
 
 def new_key(random: bytes) -> str:
-    """A key of these random bytes, of which there must be 32 or more, fit for a secret.
-
-    Raises:
-        ValueError: they are too few.
-    """
+    """A key of these random bytes, fit for a secret; `ValueError` if there are fewer than 32."""
     if len(random) < _KEY_BYTES:
         raise ValueError(f"a key needs {_KEY_BYTES} random bytes, got {len(random)}")
     return KEY_PREFIX + base64.urlsafe_b64encode(random).decode().rstrip("=")
@@ -70,11 +66,8 @@ def entry_fault(entry: str, least_characters: int = 16) -> str | None:
 
 
 def entry_digest(entry: str) -> bytes:
-    """The digest of an entry of a keys file: of a key in the clear, or the one that it holds.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The digest of an entry of a keys file: of a key in the clear, or the one that it holds;
+    `ValueError` if it is neither."""
     fault = entry_fault(entry, least_characters=0)
     if fault is not None:
         raise ValueError(f"a key {fault}")

@@ -60,11 +60,7 @@ class Tee:
 
 
 def destination(log_file: str | None) -> Tee:
-    """Standard output, and the file if one is given; several processes may append to it.
-
-    Raises:
-        ValueError: the file cannot be opened, with its name and why.
-    """
+    """Standard output, and the file if one is given; `ValueError` if that cannot be opened."""
     if log_file is None:
         return Tee(sys.stdout)
     try:

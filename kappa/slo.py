@@ -51,10 +51,8 @@ def idle_tpot_s(speed: IdleSpeed, prompt_tokens: ArrayLike, output_tokens: Array
 
 
 def median_node(by_node: Sequence[Floats], counts: Sequence[int] | None = None) -> Floats:
-    """The figure of the median node: the least that half of the nodes reach.
-
-    by_node: one vector over requests for each node, or kind of node, of which there are `counts`.
-    """
+    """The least figure that half of the nodes reach; by_node: a vector over requests for each node,
+    or kind of node, of which there are `counts`."""
     values = np.stack([np.atleast_1d(row) for row in by_node])
     weights = np.asarray([1] * len(by_node) if counts is None else counts)
     order = np.argsort(values, axis=0, kind="stable")

@@ -8,7 +8,7 @@ context holds up whatever stands behind it. Here:
 - What can be computed at once is packed (`scheduler.admission`).
 - Requests of high ratio (more of VRAM than of the budget) may hold no more than their class' part
   of what both classes want, while both wait.
-- TenantQueues go in the order of the service they had less the credit that waiting earns
+- Tenants go in the order of the service they had less the credit that waiting earns
   (`scheduler.tenants`); within a tenant, first come, first served.
 - Where there are several tenants, those with something running leave some slots and blocks to those
   with nothing, so that nobody waits for another's answers to end.

@@ -76,12 +76,12 @@ class TenantQueues:
 
     @property
     def known(self) -> int:
-        """TenantQueues that ever came."""
+        """Tenants that ever came."""
         return len(self._tenants)
 
     @property
     def waiting(self) -> int:
-        """TenantQueues that have something waiting."""
+        """Tenants that have something waiting."""
         return len(self._waiting)
 
     def _tenant(self, name: str) -> _Tenant:
@@ -109,11 +109,7 @@ class TenantQueues:
         self._count += 1
 
     def leave(self, work: Work) -> None:
-        """It waits no more: it was admitted, or is gone.
-
-        Raises:
-            KeyError: it did not wait.
-        """
+        """It waits no more: it was admitted, or is gone; `KeyError` if it did not wait."""
         tenant = self._waiting[work.tenant]
         for works in (tenant.fresh, tenant.preempted):
             at = bisect_left(works, work.seq, key=_BY_ARRIVAL)

@@ -66,11 +66,7 @@ def equal_heads(shape: ModelShape, importance: float = 1.0) -> HeadProfile:
 
 
 def read_heads(path: str | Path, shape: ModelShape) -> HeadProfile:
-    """The profile in a file, which must be for a model of this shape.
-
-    Raises:
-        ValueError: names the file, the key, what is wrong with it and what it should be.
-    """
+    """The profile in a file, for a model of this shape; `ValueError` names file, key and remedy."""
     data = read_json_object(path, "head importance")
     if data.get("format") != FORMAT:
         raise ValueError(f"{path}: format is {data.get('format')!r}: give {FORMAT!r}")
@@ -258,14 +254,10 @@ def sparse_step_s(
 ) -> float:  # fmt: skip
     """Seconds of a decoding step: its layers, and what of the misses' loads they do not hide.
 
-    TBT_load = Σ_l max(0, miss·k·m·(1 - persist_l)·batch/B - T_comp).
-
-    Args:
-        miss: share of the heads that are not persistent whose choice is loaded anew.
-        link: B in bytes/s.
-        layer_s: T_comp of the whole batch.
-        batch: sequences of this context each.
-        ahead: a layer's choice is loaded while the layer before computes; else all is waited for.
+    TBT_load = Σ_l max(0, miss·k·m·(1 - persist_l)·batch/B - T_comp). miss: share of the heads that
+    are not persistent whose choice is loaded anew; link: B in bytes/s; layer_s: T_comp of the whole
+    batch. ahead: a layer's choice is loaded while the layer before computes; else all is waited
+    for.
 
     Raises:
         ValueError: `miss` is no share, or no sequence.

@@ -79,13 +79,9 @@ def host_cache(
 ) -> HostCache:  # fmt: skip
     """Algorithm 1's inputs for a model on a node.
 
-    Args:
-        rates: the model on the node.
-        block_tokens: tokens of a block, of either type.
-        host_bytes: host memory for weights and blocks.
-        weight_bytes: of the weights that are streamed; 0 where they stay on the device.
-        batch: sequences whose decoding step is the forward pass that the correction counts.
-        context_tokens: of each of them.
+    host_bytes: for weights and blocks. weight_bytes: of the weights that are streamed; 0 where they
+    stay on the device. batch, context_tokens: sequences, and tokens of each, whose decoding step is
+    the forward pass that the correction counts.
     """
     per_layer = 1.0 / rates.layers
 
@@ -175,13 +171,10 @@ def block_types(target: tuple[float, float], count: int) -> Iterator[BlockType]:
 
 
 def next_block_type(target: tuple[float, float], held: tuple[int, int]) -> BlockType:
-    """The type of a request's next block, so that it keeps the host's ratio (Eq. 11).
+    """The type of a request's next block, so that it keeps the host's ratio (Eq. 11): the one that
+    lags most behind its share of the blocks including this one; KV in a tie.
 
-    The type that lags most behind its share of the blocks including this one; KV in a tie.
-
-    Args:
-        target: (ACT, KV) of the host, in any unit.
-        held: (ACT, KV) blocks of the request.
+    target: (ACT, KV) of the host, in any unit; held: (ACT, KV) blocks of the request.
 
     Raises:
         ValueError: a target below zero, or of nothing at all.
