@@ -33,12 +33,8 @@ class EngineStopped(RuntimeError):
 
 
 class EngineRunner:
-    """Runs one engine until it is stopped.
-
-    Args:
-        engine: used by nobody else from now on.
-        publish: given the changes of what can be found, in order, from the engine's thread.
-    """
+    """Runs one engine, which nobody else uses from now on, until it is stopped. publish: given the
+    changes of what can be found, in order, from the engine's thread."""
 
     def __init__(
         self, engine: Engine, publish: Callable[[list[CacheEvent]], None] | None = None
@@ -124,11 +120,8 @@ class EngineRunner:
                 submitted.add_done_callback(self._abort_submitted)
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End all requests and the thread. The mover is stopped, too.
-
-        Raises:
-            TimeoutError: an iteration did not end in time.
-        """
+        """End all requests, the thread and the mover; `TimeoutError` if an iteration does not end
+        in time."""
         end_s = time.monotonic() + timeout_s
         self._stopping.set()
         self._calls.put(lambda: None)

@@ -122,11 +122,10 @@ class HostStore:
         self, type: BlockType, keys: Run[BlockKey], device: Run[int], front: Run[BlockKey] = (),
         beside: Collection[bytes] = (),
     ) -> None:  # fmt: skip
-        """Start to store full blocks, in the order of their sequence.
+        """Start to store full blocks, in the order of their sequence; not those that are there or
+        on their way.
 
         Args:
-            type: of the blocks.
-            keys: their names; those that are there or on their way are left out.
             device: where they lie; the caller's use of each ends when it is needed no more.
             front: the sequence's blocks before the first of these, which are not evicted for it:
                 without them nobody would find it.

@@ -60,11 +60,7 @@ class Event(ABC):
         """Wait, in this thread, at most so long; whether it has ended, well or not."""
 
     def block(self, timeout_s: float = WAIT_S) -> None:
-        """Wait, in this thread, for the end.
-
-        Raises:
-            TransferFailed: it failed, or did not end in time.
-        """
+        """Wait, in this thread, for the end; `TransferFailed` if it failed or came too late."""
         if not self.ended(timeout_s):
             raise TransferFailed(f"a copy did not end within {timeout_s:g} s")
         error = self.error()
@@ -104,11 +100,8 @@ class LinkMover(ABC):
 
     @abstractmethod
     def drain(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until nothing is on its way; failures are not raised again.
-
-        Raises:
-            TransferFailed: something still is, after that time.
-        """
+        """Wait until nothing is on its way; `TransferFailed` if something still is. Failed copies
+        are not raised again."""
 
     def settle(self) -> None:  # noqa: B027 - a mover whose counters are always right
         """Bring the counters up to what has ended."""

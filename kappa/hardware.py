@@ -158,11 +158,8 @@ DEMO_NODES = ("pcie", "c2c")
 
 
 def node_profile(name_or_path: str | Path) -> NodeProfile:
-    """A node by catalogue name, or from a JSON file as ``NodeProfile.to_dict`` writes it.
-
-    Raises:
-        ValueError: an unknown name (the near ones are listed), a missing file, or a bad profile.
-    """
+    """A node by catalogue name, or from a JSON file as ``NodeProfile.to_dict`` writes it;
+    `ValueError` for an unknown name (the near ones are listed), or a bad file."""
     text = str(name_or_path)
     known = CATALOGUE.get(text.lower())
     if known is not None:

@@ -62,11 +62,8 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def model_shape(name_or_path: str | Path, kv_dtype: str = "auto") -> ModelShape:
-    """A shape by built-in name or its hub id, or by path of a ``config.json`` or its folder.
-
-    Raises:
-        ValueError: an unknown name (the near ones are listed), or a config that cannot be read.
-    """
+    """A shape by built-in name or its hub id, or by path of a ``config.json`` or its folder;
+    `ValueError` for an unknown name (the near ones are listed), or a bad file."""
     text = str(name_or_path)
     path = Path(text)
     if path.exists() or path.suffix == ".json":

@@ -19,17 +19,9 @@ T = TypeVar("T")
 
 
 class LinkOrder(Generic[T]):
-    """Transfers that wait for one link: urgent stores first, then loads, then stores.
-
-    With "fifo" all wait in `loads`, whatever their direction.
-
-    Args:
-        order: "loads_first" or "fifo".
-        store_s: seconds of a store's next piece, which its credit has to cover.
-
-    Raises:
-        ValueError: an unknown order; names both.
-    """
+    """Transfers that wait for one link: urgent stores first, then loads, then stores; with the
+    order "fifo" all wait in `loads`. store_s: seconds of a store's next piece, which its credit has
+    to cover. `ValueError` for an unknown order."""
 
     __slots__ = ("_fifo", "_store_s", "credit_s", "loads", "stores", "urgent")
 

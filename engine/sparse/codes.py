@@ -45,12 +45,8 @@ class Hasher:
         return (2 * bits - 1).flatten(-2).to(dtype)
 
     def agreement(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Bits in common, summed over all queries of a head: (heads, keys) float32.
-
-        Args:
-            queries: codes (heads, queries, words).
-            keys: codes (heads, keys, words).
-        """
+        """Bits in common of codes (heads, queries, words) and (heads, keys, words), summed over all
+        queries of a head: (heads, keys) float32."""
         count = queries.shape[1]
         if count <= _COUNTED_QUERIES:
             total = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)

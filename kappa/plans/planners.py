@@ -203,14 +203,9 @@ def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Pl
 
 
 class Planning:
-    """The planners of one engine.
-
-    Args:
-        block_tokens: plans are cut at multiples of this.
-        rates: the model on this node, or None.
-        activations: whether the model's activations can be used at all.
-        cpu: whether the engine can attend to host memory on the CPU.
-    """
+    """The planners of one engine, which cut plans at multiples of `block_tokens`. rates: of the
+    model on this node; activations: the model's can be used at all; cpu: it can attend to host
+    memory."""
 
     def __init__(
         self, block_tokens: int, rates: PlanRates | None = None, *, activations: bool = True,
@@ -350,12 +345,8 @@ def alternatives(
 ) -> list[Alternative]:  # fmt: skip
     """Every way to bring the cached tokens back, each at its best split, and what "auto" chooses.
 
-    Args:
-        rates: the model on the node.
-        counts: the request there.
-        block_tokens: plans are cut at multiples of this.
-        room_tokens: that a request may take on the device; None: all it needs.
-        activations: they are stored beside the KV, of every block.
+    room_tokens: that a request may take on the device; None: all it needs. activations: they are
+    stored beside the KV, of every block.
     """
     cached, new, device = counts.cached_tokens, counts.new_tokens, counts.device_tokens
     costs = Costs(rates, cached, new, device)

@@ -262,12 +262,8 @@ class PlanRates:
     def decode_s(
         self, batch: int, context_tokens: int, activations: float = 0.0
     ) -> tuple[float, float]:
-        """(link, gpu) seconds of a decoding step that brings all cached tokens again.
-
-        Args:
-            batch: sequences, a new token each.
-            context_tokens: of each sequence, all in host memory.
-            activations: of them, how many per sequence come from activations; the rest is loaded.
+        """(link, gpu) seconds of a decoding step of `batch` sequences that brings all cached tokens
+        again: of each one's `context_tokens` so many from activations, the rest as KV.
 
         Raises:
             ValueError: no sequence, or more activations than context.

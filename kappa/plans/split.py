@@ -170,14 +170,8 @@ def _recompute(costs: Costs, block_tokens: int, *, tail: bool) -> Best:
 def best_activations(
     costs: Costs, block_tokens: int = 0, held_tokens: float | None = None, recompute: float = 0.0
 ) -> Best:
-    """From activations [l, l + a), load the rest.
-
-    Args:
-        costs: the request on the node.
-        block_tokens: 0 leaves a fractional.
-        held_tokens: activations are held for this many leading tokens; None for all.
-        recompute: l, recomputed in front, given.
-    """
+    """From activations [l, l + a), load the rest; l is given. held_tokens: activations are held for
+    this many leading tokens; None for all. `block_tokens` 0 leaves a fractional."""
     rates, cached = costs.rates, costs.cached
     mu, rho = rates.load_token_s, rates.activation_ratio
     most = max(0.0, (cached if held_tokens is None else min(cached, held_tokens)) - recompute)
