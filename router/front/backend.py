@@ -187,7 +187,9 @@ class Backend:
     async def tokens(self, body: Mapping[str, Any]) -> np.ndarray | None:
         """A prompt's token ids as its `/tokenize` makes them (vLLM); None if it does not."""
         prompt = {name: body[name] for name in _PROMPT_FIELDS if name in body}
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError):
+        with contextlib.suppress(
+            aiohttp.ClientError, TimeoutError, OSError, LookupError, ValueError, TypeError
+        ):
             async with asyncio.timeout(self._probe.timeout_s):
                 status, answer = await self._get("/tokenize", prompt)
             if status == 200:

@@ -76,7 +76,7 @@ def models_in(body: bytes) -> tuple[ModelFacts, ...]:
     """The models of a `/v1/models` answer; ValueError says what is wrong with it."""
     try:
         data = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise ValueError("/v1/models answered something that is not JSON") from None
     cards = data.get("data") if isinstance(data, dict) else None
     if not isinstance(cards, list) or not cards:
@@ -149,7 +149,7 @@ def usage_in(tail: bytes) -> Usage | None:
 def _usage(text: bytes) -> Usage | None:
     try:
         given = _DECODER.decode(text)
-    except msgspec.DecodeError:
+    except ValueError:
         return None
     # Of chats and completions, and of responses.
     names = ("prompt", "completion") if "prompt_tokens" in given else ("input", "output")

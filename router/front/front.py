@@ -68,7 +68,7 @@ class Wanted:
         say why."""
         try:
             data = msgspec.json.decode(body) if body else None
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):  # of bytes that are no UTF-8, too
             data = None
         if not isinstance(data, dict):
             return cls(), {}

@@ -68,6 +68,7 @@ def test_models_with_what_was_loaded():
 @pytest.mark.parametrize(
     ("body", "why"),
     [(b"<html>", "not JSON"), (b"[" * 100_000, "not JSON"), (b"[]", "no list"),
+     (b'{"data":"\xed\xa0\x80"}', "not JSON"),
      (b'{"data":{}}', "no list"), (b'{"data":[]}', "no list"), (b'{"data":[{"id":5}]}', "an id"),
      (b'{"data":["m"]}', "an id"), (b'{"data":[{"id":""}]}', "an id")],
 )  # fmt: skip

@@ -43,6 +43,22 @@ async def test_the_server_gets_the_body_as_it_was_sent():
         assert headers["x-request-id"] == answer.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("body", [b'{"model": "\xed\xa0\x80"}', b"\xff", b"[" * 100_000, b"null"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_what_a_body_that_is_no_json_is_worth_the_server_says(path, body):
+    async with serving(FakeServer(status=400)) as servers, routing(*servers) as front:
+        answer = await front.http.post(path, data=body)
+        assert answer.status == 400
+        assert servers[0].seen[-1][3] == body
+
+
+@pytest.mark.parametrize("body", [b'{"model": "\xed\xa0\x80"}', b"\xff"])
+async def test_a_decision_about_what_is_no_json_is_explained_like_one_about_nothing(body):
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
+        answer = await front.http.post("/v1/route", data=body)
+        assert answer.status == 200 and (await answer.json())["reason"]
+
+
 @pytest.mark.parametrize("path", ["/version", "/v1/files/x%2Fy?limit=2", "/v1/embeddings"])
 async def test_a_path_that_is_not_known_goes_to_the_server_with_least_to_do(path):
     async with serving(FakeServer(), FakeServer()) as servers, routing(*servers) as front:
