@@ -19,7 +19,6 @@ from typing import Any
 import ray
 import structlog
 from ray import serve
-from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
@@ -43,6 +42,7 @@ from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
 from workers.vllm.arguments import LMCACHE, STOCK_TIER, Endpoints, EngineTier
 from workers.vllm.lmcache.server import LmcacheServer, prepare_lmcache
+from workers.vllm.one_process import OneProcessEngine
 from workers.vllm_plugin import LOG_ENV, log_setting
 
 log = structlog.get_logger(__name__)
@@ -62,18 +62,6 @@ def configure_logs(plan: WorkerPlan) -> None:
     seen = plan.observing
     configure(seen.log_format, seen.log_file, plan.log_level)
     os.environ[LOG_ENV] = log_setting(seen.log_format, seen.log_file, plan.log_level)
-
-
-class OneProcessEngine(VLLMEngine):
-    """Ray's vLLM engine on a CPU, in one process instead of two. The second is there because
-    OpenMP's threads are bound before it starts; ours are not (`workers.vllm.arguments.CPU_ENV`), so
-    the only rank runs where it is scheduled: one import of vLLM less, no queue in shared memory."""
-
-    def _start_async_llm_engine(self, args: Any, config: Any, placement_group: Any) -> Any:
-        if config.parallel_config.world_size == 1:
-            # Here rather than in the arguments, where Ray and vLLM each put "mp" in its place.
-            config.parallel_config.distributed_executor_backend = "uni"
-        return super()._start_async_llm_engine(args, config, placement_group)
 
 
 class KappaServer(LLMServer):
