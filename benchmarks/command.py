@@ -5,6 +5,7 @@ import typer
 from benchmarks.offload.command import offload
 from benchmarks.routing.capacity import capacity
 from benchmarks.routing.overload import overload
+from benchmarks.routing.peers.dynamo import dynamo_bench
 from benchmarks.routing.peers.peers import peers
 from benchmarks.routing.router import router
 from benchmarks.routing.routing import routing
@@ -22,3 +23,4 @@ for command in (
     scheduler, serve, validate,
 ):  # fmt: skip
     app.command()(command)
+app.command("dynamo")(dynamo_bench)

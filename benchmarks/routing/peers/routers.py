@@ -30,7 +30,14 @@ from benchmarks.routing.peers.wire import LINE_BYTES
 
 OURS = "kappa"
 DYNAMO_VERSION = "1.6.1"
-_REQUIREMENTS = [f"ai-dynamo-runtime=={DYNAMO_VERSION}", "pyzmq==27.3.0", "msgpack==1.2.4"]
+_WHEELS = [f"ai-dynamo=={DYNAMO_VERSION}", f"ai-dynamo-runtime=={DYNAMO_VERSION}"]
+# What mockers, frontend and SelectionService need; what the wheels ask for besides (transformers,
+# Kubernetes, Redis, a simulator) they do not.
+_REQUIREMENTS = [
+    "aiohttp==3.14.5", "huggingface_hub==2.4.0", "Jinja2==3.1.6", "msgpack==1.2.4",
+    "msgspec==0.22.0", "numpy==2.4.6", "prometheus_client==0.26.0", "pydantic==2.14.3",
+    "PyYAML==6.0.3", "pyzmq==27.3.0", "tqdm==4.70.1", "uvloop==0.23.0", "zstandard==0.25.0",
+]  # fmt: skip
 _READY = "kappa-peer"
 _INSTALL_S = 600.0
 _SCRIPTS = Path(__file__).with_name("scripts")
@@ -80,7 +87,7 @@ def command_of(script: str) -> list[str]:
     """
     if not script:
         return [sys.executable, "-m", "benchmarks.routing.peers.our_router"]
-    python = _dynamo_python() if script.startswith("dynamo") else sys.executable
+    python = dynamo_python() if script.startswith("dynamo") else sys.executable
     return [python, "-I", str(_SCRIPTS / script)]
 
 
@@ -182,23 +189,24 @@ async def started(
             await asyncio.gather(router.reader, return_exceptions=True)
 
 
-def _dynamo_python() -> str:
+def dynamo_python() -> str:
     """The interpreter of Dynamo's environment, which is made if it is not there.
 
     A file in it, written last, holds what it was made of, so that one half made is made again.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    venv = cache / "kappa-serve" / "peers" / f"ai-dynamo-runtime-{DYNAMO_VERSION}"
+    venv = cache / "kappa-serve" / "peers" / f"ai-dynamo-{DYNAMO_VERSION}"
     ready, python = venv / _READY, str(venv / "bin" / "python")
+    made_of = _WHEELS + _REQUIREMENTS
     try:
         venv.parent.mkdir(parents=True, exist_ok=True)
         with venv.with_name(f"{venv.name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not ready.exists() or ready.read_text().split() != _REQUIREMENTS:
+            if not ready.exists() or ready.read_text().split() != made_of:
                 note(f"making an environment for Dynamo {DYNAMO_VERSION} in {venv} (once)")
                 shutil.rmtree(venv, ignore_errors=True)
                 _install(venv, python)
-                ready.write_text("\n".join(_REQUIREMENTS) + "\n")
+                ready.write_text("\n".join(made_of) + "\n")
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         raise PeerError(
@@ -213,12 +221,10 @@ def _install(venv: Path, python: str) -> None:
     ours = sys.executable
     uv = shutil.which("uv", path=f"{Path(ours).parent}{os.pathsep}{os.environ['PATH']}")
     if uv:
-        commands = [
-            [uv, "venv", "--quiet", "--python", ours, str(venv)],
-            [uv, "pip", "install", "--quiet", "--python", python, *_REQUIREMENTS],
-        ]
+        commands = [[uv, "venv", "--quiet", "--python", ours, str(venv)]]
+        install = [uv, "pip", "install", "--quiet", "--python", python]
     else:
-        pip = [ours, "-m", "pip", "--python", python, "install", "--quiet", "--retries", "1"]
-        commands = [[ours, "-m", "venv", "--without-pip", str(venv)], [*pip, *_REQUIREMENTS]]
-    for command in commands:
+        commands = [[ours, "-m", "venv", "--without-pip", str(venv)]]
+        install = [ours, "-m", "pip", "--python", python, "install", "--quiet", "--retries", "1"]
+    for command in [*commands, [*install, "--no-deps", *_WHEELS], [*install, *_REQUIREMENTS]]:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)
