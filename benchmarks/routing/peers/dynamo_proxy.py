@@ -20,7 +20,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
-import uvloop
 import xxhash
 import zmq
 import zmq.asyncio
@@ -256,4 +255,4 @@ async def chooser(hello: dict[str, Any]) -> Handler:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(chooser))
+    asyncio.run(serve(chooser))
