@@ -38,7 +38,7 @@ _EXTRAS = {
         "transformers",
     ),
     "gpu": ("lmcache", "torch", "vllm"),
-    "bench": ("grafana_foundation_sdk", "jinja2", "matplotlib", "polars"),
+    "bench": ("grafana_foundation_sdk", "jinja2", "matplotlib", "polars", "xxhash"),
     "dev": ("jsonschema", "kubernetes_validate", "promql_parser"),
 }  # fmt: skip
 

@@ -95,10 +95,10 @@ class HarnessLoad:
         found = workload_named(self.trace)
         long = tuple(s for s in found.sessions if len(s.turns) >= self.turns[0])
         options = ReplayOptions(
-            texts=False, max_turns=self.turns[1], max_output_tokens=self.output, salt=seed,
-            longest_pause_s=self.pause, max_context_tokens=self.longest,
+            max_turns=self.turns[1], max_output_tokens=self.output, salt=seed,
+            max_context_tokens=self.longest,
         )  # fmt: skip
-        kept = replace(found, sessions=long)
+        kept = replace(found, sessions=long, texts=None)
         rng = np.random.default_rng((seed, 3))
         gaps_s = (rng.exponential(_turns(kept, options) / self.rate) for _ in itertools.count())
         made, requests = [], 0
@@ -242,7 +242,7 @@ async def send(
 
 
 async def play(
-    url: str, sessions: Sequence[ReplaySession], output: int, limit_s: float
+    url: str, sessions: Sequence[ReplaySession], load: HarnessLoad, limit_s: float
 ) -> list[Sent]:
     """Send all, each turn a pause after its predecessor's end; what is not through after `limit_s`
     is unfinished."""
@@ -252,8 +252,8 @@ async def play(
             prompt = turn.make_prompt()
             assert isinstance(prompt, np.ndarray)
             bodies[session.id, turn.turn] = msgspec.json.encode({
-                "model": MODEL, "prompt": prompt.tolist(), "max_tokens": output, "stream": True,
-                "ignore_eos": True, "stream_options": {"include_usage": True},
+                "model": MODEL, "prompt": prompt.tolist(), "max_tokens": load.output,
+                "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True},
                 "nvext": {"extra_fields": ["worker_id"]},
             })  # fmt: skip
     sent: list[Sent] = []
@@ -265,7 +265,7 @@ async def play(
     async def one_session(http: aiohttp.ClientSession, session: ReplaySession) -> None:
         due_s = session.arrival_s
         for turn in session.requests:
-            due_s = now() + turn.after_s if turn.turn else due_s
+            due_s = now() + min(turn.after_s, load.pause) if turn.turn else due_s
             await asyncio.sleep(max(due_s - now(), 0.0))
             one = Sent(f"{session.id}#{turn.turn}", turn.input_tokens, due_s)
             sent.append(one)
@@ -302,7 +302,7 @@ async def run(arm: str, load: HarnessLoad, emulation: Emulation, seed: int, mode
             }
             command = [sys.executable, "-m", _PROXY]
             async with started(f"hop of {arm}", command, hello) as hop:
-                sent = await play(f"http://{HOST}:{port}", sessions, load.output, limit_s)
+                sent = await play(f"http://{HOST}:{port}", sessions, load, limit_s)
                 decided = await hop.ask({"op": "decisions"})
     nodes = {instance: node for node, instance in found.instances.items()}
     return {
