@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.hardware.device import Device
 from benchmarks.hardware.engines import VllmServed
-from benchmarks.hardware.rungs import EQUAL, compare, prompt
+from benchmarks.hardware.rungs import compare, prompt
 from workers.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -73,7 +73,9 @@ def test_experts_and_latent_attention_come_back_from_host_memory_and_are_measure
         fresh, device = ask(same), ask(same)
         assert served.evict(), "all of it was stored"
         found = compare(fresh, device, ask(same), ask(other))
-        assert (found["verdict"], found["cached_tokens"]) == (EQUAL, 288)
+        # Latent attention computes a prompt and finds one with different kernels: `noise` is large.
+        assert found["cached_tokens"] == 288 and found["same_tokens"]
+        assert found["moved"] <= 1e-3 and found["control"] > 0.5
         measured = served.measured()
     assert not measured["unmeasured"] and measured["step"]["steps"] > 20
     # What the configuration says a block takes is what the engine moves.
