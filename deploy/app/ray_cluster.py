@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 from typing import Any
 
@@ -217,7 +218,11 @@ def machines() -> list[Machine]:
 
 
 def _init(log_level: str, **options: Any) -> None:
-    """Connect to Ray, or start it, as quiet as `log_level` says."""
+    """Connect to Ray, or start it, as quiet as `log_level` says.
+
+    It puts a handler of its own on SIGTERM, which dumps the stack and aborts: a service manager's
+    stop in mid-start would leave processes behind. Ours is put back.
+    """
     import ray
     import ray.serve  # sets levels of its own
 
@@ -227,12 +232,15 @@ def _init(log_level: str, **options: Any) -> None:
         # Says at every start that token authentication is on, as it should be.
         name = "ray._private.authentication.authentication_token_setup"
         logging.getLogger(name).setLevel("ERROR")
+    ours = signal.getsignal(signal.SIGTERM)
     ray.init(
         configure_logging=True,
         logging_level=log_level,
         log_to_driver=log_level in ("DEBUG", "INFO"),
         **options,
     )
+    if callable(ours):
+        signal.signal(signal.SIGTERM, ours)
 
 
 def _leave(take_back: Any) -> None:

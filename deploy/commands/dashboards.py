@@ -66,8 +66,6 @@ def dashboards(
         tool("prometheus")  # before seconds are spent on the cluster
         signal.signal(signal.SIGTERM, interrupt)
         with running(settings) as cluster:
-            # Ray has put its own handler there, which dumps the stack and exits.
-            signal.signal(signal.SIGTERM, interrupt)
             jobs = {
                 "kappa": [cluster.url.removeprefix("http://")],
                 "ray": ray_targets(os.getpid()),

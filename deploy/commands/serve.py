@@ -94,8 +94,6 @@ def serve(
         if defaults:
             settings = with_a_model(settings)
         with running(settings, address=address) as cluster:
-            # Ray has put its own handler there, which dumps the stack and exits.
-            signal.signal(signal.SIGTERM, interrupt)
             print_ready(cluster.url, settings, json_output)
             is_ready = True
             while not (why := cluster.ended()):

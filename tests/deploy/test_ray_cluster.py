@@ -1,9 +1,11 @@
 """Ray as we start or join it: what does not come up, or stands open, is refused with a remedy."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
 
+from deploy.app import ray_cluster
 from deploy.app.cluster import Cluster
 from deploy.app.model import Model, StartError
 from deploy.app.ray_cluster import JoinedRay, OwnRay, reachable
@@ -205,3 +207,19 @@ def test_a_ray_whose_head_is_dead_is_killed_without_a_call(monkeypatch):
     assert not deploy.app.ray_cluster.psutil.pid_exists(raylet.pid)
     gone[:] = [("log_monitor", head)]
     assert ours.dead() == "", "Ray goes on without its log monitor"
+
+
+def test_what_stops_us_is_not_left_to_rays_handler_which_dumps_the_stack(monkeypatch):
+    def ours(*_):
+        """Of `kappa serve`: an interrupt."""
+
+    def init(**_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray puts its own there
+
+    monkeypatch.setattr("ray.init", init)
+    before = signal.signal(signal.SIGTERM, ours)
+    try:
+        ray_cluster._init("ERROR")
+        assert signal.getsignal(signal.SIGTERM) is ours
+    finally:
+        signal.signal(signal.SIGTERM, before)
