@@ -19,15 +19,16 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from deploy.commands.console import Json, command, machine
 
 __all__ = [
-    "Interval", "Json", "alternate", "append_line", "command", "finite", "machine", "names", "note",
-    "numbers", "paired", "publish", "quantile", "quartiles", "read_lines", "result", "save_json",
-    "spread", "table", "usage_errors",
+    "Interval", "Json", "alternate", "append_line", "command", "finite", "half_width", "machine",
+    "names", "note", "numbers", "paired", "publish", "quantile", "quartiles", "read_lines",
+    "result", "save_json", "spread", "table", "usage_errors",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -215,17 +216,22 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     Raises:
         ValueError: there are no pairs.
     """
-    # Half a second to import: only where it is used, or every command would wait for it.
-    from scipy.stats import t as student
-
     logs = np.log(np.asarray(ours, float) / np.asarray(theirs, float))
     if not len(logs):
         raise ValueError("no values to average: play at least one round")
-    mean, count = float(logs.mean()), len(logs)
-    if count < 2:
-        return Interval(math.exp(mean), math.nan, math.nan, count)
-    half = float(student.ppf(0.975, count - 1) * logs.std(ddof=1) / math.sqrt(count))
+    mean, count, half = float(logs.mean()), len(logs), half_width(logs)
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)
+
+
+def half_width(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Half of the 95 % interval of a mean, by Student's t; NaN of one value."""
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from scipy.stats import t as student
+
+    count = len(values)
+    if count < 2:
+        return math.nan
+    return float(student.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count))
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,17 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.harness import Json, finite, note, paired, publish, result, table, usage_errors
+from benchmarks.harness import (
+    Json,
+    finite,
+    half_width,
+    note,
+    paired,
+    publish,
+    result,
+    table,
+    usage_errors,
+)
 from benchmarks.routing import grid
 from benchmarks.routing.grid import Row
 
@@ -128,13 +138,13 @@ def search(
     tried: dict[tuple[grid.Cell, str, int], dict[int, Row]] = {each: {} for each in searches}
     runs.total = _ROUNDS * len(searches)
     while open_ := {each: at for each, one in searches.items() if (at := one.rung()) is not None}:
-        asked = {
-            (cell, policy, seed): grid.Run(cell.at(load_of(rung)), policy, seed)
+        wanted = [
+            grid.Run(replace(cell, load=load_of(rung)), policy, seed)
             for (cell, policy, seed), rung in open_.items()
-        }
-        for each, row in zip(asked, runs.rows(list(asked.values())), strict=True):
-            tried[each][open_[each]] = row
-            searches[each].tried(open_[each], row["slo"]["met"] >= attainment)
+        ]
+        for (each, rung), row in zip(open_.items(), runs.rows(wanted), strict=True):
+            tried[each][rung] = row
+            searches[each].tried(rung, row["slo"]["met"] >= attainment)
     return {
         (cell.cluster, cell.trace, policy, seed): (
             tried[cell, policy, seed].get(one.held), tried[cell, policy, seed].get(one.failed)
@@ -170,12 +180,10 @@ def summary(
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % interval of a mean that cannot be below 0, Student's t; the value itself of one."""
-    count, mean = len(values), float(np.mean(values))
-    if count < 2 or not np.isfinite(mean):
+    mean = float(np.mean(values))
+    if len(values) < 2 or not np.isfinite(mean):
         return mean, mean
-    from scipy.stats import t as student
-
-    half = float(student.ppf(0.975, count - 1) * np.std(values, ddof=1) / np.sqrt(count))
+    half = half_width(values)
     return max(mean - half, 0.0), mean + half
 
 

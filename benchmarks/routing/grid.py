@@ -74,10 +74,6 @@ class Cell:
             parts.append("admission")
         return "_".join(parts)
 
-    def at(self, load: float) -> Cell:
-        """The same at another load."""
-        return replace(self, load=load)
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
