@@ -134,7 +134,7 @@ def prometheus(
             # It would outlive whoever is killed: the kernel ends it.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True, preexec_fn=partial(_die_with, os.getpid()),
+                start_new_session=True, preexec_fn=partial(die_with, os.getpid()),
             )  # fmt: skip
         try:
             until_s = time.monotonic() + _START_TIMEOUT_S
@@ -160,7 +160,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """In a child, before it becomes the program: ask the kernel to end it with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

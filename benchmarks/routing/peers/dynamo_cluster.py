@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import random
 import re
@@ -21,14 +20,16 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
 
-from benchmarks.routing.peers.routers import PeerError, dynamo_python
+from benchmarks.routing.peers.routers import OUR_VARIABLES, PeerError, dynamo_python
 from deploy.app.ray_cluster import free_port
+from deploy.prometheus import die_with
 from kappa.cost import StepModel, step_model
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
@@ -43,7 +44,6 @@ _STEP_FIXED_S = 0.002
 _TABLE = 64
 _LONGEST_TOKENS = 65_536
 _START_S, _TERM_S = 60.0, 2.0
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Mocker(NamedTuple):
@@ -134,7 +134,7 @@ async def dynamo(
                 await asyncio.create_subprocess_exec(
                     python, "-m", *command, env={**environment, **variables}, stdout=log,
                     stderr=log, stdin=asyncio.subprocess.DEVNULL, cwd=folder,
-                    start_new_session=True, preexec_fn=_end_with_us,
+                    start_new_session=True, preexec_fn=partial(die_with, os.getpid()),
                 )
             )  # fmt: skip
 
@@ -194,8 +194,8 @@ def _common(emulation: Emulation, model: Path) -> list[str]:
 
 
 def _environment(store: Path) -> dict[str, str]:
-    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
-    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("DYN_")}
+    environment = os.environ.items()
+    kept = {k: v for k, v in environment if k not in OUR_VARIABLES and not k.startswith("DYN_")}
     local = ("TCP_RPC", "HTTP_RPC", "SYSTEM", "EVENT_PLANE", "TCP_RESPONSE_STREAM")
     return {
         **kept, **{f"DYN_{name}_HOST": HOST for name in local}, "DYN_FILE_KV": str(store),
@@ -256,8 +256,3 @@ async def _end(running: Sequence[asyncio.subprocess.Process]) -> None:
         for process in running:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), max(until_s - time.monotonic(), 0.0))
-
-
-def _end_with_us() -> None:
-    # In the child, before it starts: killed with the bench, however that ends.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -44,7 +44,7 @@ _SCRIPTS = Path(__file__).with_name("scripts")
 _START_S = 60.0
 _ANSWER_S = 300.0
 _END_S = 5.0
-_OUR_VARIABLES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP"}
+OUR_VARIABLES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP"}
 """Variables that would lead another interpreter into our packages."""
 
 Message = dict[str, Any]
@@ -163,7 +163,7 @@ async def started(
     Raises:
         PeerError: it ended, or was not ready in time.
     """
-    kept = {key: value for key, value in os.environ.items() if key not in _OUR_VARIABLES}
+    kept = {key: value for key, value in os.environ.items() if key not in OUR_VARIABLES}
     with tempfile.TemporaryFile() as stderr:
         try:
             process = await asyncio.create_subprocess_exec(
