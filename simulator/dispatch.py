@@ -6,7 +6,7 @@ The simulator hands a dispatcher what a router receives in a live cluster, and g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import StreamCursor, Tier, WorkerReset
 from router.index.prefix_index import PrefixIndex
 from router.router import Router
-from simulator.cache import Ids
+from simulator.cache import Ids, TierCache
 from simulator.faults import TransientFault
 from simulator.memory import SimulatedJob
 from simulator.node import Node
@@ -234,9 +234,11 @@ class RouterDispatch(Dispatcher):
             return
         index.handle(WorkerReset(worker))
         memory = node.memory
-        tiers = {"device": memory.device, "host": memory.host, "disk": memory.disk}
-        for tier in get_args(Tier):
-            for ids in tiers[tier].held():
+        tiers: dict[Tier, TierCache] = {
+            "device": memory.device, "host": memory.host, "disk": memory.disk
+        }  # fmt: skip
+        for tier, cache in tiers.items():
+            for ids in cache.held():
                 index.hold(worker, tier, ids)
 
 
