@@ -37,8 +37,12 @@ class Policy(Protocol):
         """Pick one of `estimates` (at least one)."""
         ...
 
-    def routed(self, estimates: Estimates, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         """The request went to row `index`."""
+        ...
+
+    def progressed(self, request_id: str, now_s: float, *, ended: bool) -> None:
+        """A request's first token came, or it ended; of those that others sent, too."""
         ...
 
     def left(self, worker: str) -> None:
@@ -51,8 +55,11 @@ class Stateless:
 
     fetches = False
 
-    def routed(self, estimates: Estimates, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         """Nothing to remember."""
+
+    def progressed(self, request_id: str, now_s: float, *, ended: bool) -> None:
+        """Nothing to learn."""
 
     def left(self, worker: str) -> None:
         """Nothing to forget."""

@@ -363,6 +363,7 @@ class Router:
         if flight is not None and not flight.prefilled:
             self.fleet.prefilled(flight, now_s)
             state.calibration.prefilled(flight, now_s)
+            self.config.policy.progressed(request_id, now_s, ended=False)
 
     def _finish(self, flight: Flight, now_s: float, tokens: int = 0) -> None:
         state = self.workers[flight.worker]
@@ -371,6 +372,7 @@ class Router:
         del self.flights[flight.request_id], state.flights[flight.request_id]
         state.queue.finish(flight.request_id, now_s)
         self.fleet.release(flight, now_s)
+        self.config.policy.progressed(flight.request_id, now_s, ended=True)
 
     def _reserve_remote(self, worker: str, arrivals: Iterable[Arrival], now_s: float) -> None:
         """Put other ingresses' requests where they went, priced as if this router had sent them."""
@@ -474,7 +476,7 @@ class Router:
         flight.chosen, flight.informed = decision.chosen, decision.informed
         self.reservations += 1
         if decision.informed:
-            self.config.policy.routed(estimates, index)
+            self.config.policy.routed(estimates, index, decision.request_id)
         if self.config.admission:
             flight.tpot_s = float(alone_s(estimates)[index])
             self._lateness.sent(flight, now_s, float(delay_s(estimates)[index]))

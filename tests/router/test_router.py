@@ -419,8 +419,11 @@ class Recording(LeastTtft):
     def __init__(self):
         self.went = []
 
-    def routed(self, estimates, index):
+    def routed(self, estimates, index, request_id=""):
         self.went.append((estimates.workers[index], estimates.prompt_tokens))
+
+    def progressed(self, request_id, now_s, *, ended):
+        self.went.append((request_id, now_s, ended))
 
 
 def test_a_policy_learns_where_informed_requests_went_and_no_others():
@@ -432,6 +435,9 @@ def test_a_policy_learns_where_informed_requests_went_and_no_others():
     assert policy.went == []
     chosen = made.route(ask("informed", tokens=100), 1.0).worker
     assert policy.went == [(chosen, 100)]
+    made.first_token("informed", 2.0)
+    made.release("informed", 3.0)
+    assert policy.went[1:] == [("informed", 2.0, False), ("informed", 3.0, True)]
 
 
 @pytest.mark.parametrize(("outcomes", "calibrates"), [(2, True), (3, False)])

@@ -54,7 +54,7 @@ class Aibrix(Baseline):
             return Choice(index, "prefix_match")
         return Choice(random_least(self.rng, requests), "fewest_requests")
 
-    def routed(self, estimates: Estimates, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         # Deepest first, so that a prefix is always more recent than what follows it.
         for run in reversed(self._history.routed(estimates, index)):
             self._recent[run] = None

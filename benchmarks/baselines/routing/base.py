@@ -39,8 +39,11 @@ class Baseline:
         """Pick one of `estimates` (at least one)."""
         raise NotImplementedError
 
-    def routed(self, estimates: Estimates, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         """Remember where a request went; nothing to remember unless a subclass says so."""
+
+    def progressed(self, request_id: str, now_s: float, *, ended: bool) -> None:
+        """A first token came, or a request ended; nothing to do unless a subclass says so."""
 
     def left(self, worker: str) -> None:
         """A worker is gone; nothing to forget unless a subclass says so."""

@@ -6,8 +6,10 @@ import math
 
 from benchmarks.baselines.routing import base
 from benchmarks.baselines.routing.aibrix import Aibrix
-from benchmarks.baselines.routing.dynamo import Dynamo
-from benchmarks.baselines.routing.llm_d import LlmD
+from benchmarks.baselines.routing.dynamo import Dynamo, DynamoJsew, DynamoTwoTier
+from benchmarks.baselines.routing.learner import LlmDLatency, Lodestar
+from benchmarks.baselines.routing.llm_d import LlmD, LlmDAffinity
+from benchmarks.baselines.routing.lmetric import LMetric
 from benchmarks.baselines.routing.production_stack import ProductionStack
 from benchmarks.baselines.routing.ray_prefix import RayPrefix
 from benchmarks.baselines.routing.sglang import SglangCacheAware
@@ -17,8 +19,9 @@ from router.policy import Policy
 Value = float | int
 
 _CLASSES: tuple[type[base.Baseline], ...] = (
-    RoundRobin, PowerOfTwo, Sticky, ConsistentHash, RayPrefix, SglangCacheAware, Dynamo, LlmD,
-    Aibrix, ProductionStack,
+    RoundRobin, PowerOfTwo, Sticky, ConsistentHash, RayPrefix, SglangCacheAware, Dynamo,
+    DynamoJsew, DynamoTwoTier, LlmD, LlmDAffinity, LlmDLatency, LMetric, Lodestar, Aibrix,
+    ProductionStack,
 )  # fmt: skip
 
 BASELINES: dict[str, tuple[type[base.Baseline], str]] = {

@@ -1,13 +1,14 @@
-"""NVIDIA Dynamo's KV router: one cost in blocks, lowest wins."""
+"""NVIDIA Dynamo's KV routers: one cost in blocks (its default, and JSEW), and its two tiers."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from benchmarks.baselines.routing.base import Baseline, random_least
+from benchmarks.baselines.routing.base import Baseline, first_least, random_least
 from benchmarks.baselines.routing.run_tree import Roster, Run, RunTree, longest_of_each
 from router.decision import Choice, Estimates, Floats
 from router.index.prefix_hash import UInt64s
@@ -22,17 +23,12 @@ class Dynamo(Baseline):
 
     Raw prefill blocks: the whole prompt of this request and, of those not yet prefilled there, what
     device and host_credit · host tokens left over. Decode blocks: different full blocks of the
-    prompts active there, plus those of this one that they do not have. The least cost wins, ties at
-    random.
+    prompts active there, plus this one's, its last part included, that they do not have. The least
+    cost wins, ties at random.
 
     The names in the original: overlap_score_credit, host_cache_hit_weight, prefill_load_scale
     (formerly kv_overlap_score_weight). Left out, as they are off by default: the credit's decay, a
-    weight of active requests, a temperature.
-
-    A policy knows where requests go, not what becomes of them, so which of a worker's requests
-    are active and which wait for their prefill is a guess: the latest routed, as many as there are
-    in flight and waiting. The original's disk and shared tiers, output blocks (off by default) and
-    taints are left out.
+    weight of active requests, a temperature, output blocks, taints; and the disk and shared tiers.
     """
 
     name = "dynamo"
@@ -48,55 +44,129 @@ class Dynamo(Baseline):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._active = ActiveBlocks()
-        self._prefills = PrefillQueues()
+        # Of the requests in flight: worker, and tokens to prefill there that are not prefilled yet.
+        self._sent: dict[str, tuple[str, float]] = {}
+        self._prefill_tokens: defaultdict[str, float] = defaultdict(float)
 
     def choose(self, estimates: Estimates) -> Choice:
         return Choice(random_least(self.rng, self.cost(estimates)), "least_cost")
 
     def cost(self, estimates: Estimates) -> Floats:
         """Cost of each worker, in blocks."""
-        block = estimates.block_tokens
+        return self.prefill_cost(estimates) + self._active.decode_blocks(estimates)
+
+    def prefill_cost(self, estimates: Estimates) -> Floats:
         credit = self.device_credit * estimates.device_tokens
         credit = credit + self.host_credit * estimates.cached_tokens
-        raw = self._prefills.tokens(estimates) + estimates.prompt_tokens
-        cost: Floats = self.overlap_weight * np.maximum(raw - credit, 0.0) / block
-        return cost + self._active.decode_blocks(estimates)
+        queued = np.array([self._prefill_tokens.get(worker, 0.0) for worker in estimates.workers])
+        raw = queued + estimates.prompt_tokens
+        cost: Floats = self.overlap_weight * np.maximum(raw - credit, 0.0) / estimates.block_tokens
+        return cost
 
-    def routed(self, estimates: Estimates, index: int) -> None:
-        self._active.add(estimates, index)
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
+        self.progressed(request_id, estimates.now_s, ended=True)
+        self._active.add(estimates, index, request_id)
         held = estimates.device_tokens[index] + self.host_credit * estimates.cached_tokens[index]
         tokens = max(estimates.prompt_tokens - float(held), 0.0)
-        self._prefills.add(estimates.workers[index], tokens)
+        worker = estimates.workers[index]
+        self._sent[request_id] = worker, tokens
+        self._prefill_tokens[worker] += tokens
+
+    def progressed(self, request_id: str, now_s: float, *, ended: bool) -> None:
+        worker, tokens = self._sent.pop(request_id, ("", 0.0))
+        if worker:
+            self._prefill_tokens[worker] -= tokens
+            if not ended:
+                self._sent[request_id] = worker, 0.0
+        if ended:
+            self._active.remove(request_id)
 
     def left(self, worker: str) -> None:
         self._active.left(worker)
-        self._prefills.left(worker)
+        self._prefill_tokens.pop(worker, None)
+        self._sent = {name: sent for name, sent in self._sent.items() if sent[0] != worker}
 
 
-class PrefillQueues:
-    """Tokens to prefill that were sent to each worker, of the latest as many as wait there."""
+@dataclass(eq=False)
+class DynamoJsew(Dynamo):
+    """Join the shortest expected work: Dynamo's cost with its decode blocks bent. Reimplemented.
 
-    def __init__(self) -> None:
-        self._sent: defaultdict[str, deque[float]] = defaultdict(deque)
-        self._tokens: defaultdict[str, float] = defaultdict(float)
+        unshared = decode blocks · active requests ^ share_exponent
+        charged  = unshared · (unshared / mean of the workers) ^ (load_exponent − 1)
+        decode   = (footprint_weight + work_scale · expected / blocks of the prompt) · charged
 
-    def tokens(self, estimates: Estimates) -> Floats:
-        for worker, waiting in zip(estimates.workers, estimates.waiting.tolist(), strict=True):
-            sent = self._sent.get(worker)
-            if sent and len(sent) > waiting:
-                while len(sent) > waiting:
-                    sent.popleft()
-                self._tokens[worker] = sum(sent)
-        return np.array([self._tokens.get(worker, 0.0) for worker in estimates.workers])
+    Expected: a moving average of the prompts' blocks that the best device cache left over. The
+    original's exponent of that ratio is left out (it is 1). Defaults are its authors', tuned on one
+    agents' trace; it is in Dynamo's repository, and not in 1.6.1.
+    """
 
-    def add(self, worker: str, tokens: float) -> None:
-        """A prompt was sent to a worker, and this much of it is to be computed."""
-        self._sent[worker].append(tokens)
-        self._tokens[worker] += tokens
+    name = "dynamo_jsew"
+    source = "lib/router-plugins/builtin/src/jsew.rs (ai-dynamo/dynamo, commit 6345a80)"
 
-    def left(self, worker: str) -> None:
-        self._sent.pop(worker, None)
-        self._tokens.pop(worker, None)
+    work_scale: float = 17.601
+    footprint_weight: float = 1.526
+    ema_alpha: float = 0.01737
+    load_exponent: float = 1.2
+    share_exponent: float = 0.13
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._uncached_tokens: float | None = None
+
+    def choose(self, estimates: Estimates) -> Choice:
+        self._observe(estimates)
+        return super().choose(estimates)
+
+    def cost(self, estimates: Estimates) -> Floats:
+        requests = np.maximum(estimates.in_flight, 1.0)
+        unshared = self._active.decode_blocks(estimates) * requests**self.share_exponent
+        mean = float(unshared.mean())
+        charged = unshared * (unshared / mean) ** (self.load_exponent - 1) if mean else unshared
+        blocks = max(-(-estimates.prompt_tokens // estimates.block_tokens), 1)
+        expected = (self._uncached_tokens or 0.0) / estimates.block_tokens / blocks
+        return self.prefill_cost(estimates) + (
+            (self.footprint_weight + self.work_scale * expected) * charged
+        )
+
+    def _observe(self, estimates: Estimates) -> None:
+        tokens = max(estimates.prompt_tokens - float(estimates.device_tokens.max()), 0.0)
+        before = tokens if self._uncached_tokens is None else self._uncached_tokens
+        self._uncached_tokens = self.ema_alpha * tokens + (1 - self.ema_alpha) * before
+
+
+@dataclass(eq=False)
+class DynamoTwoTier(Baseline):
+    """Dynamo's two tiers, load before cache. Reimplemented.
+
+    Where the requests in flight differ by more than balance_abs and the most are more than
+    balance_rel times the fewest: the fewest. Else, where somebody has more than cache_threshold of
+    the prompt's blocks on the device: of those that have most, the fewest. Else the fewest. The
+    original leaves level ones to the order of its table; here the first. It sees no host tier.
+    """
+
+    name = "dynamo_two_tier"
+    source = "lib/router-plugins/builtin/src/two_tier_cost_fn.rs (ai-dynamo 1.6.1)"
+
+    cache_threshold: float = 0.5
+    balance_abs: float = 32.0
+    balance_rel: float = 1.1
+    least: ClassVar = {"balance_rel": 1.0}
+
+    def choose(self, estimates: Estimates) -> Choice:
+        rows, reason = self.rows(estimates)
+        return Choice(first_least(rows, estimates.in_flight), reason)
+
+    def rows(self, estimates: Estimates) -> tuple[list[int], str]:
+        """Workers among which the fewest requests decide, and why these."""
+        load, device = estimates.in_flight, estimates.device_tokens
+        least, most = float(load.min()), float(load.max())
+        everybody = list(range(len(load)))
+        if most - least > self.balance_abs and most > self.balance_rel * least:
+            return everybody, "imbalanced"
+        blocks = -(-estimates.prompt_tokens // estimates.block_tokens)
+        if device.max() > self.cache_threshold * blocks * estimates.block_tokens:
+            return np.flatnonzero(device == device.max()).tolist(), "prefix_match"
+        return everybody, "fewest_requests"
 
 
 class ActiveBlocks:
@@ -108,23 +178,20 @@ class ActiveBlocks:
     def __init__(self) -> None:
         self._tree = RunTree()
         self._roster = Roster()
-        self._sent: defaultdict[int, deque[UInt64s]] = defaultdict(deque)
+        self._sent: dict[str, tuple[int, UInt64s]] = {}
 
     def decode_blocks(self, estimates: Estimates) -> Floats:
         """For each worker: different active blocks if this request went there."""
         roster, hashes = self._roster, estimates.prefix_hashes
         roster.read(estimates)
-        for bit, in_flight in zip(roster.bits, estimates.in_flight.tolist(), strict=True):
-            # The oldest have ended where more is remembered than is in flight.
-            while len(self._sent[bit]) > in_flight:
-                self._remove(bit, self._sent[bit].popleft())
-        blocks = np.array([self._tree.size(bit) + len(hashes) for bit in roster.bits], float)
+        own = -(-estimates.prompt_tokens // estimates.block_tokens)
+        blocks = np.array([self._tree.size(bit) + own for bit in roster.bits], float)
         for workers, shared in longest_of_each(self._tree.walk(hashes), roster.mask):
             if workers:
                 blocks[roster.rows(workers)] -= shared
         return blocks
 
-    def add(self, estimates: Estimates, index: int) -> None:
+    def add(self, estimates: Estimates, index: int, request_id: str) -> None:
         """A request is active on row `index`."""
         self._roster.read(estimates)
         bit, hashes, depth = self._roster.bits[index], estimates.prefix_hashes, 0
@@ -134,18 +201,20 @@ class ActiveBlocks:
             self._tree.mark(last, bit, last.marks.get(bit, 0) + 1)
         if depth < len(hashes):
             self._tree.mark(self._tree.append(last, hashes, depth, first=bit), bit, 1)
-        self._sent[bit].append(hashes)
+        self._sent[request_id] = bit, hashes
 
-    def left(self, worker: str) -> None:
-        bit = self._roster.left(worker)
-        if bit is not None and bit in self._sent:
-            del self._sent[bit]
-            self._tree.forget(bit)
-
-    def _remove(self, bit: int, hashes: UInt64s) -> None:
-        for run, _ in self._tree.walk(hashes):
+    def remove(self, request_id: str) -> None:
+        """A request ended, if it is known."""
+        bit, hashes = self._sent.pop(request_id, (-1, None))
+        for run, _ in self._tree.walk(hashes) if hashes is not None else ():
             count = run.marks[bit] - 1
             if count:
                 run.marks[bit] = count
             else:
                 self._tree.unmark(run, bit)
+
+    def left(self, worker: str) -> None:
+        bit = self._roster.left(worker)
+        if bit is not None:
+            self._sent = {name: sent for name, sent in self._sent.items() if sent[0] != bit}
+            self._tree.forget(bit)

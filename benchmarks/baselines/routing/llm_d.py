@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from benchmarks.baselines.routing.base import Baseline
+from benchmarks.baselines.routing.base import Baseline, random_least
+from benchmarks.baselines.routing.learner import sticky
 from router.decision import Choice, Estimates, Floats
 
 
@@ -64,3 +66,34 @@ class LlmD(Baseline):
         queue = (most - waiting) / (most - least) if most > least else np.ones(len(estimates))
         score += self.queue_weight * queue
         return score
+
+
+@dataclass(eq=False)
+class LlmDAffinity(Baseline):
+    """llm-d's affinity until saturated: a threshold, then the least token load. Reimplemented.
+
+    Pods that hold `threshold` of the prompt are the only candidates, unless the best of them has
+    max_penalty_s more of uncached tokens in flight (over prefill_tokens_per_s, one constant for the
+    pool) than the best of the others. Of these the least such tokens, this prompt's included; level
+    ones at random. Host blocks count as held.
+    """
+
+    name = "llm_d_affinity"
+    source = (
+        "llm-d/llm-d-router: pkg/epp/framework/plugins/scheduling/"
+        "{filter/prefixcacheaffinity,scorer/tokenload} (commit ebab687)"
+    )
+
+    threshold: float = 0.8
+    max_penalty_s: float = 18.0
+    prefill_tokens_per_s: float = 15928.0
+    least: ClassVar = {"prefill_tokens_per_s": 1.0}
+
+    def choose(self, estimates: Estimates) -> Choice:
+        tokens = max(len(estimates.prefix_hashes) * estimates.block_tokens, 1)
+        holds = estimates.device_tokens + estimates.cached_tokens >= self.threshold * tokens
+        load_s = estimates.queued_tokens / self.prefill_tokens_per_s
+        rows = sticky(np.arange(len(estimates)), holds, load_s, self.max_penalty_s)
+        load = np.full(len(estimates), np.inf)
+        load[rows] = (estimates.queued_tokens + estimates.new_tokens)[rows]
+        return Choice(random_least(self.rng, load), "least_token_load")

@@ -41,7 +41,7 @@ class ProductionStack(Baseline):
             return Choice(self.rng.randrange(len(estimates)), "any")
         return Choice(self.rng.choice(roster.rows(staying)), "prefix_match")
 
-    def routed(self, estimates: Estimates, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         self._history.routed(estimates, index)
 
     def left(self, worker: str) -> None:

@@ -50,7 +50,7 @@ class RayPrefix(Baseline):
         rows = [row for row, size in enumerate(sizes) if size == min(sizes)]
         return Choice(first_least(rows, queue), "smallest_tree")
 
-    def routed(self, estimates: Estimates, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         self._history.routed(estimates, index)
 
     def left(self, worker: str) -> None:

@@ -58,7 +58,7 @@ class SglangCacheAware(Baseline):
                 return Choice(row or 0, "prefix_match" if row is not None else "match_not_on_offer")
         return Choice(int(load.argmin()), "shortest_queue")
 
-    def routed(self, estimates: Estimates, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         self._history.routed(estimates, index)
         bit = self._history.bit(estimates, index)
         most = self.max_tree_tokens / estimates.block_tokens

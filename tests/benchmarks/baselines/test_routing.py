@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import count
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from kappa.plugins import ROUTING_POLICIES, installed
 from router.policy import policy_named
 from tests.benchmarks.baselines.prompts import BLOCK, offer
 
+NUMBERS = count()
 EVERY = [
     *BASELINES,
     "sglang_cache_aware:balance_abs=2,max_tree_tokens=320",
@@ -24,7 +26,7 @@ def made(spec, seed=0):
 def route(policy, estimates, row=None):
     """Choose (or take `row`) and remember; returns the row."""
     index = policy.choose(estimates).index if row is None else row
-    policy.routed(estimates, index)
+    policy.routed(estimates, index, f"r{next(NUMBERS)}")
     return index
 
 
@@ -35,11 +37,11 @@ def picks(policy, estimates, times=200):
 # -- all of them ------------------------------------------------------------------------------
 
 
-def stream(count, workers, seed=5):
+def stream(requests, workers, seed=5):
     """Estimates of a small mixed workload, on queues and caches drawn at random."""
     rng = np.random.default_rng(seed)
     size = len(workers)
-    for i in range(count):
+    for i in range(requests):
         prompt = "abcdefgh"[rng.integers(8)] * int(rng.integers(1, 9)) + "xyz"[: rng.integers(4)]
         yield offer(
             rng.integers(0, 6, size),
@@ -75,7 +77,10 @@ def test_workers_come_and_go(spec):
             choice = policy.choose(estimates)
             assert 0 <= choice.index < len(fleet)
             assert choice.reason and " " not in choice.reason
-            policy.routed(estimates, choice.index)
+            name = f"r{next(NUMBERS)}"
+            policy.routed(estimates, choice.index, name)
+            policy.progressed(name, estimates.now_s + 0.5, ended=False)
+            policy.progressed(name, estimates.now_s + 1.0, ended=True)
     policy.left("never-there")
 
 
@@ -251,25 +256,38 @@ def test_dynamo_cost_by_hand():
 def test_dynamo_queues_what_the_caches_leave_and_host_blocks_in_part():
     policy = Dynamo()
     held = {"device_tokens": [16, 0], "cached_tokens": [32, 0]}
-    route(policy, offer([0, 0], "stuvwx", **held), row=0)
-    route(policy, offer([1, 0], "mn", waiting=[1, 0]), row=0)
+    policy.routed(offer([0, 0], "stuvwx", **held), 0, "long")
+    policy.routed(offer([1, 0], "mn"), 0, "short")
     # Queued at worker 0: 6 - 1 - 0.75 · 2 = 3.5 blocks, then 2; active there: 8.
-    waiting = offer([2, 0], "ab", waiting=[2, 0])
-    assert policy.cost(waiting).tolist() == [5.5 + 2 + 8 + 2, 2 + 2]
-    one_prefilled = offer([2, 0], "ab", waiting=[1, 0])
-    assert policy.cost(one_prefilled).tolist() == [2 + 2 + 8 + 2, 2 + 2]
-    one_ended = offer([1, 0], "ab", waiting=[0, 0])
-    assert policy.cost(one_ended).tolist() == [2 + 2 + 2, 2 + 2]
+    estimates = offer([2, 0], "ab")
+    assert policy.cost(estimates).tolist() == [5.5 + 2 + 8 + 2, 2 + 2]
+    # The later one is prefilled first, then it ends; the other still waits for its prefill.
+    policy.progressed("short", 1.0, ended=False)
+    assert policy.cost(estimates).tolist() == [3.5 + 2 + 8 + 2, 2 + 2]
+    policy.progressed("short", 2.0, ended=True)
+    assert policy.cost(estimates).tolist() == [3.5 + 2 + 6 + 2, 2 + 2]
+    policy.progressed("long", 3.0, ended=True)
+    policy.progressed("another router's", 3.0, ended=True)
+    assert policy.cost(estimates).tolist() == [2 + 2, 2 + 2]
+
+
+def test_dynamo_counts_a_request_that_is_tried_elsewhere_once():
+    policy = Dynamo()
+    policy.routed(offer([0, 0], "abcdef"), 0, "r")
+    policy.routed(offer([0, 0], "abcdef"), 1, "r")
+    assert policy.cost(offer([0, 0], "xy")).tolist() == [2 + 2, 6 + 2 + 6 + 2]
 
 
 def test_dynamo_counts_what_active_requests_share_once():
     policy = Dynamo()
-    route(policy, offer([0, 0], "abcdef"), row=0)
+    policy.routed(offer([0, 0], "abcdef"), 0, "r")
     estimates = offer([1, 0], "abcdxy")
-    # Worker 0: 6 blocks active, 2 more; worker 1: all 6.
+    # Worker 0: 6 queued, 6 blocks active, 2 more; worker 1: all 6.
+    assert policy.cost(estimates).tolist() == [6 + 6 + 8, 6 + 6]
+    policy.progressed("r", 1.0, ended=False)
     assert policy.cost(estimates).tolist() == [6 + 8, 6 + 6]
-    ended = offer([0, 0], "abcdxy")
-    assert policy.cost(ended).tolist() == [12, 12]
+    policy.progressed("r", 2.0, ended=True)
+    assert policy.cost(estimates).tolist() == [12, 12]
 
 
 def test_dynamo_breaks_ties_at_random():

@@ -110,24 +110,25 @@ def test_what_trimming_leaves_is_whole_prefixes(seed):
 def test_active_blocks_agree_with_a_count_of_each(seed):
     rng, active = Random(seed), ActiveBlocks()
     sent = {worker: [] for worker in WORKERS}
-    for _ in range(150):
+    for number in range(150):
         prompt = random_prompt(rng)
         for queue in sent.values():
-            # Some ended since: the oldest, as far as a router can tell.
-            del queue[: rng.randrange(3)]
+            for _ in range(min(rng.randrange(3), len(queue))):
+                active.remove(queue.pop(rng.randrange(len(queue)))[0])
         estimates = offer(prompt, in_flight=[len(sent[worker]) for worker in WORKERS])
         expected = [
-            len({p[: i + 1] for p in [*sent[worker], prompt] for i in range(len(p))})
+            len({p[: i + 1] for _, p in [*sent[worker], (0, prompt)] for i in range(len(p))})
             for worker in WORKERS
         ]
         assert active.decode_blocks(estimates).tolist() == expected
         row = rng.randrange(len(WORKERS))
-        active.add(estimates, row)
-        sent[WORKERS[row]].append(prompt)
+        active.add(estimates, row, f"r{number}")
+        sent[WORKERS[row]].append((f"r{number}", prompt))
 
 
 def test_nothing_is_active_on_a_worker_that_left():
     active = ActiveBlocks()
-    active.add(offer("abc", in_flight=[0] * 5), 1)
+    active.add(offer("abc", in_flight=[0] * 5), 1, "r")
     active.left("w1")
+    active.remove("r")
     assert active.decode_blocks(offer("abc", in_flight=[3] * 5)).tolist() == [3.0] * 5
