@@ -26,6 +26,7 @@ from router.api.request import EndpointModel, model_of
 from router.api.start import IngressSettings
 from router.live.replica_registry import ReplicaRegistry
 from router.page.mount import add_page
+from tests.router.front.conftest import routing
 from tests.workers.emulation import emulated_plan
 from workers.own_engine.emulated import EmulatedEngine
 from workers.report_stream import ReportStream
@@ -182,6 +183,23 @@ class Serving:
         live_router.REGISTRY = registry
 
 
+class Fronted(Serving):
+    """`kappa route` before a stack."""
+
+    def __init__(self, stack):
+        super().__init__(None)
+        self._behind = stack.url
+
+    async def _serve(self):
+        backend = {"url": self._behind, "profile": "h100-pcie5"}
+        limits = {"max_body_bytes": MAX_BODY_BYTES}
+        async with routing(backend, router=limits, probe={}) as made:
+            self.url, self.app, self.live = made.url, None, made.front.live
+            self._ready.set()
+            while not self._stop.is_set():
+                await asyncio.sleep(0.05)
+
+
 def settings_of_ingress():
     small = RouterSettings(index_blocks=10_000, max_queue=64, stale_after_s=1e9)
     return IngressSettings((EndpointModel(MODEL, ""),), secret="s", router=small)
@@ -193,3 +211,13 @@ def stack(tmp_path_factory):
     renderer = PromptRenderer(str(make_tiny_model(folder, ["hello world " * 20])))
     with Serving(renderer) as made:
         yield made
+
+
+@pytest.fixture(scope="session", params=["ingress", "route"])
+def face(request, stack):
+    """Each of the two faces: the ingress, and `kappa route` before it."""
+    if request.param == "ingress":
+        yield stack
+    else:
+        with Fronted(stack) as made:
+            yield made

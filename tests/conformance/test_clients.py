@@ -23,8 +23,8 @@ MESSAGES = [{"role": "user", "content": "Hello hello"}]
 
 
 @pytest.fixture(scope="module")
-def client(stack):
-    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as made:
+def client(face):
+    with openai.OpenAI(base_url=f"{face.url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -52,7 +52,7 @@ def test_chats_and_completions_whole_and_streamed(client):
         assert "".join(c.choices[0].text for c in stream if c.choices) == WORD * 2
 
 
-def test_responses_and_messages_whole_and_streamed(client, stack):
+def test_responses_and_messages_whole_and_streamed(client, face):
     ask = {"model": MODEL, "input": "Hello hello", "max_output_tokens": 3}
     whole = client.responses.create(**ask)
     with client.responses.stream(**ask) as stream:
@@ -60,7 +60,7 @@ def test_responses_and_messages_whole_and_streamed(client, stack):
     for made in (whole, last.response):
         assert made.output_text == WORD * 3 and made.usage.output_tokens == 3
         assert made.incomplete_details.reason == "max_output_tokens"
-    with anthropic.Anthropic(base_url=stack.url, api_key="none", max_retries=0) as other:
+    with anthropic.Anthropic(base_url=face.url, api_key="none", max_retries=0) as other:
         say = {"model": MODEL, "messages": MESSAGES}
         counted = other.messages.count_tokens(**say).input_tokens
         whole = other.messages.create(**say, max_tokens=3)
@@ -75,7 +75,7 @@ def test_responses_and_messages_whole_and_streamed(client, stack):
         with pytest.raises(anthropic.BadRequestError) as caught:
             other.messages.create(**say, max_tokens=600)
         assert caught.value.body["error"]["type"] == "invalid_request_error"
-    assert stack.reserved() == 0
+    assert face.reserved() == 0
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ print(json.dumps({"whole": whole.choices[0].message.content, "streamed": "".join
 
 
 @pytest.mark.skipif(not LITELLM.exists(), reason="no litellm here: ./dev litellm installs it")
-def test_litellm_gets_the_same_answers(stack):
+def test_litellm_gets_the_same_answers(face):
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     environment = {k: v for k, v in os.environ.items() if k not in ours}
     done = subprocess.run(
-        [LITELLM, "-c", ASK, stack.url, MODEL], capture_output=True, text=True, timeout=120,
+        [LITELLM, "-c", ASK, face.url, MODEL], capture_output=True, text=True, timeout=120,
         env=environment | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

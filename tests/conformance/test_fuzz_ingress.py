@@ -61,10 +61,10 @@ def evaluate(answer):
     return complaint_of(answer.status_code, answer.text)
 
 
-async def send_all(stack, drawn):
+async def send_all(face, drawn):
     """Send them, several at once; the statuses, and what was wrong with which."""
     statuses, wrong = Counter(), []
-    async with httpx.AsyncClient(base_url=stack.url, timeout=_REQUEST_S) as client:
+    async with httpx.AsyncClient(base_url=face.url, timeout=_REQUEST_S) as client:
 
         async def sender():
             for bad in drawn:
@@ -84,16 +84,16 @@ async def send_all(stack, drawn):
     return statuses, wrong
 
 
-def test_seeded_bad_requests_get_answers_and_leave_nothing(stack):
+def test_seeded_bad_requests_get_answers_and_leave_nothing(face):
     schemas = {
         CHAT: ChatCompletionRequest.model_json_schema(),
         COMPLETION: CompletionRequest.model_json_schema(),
     }
     with listening() as heard:
         drawn = bad_requests(SEED, REQUESTS, MODEL, MARKER, schemas)
-        statuses, wrong = asyncio.run(send_all(stack, drawn))
+        statuses, wrong = asyncio.run(send_all(face, drawn))
         deadline_s = time.monotonic() + _REQUEST_S
-        while stack.reserved():
+        while face.reserved():
             assert time.monotonic() < deadline_s, "a reservation leaked"
             time.sleep(0.05)
     assert not wrong, f"{len(wrong)} of {REQUESTS}:\n" + "\n".join(map(_told, wrong[:20]))
@@ -128,10 +128,10 @@ JSON = st.recursive(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
 )  # fmt: skip
 @given(path=st.sampled_from(PATHS), body=JSON, named=st.booleans(), messages=JSON)
-def test_any_json_gets_an_answer(stack, path, body, named, messages):
+def test_any_json_gets_an_answer(face, path, body, named, messages):
     if named and isinstance(body, dict):
         body = {"max_tokens": 2, **body, "model": MODEL, "messages": messages}
-    answer = stack.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
+    answer = face.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
     assert not (complaint := evaluate(answer)), complaint
 
 
@@ -139,25 +139,25 @@ def test_any_json_gets_an_answer(stack, path, body, named, messages):
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
 )  # fmt: skip
 @given(path=st.sampled_from(PATHS), body=st.binary(max_size=200))
-def test_any_bytes_get_an_answer(stack, path, body):
-    answer = stack.http.post(path, content=body, headers=AS_JSON)
+def test_any_bytes_get_an_answer(face, path, body):
+    answer = face.http.post(path, content=body, headers=AS_JSON)
     assert answer.status_code in (400, 422), answer.text
     assert not (complaint := evaluate(answer)), complaint
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_half_a_surrogate_pair_is_refused_and_can_be_told(stack, path):
+def test_half_a_surrogate_pair_is_refused_and_can_be_told(face, path):
     for name in ("model", "\ud800", "messages"):
         body = {"model": MODEL, "messages": [{"role": "\ud800", "content": "x"}], name: "\ud800"}
-        answer = stack.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
+        answer = face.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
         assert answer.status_code in (400, 404, 422), answer.text
         assert not (complaint := evaluate(answer)), complaint
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_body_nested_too_deeply_to_be_parsed_is_refused(stack, path):
+def test_a_body_nested_too_deeply_to_be_parsed_is_refused(face, path):
     for deep in ("[" * 20_000 + "]" * 20_000, '{"a":' * 5000 + "1" + "}" * 5000):
         body = f'{{"model": "{MODEL}", "messages": {deep}}}'
-        answer = stack.http.post(path, content=body.encode(), headers=AS_JSON)
+        answer = face.http.post(path, content=body.encode(), headers=AS_JSON)
         assert answer.status_code in (400, 422), answer.text
         assert not (complaint := evaluate(answer)), complaint

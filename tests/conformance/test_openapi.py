@@ -22,10 +22,10 @@ ENDPOINTS = {
 
 
 @pytest.fixture(scope="session")
-def operations(stack):
-    document = stack.http.get("/openapi.json").json()
+def operations(face):
+    document = face.http.get("/openapi.json").json()
     schema = schemathesis.openapi.from_dict(document)
-    schema.config.update(base_url=stack.url)
+    schema.config.update(base_url=face.url)
     return {
         f"{op.method.upper()} {op.path}": op for op in (r.ok() for r in schema.get_all_operations())
     }
@@ -49,5 +49,5 @@ def test_every_operation_keeps_to_its_document(operations):
     assert {name.split()[1] for name in asked} >= ENDPOINTS
 
 
-def test_the_document_names_every_endpoint(stack):
-    assert set(stack.http.get("/openapi.json").json()["paths"]) >= ENDPOINTS
+def test_the_document_names_every_endpoint(face):
+    assert set(face.http.get("/openapi.json").json()["paths"]) >= ENDPOINTS
