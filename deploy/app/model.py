@@ -139,13 +139,16 @@ def _read(source: str, settings: ClusterSettings, *, is_offline: bool = False) -
     lacking = _no_weights(Path(source))
     if Path(source).is_dir() and not lacking:
         shape = with_stored_weights(shape, Path(source))
-    found = [adapter_rank(*each, config) for each in settings.model.adapters.items()]
+    named = {**config, "_name_or_path": source}
+    found = [adapter_rank(*each, named) for each in settings.model.adapters.items()]
     template, family = str(tokenizer.chat_template or ""), str(config.get("model_type") or "")
     return Model(source, shape, template, lacking, max(found, default=0), family)
 
 
 def adapter_rank(name: str, folder: str, config: Mapping[str, Any]) -> int:
     """The rank of a LoRA adapter in PEFT's layout, made for a model of this configuration.
+
+    One whose base has another name but layers as wide is logged: mirrors rename models.
 
     Raises:
         PreflightError: it is not there, cannot be read, or was made for another model.
@@ -176,6 +179,13 @@ def adapter_rank(name: str, folder: str, config: Mapping[str, Any]) -> int:
             f"{who} was made for another model (it says {base}): its layers are "
             f"{', '.join(map(str, sorted(widths)))} wide, the model's {hidden}"
         )
+    source = str(config.get("_name_or_path"))
+    if base and Path(str(base)).name.lower() != Path(source).name.lower():
+        log.warning(
+            "adapter_base", adapter=name, made_for=base, model=source,
+            remedy="its layers fit; if these are two models and not two names of one, its answers "
+            "will be nonsense: give an adapter of this model",
+        )  # fmt: skip
     return rank
 
 

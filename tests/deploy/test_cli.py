@@ -178,6 +178,19 @@ def test_an_adapter_that_is_missing_or_of_another_model_is_refused_by_name(tiny,
         model_here(with_adapter(tiny, folder))
 
 
+@pytest.mark.parametrize(("base", "lines"), [("org/Other-7B", 1), ("/mirror/{same}", 0), (None, 0)])
+def test_an_adapter_whose_base_has_another_name_but_fits_is_named(tiny, tmp_path, base, lines):
+    folder = make_adapter(tmp_path / "fine", tiny[0])
+    facts = json.loads((folder / "adapter_config.json").read_text())
+    facts["base_model_name_or_path"] = base and base.format(same=tiny[0].name.upper())
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
+    with capture_logs() as logged:
+        model_here(with_adapter(tiny, folder))
+    found = [line for line in logged if line["event"] == "adapter_base"]
+    assert len(found) == lines
+    assert all((line["made_for"], line["model"]) == (base, str(tiny[0])) for line in found)
+
+
 def test_the_tiny_models_parameters_are_counted_as_they_are_stored(tiny, tmp_path):
     found = model_of(tiny, tmp_path / "m", {})
     assert found.shape.params_total == shape_from_config(tiny[1]).params_total
