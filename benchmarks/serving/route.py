@@ -1,4 +1,7 @@
-"""`kappa bench route`: `kappa route` before servers that are not ours, against plain balancers."""
+"""`kappa bench route`: `kappa route` before servers that are not ours, against plain balancers.
+
+The servers are EMULATED, or with `--real FILE` the backends of a file of `kappa route`, which run.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,30 @@ import asyncio
 import contextlib
 import itertools
 import json
+import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import numpy as np
 import typer
+import yaml
 from rich.console import Console
 
 from benchmarks.harness import Json, names, note, publish, quantile, result, spread, table
 from benchmarks.harness import usage_errors as faults
 from deploy.app.ray_cluster import free_port
 from deploy.commands.route_report import facts_of
-from loadtest.client import Endpoint, EndpointSettings
+from kappa.settings.front import load_front_settings
+from loadtest.client import Endpoint, EndpointSettings, Prepared
 from loadtest.journal import RequestRecord
 from router.journal import read_journal
 from workload.catalogue import workload_named
@@ -40,19 +48,26 @@ EMULATED = "benchmarks.serving.route_backend"
 HOST = "127.0.0.1"
 _KAPPA = "from deploy.cli import app; app()"
 _START_S, _STOP_S = 60.0, 10.0
+_BATCH = 50
 _EARLY_SHARE = 5  # of the requests, the first fifth is not measured
+
+
+Servers = Callable[[], contextlib.AbstractContextManager[Mapping[str, Any]]]
+"""Has servers run and gives the settings of `kappa route` before them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteLoad:
     """What is sent. agents: at a time, each in a conversation; output: tokens an answer; pause:
-    multiple of the recorded pauses; most: longer prompts end their conversation, tokens."""
+    multiple of the recorded pauses; most: longer prompts end their conversation, tokens; shrink:
+    divides the trace's tokens for a real model, 0: texts for emulated servers."""
 
     requests: int
     agents: int
     output: int
     pause: float
     most: int
+    shrink: int = 0
 
 
 def prompt_of(turn: TurnShape, block_tokens: int) -> str:
@@ -62,12 +77,34 @@ def prompt_of(turn: TurnShape, block_tokens: int) -> str:
     return blocks + f"{turn.input_tokens:04x}" * rest
 
 
+def ids_of(turn: TurnShape, block_tokens: int, shrink: int, salt: int) -> np.ndarray:
+    """`prompt_of` as token ids of a real model, so many times fewer; other ones for each salt."""
+    size = block_tokens // shrink
+    total = max(turn.input_tokens // shrink, 1)
+    parts = [_drawn(size, salt, block) for block in turn.blocks.tolist()]
+    parts.append(_drawn(total, salt, turn.input_tokens))
+    return np.concatenate(parts)[:total]
+
+
+def _drawn(count: int, *key: int) -> np.ndarray:
+    # Below are the special tokens of most vocabularies, and above some end.
+    return np.random.default_rng(key).integers(1000, 16_000, count)
+
+
 async def play(url: str, load: RouteLoad, workload: Workload, seed: int) -> list[RequestRecord]:
     """Agents go through conversations, each waiting for its answer; the same ones for a seed."""
     left, sessions = itertools.count(), enumerate(expand(workload, seed))
     begun_s = time.monotonic()
     records: list[RequestRecord] = []
-    settings = EndpointSettings(url, "emulated", timeout_s=600.0)
+    model = _model_of(url) if load.shrink else "emulated"
+    settings = EndpointSettings(url, model, timeout_s=600.0, ignore_eos=bool(load.shrink))
+    salt = secrets.randbits(32)  # What earlier runs left in real caches is of no use to this one.
+
+    def prepared(turn: TurnShape) -> Prepared:
+        if not load.shrink:
+            return settings.prepare(prompt_of(turn, workload.block_tokens), load.output)
+        ids = ids_of(turn, workload.block_tokens, load.shrink, salt)
+        return settings.prepare(ids, load.output)
 
     async def agent(endpoint: Endpoint, number: int) -> None:
         await asyncio.sleep(number * 0.4)
@@ -80,12 +117,15 @@ async def play(url: str, load: RouteLoad, workload: Workload, seed: int) -> list
                     return
                 record = RequestRecord(f"{session}", 0)
                 records.append(record)
-                body = settings.prepare(prompt_of(turn, workload.block_tokens), load.output)
-                await endpoint.send(body, record)
+                await endpoint.send(prepared(turn), record)
 
     async with Endpoint(settings, lambda: time.monotonic() - begun_s) as endpoint:
         await asyncio.gather(*(agent(endpoint, number) for number in range(load.agents)))
     return records
+
+
+def _model_of(url: str) -> str:
+    return str(httpx.get(f"{url}/v1/models", timeout=10.0).json()["data"][0]["id"])
 
 
 @contextlib.contextmanager
@@ -117,8 +157,8 @@ def ready(url: str, workers: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def backends(log: Path, speed: float, *, metrics: bool) -> Iterator[list[tuple[str, str]]]:
-    """Two emulated servers: their addresses, and the profiles that they are said to have."""
+def emulated(log: Path, speed: float, *, metrics: bool) -> Iterator[dict[str, Any]]:
+    """Two emulated servers: settings of `kappa route` before them."""
     with contextlib.ExitStack() as stack:
         found = []
         for load_us, profile in _SERVERS:
@@ -130,45 +170,38 @@ def backends(log: Path, speed: float, *, metrics: bool) -> Iterator[list[tuple[s
                     str(load_us), "--speed", str(speed), *more, log=log,
                 )
             )  # fmt: skip
-            found.append((f"http://127.0.0.1:{port}", profile))
-        for url, _ in found:
-            ready(url)
-        yield found
+            url = f"http://{HOST}:{port}"
+            found.append({"url": url, "profile": profile, "host_tokens": 1_000_000})
+        for one in found:
+            ready(str(one["url"]))
+        yield {"backends": found}
 
 
 @contextlib.contextmanager
-def front(
-    servers: Sequence[tuple[str, str]], arm: str, journal: Path, host_tokens: int
-) -> Iterator[str]:
-    """`kappa route` before the servers, its own rule or a present balancer's steering."""
+def front(given: Mapping[str, Any], arm: str, journal: Path) -> Iterator[str]:
+    """`kappa route` with settings `given`, its own rule or a present balancer's steering."""
     port = free_port(HOST)
-    mode = {"mode": "on"} if arm == "on" else {"mode": "shadow"}
+    mode = "on" if arm == "on" else "shadow"
     settings = {
-        "backends": [
-            {"url": url, "profile": profile, "host_tokens": host_tokens} for url, profile in servers
-        ],
-        "router": mode, "http": {"port": port}, "journal": str(journal),
+        **given, "router": {**given.get("router", {}), "mode": mode},
+        "http": {"port": port}, "journal": str(journal),
         "present": "round-robin" if arm == "on" else arm,
     }  # fmt: skip
     config = journal.with_suffix(".yaml")
     config.write_text(json.dumps(settings))
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{HOST}:{port}"
     with process("-c", _KAPPA, "route", "-c", str(config), log=journal.with_suffix(".log")):
-        ready(url, len(servers))
+        ready(url, len(given["backends"]))
         yield url
 
 
 def run_arm(
-    arm: str, load: RouteLoad, workload: Workload, seed: int, folder: Path, speed: float,
-    *, metrics: bool,
+    arm: str, load: RouteLoad, workload: Workload, seed: int, folder: Path, servers: Servers
 ) -> dict[str, Any]:  # fmt: skip
-    """One arm, its servers fresh: figures of the TTFTs that clients saw, in seconds."""
+    """One arm: figures of the TTFTs that clients saw, in seconds, and how far predictions were off
+    in the middle of every 50 answers."""
     journal = folder / f"{arm}-{seed}.jsonl"
-    host_tokens = 1_000_000
-    with (
-        backends(folder / "servers.log", speed, metrics=metrics) as servers,
-        front(servers, arm, journal, host_tokens) as url,
-    ):
+    with servers() as given, front(given, arm, journal) as url:
         records = asyncio.run(play(url, load, workload, seed))
     answered = [r for r in records if not r.error and r.first_token_s is not None]
     late = sorted(answered, key=lambda r: r.sent_s)[len(records) // _EARLY_SHARE :]
@@ -178,9 +211,14 @@ def run_arm(
         "p50": quantile(ttft_s, 0.5), "mean": statistics.fmean(ttft_s),
         "p99": quantile(ttft_s, 0.99), "lasted_s": max(r.ended_s for r in records),
     }  # fmt: skip
+    lines = ((f"{n}", json.loads(line)) for n, line in enumerate(journal.open(), 1))
+    segments = read_journal(lines)
+    off = [abs(r.predicted_s / r.ttft_s - 1) for s in segments for r in s.requests]
+    found["errors"] = [
+        statistics.median(off[k : k + _BATCH]) for k in range(0, len(off), _BATCH)
+    ]  # fmt: skip
     if arm != "on":
-        lines = ((f"{n}", json.loads(line)) for n, line in enumerate(journal.open(), 1))
-        found["estimated"] = facts_of(read_journal(lines))["estimated"]
+        found["estimated"] = facts_of(segments)["estimated"]
     return found
 
 
@@ -199,26 +237,41 @@ def route(
     metrics: Annotated[
         bool, typer.Option(help="The servers tell the size of their cache, not only usage.")
     ] = False,
+    real: Annotated[
+        Path | None, typer.Option(help="Your servers: a file of kappa route; none is emulated.")
+    ] = None,
+    shrink: Annotated[int, typer.Option(min=1, help="Divides the trace's tokens, --real.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Write the result here, too.")] = None,
     json_output: Json = False,
 ) -> None:
-    """TTFT behind kappa route and behind plain balancers, on EMULATED servers, in real time; and
-    how near the shadow's estimate came to what turning it on then showed."""
+    """TTFT behind kappa route and behind plain balancers, on EMULATED servers or your own, in real
+    time; and how near the shadow's estimate came to what turning it on then showed."""
     with faults():
         chosen, workload = names(arms, ARMS, "--arms"), workload_named(trace)
-    load = RouteLoad(requests, agents, output, pause, most)
+        given = _checked(real) if real else {}
+        if real and workload.block_tokens % shrink:
+            raise ValueError(f"--shrink {shrink}: give a divisor of {workload.block_tokens}")
+    load = RouteLoad(requests, agents, output, pause, most, shrink if real else 0)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        servers = partial(emulated, folder / "servers.log", speed, metrics=metrics)
         for seed in range(seeds):
             # What drifts hits all arms.
             for arm in chosen if seed % 2 == 0 else reversed(chosen):
-                rows.append(
-                    run_arm(arm, load, workload, seed, Path(folder), speed, metrics=metrics)
-                )
+                at = (lambda: contextlib.nullcontext(given)) if real else servers
+                rows.append(run_arm(arm, load, workload, seed, folder, at))
                 note(_line(rows[-1]))
-    facts = result(rows=rows, emulated=True, load=asdict(load), **_summary(rows))
+    facts = result(rows=rows, emulated=not real, load=asdict(load), **_summary(rows))
     publish(facts, lambda console: show(facts, console), json_output=json_output, out=out,
-            remark="EMULATED servers")  # fmt: skip
+            remark="real servers" if real else "EMULATED servers")  # fmt: skip
+
+
+def _checked(file: Path) -> dict[str, Any]:
+    """A file of `kappa route` as it is written; ValueError says what is wrong with it."""
+    load_front_settings(file)
+    given: dict[str, Any] = yaml.safe_load(file.read_text())
+    return given
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -38,11 +38,11 @@ def route_proxy(
             ("-m", EMULATED, str(port), "--speed", _SPEED, "--load-token-us", "0") for port in ports
         )
         stack.enter_context(process(*first, log=log))
-        servers = [(url, "h100-pcie5") for url in urls]
+        servers = {"backends": [{"url": url, "profile": "h100-pcie5"} for url in urls]}
         with process(*second, log=log):
             for url in urls:
                 ready(url)
-            url = stack.enter_context(front(servers, "on", folder / "j", 0))
+            url = stack.enter_context(front(servers, "on", folder / "j"))
             # In turns, so that what else the machine does hits both.
             direct: list[float] = []
             through: list[float] = []

@@ -7,7 +7,7 @@ import json
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from benchmarks.serving.route import RouteLoad, _summary, play, prompt_of
+from benchmarks.serving.route import RouteLoad, _checked, _summary, ids_of, play, prompt_of
 from benchmarks.serving.route_backend import (
     BLOCK_BYTES,
     EmulatedEngine,
@@ -17,6 +17,7 @@ from benchmarks.serving.route_backend import (
     prompt_blocks,
 )
 from benchmarks.serving.route_proxy import send, ttft_s
+from kappa.settings.base import SettingsError
 from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 FAST = EmulatedLaw(token_s=1e-7, pair_s=0, decode_s=0, step_s=1e-4, load_s=0, load_token_s=0)
@@ -61,6 +62,23 @@ def test_prompts_share_their_beginning_where_their_blocks_are_the_same():
     assert (len(short), len(long)) == (800, 2000)
     assert long[: 3 * BLOCK_BYTES] == short[: 3 * BLOCK_BYTES]
     assert prompt_of(turn(200, "other"), 64)[:BLOCK_BYTES] != short[:BLOCK_BYTES]
+
+
+def test_ids_share_their_beginning_where_their_blocks_are_the_same_and_for_one_salt():
+    short, long = (ids_of(turn(tokens), 64, 16, salt=7) for tokens in (200, 500))
+    assert (len(short), len(long)) == (12, 31)  # 200 and 500 tokens over 16
+    assert short.tolist()[:12] == long.tolist()[:12] and len(set(long.tolist())) > 20
+    assert ids_of(turn(200, "other"), 64, 16, salt=7)[0] != short[0]
+    assert ids_of(turn(200), 64, 16, salt=8)[0] != short[0]
+
+
+def test_a_file_of_servers_is_read_and_a_bad_one_is_refused(tmp_path):
+    file = tmp_path / "route.yaml"
+    file.write_text("backends: [{url: http://a:8000, profile: h100-pcie5}]\nblock_tokens: 32\n")
+    assert _checked(file)["block_tokens"] == 32
+    file.write_text("backends: [{url: http://a:8000, profile: h1000}]\n")
+    with pytest.raises(SettingsError, match=r"backends\.0\.profile"):
+        _checked(file)
 
 
 @pytest.fixture
