@@ -2,22 +2,28 @@
 
 Chunks and loads go through the model together. If a load fails, the chunks that wait for one go
 again, each for itself, so that only the prefix that does not arrive is computed from its tokens.
-What stays in host memory and does not cross the link is attended to there, all of it.
+What stays in host memory and does not cross the link is attended to there, all of it, if the CPU
+may, or else computed anew for that one step. What crosses at every step goes in mini-batches
+that the two buffers of a layer hold.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from engine.forward import ServedModel
 from engine.loads import Loads
-from engine.sequence import Sequence
+from engine.sequence import HostResident, Sequence
+from engine.settings import EngineOptions
 from engine.sparse.serving import SparseServing
-from engine.step import Pages, Source, StepRow, TokenSpan, joined, plan_spans
+from engine.step import Pages, Source, StepRow, TokenSpan, held_spans, joined, plan_spans
 from engine.store import HostStore
 from engine.transfer import TransferFailed
+from kappa.plans.hybridserve import Blocks, pack
+from kappa.plans.planners import Planning
 
 # More queries of a sequence make attention on a CPU a matter of its FLOPs: what they need of host
 # memory crosses the link instead, layer by layer.
@@ -39,17 +45,22 @@ class Computer:
     """Computes chunks: those of requests that have a sparse slot there, all others together.
 
     `loads` takes note of what arrived and what did not, `store` gives blocks to capture activations
-    in; budget_tokens: of a call, where a prefix has to be computed that did not arrive.
+    in, `planning` says how much of a context comes from activations. Of `settings` count the budget
+    of a call, where a prefix has to be computed that did not arrive, and what crosses for a pass.
 
     `sparse`: the slots of sparse decoding, if the engine has any. `lost`: requests whose slot
     failed in the last call; some of them have logits all the same.
     """
 
     def __init__(
-        self, model: ServedModel, loads: Loads, store: HostStore, budget_tokens: int
-    ) -> None:
+        self, model: ServedModel, loads: Loads, store: HostStore, planning: Planning,
+        settings: EngineOptions,
+    ) -> None:  # fmt: skip
         self._model, self._mover = model, model.mover
-        self._loads, self._store, self._budget_tokens = loads, store, budget_tokens
+        self._loads, self._store = loads, store
+        self._planning, self._settings = planning, settings
+        # Of contexts that cross at every step, what comes from activations.
+        self._share = 0.0
         self.sparse: SparseServing | None = None
         self.lost: list[Sequence] = []
 
@@ -73,8 +84,14 @@ class Computer:
         link = self._mover.counters["h2d"]
         self._mover.settle()
         before_s = link.busy_s
+        crossing = [len(s.kept.kv) for s in chunks if s.kept is not None and s.kept.split]
+        if crossing:
+            mean_tokens = sum(crossing) * next(iter(chunks)).block_tokens // len(crossing)
+            self._share = self._planning.split_share(len(crossing), mean_tokens)
         try:
-            logits = self._run(chunks)
+            logits = Logits()
+            for batch in self._mini_batches(chunks):
+                logits |= self._run(batch)
             self._mover.mark().block()
         except TransferFailed:
             return self._one_by_one(chunks)
@@ -104,11 +121,15 @@ class Computer:
         brought, then the chunk; the CPU attends to what should have crossed."""
         load, kept = sequence.load, sequence.kept
         if kept is not None and kept.crosses:
-            kept.crosses = False
             self._loads.stays(sequence)
+            if kept.grows:
+                # Host memory still has it, and the link may be there for the next token.
+                row = self._row(sequence, *chunk, anew=True)
+                return {sequence: self._model.compute([row])[0]}
+            kept.crosses = False
         if load is not None:
             self._loads.failed(sequence)
-            most = self._budget_tokens
+            most = self._settings.budget_tokens
             for start in range(load.start * sequence.block_tokens, chunk.start, most):
                 self._run({sequence: Chunk(start, min(start + most, chunk.start))})
         return self._run({sequence: chunk})
@@ -118,23 +139,51 @@ class Computer:
         logits = self._model.compute(rows)
         return {sequence: logits[index] for index, sequence in enumerate(chunks)}
 
-    def _row(self, sequence: Sequence, start: int, stop: int) -> StepRow:
-        """A chunk as part of a step, with what is loaded in front of it."""
+    def _mini_batches(self, chunks: Chunks) -> list[Chunks]:
+        """Chunks that go through the model together: of contexts that cross, as much as the buffers
+        of a layer hold, projecting as long as loading takes (paper 003, Section 4.3.3)."""
+        most, rates = self._settings.pass_blocks, self._planning.rates
+        blocks = {s: self._crossing(s.kept) for s in chunks if s.kept is not None and s.kept.grows}
+        if sum(each.act + each.kv for each in blocks.values()) <= most or rates is None:
+            return [chunks]
+        caps = Blocks(*(max(most, *each) for each in zip(*blocks.values(), strict=True)))
+        sequences = list(blocks)
+        batches = [
+            {sequences[i]: chunks[sequences[i]] for i in batch}
+            for batch in pack(list(blocks.values()), caps, rates.project, rates.load)
+        ]
+        # What has all it needs on the device goes with the first.
+        batches[0] |= {s: chunk for s, chunk in chunks.items() if s not in blocks}
+        return batches
+
+    def _crossing(self, kept: HostResident) -> Blocks:
+        """Blocks of a context that come as activations and as KV."""
+        kv, act = kept.kv >= 0, kept.act >= 0
+        split = round(self._share * len(kv)) if kept.split else 0
+        first = np.arange(len(kv)) < split
+        projected = int((act & (first | ~kv)).sum())
+        return Blocks(projected, kept.blocks - projected)
+
+    def _row(self, sequence: Sequence, start: int, stop: int, *, anew: bool = False) -> StepRow:
+        """A chunk as part of a step, with what is loaded in front of it; or `anew`, with all before
+        it computed from tokens, for this step alone."""
         size, pages = sequence.block_tokens, Pages(sequence.blocks)
+        if anew:
+            # Of what others may hold, nothing is written.
+            own = sequence.blocks.copy()
+            own[: start // size] = -1
+            pages = Pages(own)
         for index, block in self._store.capture(sequence, start, stop).items():
             pages.put(index, "act", "device", [block])
         spans, end = list[TokenSpan](), 0
         if (kept := sequence.kept) is not None:
-            # What the device has before what stays in host memory, and who attends to that.
-            pages.put(kept.start, "kv", "host", kept.blocks)
-            first, end = kept.start * size, (kept.start + len(kept.blocks)) * size
+            pages.put(0, "kv", "host", kept.kv)
+            pages.put(0, "act", "host", kept.act)
+            end = len(kept.kv) * size
             few = stop - start <= _FEW_QUERIES
-            cut = first + (kept.cpu_tokens if few else 0) if kept.crosses else end
-            spans = [
-                TokenSpan(Source.KV_DEVICE, 0, first),
-                TokenSpan(Source.KV_CPU, first, cut),
-                TokenSpan(Source.KV_HOST, cut, end),
-            ]
+            on_cpu = (kept.cpu_tokens if few else 0) if kept.crosses else end
+            split = round(self._share * len(kept.kv)) * size if kept.split else 0
+            spans = [*held_spans(pages, end, size, split, on_cpu)]
         if (load := sequence.load) is not None:
             pages.put(load.start, "kv", "host", load.kv)
             pages.put(load.start, "act", "host", load.act)
@@ -143,7 +192,7 @@ class Computer:
             spans += plan_spans(load.plan.segments, first)
             end = spans[-1].stop
         spans += [TokenSpan(Source.KV_DEVICE, end, start), TokenSpan(Source.NEW, start, stop)]
-        together = joined(spans)
+        together = joined([TokenSpan(Source.NEW, 0, stop)] if anew else spans)
         computed = [s for s in together if s.source is Source.NEW]
         tokens = [token for s in computed for token in sequence.tokens[s.start : s.stop]]
         return StepRow(tokens, together, pages)

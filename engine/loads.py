@@ -131,10 +131,10 @@ class Loads:
             sequence.account.new_tokens -= tokens
 
     def stays(self, sequence: Sequence) -> None:
-        """What stays in host memory for it did not cross for a pass, and is not to any more."""
+        """What stays in host memory for it did not cross for a pass."""
         assert sequence.kept is not None
         self._stats.failed_loads += 1
-        self._stats.failed_load_tokens += len(sequence.kept.blocks) * self._arena.block_tokens
+        self._stats.failed_load_tokens += sequence.kept.blocks * self._arena.block_tokens
 
     def rest(self, timeout_s: float) -> bool:
         """Wait at most so long for the first to end; False if there is none."""

@@ -82,6 +82,7 @@ class Engine:
         settings.check_arena(self.arena.size)
         self.planning = planning or Planning(self.arena.block_tokens)
         self.planning.check(settings.planner)
+        settings.check_window(self.arena.size)
         self.memory = memory = TieredMemory(self.arena, self.planning, settings, self._load_over)
         self.store = store = HostStore(self.arena, self.mover, memory, settings)
         rates = self.planning.rates
@@ -91,7 +92,8 @@ class Engine:
         self._stats = EngineStats()
         self._loads = Loads(self.arena, self.mover, memory, self._stats)
         self._model = model
-        self._computer = Computer(model, self._loads, store, settings.budget_tokens)
+        self._computer = Computer(model, self._loads, store, self.planning, settings)
+        self._settings = settings
         self._clock, self._observer = clock, observer
         self._live: dict[int, Sequence] = {}
         self._decoding: dict[Sequence, None] = {}
@@ -120,10 +122,17 @@ class Engine:
         if not (request.approx and request.planner == SPARSE):
             self.planning.check(request.planner)
         size = self.arena.block_tokens
-        most = min(self._model.max_tokens, self.memory.capacity_blocks * size)
+        resides = self.planning.resides(
+            request.planner or self._settings.planner, len(request.tokens), self.memory.room_tokens
+        )
+        blocks = self.memory.capacity_blocks
+        if resides:
+            blocks = self._settings.most_blocks(self.arena.size)
+        most = min(self._model.max_tokens, blocks * size)
         request.check(most, self._model.vocab)
         max_tokens = min(request.max_tokens, most - len(request.tokens))
         sequence = Sequence(self._stats.requests, request, self._clock(), max_tokens, size)
+        sequence.resides = resides
         self._stats.requests += 1
         self._live[sequence.request_id] = sequence
         self.memory.arrived(sequence)
@@ -209,15 +218,30 @@ class Engine:
     # -- an iteration -------------------------------------------------------------------------
 
     def _grow(self, now_s: float) -> bool:
-        """A block for each that needs one to decode; False if others had to give up theirs."""
+        """Blocks for each that needs some to decode, or for its next chunk; False if others had to
+        give up theirs."""
         calm = True
-        for sequence in list(self._decoding):
-            # On the device, for its latest token, unless it has a slot.
-            lacks = sequence.slot is None and sequence.room_tokens < len(sequence.tokens)
-            while lacks and sequence in self._decoding and not self.memory.grow(sequence):
+        if len(self.memory.residents) and self.store.behind:
+            self.store.make_room(self._settings.capture_blocks(self.arena.block_tokens) // 2)
+        for sequence in [*self._decoding, *map(_sequence, self.batcher.prefilling)]:
+            while self._lacks_block(sequence):
+                if self.memory.grow(sequence):
+                    continue
+                if len(self.memory.residents) and self.store.make_room():
+                    continue
                 calm = False
                 self._preempted(_sequence(self.batcher.preempt(now_s)))
         return calm
+
+    def _lacks_block(self, sequence: Sequence) -> bool:
+        """Whether the device has none for its latest token, or for all of its next chunk."""
+        if sequence.slot is not None or sequence not in self.batcher.running:
+            return False
+        needed = len(sequence.tokens)
+        if sequence not in self._decoding:
+            next_tokens = sequence.computed_tokens + self.batcher.budget_tokens
+            needed = min(sequence.total_tokens, next_tokens)
+        return sequence.room_tokens < needed
 
     def _preempted(self, victim: Sequence) -> None:
         """It is to be computed again up to its latest token, which then gives the next."""
@@ -236,7 +260,7 @@ class Engine:
             there = quote.device_tokens
             if not account.preemptions:
                 account.queue_s = now_s - sequence.submitted_s
-                account.kept_tokens = len(kept.blocks) * sequence.block_tokens if kept else 0
+                account.kept_tokens = kept.blocks * sequence.block_tokens if kept else 0
                 account.device_tokens = there - account.kept_tokens
                 account.new_tokens = sequence.total_tokens - there
             planned = kept or load

@@ -15,6 +15,7 @@ import numpy as np
 from engine.arena import Arena
 from engine.blocks import BlockType, OutOfBlocks
 from engine.prefix import EventLog, PrefixPool
+from engine.residents import Residents
 from engine.sequence import HostResident, Load, Sequence
 from engine.settings import EngineOptions
 from engine.sparse.serving import SPARSE, SparseServing
@@ -46,10 +47,11 @@ class TieredMemory:
             "kv": PrefixPool(arena.pools["kv", "host"], self.log, self._changed),
             "act": PrefixPool(arena.pools["act", "host"], self.log, self._changed),
         }
+        self.residents = Residents(self.device, self.host, settings)
         self._arena, self._planning, self._settings = arena, planning, settings
         self._load_over = load_over
         self._most_recompute = settings.budget_tokens // arena.block_tokens * arena.block_tokens
-        self._room_tokens = int(settings.cpu_room_share * arena.size.kv_device) * arena.block_tokens
+        self.room_tokens = int(settings.cpu_room_share * arena.size.kv_device) * arena.block_tokens
         # Slots of requests that may be computed sparsely, if the engine has any.
         self.sparse: SparseServing | None = None
         # Blocks on their way to the device, for somebody.
@@ -93,6 +95,11 @@ class TieredMemory:
         if fresh is None:
             return None
         size = self.block_tokens
+        if work.resides:
+            stop = self._host_stop(work, 0, self._usable(work))
+            stays = self._planning.named(work.resides)(self._cached(work, 0, stop))
+            self.arrived(work)
+            return self.residents.take(work, fresh, stop, stays)
         there = fresh.device_tokens // size
         plan, kept = work.keeps or (None, 0)
         found = there - kept
@@ -103,8 +110,10 @@ class TieredMemory:
             self.device.release(held)
             return None
         if plan is not None:
-            stays = self.host["kv"].hold(work.keys[found:there])
-            work.kept = HostResident(found, stays, plan, self._planning.on_cpu(kept * size))
+            stay = self.host["kv"].hold(work.keys[found:there])
+            on_cpu = self._planning.on_cpu(kept * size)
+            kv = np.array([*[-1] * found, *stay], np.int64)
+            work.kept = HostResident(kv, np.full_like(kv, -1), plan, found * size + on_cpu)
         work.blocks = np.array([*held, *[-1] * kept, *private], np.int64)
         work.published = there
         if fresh.host_tokens:
@@ -147,7 +156,8 @@ class TieredMemory:
         if self.available() < 1:
             return False
         sequence.blocks = np.append(sequence.blocks, self.device.take(1))
-        sequence.grown_blocks += 1
+        # Of one whose context lies in host memory, another block leaves for it.
+        sequence.grown_blocks += not sequence.resides
         return True
 
     def end_load(self, sequence: Sequence) -> Load:
@@ -168,9 +178,11 @@ class TieredMemory:
         if sequence.load is not None:
             self.end_load(sequence)
         self.device.release(sequence.blocks[sequence.blocks >= 0].tolist())
-        if sequence.kept is not None:
-            self.host["kv"].release(sequence.kept.blocks)
+        if (kept := sequence.kept) is not None:
+            self.host["kv"].release(kept.kv[kept.kv >= 0].tolist())
+            self.host["act"].release(kept.act[kept.act >= 0].tolist())
             sequence.kept = None
+            self.residents.release(sequence)
         sequence.blocks, sequence.published = np.empty(0, np.int64), 0
 
     def check(self) -> None:
@@ -186,12 +198,14 @@ class TieredMemory:
         if slotted is not None:
             return self._sparse_quote(sequence, slotted)
         size, keys, usable = self.block_tokens, sequence.keys, self._usable(sequence)
+        if sequence.resides:
+            return self.residents.quote(sequence, self._host_stop(sequence, 0, usable), usable)
         found, idle = self.device.prefix(keys, usable)
         blocks = -(-sequence.total_tokens // size) - found + idle
         stop = self._host_stop(sequence, found, usable)
         sequence.keeps, kept = None, 0
         if stop > found:
-            room = room_left(self._room_tokens, found * size, sequence.total_tokens - stop * size)
+            room = room_left(self.room_tokens, found * size, sequence.total_tokens - stop * size)
             plan = self._plan(sequence, self._cached(sequence, found, stop)._replace(room=room))
             stop = found + loaded_tokens(plan) // size
             first = plan.segments[0] if plan.segments else None
@@ -205,7 +219,7 @@ class TieredMemory:
         if stop > there and keys[there].digest in self._loading:
             return None
         loaded = max(stop - there, 0) * size
-        return Quote(blocks, there * size, loaded, found - idle, _first_key(sequence), kept)
+        return Quote(blocks, there * size, loaded, found - idle, sequence.first_key, kept)
 
     def _usable(self, sequence: Sequence) -> int:
         """Full blocks behind which at least one token is computed."""
@@ -251,11 +265,7 @@ class TieredMemory:
         # Planned for all that host memory has; what is beyond `stop` is computed like new tokens.
         end = self._host_stop(sequence, start, self._usable(sequence))
         plan = self._plan(sequence, self._cached(sequence, start, end))
-        held: dict[BlockType, list[int]] = {}
-        for type, cache in self.host.items():
-            found = [key for key in keys if cache.find(key) is not None]
-            blocks = dict(zip((k.digest for k in found), cache.hold(found), strict=True))
-            held[type] = [blocks.get(key.digest, -1) for key in keys]
+        held = {type: cache.hold_found(keys) for type, cache in self.host.items()}
         segments = fit(plan, self.block_tokens, held["kv"], held["act"])
         fitted = self._planning.priced(self._cached(sequence, start, stop), segments, plan.why)
         sequence.load = Load(start, stop, fitted, held["kv"], held["act"])
@@ -280,11 +290,7 @@ class TieredMemory:
     def _sparse_quote(self, sequence: Sequence, plan: LoadPlan) -> Quote:
         """A slot instead of device blocks."""
         blocks = -(-sequence.total_tokens // self.block_tokens)
-        return Quote(0, 0, plan.cached_tokens, 0, _first_key(sequence), blocks)
-
-
-def _first_key(sequence: Sequence) -> int:
-    return int.from_bytes(sequence.keys[0].digest[:7]) + 1 if sequence.keys else 0
+        return Quote(0, 0, plan.cached_tokens, 0, sequence.first_key, blocks)
 
 
 def loaded_tokens(plan: LoadPlan) -> int:

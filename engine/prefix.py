@@ -171,6 +171,16 @@ class PrefixPool:
             self._idle.pop(block, None)
         return blocks
 
+    def hold_found(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Hold those of the keys that are there: the block of each, -1 where there is none."""
+        blocks = [self._blocks.get(key.digest, -1) for key in keys]
+        self.hold(key for key, block in zip(keys, blocks, strict=True) if block >= 0)
+        return blocks
+
+    def idle_of(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these are there, and nobody uses them."""
+        return sum(self._blocks.get(key.digest) in self._idle for key in keys)
+
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """These were of use, wherever they were used: evict others first."""
         for key in reversed(keys):

@@ -84,18 +84,29 @@ class Load:
 
 @dataclass(slots=True)
 class HostResident:
-    """Part of a cached prefix that stays in host memory while its request runs (kind C).
+    """What of a request's context lies in host memory while it runs (kind C).
 
-    start: index of its first block. blocks: of host memory, held until the request is over. plan:
-    of the whole prefix behind what the device had. cpu_tokens: of these, those that the CPU attends
-    to as the request decodes; the others cross at every step, unless the link has failed it.
+    kv, act: the host block of each of its blocks so far; -1 where there is none in that form. Held
+    until the request is over. plan: of the whole prefix behind what the device had. cpu_tokens: the
+    first so many are left to the CPU as the request decodes, where they lie there as KV; the others
+    cross at every step, unless the link has failed it. grows: every block follows as soon as it is
+    stored, and room for the first `promised` of them was set aside. split: of what is there in both
+    forms, a planned share comes from activations.
     """
 
-    start: int
-    blocks: list[int]
+    kv: Ids
+    act: Ids
     plan: LoadPlan
-    cpu_tokens: int
+    cpu_tokens: int = 0
     crosses: bool = True
+    grows: bool = False
+    promised: int = 0
+    split: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """How many lie in host memory."""
+        return int(((self.kv >= 0) | (self.act >= 0)).sum())
 
 
 class Sequence(Work):
@@ -104,7 +115,8 @@ class Sequence(Work):
     tokens: prompt and answer. keys: of its full blocks. blocks: its device blocks, each with
     `block_tokens` tokens, -1 where one stays in host memory; some may stand ready behind its
     tokens. load: set by the memory when it is admitted with something to load. kept: what stays in
-    host memory; keeps: what is to, as it was quoted: its plan, and blocks. published, stored: how
+    host memory; keeps: what is to, as it was quoted: its plan, and blocks. resides: the planner by
+    which all of its context is to lie there; "": it does not. published, stored: how
     many of its full blocks others can find on the device, and how many were given to the host
     store. host_stop: where its run of blocks ended in host memory at the last look. quoted: what
     admitting it takes, and the state of the caches for which that holds. slot: in which it is
@@ -114,7 +126,7 @@ class Sequence(Work):
     __slots__ = (
         "account", "approx", "block_tokens", "blocks", "finish_reason", "host_stop", "keeps",
         "kept", "keys", "load", "prompt_tokens", "published", "quoted", "request", "request_id",
-        "rng", "slot", "stored", "submitted_s", "tokens",
+        "resides", "rng", "slot", "stored", "submitted_s", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -137,11 +149,17 @@ class Sequence(Work):
         self.kept: HostResident | None = None
         self.keeps: tuple[LoadPlan, int] | None = None
         self.slot: int | None = None
+        self.resides = ""
         self.published = self.stored = self.host_stop = 0
         self.quoted: tuple[tuple[int, int], Any] | None = None
         self.account = Account()
         self.finish_reason: FinishReason | None = None
         extend_keys(self.keys, self.tokens, block_tokens, request.salt)
+
+    @property
+    def first_key(self) -> int:
+        """Its first full block as a number; 0 if it has none."""
+        return int.from_bytes(self.keys[0].digest[:7]) + 1 if self.keys else 0
 
     @property
     def output_tokens(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -135,6 +136,34 @@ def joined(spans: Iterable[TokenSpan]) -> tuple[TokenSpan, ...]:
         elif span.stop > span.start:
             found.append(span)
     return tuple(found)
+
+
+_NEAREST = (Source.KV_DEVICE, Source.ACT_DEVICE, Source.KV_HOST, Source.ACT_HOST)
+
+
+def held_spans(
+    pages: Pages, tokens: int, block_tokens: int, activations: int = 0, on_cpu: int = 0
+) -> tuple[TokenSpan, ...]:
+    """Spans of tokens that are in their blocks: the nearest of those that a block has.
+
+    In order: KV on the device, activations on the device, KV in host memory, activations in host
+    memory. activations: the first so many tokens, in whole blocks, come from host activations where
+    there are any, and no KV on the device (KVPR's split). on_cpu: of the first so many, those that
+    lie in host memory as KV are left to the CPU.
+    """
+    blocks = np.arange(-(-tokens // block_tokens))
+    there = np.stack([pages.of(source, blocks) >= 0 for source in _NEAREST])
+    sources = there.argmax(axis=0) + Source.KV_DEVICE
+    first = sources[: activations // block_tokens]
+    first[there[-1][: len(first)] & (first == Source.KV_HOST)] = Source.ACT_HOST
+    left = sources[: on_cpu // block_tokens]
+    left[left == Source.KV_HOST] = Source.KV_CPU
+    cuts = [0, *(np.flatnonzero(np.diff(sources)) + 1).tolist(), len(blocks)]
+    return tuple(
+        TokenSpan(Source(sources[a]), a * block_tokens, min(b * block_tokens, tokens))
+        for a, b in pairwise(cuts)
+        if b > a
+    )
 
 
 def plan_spans(segments: Sequence[Segment], start: int) -> list[TokenSpan]:

@@ -22,7 +22,7 @@ from engine.memory import TieredMemory
 from engine.prefix import BlockKey
 from engine.sequence import Sequence
 from engine.settings import EngineOptions
-from engine.transfer import Event, LinkMover
+from engine.transfer import WAIT_S, Event, LinkMover
 
 # Blocks on their way at most; more are dropped.
 MOST_PENDING_BLOCKS = 4096
@@ -171,7 +171,29 @@ class HostStore:
             # Blocks come one after the other, but a front without its end is of more use.
             cache.touch(store.front)
             self._give_back(store.type, store.device)
+        for sequence in self._memory.residents:
+            self._leave(sequence)
         return published
+
+    def make_room(self, blocks: int = 0) -> bool:
+        """Wait for blocks on their way to host memory, until one has left the device that may; and
+        until `blocks` more activations can be captured. False if none has: it has to be made
+        otherwise."""
+        memory = self._memory
+        before = memory.available()
+        while self._stores and (memory.available() <= before or self._acts.unused < blocks):
+            if not self._stores[0].event.ended(WAIT_S):
+                break
+            self.poll()
+        return memory.available() > before
+
+    @property
+    def behind(self) -> bool:
+        """Whether so much is on its way that what an iteration computes might not be stored."""
+        settings, size = self._settings, self._arena.block_tokens
+        blocks = settings.max_running + -(-settings.budget_tokens // size)
+        few = settings.act_share > 0 and self._acts.unused < blocks
+        return bool(self._stores) and (few or len(self) + blocks > MOST_PENDING_BLOCKS)
 
     def rest(self, timeout_s: float) -> bool:
         """Wait at most so long for the oldest to end; False if there is none."""
@@ -183,6 +205,24 @@ class HostStore:
         """Wait for all, and publish them; `TransferFailed` if they do not end in time."""
         self._mover.drain(timeout_s)
         self.poll()
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Blocks of it that host memory has by now leave the device, in order."""
+        kept, keys = sequence.kept, sequence.keys
+        assert kept is not None
+        start = stop = len(kept.kv)
+        while stop < sequence.stored:
+            digest, ways = keys[stop].digest, self._on_their_way.values()
+            if any(digest in way for way in ways):
+                break
+            if not any(self._in_host(digest)):
+                # There was no room for it. Its KV is stored when there is.
+                if self._memory.host["kv"].available():
+                    sequence.stored = stop
+                break
+            stop += 1
+        if stop > start:
+            self._memory.residents.leave(sequence, stop)
 
     def _give_back(self, type: BlockType, device: list[int]) -> None:
         if type == "act":

@@ -14,7 +14,7 @@ import numpy as np
 
 from kappa.plans.load_plan import LoadPlan, bounded, layout
 from kappa.plans.measured import rates_from_measured
-from kappa.plans.planners import Cached, Planning, Policy, kappa_eff, room_left
+from kappa.plans.planners import Cached, Planning, Policy, host_planners, kappa_eff, room_left
 from kappa.protocol import Announcement
 from router.decision import PlannedLoad
 
@@ -41,8 +41,9 @@ class LoadPlanner:
         self._rates = rates_from_measured(described["rates"])
         room_share = described.get("cpu_room_share")
         self._planning = Planning(
-            size, self._rates, activations=self._act_share > 0, cpu=room_share is not None
-        )
+            size, self._rates, activations=self._act_share > 0, cpu=room_share is not None,
+            host=host_planners(self._name, self._act_share),
+        )  # fmt: skip
         self._planning.check(self._name)
         self._room_tokens = (
             None if room_share is None else int(float(room_share) * announced.device_blocks) * size

@@ -236,7 +236,7 @@ class Fair:
         size = memory.block_tokens
         prompt_blocks = -(-total // size)
         answer_tokens = min(work.max_tokens, int(self._output_tokens))
-        reserve = -(-(total + answer_tokens) // size) - prompt_blocks
+        reserve = -(-(total + answer_tokens) // size) - prompt_blocks if quote.grows else 0
         prompt_blocks -= quote.elsewhere_blocks
         if work is self._ledger.reserved_for:
             reserve = self._ledger.promised(prompt_blocks, reserve)

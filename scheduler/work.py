@@ -49,7 +49,8 @@ class Quote(NamedTuple):
     device_tokens: found on the device; host_tokens: to be loaded behind them. shared_blocks: found
     and held by others already, which cost nothing now; shared_key: names the request's first block
     (held or not), so that those with one prefix are known; 0 if it has no full block.
-    elsewhere_blocks: of its prompt, those that need no block here: they stay in host memory.
+    elsewhere_blocks: of its prompt, those that need no block here: they stay in host memory; grows:
+    those of its answer need blocks here.
     """
 
     blocks: int
@@ -58,6 +59,7 @@ class Quote(NamedTuple):
     shared_blocks: int = 0
     shared_key: int = 0
     elsewhere_blocks: int = 0
+    grows: bool = True
 
 
 class Memory(Protocol):

@@ -228,7 +228,7 @@ def worker_plan(
         scheduler=engine_scheduler(settings),
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
-        act_share=e.act_share,
+        act_share=_act_share(e, model),
         cpu_threads=e.cpu_threads,
         cpu_room_share=e.cpu_room_share,
         approx=e.approx,
@@ -246,6 +246,19 @@ def worker_plan(
         observing=settings.observing,
         log_level=settings.log_level,
     )  # fmt: skip
+
+
+def _act_share(engine: EngineSettings, model: Model) -> float:
+    """Of the stored blocks, those kept as activations; StartError where a context kept so would be
+    larger than as KV."""
+    shape = model.shape
+    ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
+    if engine.planner in ("host-kvpr", "host-hybrid") and ratio >= 1:
+        raise StartError(
+            f"engine.planner is {engine.planner}, but with {shape.kv_heads} KV heads a token's "
+            f"activations are {ratio:g} times its KV: use host-kv"
+        )
+    return 1.0 if engine.planner == "host-kvpr" else engine.act_share
 
 
 def _sparse(engine: EngineSettings, model: Model) -> Any:

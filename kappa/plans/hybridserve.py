@@ -161,6 +161,20 @@ def priced(cache: HostCache, act_blocks: int) -> Allocation:
     return Allocation(act_blocks, kv, link_s, gpu_s)
 
 
+def planned_share(rates: PlanRates, block_tokens: int, host_bytes: float, batch: int) -> float:
+    """Of a host memory for blocks alone, the share of blocks to keep as activations instead of KV;
+    0 where those are no smaller. batch: requests that decode together and fill it."""
+    if rates.activation_ratio >= 1.0 or host_bytes < rates.kv_bytes * block_tokens:
+        return 0.0
+    context_tokens = int(host_bytes / rates.kv_bytes / batch)
+    cache = host_cache(
+        rates, block_tokens, host_bytes, weight_bytes=0.0, batch=batch,
+        context_tokens=context_tokens,
+    )  # fmt: skip
+    found = allocate_corrected(cache)
+    return found.act_blocks / max(found.act_blocks + found.kv_blocks, 1)
+
+
 def block_types(target: tuple[float, float], count: int) -> Iterator[BlockType]:
     """The types of a request's first `count` blocks, in order; arguments as `next_block_type`."""
     held = {"act": 0, "kv": 0}

@@ -7,17 +7,29 @@ and computes the back anew where that is earlier, all that vLLM can be made to d
 in host memory (C), as "auto" does with what exceeds a request's room on the device. Without rates,
 "auto" and "tail" load all, "kvpr" is refused, and no seconds are predicted. `alternatives` is what
 `kappa explain` prints.
+
+Planners called "host-*" leave all of a request's context in host memory while it runs, its answer
+too: "host-kv" loads KV at every step, "host-kvpr" by KVPR's split (paper 000) of KV and activations
+that are both there, "host-hybrid" blocks that are there as one or the other (paper 003);
+"host-auto" does so with what exceeds a request's room on the device. A pool has those that its
+own planner has stored for (`host_planners`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from kappa.cost import TokenCounts
-from kappa.plans.decoding import attention_refused, split_context, split_paper, split_s
+from kappa.plans.decoding import (
+    attention_refused,
+    split_ahead,
+    split_context,
+    split_paper,
+    split_s,
+)
 from kappa.plans.load_plan import Kind, LoadPlan, Segment, from_runs, layout
 from kappa.plans.rates import PlanRates
 from kappa.plans.split import (
@@ -169,7 +181,23 @@ Planner = Callable[[Cached], LoadPlan]
 _NEEDS = {
     "kvpr": " (it needs rates: measure this node)",
     "cpu": " (it needs threads for attention: give the engine cpu_threads)",
+    "host-kvpr": " (it needs KV and activations of every block: set the pool's planner to it)",
+    "host-hybrid": " (it needs activations instead of KV: set the pool's planner to it)",
+    "host-kv": " (it needs a pool whose planner is host-kv, host-kvpr or host-auto)",
+    "host-auto": " (it needs a pool whose planner is one of host-*)",
 }
+HOST_AUTO = "host-auto"
+
+
+def host_planners(planner: str, act_share: float) -> tuple[str, ...]:
+    """Planners that leave contexts in host memory and that a pool has whose own is `planner`, the
+    best one last. act_share: of the stored blocks, those with activations."""
+    if not planner.startswith("host-"):
+        return ()
+    if planner == "host-hybrid":
+        return HOST_AUTO, planner
+    both = planner == "host-kvpr" or (planner == HOST_AUTO and act_share > 0)
+    return (HOST_AUTO, "host-kv", "host-kvpr") if both else (HOST_AUTO, "host-kv")
 
 
 def room_left(room_tokens: int, device: int, new: int) -> int:
@@ -205,11 +233,11 @@ def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Pl
 class Planning:
     """The planners of one engine, which cut plans at multiples of `block_tokens`. rates: of the
     model on this node; activations: the model's can be used at all; cpu: it can attend to host
-    memory."""
+    memory; host: its planners of that kind, as `host_planners` gives them."""
 
     def __init__(
         self, block_tokens: int, rates: PlanRates | None = None, *, activations: bool = True,
-        cpu: bool = False,
+        cpu: bool = False, host: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.rates, self.cpu = rates, cpu
         self._block_tokens = block_tokens
@@ -222,6 +250,10 @@ class Planning:
             self._planners["cpu"] = self._all_on_cpu
         if rates is not None:
             self._planners["kvpr"] = self._kvpr
+        self._host = tuple(host)
+        self._planners |= dict.fromkeys(self._host, self._stays)
+        if host:
+            self._planners[HOST_AUTO] = self._chosen
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -252,6 +284,22 @@ class Planning:
             return plan
         return replace(plan, step_s=split_s(self.rates, 1, kept, self.on_cpu(kept)))
 
+    def resides(self, planner: str | Planner, tokens: int, room_tokens: int) -> str:
+        """The planner by which a request of so many tokens leaves its context in host memory; "":
+        it does not. room_tokens: that it may take on the device before "host-auto" does."""
+        if not isinstance(planner, str) or planner not in self._host:
+            return ""
+        if planner == HOST_AUTO:
+            return self._host[-1] if tokens > room_tokens else ""
+        return planner
+
+    def split_share(self, batch: int, context_tokens: int) -> float:
+        """Of contexts that are in host memory as KV and as activations, the share that comes from
+        activations at a step of `batch` of them."""
+        if self.rates is None or "A" not in self._kinds or context_tokens < 1:
+            return 0.0
+        return split_ahead(self.rates, batch, context_tokens).share
+
     def on_cpu(self, kept_tokens: int) -> int:
         """Of the tokens that stay in host memory, those that the CPU attends to as a request
         decodes; the rest crosses at every step. All of them, where no rates are known."""
@@ -278,6 +326,15 @@ class Planning:
     def _kept(self, request: Cached, tokens: int, why: str) -> LoadPlan:
         segments = from_runs([("C", tokens), ("K", request.cached - tokens)])
         return self.priced(request, segments, why)
+
+    def _stays(self, request: Cached) -> LoadPlan:
+        segments = from_runs([("C", request.cached)])
+        plan = self.priced(request, segments, "its context stays in host memory, as set")
+        if self.rates is None or not request.cached:
+            return plan
+        both = "host-kvpr" in self._host
+        act = self.split_share(1, request.cached) * request.cached if both else request.held
+        return replace(plan, step_s=max(self.rates.decode_s(1, request.cached, act)))
 
     def _tail(self, request: Cached) -> LoadPlan:
         return self._chosen(request, tail_only=True)

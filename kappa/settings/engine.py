@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -143,14 +143,17 @@ ReasoningParserName = Literal[
 
 EngineKind = Literal["vllm", "torch", "emulated"]
 
-PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail"]
+PlannerName = Literal[
+    "auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail", "host-auto", "host-kv",
+    "host-kvpr", "host-hybrid",
+]  # fmt: skip
 
 HostTierName = Literal["auto", "own", "native", "lmcache", "stock"]
 
 # Of which kind of engine each planner is; both have "auto" and "kv".
 _PLANNERS: dict[str, tuple[str, ...]] = {
     "vllm": ("auto", "kv", "tail"),
-    "torch": ("auto", "kv", "kvpr", "hybrid", "recompute", "cpu"),
+    "torch": tuple(name for name in get_args(PlannerName) if name != "tail"),
 }
 
 
@@ -220,7 +223,10 @@ class EngineSettings(Section):
     planner: PlannerName = Field(
         "auto",
         description="how cached prefixes come back. Of kind vllm: tail (which auto means there) "
-        "loads the front and computes the rest where that is faster; kv loads all",
+        "loads the front and computes the rest where that is faster; kv loads all. Of kind torch, "
+        "host-*: contexts lie in host memory while requests run and cross at every step, as KV "
+        "(kv), split between KV and activations (kvpr), or kept as one or the other (hybrid); "
+        "auto: those alone that exceed cpu_room_share",
     )
     host_tier: HostTierName = Field(
         "auto",
@@ -238,7 +244,8 @@ class EngineSettings(Section):
         0.0,
         ge=0,
         le=1,
-        description="share of stored blocks kept as activations, too; 1 unless hybrid; torch only",
+        description="share of stored blocks kept as activations, too; 1 unless hybrid; of planner "
+        "host-hybrid: instead, and 0: as planned; torch only",
     )
     cpu_threads: int = Field(
         0,
@@ -323,6 +330,16 @@ class EngineSettings(Section):
             )
         if self.cpu_threads and (self.kind != "torch" or self.host_bytes == 0):
             raise ValueError("cpu_threads needs kind torch and host_bytes above zero")
+        if self.planner.startswith("host-") and self.host_bytes == 0:
+            raise ValueError(
+                f"planner {self.planner} needs host_bytes above zero: it keeps KV there"
+            )
+        wrong = {"host-kv": self.act_share > 0, "host-kvpr": 0 < self.act_share < 1}
+        if wrong.get(self.planner):
+            raise ValueError(
+                f"act_share is {self.act_share} with planner {self.planner}: leave it out, since "
+                "host-kv stores no activations and host-kvpr those of every block"
+            )
         if self.planner == "cpu" and not self.cpu_threads:
             raise ValueError("planner cpu needs cpu_threads above zero: who else would attend")
         tier, elsewhere = self.host_tier, self.host_tier in ("native", "lmcache")

@@ -285,6 +285,8 @@ def unfit_workers(
         return -(-needed // worker.block_tokens)
 
     def usable_blocks(worker: Announcement) -> int:
+        if str(worker.load_plan.get("planner", "")).startswith("host-"):
+            return max(worker.host_blocks, worker.device_blocks)
         return worker.device_blocks - 1  # vLLM keeps one block that it never gives away.
 
     unfit = frozenset(

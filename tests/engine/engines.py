@@ -23,7 +23,7 @@ from engine.sparse.forward import sparse_forward
 from engine.transfer import Copies, CpuMover, Direction, mover_for
 from kappa.hardware import node_profile
 from kappa.plans.clo import SparseSettings
-from kappa.plans.planners import Planning
+from kappa.plans.planners import Planning, host_planners
 from kappa.plans.rates import PlanRates, rates_from_law
 from tests.engine import hf
 from tests.engine.rig import weights
@@ -68,7 +68,11 @@ def engine(
     forward = Forward(model, arena, link, cpu_threads=cpu_threads)
     made = Engine(
         forward, EngineOptions(**settings),
-        Planning(size.block_tokens, rates, cpu=cpu_threads > 0), observer=observer,
+        Planning(
+            size.block_tokens, rates, cpu=cpu_threads > 0,
+            host=host_planners(settings.get("planner", ""), settings.get("act_share", 0.0)),
+        ),
+        observer=observer,
         sparse=sparse_forward(forward, sparse, **(slots or {})) if sparse else None,
     )  # fmt: skip
     try:

@@ -66,11 +66,11 @@ def test_it_takes_no_device_blocks_and_its_host_blocks_are_held() -> None:
     with engine(cpu_threads=1) as made:
         asked = follow_up(made, planner="cpu")
         made.step()
-        assert asked.kept is not None and asked.kept.start == 0 and len(asked.kept.blocks) == 8
+        assert asked.kept is not None and asked.kept.blocks == len(asked.kept.kv) == 8
         line = asked.blocks.tolist()
         assert line[:8] == [-1] * 8 and min(line[8:]) >= 0
         pool = made.arena.pools["kv", "host"]
-        assert all(pool.refs(block) >= 2 for block in asked.kept.blocks)
+        assert all(pool.refs(block) >= 2 for block in asked.kept.kv.tolist())
         finish(made)
         assert asked.kept is None
 

@@ -1,7 +1,9 @@
 """Our own engine behind Ray's engine interface: a real model, loop and sockets, no cluster."""
 
+import asyncio
 import base64
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,11 +16,13 @@ import zmq
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.distributed.kv_events import KVEventBatch
 
+from engine.config import read_config
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
 from kappa.plans.clo import CloConfig, SparseSettings
 from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
+from tests.engine import hf
 from workers.identity import SparsePlan, WorkerPlan
 from workers.own_engine.server import OwnPlan
 from workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
@@ -37,21 +41,22 @@ TEXTS = [f"Line {i} of a short text about nothing in particular." for i in range
 class Bench:
     """An engine, and both ends of what it says."""
 
-    def __init__(self, folder):
-        self.model = make_tiny_model(folder / "tiny", TEXTS)
+    def __init__(self, folder, model=None, shape=None, **changed):
+        self.model = model or make_tiny_model(folder / "tiny", TEXTS)
         self.context = zmq.Context()
         self.stats = self.context.socket(zmq.PULL)
         self.stats.bind(f"ipc://{folder}/stats")
         self.kv = self.context.socket(zmq.SUB)
         self.kv.setsockopt(zmq.SUBSCRIBE, b"")
         self.kv.connect(f"ipc://{folder}/kv")
-        shape = ModelShape("tiny", 2, 64, 2, 1, 32, 5e5, 5e5, "gqa", 4.0, 4.0)
+        shape = shape or ModelShape("tiny", 2, 64, 2, 1, 32, 5e5, 5e5, "gqa", 4.0, 4.0)
         plan = WorkerPlan(
             (node_profile("pcie"),), shape, shape,
             EngineLimits(1000, BLOCK, 64, 0, 256, 8, "float32"), str(self.model), "",
             str(folder), "", scheduler=EngineScheduler("fair"), kind="torch", planner="auto",
             approx="ask", sparse=SPARSE, cpu_threads=1,
         )  # fmt: skip
+        plan = replace(plan, **changed)
         limits = replace(plan.limits, host_bytes=int(128 * plan.block_bytes))
         ends = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
         own = OwnPlan(replace(plan, limits=limits), "w", 0, ends)
@@ -261,6 +266,58 @@ async def test_activations_take_their_room_from_the_same_host_memory():
     shape = model_shape("opt-6.7b")  # activations are half as long as the KV
     assert host_blocks(shape, 300, 0.0) == (300, 0)
     assert host_blocks(shape, 300, 1.0) == (200, 200)
+
+
+async def test_activations_take_the_room_of_the_kv_that_they_stand_for():
+    shape = model_shape("opt-6.7b")
+    assert host_blocks(shape, 300, 1.0, keep_kv=False) == (0, 600)
+    assert host_blocks(shape, 300, 0.5, keep_kv=False) == (200, 200)
+
+
+@pytest.mark.parametrize(
+    ("planner", "share", "refused"),
+    [("host-kvpr", 1.0, "host-hybrid"), ("host-hybrid", 0.75, "host-kv")],
+)
+async def test_contexts_in_host_memory_are_answered_with_hugging_faces_logits(
+    tmp_path, planner, share, refused
+):
+    """Through the body that the ingress sends, in double precision, to 1e-10."""
+    model = hf.save(hf.reference("opt"), tmp_path / "opt")
+    for file in make_tiny_model(tmp_path / "tiny", TEXTS).glob("tokenizer*"):
+        shutil.copy(file, model)
+    shape = read_config(model).shape
+    limits = EngineLimits(500, BLOCK, 24, 0, 256, 8, "float64")
+    bench = Bench(
+        tmp_path, model, shape, limits=limits, planner=planner, act_share=share, approx="never"
+    )
+    await bench.engine.start()
+    try:
+        computer, scores = bench.engine._built.engine._computer, {}
+        compute = computer.compute
+
+        def recorded(chunks):
+            logits = compute(chunks)
+            for one, row in logits.items():
+                scores.setdefault(one, {})[chunks[one].stop] = row
+            return logits
+
+        computer.compute = recorded
+        prompts = [np.random.default_rng(s).integers(3, 96, 150).tolist() for s in range(3)]
+        bodies = [completion(tokens, f"r{i}", max_tokens=20) for i, tokens in enumerate(prompts)]
+        answers = await asyncio.gather(*(answered(bench, body) for body in bodies))
+        assert all(whole.usage.completion_tokens == 20 for (whole,) in answers)
+        assert len(scores) == 3
+        for one, rows in scores.items():
+            want = hf.logits(hf.reference("opt"), one.tokens)
+            assert one.resides == planner and len(rows) >= 20
+            assert all((row - want[stop - 1]).abs().max() <= 1e-10 for stop, row in rows.items())
+        stats = bench.engine._runner.call(lambda engine: engine.stats()).result(20)
+        assert stats.link["h2d_bytes"] > 0 and stats.preemptions == 0
+        (error,) = await answered(bench, completion(prompts[0], plan=refused))
+        assert error.error.code == 400 and f"no planner '{refused}' here" in error.error.message
+    finally:
+        await bench.engine.shutdown()
+        bench.context.destroy(linger=0)
 
 
 async def test_an_engine_that_hangs_is_not_healthy(started):

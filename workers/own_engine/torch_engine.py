@@ -25,11 +25,13 @@ from engine.settings import EngineOptions
 from engine.sparse.forward import SparseForward, sparse_forward
 from engine.transfer import mover_for
 from engine.weights import DTYPES, load_weights
+from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
 from kappa.plans.architecture import architecture_from_config
 from kappa.plans.clo import equal_heads, layer_seconds, persistent_heads, prefetchable_heads
+from kappa.plans.hybridserve import planned_share
 from kappa.plans.measured import as_measured, rates_from_measured
-from kappa.plans.planners import Planning
+from kappa.plans.planners import Planning, host_planners
 from kappa.plans.rates import PlanRates, rates_from_law
 from scheduler.config import FairConfig
 from workers.identity import WorkerPlan, measured_node
@@ -49,25 +51,34 @@ class TorchEngine(OwnEngine):
     def build(self) -> Built:
         plan, limits = self.plan, self.plan.limits
         raw = json.loads((Path(plan.model_source) / "config.json").read_text(encoding="utf-8"))
-        kinds = architecture_from_config(raw).kinds()
-        if plan.act_share and "A" not in kinds:
+        kinds, act_share = architecture_from_config(raw).kinds(), plan.act_share
+        if (act_share or plan.planner == "host-hybrid") and "A" not in kinds:
             raise ValueError(
-                f"engine.act_share is {plan.act_share}, but the KV of {self._model} cannot be made "
-                "from activations: set it to 0"
+                f"engine.act_share is {plan.act_share} and engine.planner {plan.planner}, but the "
+                f"KV of {self._model} cannot be made from activations: use host-kv, or act_share 0"
             )
+        if plan.planner == "host-hybrid" and not act_share:
+            shape = read_config(raw, self._model).shape
+            rates = rates_from_law(shape, self._by_peaks())
+            act_share = planned_share(
+                rates, limits.block_tokens, limits.host_bytes, limits.max_sequences
+            )
+            log.info("act_share_planned", act_share=act_share)
         settings = EngineOptions(
             budget_tokens=limits.max_batch_tokens,
             max_running=limits.max_sequences,
             scheduler=plan.scheduler.rule,
             fair=FairConfig(**plan.scheduler.config),
             planner=plan.planner,
-            act_share=plan.act_share,
+            act_share=act_share,
+            keep_kv=plan.planner != "host-hybrid",
             cpu_room_share=plan.cpu_room_share,
         )
         forward = self._forward(raw, settings)
         rates = self._measured(forward)
         cpu, activations = plan.cpu_threads > 0, "A" in kinds
-        planning = Planning(limits.block_tokens, rates, activations=activations, cpu=cpu)
+        host = host_planners(plan.planner, act_share)
+        planning = Planning(limits.block_tokens, rates, activations=activations, cpu=cpu, host=host)
         endpoints, iterations = self.own.endpoints, plan.scheduler.for_rank(self.own.rank).log
         blocks = limits.device_blocks + plan.host_blocks
         kv_events = KvPublisher(endpoints.kv_events)
@@ -88,7 +99,9 @@ class TorchEngine(OwnEngine):
         device = given_device(plan.gpus, ray.get_gpu_ids() if plan.gpus else (), os.environ)
         dtype, config = DTYPES[limits.dtype], read_config(raw, self._model)
         weights = load_weights(plan.model_source, config, dtype=dtype, device=device)
-        kv_host, act_host = host_blocks(config.shape, plan.host_blocks, plan.act_share)
+        kv_host, act_host = host_blocks(
+            config.shape, plan.host_blocks, settings.act_share, keep_kv=settings.keep_kv
+        )
         captured = settings.capture_blocks(limits.block_tokens)
         size = ArenaSize(limits.device_blocks, kv_host, captured, act_host, limits.block_tokens)
         arena = Arena(config.shape, size, dtype=dtype, device=device)
@@ -101,11 +114,15 @@ class TorchEngine(OwnEngine):
             return rates_from_measured(self.rates)
         except ValueError as error:
             log.warning("rates_by_law", reason=str(error), planner=self.plan.planner)
-        prior = replace(self.plan.node(self.own.rank), source="catalogue", dilation=1.0)
-        node = measured_node(prior, measure(self.plan.profile_request()))
+        node = self._by_peaks()
         rates = rates_from_law(forward.config.shape, node)
         self.rates = as_measured(rates, self._model, node.gpu)
         return rates
+
+    def _by_peaks(self) -> NodeProfile:
+        """This machine, with its link and its products measured."""
+        prior = replace(self.plan.node(self.own.rank), source="catalogue", dilation=1.0)
+        return measured_node(prior, measure(self.plan.profile_request()))
 
 
 def given_device(
@@ -129,12 +146,15 @@ def given_device(
     return torch.device("cuda", 0)
 
 
-def host_blocks(shape: ModelShape, blocks: int, act_share: float) -> tuple[int, int]:
+def host_blocks(
+    shape: ModelShape, blocks: int, act_share: float, *, keep_kv: bool = True
+) -> tuple[int, int]:
     """Blocks of KV and of activations in the room of so many blocks of KV: a share of the stored
-    blocks is kept as activations besides their KV."""
+    blocks is kept as activations, besides their KV or instead of it."""
     ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
-    kv = int(blocks / (1 + act_share * ratio))
-    return kv, round(act_share * kv)
+    kv_share = 1.0 if keep_kv else 1.0 - act_share
+    stored = blocks / (kv_share + act_share * ratio)
+    return int(kv_share * stored), int(act_share * stored)
 
 
 def _sparse(plan: WorkerPlan, forward: Forward, rates: PlanRates) -> SparseForward:

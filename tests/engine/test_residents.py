@@ -1,0 +1,244 @@
+"""Contexts that lie in host memory while requests run: Hugging Face's logits, and more room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.arena import ArenaSize
+from engine.sequence import RequestRefused
+from tests.engine import hf
+from tests.engine.engines import (
+    BLOCK,
+    engine,
+    even_rates,
+    evict_device,
+    expected,
+    finish,
+    generate,
+    link_of,
+    prompt,
+    submit,
+)
+
+# The planner, and what host memory stores for it.
+MODES = {
+    "host-kv": {"planner": "host-kv", "budget_tokens": 24},
+    "host-kvpr": {"planner": "host-kvpr", "act_share": 1.0, "budget_tokens": 24},
+    "host-hybrid": {
+        "planner": "host-hybrid", "act_share": 0.5, "keep_kv": False, "budget_tokens": 24,
+    },
+    "activations": {
+        "planner": "host-hybrid", "act_share": 1.0, "keep_kv": False, "budget_tokens": 24,
+    },
+}  # fmt: skip
+# Of 64 tokens on the device, no prompt below has room for itself.
+SMALL = ArenaSize(16, 256, 48, 256, block_tokens=BLOCK)
+
+
+def run(made, *handles):
+    """Until they are over; logits of every token of each, and most that ran at once."""
+    scores = {handle: [] for handle in handles}
+    compute, together = made._computer.compute, 0
+
+    def recorded(chunks):
+        logits = compute(chunks)
+        for handle, row in logits.items():
+            if chunks[handle].stop >= handle.prompt_tokens:
+                scores[handle].append(row)
+        return logits
+
+    made._computer.compute = recorded
+    while made.busy:
+        made.step()
+        together = max(together, len(made.batcher.running))
+    return {handle: torch.stack(rows) for handle, rows in scores.items()}, together
+
+
+def agrees(family, handle, scores):
+    """Every logit of the answer is Hugging Face's, to 1e-10."""
+    want = hf.logits(hf.reference(family), handle.tokens)
+    count = handle.output_tokens
+    assert scores.shape[0] == count
+    return float((scores - want[-count - 1 : -1]).abs().max()) <= 1e-10
+
+
+@pytest.mark.parametrize("family", hf.FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_are_hugging_faces_to_1e_10(family: str, mode: str) -> None:
+    with engine(family, size=SMALL, rates=even_rates(), **MODES[mode]) as made:
+        handles = [submit(made, prompt(n, seed=n), 14) for n in (41, 90, 7, 66)]
+        scores, _ = run(made, *handles)
+        for handle in handles:
+            assert agrees(family, handle, scores[handle])
+        assert made.stats().preemptions == 0 and made.stats().link["h2d_bytes"] > 0
+
+
+def test_a_context_longer_than_the_device_leaves_it_block_by_block() -> None:
+    with engine(size=SMALL, budget_tokens=16, planner="host-kv") as made:
+        asked = submit(made, prompt(120), 20)
+        while not asked.output_tokens:
+            made.step()
+            assert made.arena.pools["kv", "device"].used <= 16
+        finish(made)
+        assert asked.tokens[120:] == expected(asked.tokens[:120], 20)
+
+
+def test_only_the_block_that_fills_stays_on_the_device_and_host_blocks_are_held() -> None:
+    with engine(size=SMALL, **MODES["host-kv"]) as made:
+        asked = submit(made, prompt(30), 40)
+        while asked.output_tokens < 20:
+            made.step()
+            made.store.drain(20)
+        assert asked.kept is not None and asked.kept.blocks >= 11
+        assert (asked.blocks[: asked.kept.blocks] == -1).all()
+        assert (asked.blocks >= 0).sum() <= 2
+        pool = made.arena.pools["kv", "host"]
+        assert all(pool.refs(block) >= 2 for block in asked.kept.kv.tolist())
+
+
+def test_activations_instead_of_kv_hold_twice_the_requests_in_the_same_memory() -> None:
+    """OPT's activations are half its KV: what holds 2 contexts of 16 blocks as KV holds 4 so."""
+    most = {}
+    for mode, kv, act in (("host-kv", 32, 0), ("activations", 0, 64)):
+        size = ArenaSize(48, kv, 48, act, block_tokens=BLOCK)
+        options = {"rates": even_rates(), **MODES[mode]}
+        with engine("opt", size=size, **options) as made:
+            handles = [submit(made, prompt(52, seed=s), 12) for s in range(6)]
+            scores, most[mode] = run(made, *handles)
+            assert all(agrees("opt", handle, scores[handle]) for handle in handles)
+            assert made.stats().preemptions == 0
+    assert most == {"host-kv": 2, "activations": 4}
+
+
+def test_kvprs_split_moves_fewer_bytes_at_every_step() -> None:
+    moved = {}
+    for planner in ("host-kv", "host-kvpr"):
+        with engine("opt", rates=even_rates(), **MODES["host-kvpr"]) as made:
+            asked = submit(made, prompt(33), 6, planner=planner)
+            while not asked.output_tokens:
+                made.step()
+            made.store.drain(20)
+            before = made.stats().link["h2d_bytes"]
+            made.step()
+            moved[planner] = made.stats().link["h2d_bytes"] - before
+            share = made._computer._share
+            finish(made)
+            assert asked.tokens[33:] == expected(asked.tokens[:33], family="opt")
+    whole = 8 * 2 * BLOCK * 64 * 3 * 8
+    assert moved["host-kv"] == whole
+    assert 0 < share <= 1 and moved["host-kvpr"] == whole - round(share * 8) * whole // 16
+
+
+def test_a_prefix_that_host_memory_has_is_not_computed_again_nor_loaded() -> None:
+    options = {**MODES["host-hybrid"], "budget_tokens": 40}
+    with engine("opt", rates=even_rates(), **options) as made:
+        first = prompt(33)
+        generate(made, first, count=1)
+        evict_device(made)
+        asked = submit(made, [*first, *prompt(7, seed=50)], 6)
+        finish(made)
+        assert asked.tokens[40:] == expected(asked.tokens[:40], family="opt")
+        assert (asked.account.kept_tokens, asked.account.new_tokens) == (32, 8)
+        assert asked.account.loaded_tokens == 0
+
+
+def test_contexts_cross_in_mini_batches_that_the_buffers_hold() -> None:
+    with engine("opt", rates=even_rates(), pass_blocks=12, **MODES["host-hybrid"]) as made:
+        handles = [submit(made, prompt(n, seed=n), 12) for n in (33, 35, 22, 37)]
+        passes, compute = [], made._model.compute
+        made._model.compute = lambda rows: (passes.append(len(rows)), compute(rows))[1]
+        scores, _ = run(made, *handles)
+        assert all(agrees("opt", handle, scores[handle]) for handle in handles)
+        assert 1 in passes and 2 in passes and passes[-1] < 4
+
+
+def test_the_planner_leaves_in_host_memory_what_has_no_room_on_the_device() -> None:
+    options = {**MODES["host-kvpr"], "planner": "host-auto", "cpu_room_share": 0.25}
+    with engine("opt", rates=even_rates(), **options) as made:
+        short, long = (submit(made, prompt(n), 6) for n in (48, 49))
+        assert (short.resides, long.resides) == ("", "host-kvpr")
+        device = submit(made, prompt(60), 6, planner="kv")
+        assert device.resides == ""
+        finish(made)
+        for one in (short, long, device):
+            assert one.tokens[one.prompt_tokens :] == expected(one.tokens[:-6], family="opt")
+
+
+@pytest.mark.parametrize(
+    ("pool", "asked", "why"),
+    [
+        ("host-kv", "host-kvpr", "KV and activations of every block"),
+        ("host-hybrid", "host-kv", "needs a pool whose planner is host-kv"),
+        ("auto", "host-kv", "needs a pool whose planner is host-kv"),
+    ],
+)
+def test_a_request_for_what_the_pool_does_not_store_is_refused(pool, asked, why) -> None:
+    with engine(**MODES.get(pool, {"planner": pool})) as made, pytest.raises(ValueError, match=why):
+        submit(made, prompt(5), 1, planner=asked)
+
+
+def test_a_context_that_host_memory_can_never_hold_is_refused_with_the_figure() -> None:
+    with engine(size=replace(SMALL, kv_host=10), **MODES["host-kv"]) as made:
+        with pytest.raises(RequestRefused, match="holds 40 tokens of a request at most"):
+            submit(made, prompt(40), 1)
+        assert generate(made, prompt(30), count=6) == [expected(prompt(30))]
+
+
+def test_a_full_host_tier_lets_the_next_prompt_wait_and_never_answers_wrong() -> None:
+    """Answers outgrow host memory: their blocks stay on the device, or their requests wait."""
+    size = ArenaSize(12, 22, block_tokens=BLOCK)
+    for rule in ("fair", "fcfs"):
+        with engine(size=size, planner="host-kv", scheduler=rule, budget_tokens=16) as made:
+            handles = [submit(made, prompt(25, seed=s), 30) for s in range(5)]
+            finish(made)
+            for one in handles:
+                assert one.tokens[25:] == expected(one.tokens[:25], 30)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_context_that_does_not_cross_is_computed_for_that_step(mode: str) -> None:
+    with engine("opt", size=SMALL, rates=even_rates(), **MODES[mode]) as made:
+        asked, other = (submit(made, prompt(n, seed=n), 10) for n in (33, 21))
+        while asked.output_tokens < 3:
+            made.step()
+        link_of(made).breaks = lambda direction, copies: direction == "h2d"
+        while asked.output_tokens < 6:
+            made.step()
+        link_of(made).breaks = lambda direction, copies: False
+        finish(made)
+        for one in (asked, other):
+            assert one.tokens[one.prompt_tokens :] == expected(one.tokens[:-10], 10, "opt")
+        assert made.stats().failed_loads >= 3
+
+
+def test_blocks_whose_stores_fail_stay_on_the_device() -> None:
+    with engine(**MODES["host-kv"]) as made:
+        link_of(made).breaks = lambda direction, copies: direction == "d2h"
+        asked = submit(made, prompt(33), 10)
+        while asked.output_tokens < 4:
+            made.step()
+        link_of(made).breaks = lambda direction, copies: False
+        finish(made)
+        assert asked.tokens[33:] == expected(asked.tokens[:33], 10)
+        assert made.stats().blocks["failed_stores"] > 0
+
+
+def test_preempted_and_aborted_requests_let_go_of_host_memory() -> None:
+    with engine(size=replace(SMALL, kv_device=9), planner="host-kv", budget_tokens=16) as made:
+        handles = [submit(made, prompt(33, seed=s), 24) for s in range(6)]
+        while not handles[0].output_tokens:
+            made.step()
+        assert made.abort(handles[0].request_id)
+        finish(made)
+        made.check()
+        for one in handles[1:]:
+            assert one.tokens[33:] == expected(one.tokens[:33], 24)
+
+
+def test_a_device_without_room_for_a_chunk_is_refused_before_it_starts() -> None:
+    made = engine(size=SMALL, planner="host-kv", budget_tokens=100)
+    with pytest.raises(ValueError, match="16 blocks: a chunk of 100 tokens needs 27"), made:
+        pass
