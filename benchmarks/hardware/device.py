@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.hardware.ladder_page import CPU_LABEL
 from benchmarks.offload.cells import model_data
 from deploy.app.machine import read_machine
-from deploy.commands.ladder_page import CPU_LABEL
 from engine.config import read_config
 from engine.weights import DTYPES, Spec, layer_specs, outer_specs
 from kappa.model import ModelShape

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.hardware.device import Device, facts, write_model
 from benchmarks.hardware.engines import Bench
+from benchmarks.hardware.ladder_page import page, predicted, sentences
 from benchmarks.hardware.rungs import EQUAL, RUNGS, Row
-from deploy.commands.ladder_page import page, predicted, sentences
 
 _POLL_S = 0.2
 _END_WAIT_S = 5.0
@@ -64,8 +64,8 @@ def climb(
                 ok=all(rung["status"] in ("ok", "skipped") for rung in done),
             )  # fmt: skip
             harness.save_json(result, out / "ladder.json")
-    (out / "ladder.html").write_text(page(result), encoding="utf-8")
-    harness.note(f"{result['total_s']:.0f} s in all; {out / 'ladder.html'}, {out / 'ladder.json'}")
+    (out / "ladder.md").write_text(page(result), encoding="utf-8")
+    harness.note(f"{result['total_s']:.0f} s in all; {out / 'ladder.md'}, {out / 'ladder.json'}")
     return result
 
 
