@@ -7,10 +7,11 @@ this way (pyproject.toml).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 
 COMMANDS = "kappa.commands"
 EXAMINATIONS = "kappa.doctor"
@@ -49,4 +50,16 @@ def remedy_for(module: str) -> str:
     for extra, modules in _EXTRAS.items():
         if package in modules:
             return f"needs {package}: pip install 'kappa-serve[{extra}]'"
+    return ""
+
+
+def lacking(extras: Iterable[str]) -> str:
+    """How to install the first module of these extras that is not here; empty if all are."""
+    for module in (module for extra in extras for module in _EXTRAS[extra]):
+        try:
+            is_here = find_spec(module) is not None
+        except ValueError:  # it is known not to be importable
+            is_here = False
+        if not is_here:
+            return remedy_for(module)
     return ""

@@ -245,5 +245,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"[red]outlived its cluster: {survivor}[/red]")
 
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(
+    help="Inject faults into a cluster and report what its clients saw.", add_completion=False
+)
 app.command()(faults)

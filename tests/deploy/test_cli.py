@@ -8,15 +8,17 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import typer
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from deploy.app.model import PreflightError, StartError, model_here, prepare_model
 from deploy.app.plan import pool_config, worker_nodes
 from deploy.app.ray_cluster import check_port, free_port
-from deploy.cli import app
+from deploy.cli import _COMMANDS, app, summary
 from deploy.commands.serve import settings_or_exit, with_a_model
 from kappa.model_config import shape_from_config
+from kappa.plugins import COMMANDS, installed
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import ModelSettings
 from tests.deploy.adapters import make_adapter
@@ -30,6 +32,16 @@ def test_help_names_every_command():
         assert command in done.stdout
 
 
+def test_help_says_of_every_command_what_its_own_help_says_first():
+    group = typer.main.get_command(app)
+    context = group.make_context("kappa", ["tables"])
+    entries = {**_COMMANDS, **installed(COMMANDS)}
+    assert list(entries) == group.list_commands(context)
+    for name, entry in entries.items():
+        own = group.get_command(context, name).help
+        assert own and summary(entry) == own.partition("\n\n")[0], name
+
+
 def run_without(packages, *arguments):
     """`kappa ARGUMENTS` in a process of its own, in which these packages cannot be imported."""
     program = f"""
@@ -41,12 +53,19 @@ app({list(arguments)!r}, prog_name="kappa")
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
+_HELP = """
+import sys
+from deploy.cli import app
+try:
+    app(["--help"])
+finally:
+    print(sorted({"numpy", "httpx", "ray"} & set(sys.modules)))
+"""
+
+
 def test_no_command_is_imported_before_it_is_used():
-    program = "import sys, deploy.cli; print(*({'numpy', 'httpx', 'ray'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == []
+    done = subprocess.run([sys.executable, "-c", _HELP], capture_output=True, text=True, check=True)
+    assert "bench" in done.stdout and done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
@@ -155,11 +174,11 @@ def test_an_adapters_rank_is_read_and_rounded_up_to_one_that_vllm_has(tiny, tmp_
     found = model_here(settings)
     assert found.adapter_rank == 9
     config = pool_config(settings, settings.all_pools[0], found)
-    given = config.engine_kwargs
+    given = config["engine_kwargs"]
     assert given["enable_lora"] is True and given["max_lora_rank"] == 16
     assert (given["max_loras"], given["max_cpu_loras"]) == (1, 1)
     assert [(each.name, each.path) for each in given["lora_modules"]] == [("fine", str(folder))]
-    plain = pool_config(load_settings(), settings.all_pools[0], found).engine_kwargs
+    plain = pool_config(load_settings(), settings.all_pools[0], found)["engine_kwargs"]
     assert not any("lora" in name for name in plain)
 
 
