@@ -3,8 +3,10 @@
 * `priced`: least predicted TTFT, plus what the choice takes from others; `priced_fetch` may also
   bring KV from a peer first (simulated only).
 * `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
-* `threshold`: paper 001 §7.3 as printed. It looks at the request's ratio and at links, not at where
-  the cache is, nor at the queue (except to break ties): kept as explanation and baseline.
+* `threshold`: paper 001 §7.3 with caches: the request's ratio on each worker against that worker's
+  critical ratio says whether its load or its compute is compared.
+* `threshold_literal`: §7.3 as printed. It looks at one ratio and at links, not at where the cache
+  is, nor at the queue (except to break ties): kept as explanation and baseline.
 * `least_backlog`: least queued work; what is left when nothing is known of the request.
 
 What other systems do is in `benchmarks.baselines.routing`; `policy_named` finds any by name.
@@ -144,13 +146,41 @@ def fetch_externality_s(estimates: Estimates) -> Floats:
 
 
 class Threshold(Stateless):
+    """Each worker's bound decides what is compared there: the load, or the compute.
+
+    Where the request's ratio reaches the worker's critical ratio the worker holds the prefix, and
+    the load is what takes long: of these workers, the one that has it loaded first. Elsewhere
+    computing takes longer: of those, the cheapest compute, by price times seconds if all have a
+    price. Of these two, the one that is sooner. The queue on the resource compared counts; what the
+    other resource takes does not, which is what a threshold leaves out.
+    """
+
+    name = "threshold"
+
+    def choose(self, estimates: Estimates) -> Choice:
+        ratio = estimates.cached_tokens / np.maximum(estimates.new_tokens, 1.0)
+        memory_bound = ratio >= estimates.kappa_crit
+        loaded_s = estimates.link_backlog_s + estimates.load_s
+        computed_s = estimates.gpu_backlog_s + estimates.compute_s
+        price = estimates.cost_per_hour if (estimates.cost_per_hour > 0).all() else 1.0
+        # Otherwise equal, the slower link serves as well: keep the fast one free.
+        ties = estimates.in_flight, estimates.h2d_bytes_per_s
+        load = least(np.where(memory_bound, loaded_s, np.inf), *ties)
+        compute = least(np.where(memory_bound, np.inf, computed_s * price), *ties)
+        loads_sooner = loaded_s[load] <= computed_s[compute]
+        if memory_bound[load] and (memory_bound[compute] or loads_sooner):
+            return Choice(load, "memory_bound_soonest_load")
+        return Choice(compute, "compute_bound_cheap_compute")
+
+
+class ThresholdLiteral(Stateless):
     """Paper 001 §7.3: memory-bound requests to the fastest link, others to the cheapest compute.
 
     The request's ratio is the one at the worker that holds most of its prompt in the host tier,
     and it is memory-bound if it is so there.
     """
 
-    name = "threshold"
+    name = "threshold_literal"
 
     def choose(self, estimates: Estimates) -> Choice:
         backlog_s, speed = estimates.backlog_s, estimates.h2d_bytes_per_s
@@ -228,6 +258,7 @@ OURS: dict[str, Callable[[], Policy]] = {
     "priced_fetch": partial(Priced, "priced_fetch", fetches=True),
     "ttft": LeastTtft,
     "threshold": Threshold,
+    "threshold_literal": ThresholdLiteral,
     "least_backlog": LeastBacklog,
 }
 """Name to a maker of a fresh one."""

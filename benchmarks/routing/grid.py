@@ -36,7 +36,7 @@ from workload.shapes import Workload
 
 Row = dict[str, Any]
 
-OURS = ("priced", "ttft", "threshold", "least_backlog")
+OURS = ("priced", "ttft", "threshold", "threshold_literal", "least_backlog")
 """Policies that are not another system's."""
 TUNED = "dynamo_tuned"
 """Dynamo's cost with the host credit that does best in the cell, found on other seeds."""

@@ -34,7 +34,7 @@ Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="Cluster file (YAML); default: built in.")
 ]
 Policy = Annotated[
-    str | None, typer.Option(help="threshold, ttft or least_backlog; default: as configured.")
+    str | None, typer.Option(help="ttft, threshold, least_backlog; default: as configured.")
 ]
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")]
 Paced = Annotated[

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from kappa.checks import http_parts
 from kappa.settings.base import Finite, Section
 
-PolicyName = Literal["priced", "threshold", "ttft", "least_backlog"]
+PolicyName = Literal["priced", "threshold", "threshold_literal", "ttft", "least_backlog"]
 
 
 class FailoverSettings(Section):

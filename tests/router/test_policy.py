@@ -13,8 +13,8 @@ from router.decision import COMPUTE, MEMORY, PricedWorker
 from router.policy import Priced, _score_s, fetch_externality_s, policy_named
 from tests.router.offering import estimates
 
-THRESHOLD, TTFT, BACKLOG, PRICED = (
-    policy_named(n) for n in ("threshold", "ttft", "least_backlog", "priced")
+THRESHOLD, LITERAL, TTFT, BACKLOG, PRICED = (
+    policy_named(n) for n in ("threshold", "threshold_literal", "ttft", "least_backlog", "priced")
 )
 
 
@@ -41,49 +41,114 @@ def test_a_request_is_memory_bound_from_the_critical_ratio_up(cached, bound):
     assert PricedWorker("w", profile, counts, 30.0, 0, 0, 0, 0, 0, 0, 0).bound == bound
 
 
-def test_threshold_sends_memory_bound_requests_to_the_fastest_link():
-    slow, fast = candidate(SLOW, cached_tokens=9000), candidate(FAST, gpu_backlog_s=99.0)
-    assert pick(THRESHOLD, slow, fast) == (1, "memory_bound_fast_link")
+def holder(cached=50_000.0, new=100.0, load_s=0.1, compute_s=0.01, **parts):
+    """By default of ratio 500, memory-bound."""
+    request = {"cached_tokens": cached, "new_tokens": new, "load_s": load_s, "compute_s": compute_s}
+    return candidate(**{**request, **parts})
 
 
-def test_threshold_sends_compute_bound_requests_to_the_cheapest_compute():
-    costly, cheap = candidate(node(FAST["h2d_bytes_per_s"], cost=9)), candidate(node(cost=2))
+def without_it(compute_s=2.0, **parts):
+    return candidate(new_tokens=50_100.0, compute_s=compute_s, **parts)
+
+
+def test_threshold_loads_where_the_prefix_is_and_not_behind_the_fastest_link():
+    # 6.55 GB: 104 ms behind PCIe 5, 15 ms behind a C2C link that does not have them.
+    choice = pick(THRESHOLD, holder(load_s=0.104), without_it(h2d_bytes_per_s=450e9))
+    assert choice == (0, "memory_bound_soonest_load")
+    assert pick(LITERAL, holder(), without_it(h2d_bytes_per_s=450e9))[0] == 1
+
+
+def test_threshold_takes_the_holder_that_has_it_loaded_first_its_queue_included():
+    quick, queued = holder(load_s=0.03), holder(load_s=0.015, link_backlog_s=0.02)
+    assert pick(THRESHOLD, quick, queued)[0] == 0
+    assert pick(THRESHOLD, quick, {**queued, "link_backlog_s": 0.014})[0] == 1
+    # What a threshold leaves out: the queue for the gpu of a memory-bound request.
+    assert pick(THRESHOLD, {**quick, "gpu_backlog_s": 9.0}, queued)[0] == 0
+
+
+def test_threshold_compares_each_workers_ratio_with_its_own_critical_one():
+    # 5,000 cached for 100 new: memory-bound above 30, compute-bound below 115.
+    pcie = holder(5000, load_s=0.5, compute_s=0.02, kappa_crit=30.0)
+    c2c = holder(5000, load_s=0.5, compute_s=0.02, kappa_crit=115.0)
+    assert pick(THRESHOLD, pcie, c2c) == (1, "compute_bound_cheap_compute")
+    assert pick(THRESHOLD, pcie, {**c2c, "kappa_crit": 50.0, "in_flight": 1})[0] == 0
+
+
+def test_threshold_computes_anew_only_where_that_is_sooner_than_the_load():
+    assert pick(THRESHOLD, holder(load_s=1.99), without_it(compute_s=2.0))[0] == 0
+    jammed = holder(load_s=0.1, link_backlog_s=2.0)
+    assert pick(THRESHOLD, jammed, without_it()) == (1, "compute_bound_cheap_compute")
+    assert pick(THRESHOLD, jammed, without_it(gpu_backlog_s=0.2))[0] == 0
+
+
+def test_threshold_computes_where_it_is_cheapest_by_price_times_seconds():
+    # 0.2 s at 9 an hour cost as much as 0.9 s at 2.
+    costly, cheap = without_it(0.2, cost_per_hour=9.0), without_it(0.89, cost_per_hour=2.0)
     assert pick(THRESHOLD, costly, cheap) == (1, "compute_bound_cheap_compute")
-    twice_as_fast = candidate(node(flops=2e15, cost=3))
-    assert pick(THRESHOLD, cheap, twice_as_fast)[0] == 1
+    assert pick(THRESHOLD, costly, {**cheap, "compute_s": 0.91})[0] == 0
+    assert pick(THRESHOLD, costly, {**cheap, "cost_per_hour": 0.0})[0] == 0
 
 
-def test_threshold_takes_the_ratio_at_the_worker_that_holds_most():
-    # Memory-bound on the fast node, which holds little; compute-bound where most of it is.
-    little = candidate(FAST, cached_tokens=500, kappa_crit=1.0)
-    most = candidate(SLOW, cached_tokens=2000, kappa_crit=50.0)
-    assert pick(THRESHOLD, little, most)[1] == "compute_bound_cheap_compute"
-    assert pick(THRESHOLD, little, {**most, "kappa_crit": 20.0})[1] == "memory_bound_fast_link"
-
-
-@pytest.mark.parametrize("cached", [0, 9000])
-def test_threshold_breaks_ties_by_backlog_then_by_requests(cached):
-    busy = candidate(cached_tokens=cached, gpu_backlog_s=2.0)
-    idle = candidate(cached_tokens=cached, gpu_backlog_s=1.0, in_flight=5)
-    assert pick(THRESHOLD, busy, idle)[0] == 1
-    assert pick(THRESHOLD, idle, {**idle, "in_flight": 4})[0] == 1
-
-
-def test_threshold_counts_a_single_new_token_as_one():
-    # 300 cached tokens for 1 new one: a ratio of 300, above the critical 200.
-    one = {"cached_tokens": 300, "new_tokens": 1, "kappa_crit": 200}
-    chosen = policy_named("threshold").choose(estimates(one, {**one, "h2d_bytes_per_s": 450e9}))
-    assert (chosen.index, chosen.reason) == (1, "memory_bound_fast_link")
+def test_threshold_takes_a_worker_with_the_prefix_on_its_device_for_compute_bound():
+    resident = candidate(device_tokens=50_000, new_tokens=100, compute_s=0.01)
+    assert pick(THRESHOLD, holder(), resident) == (1, "compute_bound_cheap_compute")
 
 
 def test_threshold_keeps_the_fast_link_free_when_nothing_else_differs():
-    assert pick(THRESHOLD, candidate(FAST), candidate(SLOW))[0] == 1
+    fast = without_it(h2d_bytes_per_s=450e9)
+    assert pick(THRESHOLD, fast, without_it())[0] == 1
+    assert pick(THRESHOLD, holder(in_flight=1), holder())[0] == 1
+
+
+def test_threshold_counts_no_new_token_as_one():
+    assert pick(THRESHOLD, holder(40, new=0.0, kappa_crit=30.0))[1] == "memory_bound_soonest_load"
+
+
+def test_the_literal_threshold_sends_memory_bound_requests_to_the_fastest_link():
+    slow, fast = candidate(SLOW, cached_tokens=9000), candidate(FAST, gpu_backlog_s=99.0)
+    assert pick(LITERAL, slow, fast) == (1, "memory_bound_fast_link")
+
+
+def test_the_literal_threshold_sends_compute_bound_requests_to_the_cheapest_compute():
+    costly, cheap = candidate(node(FAST["h2d_bytes_per_s"], cost=9)), candidate(node(cost=2))
+    assert pick(LITERAL, costly, cheap) == (1, "compute_bound_cheap_compute")
+    twice_as_fast = candidate(node(flops=2e15, cost=3))
+    assert pick(LITERAL, cheap, twice_as_fast)[0] == 1
+
+
+def test_the_literal_threshold_takes_the_ratio_at_the_worker_that_holds_most():
+    # Memory-bound on the fast node, which holds little; compute-bound where most of it is.
+    little = candidate(FAST, cached_tokens=500, kappa_crit=1.0)
+    most = candidate(SLOW, cached_tokens=2000, kappa_crit=50.0)
+    assert pick(LITERAL, little, most)[1] == "compute_bound_cheap_compute"
+    assert pick(LITERAL, little, {**most, "kappa_crit": 20.0})[1] == "memory_bound_fast_link"
+
+
+@pytest.mark.parametrize("cached", [0, 9000])
+def test_the_literal_threshold_breaks_ties_by_backlog_then_by_requests(cached):
+    busy = candidate(cached_tokens=cached, gpu_backlog_s=2.0)
+    idle = candidate(cached_tokens=cached, gpu_backlog_s=1.0, in_flight=5)
+    assert pick(LITERAL, busy, idle)[0] == 1
+    assert pick(LITERAL, idle, {**idle, "in_flight": 4})[0] == 1
+
+
+def test_the_literal_threshold_counts_a_single_new_token_as_one():
+    # 300 cached tokens for 1 new one: a ratio of 300, above the critical 200.
+    one = {"cached_tokens": 300, "new_tokens": 1, "kappa_crit": 200}
+    chosen = policy_named("threshold_literal").choose(
+        estimates(one, {**one, "h2d_bytes_per_s": 450e9})
+    )
+    assert (chosen.index, chosen.reason) == (1, "memory_bound_fast_link")
+
+
+def test_the_literal_threshold_keeps_the_fast_link_free_when_nothing_else_differs():
+    assert pick(LITERAL, candidate(FAST), candidate(SLOW))[0] == 1
 
 
 def test_a_missing_price_is_not_a_price_of_zero():
     priced = candidate(node(cost=2.0))
     unpriced = candidate(node(), gpu_backlog_s=5.0)
-    assert pick(THRESHOLD, unpriced, priced)[0] == 1
+    assert pick(LITERAL, unpriced, priced)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -132,7 +197,7 @@ def test_least_backlog_looks_at_nothing_else():
     assert pick(BACKLOG, {**quick, "in_flight": 3}, quick)[0] == 1
 
 
-@pytest.mark.parametrize("policy", [THRESHOLD, TTFT, BACKLOG])
+@pytest.mark.parametrize("policy", [THRESHOLD, LITERAL, TTFT, BACKLOG])
 def test_a_single_worker_is_chosen_with_a_reason(policy):
     index, reason = pick(policy, candidate(cached_tokens=50, ttft_s=1.0))
     assert index == 0 and reason
