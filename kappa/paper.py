@@ -125,23 +125,22 @@ def table2_rows() -> list[dict[str, str | float]]:
 
 
 def table3_rows() -> list[dict[str, str | float]]:
-    """Table 3's κ_crit: model, gpu, paper, paper_formula, corrected.
+    """Table 3's κ_crit: model, gpu, paper, paper_formula, corrected, dense_decimal.
 
-    ``paper_formula`` is printed F/M times printed B/G; ``corrected`` takes the exact F/M instead.
+    ``paper_formula`` is printed F/M times printed B/G; ``corrected`` takes the exact F/M instead;
+    ``dense_decimal`` that, the dense half of the peak, and 10⁶ KB in a GB.
     """
     rows: list[dict[str, str | float]] = []
     for row in TABLE3:
         for (gpu, column), printed in zip(TABLE3_NODES, row.printed_kappa, strict=True):
-            factor = TABLE2[gpu][column]
-            rows.append(
-                {
-                    "model": row.model,
-                    "gpu": gpu,
-                    "paper": printed,
-                    "paper_formula": kappa_crit(row.printed_gflop_per_kb, factor),
-                    "corrected": kappa_crit(row.gflop_per_kb, factor),
-                }
-            )
+            factor, link = TABLE2[gpu][column], LINK_GB_PER_S[f"PCIe-{column + 4}"]
+            dense = hardware_factor_kb_per_gflop(link, SPARSE_FP16_TFLOPS[gpu] / 2, 1e6)
+            rows.append({
+                "model": row.model, "gpu": gpu, "paper": printed,
+                "paper_formula": kappa_crit(row.printed_gflop_per_kb, factor),
+                "corrected": kappa_crit(row.gflop_per_kb, factor),
+                "dense_decimal": kappa_crit(row.gflop_per_kb, dense),
+            })  # fmt: skip
     return rows
 
 

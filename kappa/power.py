@@ -9,7 +9,13 @@ to time that waits for memory. Paper 001's Table 5 measures the effect: memory-b
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from kappa.cost import StepWork, chunk_work, load_s, step_model
+from kappa.hardware import CATALOGUE, NodeProfile
+from kappa.model import ModelShape
+from kappa.paper import MEASURED_LINK_GB_PER_S, TABLE5_POWER_W
+from kappa.shapes import model_shape
 
 MEMORY_SHARE = 0.5
 """Of the watts above idle, what a step that waits for memory draws: assumed. Data sheets do not
@@ -88,6 +94,44 @@ def modelled_w(power: GpuPower, work: GpuWork) -> float:
     computing = min(work.compute_s / work.window_s, busy)
     waiting = busy - computing
     return power.idle_w + (power.cap_w - power.idle_w) * (computing + MEMORY_SHARE * waiting)
+
+
+def prompt_power(
+    power: GpuPower, shape: ModelShape, node: NodeProfile, counts: tuple[int, int, int], gpus: int
+) -> tuple[float, float]:
+    """Watts of each of `gpus` GPUs, and joules of them all for one prompt; no answers.
+
+    counts: tokens of a prompt that are loaded and computed, and prompts in a step. A step's prompts
+    are computed while the next ones are loaded, so the longer of the two is its time; links,
+    memories and FLOPs are the GPUs' together. Copies draw nothing, which is too little.
+    """
+    cached, new, prompts = counts
+    whole, work = node.times(gpus), chunk_work(new, cached)
+    model = step_model(shape, whole, new * prompts, cached)
+    step = model.parts(StepWork(*(prompts * each for each in work)))
+    window_s = max(prompts * load_s(shape, whole, cached), step.step_s)
+    watts = modelled_w(power, GpuWork(window_s, step.step_s, step.compute_s))
+    return watts, watts * gpus * window_s / prompts
+
+
+def table5_rows() -> list[dict[str, str | float]]:
+    """Paper 001's Table 5, watts of a GPU as it measured them, beside the model's: of prompts of
+    its median lengths on its server, eight H100 that load 15 GB/s each, 40 in a step as Table 4 has
+    it; and joules of a prompt."""
+    link = MEASURED_LINK_GB_PER_S * 1e9
+    node = replace(CATALOGUE["h100-pcie5"], h2d_bytes_per_s=link)
+    (sharegpt, narrativeqa), rows = TABLE5_POWER_W[70], list[dict[str, str | float]]()
+    for workload, paper, counts in (
+        ("ShareGPT", sharegpt[0], (10_000, 100, 40)),
+        ("NarrativeQA", narrativeqa[0], (57_000, 12, 40)),
+    ):  # fmt: skip
+        for model in ("llama-3.1-70b", "qwen3-235b-a22b"):
+            watts, joules = prompt_power(_SXM700, model_shape(model), node, counts, gpus=8)
+            rows.append({
+                "workload": workload, "model": model, "cached": counts[0], "new": counts[1],
+                "paper_w": paper, "modelled_w": watts, "modelled_j_per_prompt": joules,
+            })  # fmt: skip
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

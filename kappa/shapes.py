@@ -29,6 +29,16 @@ _QWEN3_MOE = {
     "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
     "max_position_embeddings": 40960,
 }  # fmt: skip
+_GEMMA3 = {
+    "head_dim": 128, "intermediate_size": 21504, "vocab_size": 262208, "sliding_window": 1024,
+    "sliding_window_pattern": 6, "max_position_embeddings": 131072,
+}  # fmt: skip
+_GPT_OSS = {
+    "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880,
+    "vocab_size": 201088, "attention_bias": True, "tie_word_embeddings": False,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128,
+    "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
 _OPT = {"vocab_size": 50272, "max_position_embeddings": 2048, "torch_dtype": "float16"}
 _DEEPSEEK_V3 = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
@@ -51,6 +61,8 @@ _BUILT_IN: dict[str, dict[str, object]] = {
         "qwen3_moe", 94, 4096, 64, 4, moe_intermediate_size=1536, **_QWEN3_MOE
     ),
     "deepseek-v3": _decoder("deepseek_v3", 61, 7168, 128, 128, **_DEEPSEEK_V3),
+    "gemma-3-27b": _decoder("gemma3", 62, 5376, 32, 16, **_GEMMA3),
+    "gpt-oss-20b": _decoder("gpt_oss", 24, 2880, 64, 8, **_GPT_OSS),
     "opt-6.7b": _decoder("opt", 32, 4096, 32, 32, ffn_dim=16384, **_OPT),
     "opt-13b": _decoder("opt", 40, 5120, 40, 40, ffn_dim=20480, **_OPT),
 }

@@ -27,6 +27,7 @@ ClusterName = Annotated[
     str, typer.Option(help="mixed, small, uniform, or a YAML or JSON file of nodes.")
 ]
 ModelName = Annotated[str, typer.Option(help="Built-in name or config.json.")]
+KvDtype = Annotated[str, typer.Option(help="Of the KV cache, such as fp8; auto: the model's own.")]
 ApiKey = Annotated[
     str | None, typer.Option(help="API key; default: $KAPPA_API_KEY or $OPENAI_API_KEY.")
 ]

@@ -1,14 +1,15 @@
 """`kappa tables` and `kappa explain`: the cost model on the command line.
 
-`tables` sets paper 001's figures beside ours; `explain` prices one request on one or more nodes,
-and every load plan of it. Rates of plans come from a node's profile by formula, or from a file that
-an engine measured (workers keep theirs under KAPPA_HOME, in profiles/). All seconds are undilated.
+`tables` sets paper 001's figures beside ours, and models and nodes side by side; `explain` prices
+one request on one or more nodes, and every load plan of it. Rates of plans come from a node's
+profile by formula, or from a file that an engine measured (workers keep theirs under KAPPA_HOME, in
+profiles/). All seconds are undilated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ import typer
 
 from deploy.commands.console import (
     Json,
+    KvDtype,
     bad_parameter,
     print_json,
     print_table,
@@ -26,35 +28,85 @@ from deploy.commands.console import (
 from kappa import cost, paper
 from kappa.checks import read_json_object
 from kappa.cost import TokenCounts
-from kappa.hardware import DEMO_NODES, NodeProfile, node_profile
-from kappa.model import ModelShape
+from kappa.hardware import CATALOGUE, DEMO_NODES, NodeProfile, node_profile
+from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.model_config import unlisted
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import alternatives, decoding
 from kappa.plans.rates import LineFit, rates_from_law
-from kappa.shapes import model_shape
+from kappa.power import table5_rows
+from kappa.shapes import SHAPES, model_shape
 
+_NODES = ("h100-pcie5", "gh200-c2c")
 _SEGMENTS = {"K": "load", "A": "activations", "R": "recompute", "C": "stays in host memory"}
 _SYMBOLS = {"kappa": "κ", "kappa_crit": "κ_crit", "kappa_eff": "κ_eff"}
 
 
-def tables(json_output: Json = False) -> None:
-    """Print paper 001's tables and case studies beside our own arithmetic."""
-    table2, table3 = paper.table2_rows(), paper.table3_rows()
+def tables(
+    model: Annotated[
+        list[str] | None, typer.Option(help="For the last table, instead of all built-in ones.")
+    ] = None,
+    node: Annotated[
+        list[str] | None, typer.Option(help="For the last table; repeat for several.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Print paper 001's tables and case studies beside our own arithmetic; nodes; and models side
+    by side, with KV of 16 bits and of 8."""
+    with bad_parameter():
+        models = [model_row(name, node or _NODES) for name in model or SHAPES]
     cases = [{"name": c.name, "paper": c.paper, "ours": c.ours} for c in paper.cases()]
+    nodes = [
+        {"node": n.name, "gpu": n.gpu, "link": n.link_name, "gbps": n.h2d_bytes_per_s / 1e9,
+         "dense_tflops": n.flops_per_s / 1e12, "hbm_tbps": n.hbm_bytes_per_s / 1e12}
+        for n in CATALOGUE.values()
+    ]  # fmt: skip
     keys = ("where", "printed", "holds", "why")
     slips = [{key: getattr(slip, key) for key in keys} for slip in paper.SLIPS]
+    found: dict[str, tuple[str, list[dict[str, Any]]]] = {
+        "table2": ("Table 2: B/G in KB/GFLOP", paper.table2_rows()),
+        "table3": (
+            "Table 3: κ_crit as printed, from the printed factors, with F/M corrected, and besides "
+            "of dense peaks in decimal units",
+            paper.table3_rows(),
+        ),
+        "table5": (
+            "Table 5: watts of a GPU, measured by the paper, and modelled (kappa/power.py), as are "
+            "the joules of a prompt on its eight GPUs, 40 prompts a step",
+            table5_rows(),
+        ),
+        "cases": ("Case studies and derived figures", cases),
+        "slips": ("Where the paper slips", slips),
+        "nodes": ("Nodes: data-sheet figures; of pcie and c2c assumed sustained ones", nodes),
+        "models": (
+            "Models: layers whose KV grows, KV in KB per token and κ_crit on nodes, KV in 16 bits "
+            "and in 8",
+            models,
+        ),
+    }  # fmt: skip
     if json_output:
-        print_json({"table2": table2, "table3": table3, "cases": cases})
+        print_json({name: rows for name, (_, rows) in found.items()})
         return
-    for title, rows in (
-        ("Table 2: B/G in KB/GFLOP", table2),
-        ("Table 3: κ_crit as printed, from the printed factors, and with F/M corrected", table3),
-        ("Case studies and derived figures", cases),
-        ("Where the paper slips", slips),
-    ):
+    for title, rows in found.values():
         cells = [[_cell(key, value) for key, value in row.items()] for row in rows]
         print_table(title, list(rows[0]), cells, left=len(rows[0]))
+
+
+def model_row(name: str, nodes: Sequence[str]) -> dict[str, Any]:
+    """A model's attention, layers, experts, active parameters and F/M, and what halving its KV
+    changes: KB per token and κ_crit on each node."""
+    wide, narrow = model_shape(name, "bfloat16"), model_shape(name, "fp8")
+    row: dict[str, Any] = {
+        "model": wide.name, "attention": wide.attention,
+        "layers": f"{wide.kv_layers} of {wide.layers}",
+        "experts": f"{wide.experts_active} of {wide.experts}" if wide.experts else "dense",
+        "active_b": wide.params_active / 1e9,
+    }  # fmt: skip
+    for bits, shape in (("16", wide), ("8", narrow)):
+        row[f"kv_kb_{bits}"] = kv_bytes_per_token(shape) / 1e3
+        for profile in map(node_profile, nodes):
+            row[f"{profile.name}_{bits}"] = cost.kappa_crit(shape, profile)
+    return row
 
 
 def explain(
@@ -77,6 +129,7 @@ def explain(
         float, typer.Option(min=0, help="GB/s of KV that the node's CPU attends to; 0: none.")
     ] = 0.0,
     activations: Annotated[bool, typer.Option(help="Activations are stored beside the KV.")] = True,
+    kv_dtype: KvDtype = "auto",
     json_output: Json = False,
 ) -> None:
     """Price one request on one or more nodes: its κ, which side bounds it, its seconds, its plans.
@@ -87,7 +140,9 @@ def explain(
     counts = TokenCounts(device_tokens=0, cached_tokens=cached, new_tokens=new)
     names, costs, plans = [], [], []
     with bad_parameter():
-        shape = model_shape(model)
+        shape = model_shape(model, kv_dtype)
+        if rates is not None and kv_dtype != "auto":
+            raise ValueError(f"{rates} holds rates of the KV that was measured: drop --kv-dtype")
         if Path(shape.source).is_file() and (
             note := unlisted(read_json_object(shape.source, "model config"))
         ):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.commands.console import Json, bad_parameter, print_json, print_text
+from deploy.commands.console import Json, KvDtype, bad_parameter, print_json, print_text
 from kappa import paper
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.shapes import model_shape
@@ -28,11 +28,12 @@ def roofline(
     model: Annotated[
         list[str] | None, typer.Option("--model", help="Built-in name or config.json; repeat.")
     ] = None,
+    kv_dtype: KvDtype = "auto",
     json_output: Json = False,
 ) -> None:
     """Draw the rooflines of paper 001's Figures 4 and 7, with its peaks and units."""
     with bad_parameter():
-        shapes = [model_shape(name) for name in model or _MODELS]
+        shapes = [model_shape(name, kv_dtype) for name in model or _MODELS]
         if not out.parent.is_dir():
             raise ValueError(f"{out.parent} is not a folder: create it, or change --out")
     draw_rooflines(out, shapes)

@@ -24,7 +24,7 @@ def route(
         typer.Option(
             "--backend",
             "-b",
-            help="URL=PROFILE: a server and its node (kappa roofline lists them). Say it again "
+            help="URL=PROFILE: a server and its node (kappa tables lists them). Say it again "
             "for each.",
         ),
     ] = None,

@@ -46,6 +46,7 @@ def simulate(
         "narrativeqa"
     ),
     model: console.ModelName = "llama-3.1-8b",
+    kv_dtype: console.KvDtype = "auto",
     policy: Annotated[str, typer.Option(help="Who decides; name:key=value,… for some.")] = "priced",
     scheduler: Annotated[
         str, typer.Option(help=f"In every node: {', '.join(SCHEDULERS)}.")
@@ -89,7 +90,7 @@ def simulate(
         config = SimulationConfig(
             cluster=where if nodes is None else scaled(where, nodes),
             workload=workload_named(trace),
-            shape=model_shape(model),
+            shape=model_shape(model, kv_dtype),
             policy=policy,
             scheduler=scheduler,
             load=0.8 if load is None and rate is None else load,

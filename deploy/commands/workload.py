@@ -31,6 +31,7 @@ def workload(
     ],
     cluster: console.ClusterName = "mixed",
     model: console.ModelName = "llama-3.1-8b",
+    kv_dtype: console.KvDtype = "auto",
     tokenizer: Annotated[
         str | None, typer.Option(help="A tokenizer.json or a model's folder, to measure texts.")
     ] = None,
@@ -46,7 +47,7 @@ def workload(
     """Cached and new tokens of a workload, their ratio, and each node's critical ratio."""
     with console.bad_parameter():
         where = cluster_named(cluster)
-        shape = model_shape(model)
+        shape = model_shape(model, kv_dtype)
         read = open_workload(
             name,
             tokenizer=tokenizer,

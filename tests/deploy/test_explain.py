@@ -41,9 +41,9 @@ def _json(*args: str) -> dict[str, Any]:
 
 def test_tables_json_contract() -> None:
     data = _json("tables")
-    assert set(data) == {"table2", "table3", "cases"}
+    assert set(data) == {"table2", "table3", "table5", "cases", "slips", "nodes", "models"}
     assert all(set(row) == {"gpu", "pcie", "paper", "ours"} for row in data["table2"])
-    keys = {"model", "gpu", "paper", "paper_formula", "corrected"}
+    keys = {"model", "gpu", "paper", "paper_formula", "corrected", "dense_decimal"}
     assert all(set(row) == keys for row in data["table3"])
     assert all(set(row) == {"name", "paper", "ours"} for row in data["cases"])
     assert (len(data["table2"]), len(data["table3"])) == (6, 15)
@@ -53,6 +53,44 @@ def test_tables_for_people_name_the_slips() -> None:
     output = _run("tables")
     for text in ("Table 2", "Table 3", "DeepSeek-V3", "1.42", "(lost)"):
         assert text in output
+
+
+def test_models_stand_side_by_side_with_kv_of_16_bits_and_of_8() -> None:
+    rows = {row["model"]: row for row in _json("tables", "--node", "pcie")["models"]}
+    for name, attention, layers, experts, kv_kb in (
+        ("opt-13b", "mha", "40 of 40", "dense", 819.2),
+        ("llama-3.1-8b", "gqa", "32 of 32", "dense", 131.072),
+        ("gemma-3-27b", "gqa", "10 of 62", "dense", 81.92),
+        ("qwen3-235b-a22b", "gqa", "94 of 94", "8 of 128", 192.512),
+        ("deepseek-v3", "mla", "61 of 61", "8 of 256", 70.272),
+    ):
+        row = rows[name]
+        assert (row["attention"], row["layers"], row["experts"]) == (attention, layers, experts)
+        assert (row["kv_kb_16"], row["kv_kb_8"]) == (kv_kb, kv_kb / 2)
+        assert row["pcie_8"] == 2 * row["pcie_16"]
+    # 2 * 8.0303e9 / 131,072 * 55e9 / 400e12.
+    assert rows["llama-3.1-8b"]["pcie_16"] == pytest.approx(16.848, abs=0.001)
+    assert [row["model"] for row in _json("tables", "--model", "opt-6.7b")["models"]] == [
+        "opt-6.7b"
+    ]
+    assert "Did you mean" in CliRunner().invoke(app, ["tables", "--node", "pci"]).output
+
+
+def test_kv_of_eight_bits_halves_the_load_and_doubles_the_critical_ratio() -> None:
+    wide, narrow = (
+        _json(*REQUEST, "--node", "pcie", *more) for more in ((), ("--kv-dtype", "fp8"))
+    )
+    assert narrow["kappa_crit"] == 2 * wide["kappa_crit"]
+    assert narrow["load_s"] == wide["load_s"] / 2
+
+
+def test_a_kv_dtype_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*REQUEST, "--kv-dtype", "fp3"])
+    assert (result.exit_code, "unknown dtype 'fp3'" in result.output) == (2, True)
+    rates = tmp_path / "rates.json"
+    rates.write_text("{}")
+    result = CliRunner().invoke(app, [*REQUEST, "--kv-dtype", "fp8", "--rates", str(rates)])
+    assert (result.exit_code, "drop --kv-dtype" in result.output.replace("\n", " ")) == (2, True)
 
 
 def test_explain_one_node_json() -> None:

@@ -106,6 +106,15 @@ def test_table3_corrected() -> None:
     ]  # fmt: skip
 
 
+def test_table3_of_dense_peaks_in_decimal_units() -> None:
+    # B/G in KB/GFLOP: 64e6 over 2.5e6 and 989,500, 32e6 over 312,000. F/M: 140/327.68, 810/516.096,
+    # 6.6/98.304, 44/192.512, 74/70.272.
+    dense = [round(float(row["dense_decimal"]), 1) for row in paper.table3_rows()]
+    assert dense == [
+        10.9, 27.6, 43.8, 40.2, 101.5, 161.0, 1.7, 4.3, 6.9, 5.9, 14.8, 23.4, 27.0, 68.1, 108.0,
+    ]  # fmt: skip
+
+
 def test_only_405b_has_a_wrong_model_factor() -> None:
     wrong = {
         row.model for row in paper.TABLE3 if abs(row.gflop_per_kb - row.printed_gflop_per_kb) > 0.01

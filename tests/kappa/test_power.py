@@ -1,6 +1,7 @@
 """Power: the model against the paper's measurements, and caps that requests would not notice."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,12 +19,36 @@ from kappa.power import (
     advise,
     gpu_power,
     modelled_w,
+    prompt_power,
+    table5_rows,
     tolerated_slowdown,
 )
+from kappa.shapes import model_shape
 
 H100 = gpu_power("H100-SXM5-80GB")
 MEMORY_BOUND = [Waited(0.2, 1.0, 0.05)] * 10
 COMPUTE_BOUND = [Waited(0.2, 0.01, 1.0)] * 10
+
+
+def test_a_prompt_that_loads_longer_than_it_computes_draws_little_and_costs_much():
+    # Llama-3.1-70B on 8 H100 at 15 GB/s each: 3.2768 GB in 27.3067 ms. FLOPs: 100 tokens of
+    # 141.107e9 and 1.005e6 pairs of 2.62144e6, 16.7453e12 at 7.912e15/s, 2.11645 ms; 40 such take
+    # 84.658 ms, more than the 10.2 ms for reading weights and KV. So 70 + 630 * 84.658 / 1092.27.
+    node = replace(CATALOGUE["h100-pcie5"], h2d_bytes_per_s=15e9)
+    watts, joules = prompt_power(H100, model_shape("llama-3.1-70b"), node, (10_000, 100, 40), 8)
+    assert watts == pytest.approx(118.83, abs=0.01)
+    assert joules == pytest.approx(118.83 * 8 * 0.0273067, rel=1e-4)
+    # Alone in its step it reads 141.107 GB of weights and 3.3096 GB of KV at 26.8 TB/s, 5.38865 ms.
+    alone, _ = prompt_power(H100, model_shape("llama-3.1-70b"), node, (10_000, 100, 1), 8)
+    waits = 0.5 * (5.38865 - 2.11645)
+    assert alone == pytest.approx(70 + 630 * (2.11645 + waits) / 27.3067, abs=0.01)
+
+
+def test_documents_draw_less_than_chats_and_cost_more_a_prompt_as_modelled():
+    chats, documents = table5_rows()[::2]
+    assert (chats["paper_w"], documents["paper_w"]) == (196, 152)
+    assert documents["modelled_w"] < chats["modelled_w"] < chats["paper_w"]
+    assert documents["modelled_j_per_prompt"] > 3 * chats["modelled_j_per_prompt"]
 
 
 def test_every_node_of_the_catalogue_has_watts():

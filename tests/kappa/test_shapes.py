@@ -51,6 +51,9 @@ def test_active_parameters_of_mixtures(name: str, billions: float) -> None:
         ("qwen2.5-7b", 57_344, "gqa"),
         ("deepseek-v3", 70_272, "mla"),
         ("opt-6.7b", 524_288, "mha"),
+        # Of 62 layers 10 see all of the context, of 24 layers 12; the others a window.
+        ("gemma-3-27b", 2 * 10 * 16 * 128 * 2, "gqa"),
+        ("gpt-oss-20b", 2 * 12 * 8 * 64 * 2, "gqa"),
     ],
 )
 def test_kv_and_attention_kind(name: str, kv: int, attention: str) -> None:
