@@ -28,6 +28,7 @@ _BYTES_PER_TOKEN = 4
 _BUDGET_TOKENS = 2048
 _TILE_TOKENS = 128
 _LONG_TOKENS = 4096
+_MOST_OUTPUT = 4096
 _MODEL = "emulated"
 
 
@@ -166,16 +167,29 @@ def prompt_blocks(prompt: bytes) -> list[int]:
     return names
 
 
+def _wanted(read: bytes) -> tuple[dict[str, Any], str, int]:
+    """A body, the text of its prompt, and tokens to answer with; raises what is wrong with it."""
+    body = json.loads(read)
+    chat = body.get("messages")
+    text = json.dumps(chat)[:-1] if chat is not None else str(body.get("prompt", ""))
+    text.encode()
+    output = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
+    if not 0 < output <= _MOST_OUTPUT:
+        raise ValueError(f"max_tokens: {output} is not from 1 to {_MOST_OUTPUT}")
+    return body, text, output
+
+
 def make_server(engine: EmulatedEngine, name: str, *, tells_metrics: bool) -> web.Application:
     """The OpenAI face of an engine. `POST /reset` empties its caches."""
 
     async def complete(request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
-        chat = body.get("messages")
-        text = json.dumps(chat)[:-1] if chat is not None else str(body.get("prompt", ""))
-        prompt = text.encode()
+        try:
+            body, text, output = _wanted(await request.read())
+        except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError) as error:
+            refusal = {"message": f"{error}"[:200], "type": "invalid_request_error", "code": 400}
+            return web.json_response({"error": refusal}, status=400)
+        chat, prompt = body.get("messages"), text.encode()
         tokens, blocks = max(len(prompt) // _BYTES_PER_TOKEN, 1), prompt_blocks(prompt)
-        output = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
         job, cached = await engine.submit(blocks, tokens, output)
         details = {"cached_tokens": cached}
         usage = {"prompt_tokens": tokens, "completion_tokens": output,

@@ -105,6 +105,17 @@ async def test_a_server_says_how_much_of_a_prompt_it_found(server):
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}', b'{"max_tokens": 1000000}',
+     b'{"max_tokens": "x"}', b'{"max_tokens": 1e999}', b'{"messages": ' + b"[" * 20_000],
+)  # fmt: skip
+async def test_a_server_refuses_what_it_cannot_answer(server, body):
+    answered = await server.post("/v1/completions", data=body)
+    assert answered.status == 400
+    assert (await answered.json())["error"]["type"] == "invalid_request_error"
+
+
 async def test_a_stream_names_its_server_and_ends_as_openai_has_it(server):
     name, text = await answer(server, "hello", stream=True)
     events = [line[6:] for line in text.splitlines() if line]
