@@ -1,9 +1,12 @@
 """Modes of `kappa route`: who steers, what the journal holds, and what is reported from it."""
 
+import errno
 import json
 import math
+import os
 
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from deploy.cli import app as kappa
@@ -11,6 +14,7 @@ from kappa.settings.base import SettingsError
 from kappa.settings.front import load_front_settings
 from router.front.front import Wanted
 from router.journal import read_journal
+from router.live import record_file
 from tests.router.front.conftest import chat, routing
 from tests.router.front.offering import FakeServer, serving
 
@@ -50,6 +54,26 @@ async def test_in_shadow_the_present_balancer_steers_and_ours_is_written_down(tm
     first = segment.requests[0]
     assert first.output_tokens == 4 and len(first.blocks) and first.end_s >= first.arrival_s
     assert all(line["shadow"] for line in lines_of(path) if line["line"] == "request")
+
+
+async def test_a_full_disk_ends_the_journal_with_one_line_of_the_log_and_no_request(
+    tmp_path, monkeypatch
+):
+    def full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    given = {"router": {"mode": "shadow"}, "journal": str(tmp_path / "j")}
+    with capture_logs() as logged:
+        async with serving(FakeServer()) as servers, routing(*servers, **given) as here:
+            monkeypatch.setattr(record_file.os, "write", full)
+            await send(here, 3)
+            async with here.http.get("/metrics") as answer:
+                assert answer.status == 200
+            live = here.front.live
+        assert [r.end for r in live.records.values()] == ["done"] * 3
+    (ended,) = [line for line in logged if line["event"] == "record_ended"]
+    assert "No space left" in ended["why"] and ended["path"] == given["journal"]
+    assert (tmp_path / "j").read_bytes() == b""
 
 
 async def test_a_canary_keeps_conversations_in_their_arms(tmp_path):
