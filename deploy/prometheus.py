@@ -7,10 +7,8 @@ however that ends. Called by `./dev dashboards`, the tests of the rules and the 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -24,6 +22,7 @@ import httpx
 import yaml
 
 from deploy.app.ray_cluster import free_port
+from kappa.processes import die_with_parent
 from kappa.settings.cluster import home
 
 Tool = Literal["prometheus", "promtool"]
@@ -32,7 +31,6 @@ _PACKAGE = "prometheus"
 _FETCH_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 _REMEDY = "put prometheus and promtool (2.42 or later) on the PATH"
 
 
@@ -134,7 +132,7 @@ def prometheus(
             # It would outlive whoever is killed: the kernel ends it.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True, preexec_fn=partial(die_with, os.getpid()),
+                start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
             )  # fmt: skip
         try:
             until_s = time.monotonic() + _START_TIMEOUT_S
@@ -158,13 +156,6 @@ def _answers(url: str) -> bool:
         return httpx.get(url, timeout=2.0).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def die_with(parent: int) -> None:
-    """In a child, before it becomes the program: ask the kernel to end it with its parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def ray_targets(pid: int, temp_dir: Path = Path("/tmp/ray")) -> list[str]:

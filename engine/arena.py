@@ -11,19 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.blocks import BlockPool, BlockType, Place, runs
+from engine.host_memory import cgroup_free, machine_free
 from kappa.checks import check_at_least
 from kappa.model import ModelShape
 
 # Left to the rest of the process and the machine.
 _SPARE_BYTES = 256 << 20
-# No limit set, as control groups (version 1) write it.
-_NO_LIMIT = 1 << 60
 
 
 class ArenaTooLarge(ValueError):
@@ -154,27 +152,17 @@ class Arena:
 
 
 def free_host_bytes() -> int:
-    """Host memory that can be had now: the kernel's estimate, within the control group's limit.
+    """Host memory that can be had now: the kernel's estimate, within the control groups' limits.
 
     Less a little that is left to the rest of the process.
+
+    Raises:
+        OSError: the kernel gives no estimate.
     """
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = [line for line in lines if line.startswith("MemAvailable:")]
-    if not available:
+    machine, group = machine_free(), cgroup_free()
+    if machine is None:
         raise OSError("/proc/meminfo has no MemAvailable")
-    free_bytes = int(available[0].split()[1]) << 10
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            most = Path("/sys/fs/cgroup", limit).read_text().strip()
-            now = Path("/sys/fs/cgroup", used).read_text().strip()
-        except OSError:
-            continue
-        if most.isdigit() and int(most) < _NO_LIMIT:
-            free_bytes = min(free_bytes, int(most) - int(now))
-    return max(free_bytes - _SPARE_BYTES, 0)
+    return max(min(machine, machine if group is None else group) - _SPARE_BYTES, 0)
 
 
 def _gib(size_bytes: int) -> str:

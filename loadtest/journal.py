@@ -7,14 +7,15 @@ has a file of its own; whoever reads the records finds it on them.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+
+from kappa.processes import Lock
 
 T = TypeVar("T")
 
@@ -201,18 +202,17 @@ def locked(folder: Path) -> Iterator[None]:
         JournalError: another run writes into it, or it is none.
     """
     with file_errors(folder):
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.scandir(folder).close()  # of a folder that is none a lock would make a file
+        lock = Lock(folder)
     try:
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            why = "another run is writing into it: wait for its end"
-            raise JournalError(f"{folder}: {why}") from None
-        except OSError:
-            pass  # a file system without locks
+        free = True
+        with suppress(OSError):  # a file system without locks
+            free = lock.take()
+        if not free:
+            raise JournalError(f"{folder}: another run is writing into it: wait for its end")
         yield
     finally:
-        os.close(place)
+        lock.release()
 
 
 def write_whole(path: Path, data: bytes) -> None:

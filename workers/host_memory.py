@@ -8,13 +8,14 @@ import contextlib
 import hashlib
 import resource
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from engine.host_memory import CGROUPS, PROC, cgroup_free, machine_free
 from kappa.plugins import version_of
 from workers.identity import WorkerPlan
 from workers.vllm.arguments import NATIVE, OWN, STOCK_TIER, fingerprint
@@ -22,15 +23,10 @@ from workers.vllm.warm_restart import TierFolder, claim_folder
 
 log = structlog.get_logger(__name__)
 
-_UNLIMITED = 1 << 60
 _ENGINE_BYTES = 256 << 20
 """For what the engine takes besides: it is at least this."""
 _IDENTITY_FORMAT = 1
 _SHM = "/dev/shm"
-# Of a cgroup, version 2 and 1: its limit and its use.
-_CGROUP_FILES = (
-    ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)  # fmt: skip
 
 
 class HostBudgetError(RuntimeError):
@@ -167,7 +163,7 @@ class HostBudget:
 
 
 def host_budget(
-    folder: Path | None = None, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
+    folder: Path | None = None, cgroups: Path = CGROUPS, proc: Path = PROC
 ) -> HostBudget:
     """What this process may still use. folder: where a persistent tier lies, nobody else's; what is
     there already is taken over or replaced, so it counts as free wherever it was charged."""
@@ -179,77 +175,17 @@ def host_budget(
         place = folder.absolute()
         there = next(f for f in (place, *place.parents) if f.exists())
         folder_free = shutil.disk_usage(there).free + held
-    meminfo, machine_free = _figures(proc / "meminfo"), None
-    if "MemAvailable:" in meminfo:
-        shared = 1024 * meminfo.get("Shmem:", 0)
-        machine_free = 1024 * meminfo["MemAvailable:"] + min(held, shared)
     shm_free = None
     with contextlib.suppress(OSError):
         shm_free = shutil.disk_usage(_SHM).free
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostBudget(
-        cgroup_bytes=_cgroup_free(cgroups, proc, held),
-        machine_bytes=machine_free,
+        cgroup_bytes=cgroup_free(held, cgroups, proc),
+        machine_bytes=machine_free(held, proc),
         locked_bytes=None if locked in (resource.RLIM_INFINITY, -1) else locked,
         folder_bytes=folder_free,
         shm_bytes=shm_free,
     )
-
-
-def memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
-    """Of the machine in all, or as much of it as this process' cgroups allow; 0: not known."""
-    whole = 1024 * _figures(proc / "meminfo").get("MemTotal:", 0)
-    return min([limit for _, limit, _ in _cgroup_limits(cgroups, proc)] + [whole])
-
-
-def _cgroup_free(cgroups: Path, proc: Path, held: int) -> int | None:
-    """Below the tightest of the limits. Page cache counts as free: the kernel drops it before it
-    kills anybody."""
-    frees = []
-    for folder, limit, used_name in _cgroup_limits(cgroups, proc):
-        stat = _figures(folder / "memory.stat")
-        cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
-        shared = stat.get("shmem", stat.get("total_shmem", 0))
-        used = (_number(folder / used_name) or 0) - cache - min(held, shared)
-        frees.append(max(limit - max(used, 0), 0))
-    return min(frees, default=None)
-
-
-def _cgroup_limits(cgroups: Path, proc: Path) -> Iterator[tuple[Path, int, str]]:
-    """(folder, bytes, name of the file of what is used) of each limit from this process' cgroup up
-    to the root (v2, else v1)."""
-    path = ""
-    with contextlib.suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            number, controllers, place = line.split(":", 2)
-            if number == "0" or "memory" in controllers.split(","):
-                path = place
-                break
-    for root in (cgroups, cgroups / "memory"):
-        here = root / path.lstrip("/")
-        for folder in (here, *(up for up in here.parents if up.is_relative_to(root))):
-            for limit_name, used_name in _CGROUP_FILES:
-                limit = _number(folder / limit_name)
-                if limit is not None and limit < _UNLIMITED:
-                    yield folder, limit, used_name
-
-
-def _figures(path: Path) -> dict[str, int]:
-    """A file of names and figures; empty where it cannot be read."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                name, figure, *_ = line.split()
-                found[name] = int(figure)
-    return found
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _gib(count: int) -> str:

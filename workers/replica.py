@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -22,11 +21,13 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
+from engine.host_memory import memory_bytes
 from kappa.logging import configure
 from kappa.model import kv_bytes_per_token
+from kappa.processes import Lock
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
 from workers.disk_file import DiskError, measure_disk
-from workers.host_memory import engine_version, memory_bytes, prepare_host_memory
+from workers.host_memory import engine_version, prepare_host_memory
 from workers.identity import (
     Profile,
     ReplicaId,
@@ -51,7 +52,7 @@ _PROFILE_TIMEOUT_S = 60.0
 _READ_BACK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.1
 # Of the file: what an older one has means something else.
-_PROFILE_FORMAT = 2
+_PROFILE_FORMAT = 3
 # Of the requests that an engine took with it, in the error and in the log: the youngest.
 _IN_FLIGHT_NAMED = 16
 _ROLE = '"role":"assistant"'
@@ -347,14 +348,11 @@ async def _alone(path: Path) -> AsyncGenerator[None, None]:
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(path.open("w"))
+            lock = Lock(path)
+            held.callback(lock.release)
             end_s = time.monotonic() + _PROFILE_TIMEOUT_S
-            while time.monotonic() < end_s:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    await asyncio.sleep(_LOCK_POLL_S)
+            while not lock.take() and time.monotonic() < end_s:
+                await asyncio.sleep(_LOCK_POLL_S)
         yield
 
 

@@ -6,17 +6,14 @@ a second, which on a paced node, or one with few cores, burns a core per engine.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 import time
 from typing import Any
 
+from kappa.processes import die_with_parent
 from workers.reaper import follow_owner
 
 SPIN_ENV, REAP_ENV, LOG_ENV = "KAPPA_QUEUE_SPIN_S", "KAPPA_DIE_WITH_PARENT", "KAPPA_LOG"
-_PR_SET_PDEATHSIG = 1
 _NAP_SHARE = 0.2
 _LONGEST_NAP_MS = 100
 
@@ -41,16 +38,6 @@ def log_as(setting: str) -> None:
 
     log_format, level, log_file = setting.split("|", 2)
     configure(log_format, log_file or None, level)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing)."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before we asked
 
 
 def shorten_queue_spin(seconds: float) -> None:

@@ -9,7 +9,6 @@ killed goes on from there.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from deploy.app.model import StartError
+from kappa.processes import Lock
 
 NAME = "smollm2-135m"
 """What `model.source` calls it."""
@@ -101,22 +101,17 @@ def _make(target: Path, unfinished: Path, progress: Progress) -> None:
 @contextmanager
 def _alone(path: Path, progress: Progress) -> Iterator[None]:
     """Hold the lock that keeps two processes from making it at once."""
-    deadline_s, waited = time.monotonic() + _LOCK_TIMEOUT_S, False
-    with path.open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise StartError(
-                        f"another process has held {path} for {_LOCK_TIMEOUT_S:.0f} s: end it"
-                    ) from None
-            if not waited:
-                progress(f"{NAME}: another process is making it")
-            waited = True
-            time.sleep(0.2)
+    lock = Lock(path)
+    try:
+        if not lock.take():
+            progress(f"{NAME}: another process is making it")
+            if not lock.take(_LOCK_TIMEOUT_S):
+                raise StartError(
+                    f"another process has held {path} for {_LOCK_TIMEOUT_S:.0f} s: end it"
+                )
         yield
+    finally:
+        lock.release()
 
 
 def _no_room(models: Path) -> StartError:

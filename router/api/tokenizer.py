@@ -14,7 +14,6 @@ import json
 import os
 import re
 import resource
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kappa.processes import die_with_parent
 
 # A template that looks into a list of content parts gets the list from vLLM, any other one string.
 _LOOKS_INTO_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*content")
@@ -34,7 +35,6 @@ _BYTE_VALUES = 256
 # Measured: 233 bytes of memory for each of 3.9 million one-byte tokens.
 _SPARE_BYTES, _MEMORY_PER_BYTE = 256 << 20, 400
 _LARGE_BYTES = 1 << 20
-_PR_SET_PDEATHSIG = 1
 
 
 class PromptTooLong(Exception):  # about a prompt, not a fault
@@ -140,10 +140,7 @@ def main(sources: Sequence[str], load: Callable[[str], Any] = PromptTokenizer) -
     Answers are ids as little-endian int32 after a space, or a JSON object with `error` or
     `too_long`.
     """
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before that
+    die_with_parent()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # `transformers` imports them if they are there; a tokenizer needs none of them, and they are
     # three quarters of the memory.

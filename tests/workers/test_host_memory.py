@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.host_memory import memory_bytes
 from kappa.hardware import node_profile
 from kappa.settings.engine import LmcacheSettings
 from kappa.shapes import model_shape
@@ -47,9 +48,9 @@ def test_the_tightest_cgroup_on_the_way_up_counts(machine):
 def test_a_machine_has_no_more_memory_than_its_cgroups_allow(machine, tmp_path):
     cgroups, proc = machine
     files(proc, meminfo=f"MemTotal: {64 * GIB // 1024} kB\n")
-    assert host_memory.memory_bytes(cgroups, proc) == 8 * GIB
-    assert host_memory.memory_bytes(tmp_path / "none", proc) == 64 * GIB
-    assert host_memory.memory_bytes() > 0, "this machine can be read"
+    assert memory_bytes(cgroups, proc) == 8 * GIB
+    assert memory_bytes(tmp_path / "none", proc) == 64 * GIB
+    assert memory_bytes() > 0, "this machine can be read"
 
 
 def test_page_cache_that_can_be_dropped_is_free(machine):
@@ -198,9 +199,11 @@ def test_a_worker_without_a_size_takes_its_share_of_the_machine(plan):
 
 
 def test_the_same_plan_adopts_and_any_that_means_other_blocks_does_not(plan):
-    prepare_host_memory(plan).release()
+    first = prepare_host_memory(plan)
+    (first.folder / "kv").touch()
+    first.release()
     again = prepare_host_memory(plan)
-    assert again.warm
+    assert (again.folder / "kv").exists()
     again.release()
     other = [
         replace(plan, model_source="/models/y"), replace(plan, chat_template="{{ other }}"),
@@ -210,7 +213,7 @@ def test_the_same_plan_adopts_and_any_that_means_other_blocks_does_not(plan):
     ]  # fmt: skip
     for changed in other:
         folder = prepare_host_memory(changed)
-        assert not folder.warm
+        assert not (folder.folder / "kv").exists()
         folder.release()
 
 
@@ -243,7 +246,7 @@ def test_only_the_own_folder_counts_as_free_and_a_refused_worker_leaves_it(plan,
     assert asked[0].parent == sibling.folder.parent and asked[0] != sibling.folder
     monkeypatch.undo()
     again = prepare_host_memory(plan)
-    assert again.warm and again.folder == asked[0]
+    assert again.folder == asked[0]
     again.release()
     sibling.release()
 
@@ -264,11 +267,13 @@ def test_blocks_of_other_weights_in_the_same_folder_are_not_adopted(plan, tmp_pa
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"one")
     plan = replace(plan, model_source=str(model))
-    prepare_host_memory(plan).release()
+    first = prepare_host_memory(plan)
+    (first.folder / "kv").touch()
+    first.release()
     again = prepare_host_memory(plan)
-    assert again.warm
+    assert (again.folder / "kv").exists()
     again.release()
     (model / "model.safetensors").write_bytes(b"two!")
     changed = prepare_host_memory(plan)
-    assert not changed.warm
+    assert not (changed.folder / "kv").exists()
     changed.release()

@@ -20,8 +20,9 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm.v1.engine import utils
 
+from kappa.processes import die_with_parent
 from workers.reaper import follow_owner
-from workers.vllm_plugin import REAP_ENV, die_with_parent
+from workers.vllm_plugin import REAP_ENV
 
 # A lock that a thread of the replica held while it forked is never released in the child: one that
 # has not loaded its model by then ends, and the replica, and Ray starts both again.

@@ -5,7 +5,6 @@ identity. A folder of another model, size, version or boot is emptied."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+
+from kappa.processes import Lock
 
 log = structlog.get_logger(__name__)
 
@@ -33,41 +34,12 @@ class WarmRestartError(RuntimeError):
     """No folder can be had; the message names it and the remedy."""
 
 
-class Lock:
-    """A lock on a file or a folder, held by this process until it ends or `release`s it."""
-
-    def __init__(self, path: Path) -> None:
-        mode = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-        self._fd = os.open(path, mode | os.O_CLOEXEC, 0o600)
-
-    def take(self, wait_s: float = 0.0) -> bool:
-        """Whether it is ours, within so many seconds."""
-        until_s = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= until_s:
-                    return False
-                time.sleep(_POLL_S)
-                continue
-            os.utime(self._fd)
-            return True
-
-    def release(self) -> None:
-        """Let it go; safe to call twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
 @dataclass(slots=True)
 class TierFolder:
-    """A folder of blocks that is this worker's alone; warm: it holds what a predecessor left."""
+    """A folder of blocks that is this worker's alone, empty or as a predecessor left it."""
 
     folder: Path
     lock: Lock
-    warm: bool
 
     def release(self) -> None:
         """Leave it to a successor; what lies there stays."""
@@ -151,8 +123,9 @@ def _search(
             busy = busy or (old and found == wanted)
             continue
         if found == wanted:
+            os.utime(folder / LOCK)
             log.info("host_tier_adopted", folder=str(folder))
-            return TierFolder(folder, lock, warm=True), busy
+            return TierFolder(folder, lock), busy
         # Nobody can want one of this pool as it was, or of an earlier run of the machine. Another
         # pool's may be waiting for a worker that restarts.
         if found.get("boot") != wanted["boot"] or found.get("pool") == wanted.get("pool"):
@@ -173,7 +146,7 @@ def _new_folder(root: Path, wanted: Mapping[str, Any]) -> TierFolder:
             lock.release()
             continue
         (folder / IDENTITY).write_text(json.dumps(wanted, sort_keys=True), encoding="utf-8")
-        return TierFolder(folder, lock, warm=False)
+        return TierFolder(folder, lock)
     raise WarmRestartError(f"engine.handover_dir {root}: {_MAX_FOLDERS} workers use it already")
 
 

@@ -29,10 +29,10 @@ import numpy as np
 
 from benchmarks.routing.peers.routers import OUR_VARIABLES, PeerError, dynamo_python
 from deploy.app.ray_cluster import free_port
-from deploy.prometheus import die_with
 from kappa.cost import StepModel, step_model
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
+from kappa.processes import die_with_parent
 from kappa.shapes import model_shape
 
 HOST = "127.0.0.1"
@@ -134,7 +134,7 @@ async def dynamo(
                 await asyncio.create_subprocess_exec(
                     python, "-m", *command, env={**environment, **variables}, stdout=log,
                     stderr=log, stdin=asyncio.subprocess.DEVNULL, cwd=folder,
-                    start_new_session=True, preexec_fn=partial(die_with, os.getpid()),
+                    start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
                 )
             )  # fmt: skip
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.vllm_plugin import die_with_parent
+from kappa.processes import die_with_parent
 
 VERSION = "0.5.6"
 STAMP = "complete"
@@ -98,7 +98,7 @@ class LmcacheServer:
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **_QUIET, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
-                preexec_fn=die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=die_with_parent,
             )
 
     def close(self) -> None:
