@@ -1,7 +1,7 @@
 """What each iteration of an engine did: totals for the worker's report and, on request, JSON lines.
 Totals leave every tenth of a second and whenever the engine falls idle; they are cumulative, so a
-lost message costs nothing. Lines that the disk is too slow for are dropped and counted: the engine
-does not wait."""
+lost message costs nothing. The engine does not wait for a disk: lines that it is too slow for, or
+too full, are left out, and the log says so once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Full, Queue
+from typing import TextIO
+
+import structlog
 
 from kappa.protocol import Charge
+
+log = structlog.get_logger(__name__)
 
 _SEND_EVERY_S = 0.1
 _MOST_LINES = 10_000
@@ -47,12 +52,15 @@ class Iteration:
 
 class IterationLog:
     """Follows an engine's iterations from schedule to sample. send: puts a message on the stats
-    channel, without blocking. path: file for JSON lines. `lines_dropped`: that the disk was too
-    slow for, or too full."""
+    channel, without blocking. path: file for JSON lines.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
 
     def __init__(self, send: Callable[[dict[str, object]], None], path: str | None = None) -> None:
         self._send = send
-        self.lines_dropped = 0
+        self._gaps = False
         self._pending: deque[Iteration] = deque(maxlen=_MOST_PENDING)
         self._passed: Counter[str] = Counter()
         self._iterations = self._queued = self._preemptions = 0
@@ -87,7 +95,7 @@ class IterationLog:
             try:
                 self._lines.put_nowait(it)
             except Full:
-                self.lines_dropped += 1
+                self._left_out("the disk is too slow")
         return it
 
     def due(self, now_s: float, idle: bool) -> bool:
@@ -123,6 +131,19 @@ class IterationLog:
             }
         )
 
+    def _write(self, file: TextIO, iteration: Iteration) -> None:
+        try:
+            file.write(json.dumps(asdict(iteration)) + "\n")
+            if self._lines.empty():
+                file.flush()
+        except OSError as error:
+            self._left_out(str(error))
+
+    def _left_out(self, why: str) -> None:
+        if not self._gaps:
+            self._gaps = True
+            log.warning("iteration_log_has_gaps", reason=why)
+
     def close(self) -> None:
         if self._writer is not None and self._writer.is_alive():
             try:
@@ -142,14 +163,12 @@ class IterationLog:
             ) from None
 
         def write() -> None:
-            with file:
-                while (iteration := self._lines.get()) is not None:
-                    try:
-                        file.write(json.dumps(asdict(iteration)) + "\n")
-                        if self._lines.empty():
-                            file.flush()
-                    except OSError:
-                        self.lines_dropped += 1
+            try:
+                with file:
+                    while (iteration := self._lines.get()) is not None:
+                        self._write(file, iteration)
+            except OSError as error:  # of lines that were still in memory
+                self._left_out(str(error))
 
         self._writer = threading.Thread(target=write, name="kappa-iterations", daemon=True)
         self._writer.start()

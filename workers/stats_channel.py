@@ -5,6 +5,7 @@ little accuracy, a blocked engine costs everybody."""
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -15,11 +16,10 @@ _HOLD_S = 0.05
 
 
 class StatsSender:
-    """Sends small dictionaries from an engine process; drops (and counts) when nobody reads."""
+    """Sends small dictionaries from an engine process; drops them when nobody reads."""
 
     def __init__(self, endpoint: str) -> None:
         """Connect to `endpoint` (``ipc://path``); an empty one makes every send a no-op."""
-        self.dropped = 0
         self._encode = msgspec.msgpack.Encoder().encode
         self._held: list[bytes] = []
         self._flushed_s = 0.0
@@ -31,15 +31,13 @@ class StatsSender:
             self._socket.connect(endpoint)
 
     def send(self, message: dict[str, object], *, urgent: bool = True) -> None:
-        """Send one measurement, or count it as dropped: also one that cannot be encoded (an int
-        beyond 64 bits). One that is not urgent leaves with the next that is, with `flush`, or with
-        any that comes 50 ms after the last ones left. Call from one thread only."""
+        """Send one measurement, or drop it: also one that cannot be encoded (an int beyond 64
+        bits). One that is not urgent leaves with the next that is, with `flush`, or with any that
+        comes 50 ms after the last ones left. Call from one thread only."""
         if self._socket is None:
             return
-        try:
+        with suppress(OverflowError, TypeError, ValueError, RecursionError):
             self._held.append(self._encode(message))
-        except (OverflowError, TypeError, ValueError, RecursionError):
-            self.dropped += 1
         if urgent or time.monotonic() - self._flushed_s > _HOLD_S:
             self.flush()
 
@@ -48,7 +46,5 @@ class StatsSender:
             return
         self._flushed_s = time.monotonic()
         held, self._held = self._held, []
-        try:
+        with suppress(zmq.ZMQError):
             self._socket.send_multipart(held, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            self.dropped += len(held)

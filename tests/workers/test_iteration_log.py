@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kappa.protocol import Charge
+from workers import iteration_log
 from workers.iteration_log import Iteration, IterationLog
 
 
@@ -74,7 +75,17 @@ def test_lines_are_json_one_per_iteration(tmp_path):
     assert [(row["tokens"], row["passed"], row["step_s"]) for row in rows] == [
         (5, {"vram": 1}, 1.0), (6, {}, 0.0),
     ]  # fmt: skip
-    assert log.lines_dropped == 0
+
+
+def test_lines_that_the_disk_does_not_take_are_said_to_be_missing_once(monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        iteration_log.log, "warning", lambda event, reason: said.append((event, reason))
+    )
+    log = IterationLog(lambda _: None, "/dev/full")
+    play(log, *(Iteration(float(i)) for i in range(3)))
+    log.close()
+    assert said == [("iteration_log_has_gaps", "[Errno 28] No space left on device")]
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_the_start(tmp_path):
