@@ -1,11 +1,13 @@
-"""Measures what load plans are made of, with the engine's own weights, arena, mover and forward.
+"""What a process measures of its machine and, if it is our engine's, of that engine.
 
-Seconds to load n tokens' KV of a layer and to project n tokens' activations, each copy or product
-behind the one before as in a pass; grids of prefill steps, t_gpu(T, S), and of decoding steps over
-sequences and the context tokens of all of them; the link's bandwidth alone, while the device
-stores, and while the CPU computes; and attention on the CPU, through the path that serves. The
-result is JSON that `kappa.plans.measured.rates_from_measured` fits, or refuses. Runs before the
-engine serves: it needs the arena to itself, and writes over its blocks.
+`machine_peaks`: contiguous copies and products of matrices. `profile`: what load plans are made of,
+with the engine's own weights, arena, mover and forward. Seconds to load n tokens' KV of a layer and
+to project n tokens' activations, each copy or product behind the one before as in a pass; grids of
+prefill steps, t_gpu(T, S), and of decoding steps over sequences and the context tokens of all of
+them; the link's bandwidth alone, while the device stores, and while the CPU computes; attention on
+the CPU, through the path that serves. That is JSON which `kappa.plans.measured.rates_from_measured`
+fits, or refuses. It runs before the engine serves: it needs the arena to itself, and writes over
+its blocks.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import hashlib
 import itertools
 import json
 import os
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +36,9 @@ from kappa.model import kv_bytes_per_token
 from kappa.plans.rates import FORMAT
 
 _BUSY_SIDE = 512
+_PEAK_REPEATS = 5
+_GEMM_TOKENS = (16, 128, 512)
+_MEMORY_FACTOR = 2  # a copy reads once and writes once
 # An action that takes longer than this is stuck.
 _WAIT_S = 60.0
 
@@ -121,6 +127,68 @@ def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[s
     }
 
 
+def machine_peaks(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure this process' device: with a GPU pinned copies, on a CPU memcpy between two buffers.
+
+    Args:
+        request: `sizes_bytes` (list of transfer sizes), `hidden` and `intermediate` (the model's
+            GEMM shapes), `dtype` (torch name).
+
+    Returns:
+        `{"device", "threads", "at_s": by the machine's clock, "h2d": [{"bytes", "seconds",
+        "bytes_per_s", "spread"}], "d2h": [...], "gemm": [{"tokens", "flops_per_s", "spread"}],
+        "hbm_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "flops_per_s", "peaks": {those four
+        again}}`; rates are medians, spread is the interquartile range over the median.
+
+    Raises:
+        ValueError: no size, or one below one byte.
+    """
+    sizes = [int(size) for size in request["sizes_bytes"]]
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"sizes_bytes is {sizes}: give transfer sizes of one byte or more")
+    cuda, largest = torch.cuda.is_available(), max(sizes)
+    place = torch.device("cuda" if cuda else "cpu")
+    host = torch.zeros(largest, dtype=torch.int8)
+    host = host.pin_memory() if cuda else host
+    device = torch.zeros(largest, dtype=torch.int8, device=place)
+    dtype = getattr(torch, str(request["dtype"]))
+    weights = torch.ones(
+        int(request["hidden"]), int(request["intermediate"]), dtype=dtype, device=place
+    )
+
+    def row(amount: float, action: Action, name: str) -> dict[str, float]:
+        taken = [elapsed_s(action, place) for _ in range(_PEAK_REPEATS + 1)][1:]
+        seconds, quartiles = statistics.median(taken), statistics.quantiles(taken, n=4)
+        spread = (quartiles[2] - quartiles[0]) / seconds
+        return {"seconds": seconds, name: amount / seconds, "spread": spread}
+
+    def copy(source: Tensor, target: Tensor, size: int) -> dict[str, float]:
+        def act() -> None:
+            target[:size].copy_(source[:size], non_blocking=True)
+
+        return {"bytes": size, **row(size, act, "bytes_per_s")}
+
+    def product(tokens: int) -> dict[str, float]:
+        x = torch.ones(tokens, len(weights), dtype=dtype, device=place)
+        flops = 2.0 * tokens * weights.numel()
+        return {"tokens": tokens, **row(flops, lambda: x @ weights, "flops_per_s")}
+
+    rows = {"h2d": [copy(host, device, n) for n in sizes],
+            "d2h": [copy(device, host, n) for n in sizes]}  # fmt: skip
+    gemm = [product(tokens) for tokens in _GEMM_TOKENS]
+    memory = copy(device, device.clone(), largest)
+    at = sizes.index(largest)  # smaller ones may stay within a cache
+    peaks = {
+        "hbm_bytes_per_s": _MEMORY_FACTOR * memory["bytes_per_s"],
+        **{f"{way}_bytes_per_s": found[at]["bytes_per_s"] for way, found in rows.items()},
+        "flops_per_s": max(each["flops_per_s"] for each in gemm),
+    }
+    return {
+        "device": device_name(place) if cuda else "cpu", "threads": torch.get_num_threads(),
+        "at_s": time.time(), **rows, "gemm": gemm, **peaks, "peaks": peaks,
+    }  # fmt: skip
+
+
 def device_name(device: torch.device) -> str:
     """The accelerator's name, or the processor's and its threads."""
     if device.type == "cuda":
@@ -161,8 +229,6 @@ class _Profiler:
                 f"sizes {settings.tokens} too few for a line: give more blocks, or smaller sizes"
             )
 
-    # -- lines ----------------------------------------------------------------------------------
-
     def line(self, action: Callable[[int], Action]) -> dict[str, list[float]]:
         """{"tokens", "seconds"}: seconds of a layer.
 
@@ -171,7 +237,9 @@ class _Profiler:
         actions = [action(n) for n in self.sizes]
         for act in actions:  # the first touches memory and compiles kernels
             act()
-        rounds = [[self._seconds(act) for act in actions] for _ in range(self.settings.repeats)]
+        rounds = [
+            [elapsed_s(act, self.device) for act in actions] for _ in range(self.settings.repeats)
+        ]
         least = [min(taken) / self.config.layers for taken in zip(*rounds, strict=True)]
         return {"tokens": [float(n) for n in self.sizes], "seconds": least}
 
@@ -224,8 +292,6 @@ class _Profiler:
                 cpu.begin(layer, on_cpu, q, forward.mover)()
 
         return attend
-
-    # -- grids ----------------------------------------------------------------------------------
 
     def grid(self) -> dict[str, list[Any]]:
         """t_gpu(T, S): a prefill of T tokens behind S that are on the device."""
@@ -287,8 +353,6 @@ class _Profiler:
             rows.append(prompt_row(tokens, pages, start=context))
         return self._least_s(lambda: self.forward.compute(rows))
 
-    # -- link and CPU ---------------------------------------------------------------------------
-
     def link_bytes_per_s(self) -> float:
         """Bytes/s of the largest size, all layers."""
         pairs = self._largest_load()
@@ -344,22 +408,24 @@ class _Profiler:
             }
         }  # fmt: skip
 
-    # -- time -----------------------------------------------------------------------------------
-
-    def _seconds(self, action: Action) -> float:
-        self._finish()
-        start_s = time.perf_counter()
-        action()
-        self._finish()
-        return time.perf_counter() - start_s
-
     def _least_s(self, action: Action) -> float:
         action()
-        return min(self._seconds(action) for _ in range(self.settings.repeats))
+        return min(elapsed_s(action, self.device) for _ in range(self.settings.repeats))
 
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+def elapsed_s(action: Action, device: torch.device) -> float:
+    """Seconds until the device has done what the action gives it, and nothing else before."""
+    finish(device)
+    start_s = time.perf_counter()
+    action()
+    finish(device)
+    return time.perf_counter() - start_s
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextmanager

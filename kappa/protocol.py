@@ -86,7 +86,7 @@ class Announcement:
     process until it could serve; 0: not known. max_sequences: requests that it runs at a time; 0:
     not known. pool: the cluster file's pool that it belongs to. role: `both`, `prefill` (hands its
     KV over) or `decode` (takes it over). measured: what the machine and the engine were measured to
-    do (`workers.profiler`, `workers.vllm.measured_engine`), with `at_s`, when; node and step have
+    do (`engine.profile`, `workers.vllm.measured_engine`), with `at_s`, when; node and step have
     the figures that are priced, and profile_error names what fits badly or is missing. graphs: CUDA
     graphs that it runs by, vLLM's `cudagraph_mode`; empty: not known.
     """

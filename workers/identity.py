@@ -257,7 +257,7 @@ class ReplicaId:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What `workers.profiler.measure` found; or nothing, and why."""
+    """What a replica measured; or nothing, and why."""
 
     measured: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""

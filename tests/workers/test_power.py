@@ -18,6 +18,7 @@ from workers.power import (
     NoNvmlError,
     PowerMeter,
     PowerReporter,
+    gpus_and_driver,
     power_reporter,
     sample_power,
     summary,
@@ -207,6 +208,30 @@ def test_an_engine_that_started_anew_uses_no_negative_energy():
 def test_a_report_with_power_survives_the_wire():
     *_, last = reports(PowerReporter(announced()), (0, 0, 0), (1, 0, 0))
     assert WorkerReport.from_dict(last.to_dict()) == last
+
+
+def test_a_replica_on_gpus_reads_those_that_the_environment_names(monkeypatch):
+    nvml = FakeNvml([700.0, 400.0], [[100.0], [250.0]])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    *_, last = reports(power_reporter(announced(), gpus=1), (0, 0, 0), (1, 0, 0))
+    assert (last.power_source, last.power_w, last.power_cap_w) == ("nvml", 250.0, 400.0)
+
+
+def test_a_profile_is_of_gpus_by_name_and_driver_and_of_none_where_nvml_fails(monkeypatch):
+    good = FakeNvml([700.0, 700.0], [[1.0], [1.0]])
+    monkeypatch.setitem(sys.modules, "pynvml", good)
+    assert gpus_and_driver.__wrapped__() == "GPU 0, GPU 1, driver 580.95.05" and not good.open
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([], [], fault="no driver"))
+    assert gpus_and_driver.__wrapped__() == ""
+
+
+def test_a_driver_that_does_not_list_its_gpus_is_said_and_nvml_is_ended():
+    nvml = FakeNvml([700.0], [[1.0]])
+    nvml.nvmlDeviceGetCount = lambda: nvml._told(None)
+    with pytest.raises(NoNvmlError, match="NVML does not list its GPUs: not supported"):
+        PowerMeter(nvml).__enter__()
+    assert not nvml.open
 
 
 def test_a_replica_without_a_gpu_reports_modelled_power():

@@ -16,12 +16,12 @@ from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 from ray.serve.llm.openai_api_models import ChatCompletionResponse, CompletionResponse
 
 from engine.loop import Engine
+from engine.profile import machine_peaks
 from engine.runner import EngineRunner, EngineStopped
 from engine.sequence import RequestRefused
 from workers.identity import WorkerPlan
 from workers.own_engine.openai import AnswerText, Body, BodyRefused, OpenAIAnswer, read_body
 from workers.own_engine.reports import EngineReports
-from workers.profiler import measure
 from workers.request_metadata import charges_of
 from workers.vllm.arguments import Endpoints
 
@@ -194,7 +194,7 @@ class OwnEngine(LLMEngine):
         if method != "kappa_profile":
             raise ValueError(f"{self.CALLED} has no method {method!r}")
         loop = asyncio.get_running_loop()
-        return [await loop.run_in_executor(None, measure, *args)]
+        return [await loop.run_in_executor(None, machine_peaks, *args)]
 
     def _has_no(self, what: str) -> ErrorResponse:
         return error_answer(400, f"{self.CALLED[0].upper()}{self.CALLED[1:]} has no {what}.")

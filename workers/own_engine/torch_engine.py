@@ -20,7 +20,7 @@ from engine.arena import Arena, ArenaSize
 from engine.config import read_config
 from engine.forward import Forward
 from engine.loop import Engine
-from engine.profile import cached_profile
+from engine.profile import cached_profile, machine_peaks
 from engine.settings import EngineOptions
 from engine.sparse.forward import SparseForward, sparse_forward
 from engine.transfer import mover_for
@@ -37,7 +37,6 @@ from scheduler.config import FairConfig
 from workers.identity import WorkerPlan, measured_node
 from workers.own_engine.reports import EngineReports, KvPublisher
 from workers.own_engine.server import Built, OwnEngine
-from workers.profiler import measure
 
 log = structlog.get_logger(__name__)
 
@@ -122,7 +121,7 @@ class TorchEngine(OwnEngine):
     def _by_peaks(self) -> NodeProfile:
         """This machine, with its link and its products measured."""
         prior = replace(self.plan.node(self.own.rank), source="catalogue", dilation=1.0)
-        return measured_node(prior, measure(self.plan.profile_request()))
+        return measured_node(prior, machine_peaks(self.plan.profile_request()))
 
 
 def given_device(

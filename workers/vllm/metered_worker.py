@@ -168,12 +168,12 @@ class Metered:
         return self._kappa_end(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
     def kappa_profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Measure this process' memory bandwidth and FLOP/s (`workers.profiler.measure`), and if
-        `request` has an `engine`, arguments of `measure_engine`, this engine."""
-        from workers.profiler import measure
+        """The peaks of this process (`engine.profile.machine_peaks`), and if `request` has an
+        `engine`, arguments of `measure_engine`, what this engine measures of itself."""
+        from engine.profile import machine_peaks
         from workers.vllm.measured_engine import measure_engine
 
-        found = measure(request)
+        found = machine_peaks(request)
         if request.get("engine"):
             execute, sample = super().execute_model, super().sample_tokens  # type: ignore[misc]
             found |= measure_engine(self, execute, sample, **request["engine"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from kappa.cost import StepModel
+from tests.engine.emulated_cuda import EmulatedCuda
+from workers.vllm import measured_link
 from workers.vllm.measured_engine import (
     StepLimits,
     StepTimer,
@@ -150,6 +153,37 @@ def test_all_ranks_run_the_steps_that_the_first_has_time_for():
     assert other.steps == first.steps and next(heard, None) is None
 
 
+def test_a_step_on_a_gpu_lasts_until_its_tokens_are_there_and_the_device_is_done(monkeypatch):
+    ended, worker = [], Worker()
+
+    class Later:
+        def get_output(self):
+            ended.append("tokens")
+
+    def sample(grammar):
+        worker.sample(grammar)
+        return Later()
+
+    def finished(device=None):
+        ended.append("device")
+        worker.now_s += 1.0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", finished)
+    timer = StepTimer(worker.execute, sample, LIMITS, clock=worker.clock)
+    samples = timer.samples(LAW, 100.0)
+    assert ended[:2] == ["tokens", "device"] and len(ended) == 2 * len(worker.steps)
+    assert samples and all(seconds > 1.0 for _, seconds in samples)
+
+
+def test_what_computes_beside_transfers_on_a_gpu_is_waited_for(monkeypatch):
+    cuda = EmulatedCuda(monkeypatch)
+    monkeypatch.setitem(measured_link._BUSY_SIDE, "cuda", 8)
+    multiply = beside_work(torch.device("cuda"))
+    multiply()
+    assert cuda.finished == 1
+
+
 def test_no_connector_takes_part_and_it_is_back_whatever_happens(monkeypatch):
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", "ours")
     with pytest.raises(ZeroDivisionError), without_connector(SimpleNamespace()):
@@ -226,6 +260,33 @@ def test_the_link_is_a_line_each_way_and_the_tier_holds_what_it_held():
     assert tier.loads_unwritten[:2] == [True, True] and not any(tier.loads_unwritten[2:])
     # No job is an engine's: those count from zero up.
     assert max(job for job, _ in tier.jobs) < 0
+
+
+def test_a_load_is_timed_as_the_first_after_a_rest_and_one_beside_compute_is_not(monkeypatch):
+    class Tiring(Tier):
+        """Takes another 1 ms for what comes to a tier at rest."""
+
+        rested_s = 0.0
+
+        def _end(self, job, ids, byte_s):
+            super()._end(job, ids, byte_s)
+            taken = self.done[1].transfer_time + 1e-3 * (self.rested_s > 0)
+            self.done[1] = replace(self.done[1], transfer_time=taken)
+            self.rested_s = 0.0
+            return True
+
+    tier = Tiring()
+
+    def rest(seconds):
+        tier.rested_s += seconds
+
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=rest)
+    monkeypatch.setattr(measured_link, "time", clock)
+    found = LinkTimer(tier, TierRoom(80, 100), lambda: None).measure(60.0)
+    assert found["load_fixed_s"] == pytest.approx(2e-3)
+    assert found["store_fixed_s"] == pytest.approx(1e-3), "right behind the load"
+    row = found["h2d"][3]
+    assert row["beside_bytes_per_s"] == pytest.approx(800 / 2.6e-3)
 
 
 def test_blocks_that_there_is_no_time_to_write_are_not_timed():

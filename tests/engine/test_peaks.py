@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from workers.profiler import measure
+from engine.profile import machine_peaks
 
 REQUEST = {
     "sizes_bytes": [1 << 12, 1 << 16],
@@ -16,7 +16,7 @@ REQUEST = {
 
 @pytest.fixture(scope="module")
 def measured():
-    return measure(REQUEST)
+    return machine_peaks(REQUEST)
 
 
 def test_every_size_is_measured_in_every_way(measured):
@@ -43,4 +43,4 @@ def test_rates_are_positive_and_the_largest_size_speaks_for_the_link(measured):
 @pytest.mark.parametrize("sizes", [[], [0], [1 << 12, -1]])
 def test_sizes_that_cannot_be_moved_are_refused(sizes):
     with pytest.raises(ValueError, match="sizes_bytes"):
-        measure(REQUEST | {"sizes_bytes": sizes})
+        machine_peaks(REQUEST | {"sizes_bytes": sizes})
