@@ -1,4 +1,4 @@
-"""Models whose attention or layers are unlike Llama's, in a real engine with our host tier.
+"""Models whose attention or layers are unlike Llama's, in a real engine and in a cluster.
 
 Tiny ones with random weights: a mixture of experts (Qwen3), and latent attention over experts
 (DeepSeek-V2, of the head size that vLLM's kernel for CPUs is built for).
@@ -15,6 +15,7 @@ import pytest
 from benchmarks.hardware.device import Device
 from benchmarks.hardware.engines import VllmServed
 from benchmarks.hardware.rungs import compare, prompt
+from tests.live.conftest import Live, serving
 from workers.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -40,26 +41,47 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=FAMILIES)
-def checkpoint(request, tmp_path):
+CONFIG = """
+model: {{id: Qwen3Moe, source: {Qwen3Moe}}}
+pools:
+  - {{name: experts, profile: pcie, paced: false}}
+  - {{name: latent, profile: pcie, paced: false, model: {{id: DeepseekV2, source: {DeepseekV2}}},
+     engine: {{block_tokens: 16, device_blocks: 128}}}}
+engine: {{device_blocks: 64, host_bytes: 67108864, max_context_tokens: 1024}}
+"""
+
+
+def make_checkpoint(family, parent):
     """A folder that vLLM serves: weights by 1/sqrt(fan-in), the tiny model's tokenizer."""
     import torch
     import transformers
 
-    tiny = make_tiny_model(tmp_path / "tiny", [f"word{i}" for i in range(3000)])
+    tiny = make_tiny_model(parent / "tiny", [f"word{i}" for i in range(3000)])
     size = json.loads((tiny / "config.json").read_text())["vocab_size"]
-    made = FAMILIES[request.param]
-    config = getattr(transformers, f"{request.param}Config")(vocab_size=size, **COMMON, **made)
+    config = getattr(transformers, f"{family}Config")(vocab_size=size, **COMMON, **FAMILIES[family])
     torch.manual_seed(0)
-    model = getattr(transformers, f"{request.param}ForCausalLM")(config).float()
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     for value in model.parameters():
         if value.dim() > 1:
             torch.nn.init.normal_(value, 0.0, value.shape[-1] ** -0.5)
-    folder = tmp_path / request.param
+    folder = parent / family
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((tiny / name).read_bytes())
     return folder
+
+
+@pytest.fixture(params=FAMILIES)
+def checkpoint(request, tmp_path):
+    return make_checkpoint(request.param, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    made = {family: make_checkpoint(family, folder) for family in FAMILIES}
+    with serving(folder, CONFIG.format(**made)) as ready:
+        yield Live(ready, folder / "router.jsonl")
 
 
 def test_experts_and_latent_attention_come_back_from_host_memory_and_are_measured(checkpoint):
@@ -80,3 +102,27 @@ def test_experts_and_latent_attention_come_back_from_host_memory_and_are_measure
     assert not measured["unmeasured"] and measured["step"]["steps"] > 20
     # What the configuration says a block takes is what the engine moves.
     assert measured["h2d"][0]["bytes"] == block_bytes
+
+
+def ask(live, model, seed):
+    """The answer to a prompt of words, and the record of its decision."""
+    words = " ".join(f"word{(seed * 997 + 7 * i) % 3000}" for i in range(150))
+    raw = live.openai.completions.with_raw_response.create(
+        model=model, prompt=words, max_tokens=8, temperature=0.0, extra_body={"ignore_eos": True}
+    )
+    return raw.parse(), live.decision(raw.headers["x-request-id"])
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_cluster_file_serves_them_and_the_router_knows_what_host_memory_holds(cluster, model):
+    first, _ = ask(cluster, model, 1)
+    row = next(row for row in cluster.all_nodes() if row["model"] == model)
+    assert not row["paced"] and row["measured"]["step"]["steps"] > 10
+    device_tokens = 64 * 32
+    for seed in range(2, 4 + device_tokens // first.usage.prompt_tokens):
+        ask(cluster, model, seed)
+    cluster.wait_idle()
+    again, record = ask(cluster, model, 1)
+    assert record["actual"]["cached_tokens"] == record["predicted"]["cached_tokens"] > 0
+    assert again.usage.prompt_tokens_details.cached_tokens >= record["actual"]["cached_tokens"]
+    assert again.choices[0].text == first.choices[0].text
