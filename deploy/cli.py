@@ -18,7 +18,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from deploy.commands.console import fail
-from kappa.plugins import COMMANDS, installed, lacking, remedy_for
+from kappa.host import COMMANDS, installed, lacking, remedy_for
 
 # In brackets the extra without which it does nothing.
 _COMMANDS = {

@@ -22,7 +22,7 @@ import httpx
 import yaml
 
 from deploy.app.ray_cluster import free_port
-from kappa.processes import die_with_parent
+from kappa.host import die_with_parent
 from kappa.settings.cluster import home
 
 Tool = Literal["prometheus", "promtool"]

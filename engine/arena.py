@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.blocks import BlockPool, BlockType, Place, runs
-from engine.host_memory import cgroup_free, machine_free
 from kappa.checks import check_at_least
+from kappa.host import cgroup_free, machine_free
 from kappa.model import ModelShape
 
 # Left to the rest of the process and the machine.

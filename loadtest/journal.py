@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kappa.processes import Lock
+from kappa.host import Lock
 
 T = TypeVar("T")
 

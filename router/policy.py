@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kappa.compiled import compiled
-from kappa.plugins import ROUTING_POLICIES, installed
+from kappa.host import ROUTING_POLICIES, installed
 from router.decision import ESTIMATE, Choice, Estimates, Fetch, Floats
 
 # A busy period is not longer than recent use reaches back.

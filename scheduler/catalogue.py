@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kappa.plugins import SCHEDULING_RULES, installed
+from kappa.host import SCHEDULING_RULES, installed
 from scheduler.config import FairConfig, LinkRates
 from scheduler.fair import Fair
 from scheduler.fcfs import Fcfs

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kappa.plugins import remedy_for
+from kappa.host import remedy_for
 
 ROOT = Path(__file__).parents[1]
 PURE_PACKAGES = ("kappa", "router", "scheduler", "workload", "simulator")

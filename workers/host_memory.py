@@ -15,8 +15,7 @@ from typing import Any
 
 import structlog
 
-from engine.host_memory import CGROUPS, PROC, cgroup_free, machine_free
-from kappa.plugins import version_of
+from kappa.host import CGROUPS, PROC, cgroup_free, machine_free, version_of
 from workers.identity import WorkerPlan
 from workers.vllm.arguments import NATIVE, OWN, STOCK_TIER, fingerprint
 from workers.vllm.warm_restart import TierFolder, claim_folder

@@ -21,10 +21,9 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from engine.host_memory import memory_bytes
+from kappa.host import Lock, memory_bytes
 from kappa.logging import configure
 from kappa.model import kv_bytes_per_token
-from kappa.processes import Lock
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
 from workers.disk_file import DiskError, measure_disk
 from workers.host_memory import engine_version, prepare_host_memory

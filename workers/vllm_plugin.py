@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any
 
-from kappa.processes import die_with_parent
+from kappa.host import die_with_parent
 from workers.reaper import follow_owner
 
 SPIN_ENV, REAP_ENV, LOG_ENV = "KAPPA_QUEUE_SPIN_S", "KAPPA_DIE_WITH_PARENT", "KAPPA_LOG"

@@ -53,7 +53,7 @@ from benchmarks.serving.validate_scripts import (
 )
 from deploy.commands.serve import running
 from kappa.hardware import NodeProfile
-from kappa.plugins import ROUTING_POLICIES, installed
+from kappa.host import ROUTING_POLICIES, installed
 from kappa.settings.cluster import ClusterSettings
 from router.policy import OURS
 from workers.vllm.arguments import EngineLimits

@@ -19,7 +19,7 @@ import msgspec
 from deploy.app.plan import worker_demand
 from kappa.checks import read_json_object
 from kappa.hardware import CATALOGUE
-from kappa.plugins import version_of
+from kappa.host import version_of
 from kappa.settings.pools import PoolSettings
 from workers.power import NoNvmlError, PowerMeter, visible_gpus
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from deploy.app.model import StartError
-from kappa.processes import Lock
+from kappa.host import Lock
 
 NAME = "smollm2-135m"
 """What `model.source` calls it."""

@@ -19,7 +19,7 @@ from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, pri
 from deploy.commands.serve import Config, settings_or_exit
 from kappa import metrics as m
 from kappa.hardware import node_profile
-from kappa.plugins import EXAMINATIONS, installed, version_of
+from kappa.host import EXAMINATIONS, installed, version_of
 from loadtest.client import bearer
 
 if TYPE_CHECKING:

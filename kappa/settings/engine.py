@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from kappa.plugins import SCHEDULING_RULES, installed
+from kappa.host import SCHEDULING_RULES, installed
 from kappa.settings.base import Finite, Section
 
 ApproxName = Literal["never", "ask", "always"]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kappa.processes import die_with_parent
+from kappa.host import die_with_parent
 
 # A template that looks into a list of content parts gets the list from vLLM, any other one string.
 _LOOKS_INTO_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*content")

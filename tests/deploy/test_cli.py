@@ -17,8 +17,8 @@ from deploy.app.plan import pool_config, worker_nodes
 from deploy.app.ray_cluster import check_port, free_port
 from deploy.cli import _COMMANDS, app, summary
 from deploy.commands.serve import settings_or_exit, with_a_model
+from kappa.host import COMMANDS, installed
 from kappa.model_config import shape_from_config
-from kappa.plugins import COMMANDS, installed
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import ModelSettings
 from tests.deploy.adapters import make_adapter

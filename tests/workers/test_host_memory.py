@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.host_memory import memory_bytes
 from kappa.hardware import node_profile
+from kappa.host import memory_bytes
 from kappa.settings.engine import LmcacheSettings
 from kappa.shapes import model_shape
 from workers import host_memory

@@ -20,7 +20,7 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm.v1.engine import utils
 
-from kappa.processes import die_with_parent
+from kappa.host import die_with_parent
 from workers.reaper import follow_owner
 from workers.vllm_plugin import REAP_ENV
 

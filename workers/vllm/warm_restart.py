@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from kappa.processes import Lock
+from kappa.host import Lock
 
 log = structlog.get_logger(__name__)
 

@@ -31,8 +31,8 @@ from benchmarks.routing.peers.routers import OUR_VARIABLES, PeerError, dynamo_py
 from deploy.app.ray_cluster import free_port
 from kappa.cost import StepModel, step_model
 from kappa.hardware import node_profile
+from kappa.host import die_with_parent
 from kappa.model import kv_bytes_per_token
-from kappa.processes import die_with_parent
 from kappa.shapes import model_shape
 
 HOST = "127.0.0.1"

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.baselines.routing.catalogue import BASELINES, baseline_named, parameters
 from benchmarks.baselines.routing.dynamo import Dynamo
 from benchmarks.baselines.routing.llm_d import LlmD
-from kappa.plugins import ROUTING_POLICIES, installed
+from kappa.host import ROUTING_POLICIES, installed
 from router.policy import policy_named
 from tests.benchmarks.baselines.prompts import BLOCK, offer
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kappa.processes import die_with_parent
+from kappa.host import die_with_parent
 
 VERSION = "0.5.6"
 STAMP = "complete"

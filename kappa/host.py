@@ -1,0 +1,198 @@
+"""The host that this process runs on: what is installed there, its memory, its other processes.
+
+Installed: what is added by name from outside of a package, by entry points of distributions.
+`kappa.commands` adds commands to `kappa`, `kappa.routing_policies` and `kappa.scheduling_rules`
+what their names say, `kappa.doctor` examinations to `kappa doctor`. Our own `benchmarks` comes in
+this way (pyproject.toml). Memory: the machine's, within this process' control groups. Processes: a
+lock on a file between them, and children that end with their parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+
+COMMANDS = "kappa.commands"
+EXAMINATIONS = "kappa.doctor"
+ROUTING_POLICIES = "kappa.routing_policies"
+SCHEDULING_RULES = "kappa.scheduling_rules"
+CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
+_UNLIMITED = 1 << 60
+# Of a cgroup, version 2 and 1: its limit and its use.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)  # fmt: skip
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_POLL_S = 0.2
+
+
+@cache
+def installed(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of a group, by name in order of the alphabet; nothing is imported yet."""
+    return {entry.name: entry for entry in sorted(entry_points(group=group))}
+
+
+def version_of(distribution: str) -> str:
+    """Which version of a distribution is installed; empty: none."""
+    with suppress(PackageNotFoundError):
+        return version(distribution)
+    return ""
+
+
+# Modules that extras bring, by the extra that a user would ask for (pyproject.toml).
+_EXTRAS = {
+    "serve": (
+        "fastapi", "gguf", "opentelemetry", "packaging", "psutil", "pynvml", "ray", "safetensors",
+        "transformers",
+    ),
+    "gpu": ("lmcache", "torch", "vllm"),
+    "bench": ("grafana_foundation_sdk", "jinja2", "matplotlib", "polars", "xxhash"),
+    "dev": ("jsonschema", "kubernetes_validate", "promql_parser"),
+}  # fmt: skip
+
+
+def remedy_for(module: str) -> str:
+    """How to install what `import module` lacks; empty if no extra of ours brings it."""
+    package = module.partition(".")[0]
+    for extra, modules in _EXTRAS.items():
+        if package in modules:
+            return f"needs {package}: pip install 'kappa-serve[{extra}]'"
+    return ""
+
+
+def lacking(extras: Iterable[str]) -> str:
+    """How to install the first module of these extras that is not here; empty if all are."""
+    for module in (module for extra in extras for module in _EXTRAS[extra]):
+        try:
+            is_here = find_spec(module) is not None
+        except ValueError:  # it is known not to be importable
+            is_here = False
+        if not is_here:
+            return remedy_for(module)
+    return ""
+
+
+def memory_bytes(cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
+    """Of the machine in all, or as much of it as this process' cgroups allow; 0: not known."""
+    whole = 1024 * _figures(proc / "meminfo").get("MemTotal:", 0)
+    return min([limit for _, limit, _ in _cgroup_limits(cgroups, proc)] + [whole])
+
+
+def machine_free(held: int = 0, proc: Path = PROC) -> int | None:
+    """The kernel's estimate for the machine; None: not known.
+
+    held: bytes of shared memory that are taken over or replaced, so that they count as free.
+    """
+    meminfo = _figures(proc / "meminfo")
+    if "MemAvailable:" not in meminfo:
+        return None
+    return 1024 * meminfo["MemAvailable:"] + min(held, 1024 * meminfo.get("Shmem:", 0))
+
+
+def cgroup_free(held: int = 0, cgroups: Path = CGROUPS, proc: Path = PROC) -> int | None:
+    """Below the tightest of the limits, None without one; held: as `machine_free`'s.
+
+    Page cache counts as free: the kernel drops it before it kills anybody.
+    """
+    frees = []
+    for folder, limit, used_name in _cgroup_limits(cgroups, proc):
+        stat = _figures(folder / "memory.stat")
+        cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
+        shared = stat.get("shmem", stat.get("total_shmem", 0))
+        used = (_number(folder / used_name) or 0) - cache - min(held, shared)
+        frees.append(max(limit - max(used, 0), 0))
+    return min(frees, default=None)
+
+
+def _cgroup_limits(cgroups: Path, proc: Path) -> Iterator[tuple[Path, int, str]]:
+    """(folder, bytes, name of the file of what is used) of each limit from this process' cgroup up
+    to the root (v2, else v1)."""
+    path = ""
+    with suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            number, controllers, place = line.split(":", 2)
+            if number == "0" or "memory" in controllers.split(","):
+                path = place
+                break
+    for root in (cgroups, cgroups / "memory"):
+        here = root / path.lstrip("/")
+        for folder in (here, *(up for up in here.parents if up.is_relative_to(root))):
+            for limit_name, used_name in _CGROUP_FILES:
+                limit = _number(folder / limit_name)
+                if limit is not None and limit < _UNLIMITED:
+                    yield folder, limit, used_name
+
+
+def _figures(path: Path) -> dict[str, int]:
+    """A file of names and figures; empty where it cannot be read."""
+    found = {}
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            with suppress(ValueError):
+                name, figure, *_ = line.split()
+                found[name] = int(figure)
+    return found
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+class Lock:
+    """A lock on a file or a folder, held by this process until it ends or `release`s it.
+
+    Raises:
+        OSError: the file cannot be opened, or made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        mode = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+        self._fd = os.open(path, mode | os.O_CLOEXEC, 0o600)
+
+    def take(self, wait_s: float = 0.0) -> bool:
+        """Whether it is ours, within so many seconds.
+
+        Raises:
+            OSError: its file system has no locks.
+        """
+        until_s = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    return False
+                time.sleep(_POLL_S)
+
+    def release(self) -> None:
+        """Let it go; safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing).
+
+    parent: its id, where it may have died before this was called; as it is now, if not given.
+    """
+    if sys.platform != "linux":
+        return
+    parent = parent or os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before we asked
