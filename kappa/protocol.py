@@ -75,7 +75,8 @@ class Announcement:
     load_s = load_fixed_s + tokens * kv_bytes_per_token / node.h2d_bytes_per_s, and as much again at
     node.disk_bytes_per_s for those of them on disk. disk_blocks: of its disk tier, else 0.
     fingerprint: hash of everything two workers must share for their KV blocks to mean the same.
-    net_bytes_per_s: how fast it can fetch blocks from another worker's host tier; 0 when it cannot.
+    net_bytes_per_s: how fast it can fetch blocks from another worker's host tier, until it did; 0
+    when it cannot. peer: where its own host tier can be read, host:port/token; empty: nowhere.
     packs: its scheduler goes on past a request that does not fit, and starts loads just in time.
     engine: its kind.
     load_plan: how it brings cached prefixes back, {"planner": name, "cpu_room_share": as in the
@@ -107,6 +108,7 @@ class Announcement:
     snapshot_endpoint: str
     profile_error: str = ""
     net_bytes_per_s: float = 0.0
+    peer: str = ""
     packs: bool = False
     engine: str = "vllm"
     load_plan: Mapping[str, Any] = field(default_factory=dict)
@@ -271,11 +273,13 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `admitted`, `prefilled` and `spent` list requests of this report only; `steps` and `loads` some
     of those that it adds to the totals, unlike each other (`Samples`).
     host_spare_blocks: of the host tier, unused or held only as copies of what another worker has.
+    `fetch_*_total`: what it took from others' host tiers; net_tokens_per_s: an EWMA of how fast, 0:
+    not known.
 
     Of the engine's scheduler: `iterations_total` counts iterations, `queued_iterations_total` those
     with a non-empty queue; over the latter `budget_fill_sum` and `vram_fill_sum` add up the share
     of the token budget and of the blocks in use. `tier_failures_total`: what an LMCache server
-    failed to do, by what. `passed_total`: how often a waiting request was
+    or a peer failed to do, by what. `passed_total`: how often a waiting request was
     looked at and left, by reason. `waiting`, `loading`, `running`: requests, in the last iteration.
     `power_w`, `power_cap_w`: what its GPUs draw and may draw; `energy_j_total`: since it started;
     `power_source`: `nvml`, `model`, `paced` (modelled, in emulated time), or empty: not known.
@@ -298,6 +302,10 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_seconds_total: float = 0.0
     store_wait_seconds_total: float = 0.0
     h2d_bytes_per_s: float = 0.0
+    fetch_tokens_total: int = 0
+    fetch_bytes_total: int = 0
+    fetch_seconds_total: float = 0.0
+    net_tokens_per_s: float = 0.0
     event_gaps_total: int = 0
     host_spare_blocks: int = 0
     iterations_total: int = 0

@@ -180,9 +180,13 @@ class Fleet:
             **certainty._asdict(),
         )
 
-    def reported(self, worker: str, now_s: float, spare_tokens: float) -> None:
-        """A worker reported; its host tier has room for so many tokens that a peer holds too."""
-        self._set(self._slots[worker], seen_s=now_s, spare_tokens=spare_tokens)
+    def reported(
+        self, worker: str, now_s: float, spare_tokens: float, net_tokens_per_s: float = 0.0
+    ) -> None:
+        """A worker reported; its host tier has room for so many tokens that a peer holds too, and
+        it fetched so many a second, if it did."""
+        measured = {"net_tokens_per_s": net_tokens_per_s} if net_tokens_per_s else {}
+        self._set(self._slots[worker], seen_s=now_s, spare_tokens=spare_tokens, **measured)
 
     def leave(self, worker: str) -> None:
         """A worker is gone, with all that was reserved there."""

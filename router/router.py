@@ -270,7 +270,7 @@ class Router:
             self._learn(state, now_s)
         state.report, state.seen_s = report, now_s
         spare_tokens = report.host_spare_blocks * state.announcement.block_tokens
-        self.fleet.reported(report.worker, now_s, spare_tokens)
+        self.fleet.reported(report.worker, now_s, spare_tokens, report.net_tokens_per_s)
         for a in report.admitted:
             state.queue.correct(
                 a.request_id, a.device_tokens, a.host_tokens, a.new_tokens, now_s, a.disk_tokens

@@ -29,6 +29,7 @@ from workers.vllm.arguments import (
     engine_kwargs,
     fingerprint,
     hand_over,
+    meet_peers,
 )
 from workers.vllm.options import PERSIST_KEY
 from workers.vllm.tail_recompute import TAIL, tail_rates
@@ -60,7 +61,8 @@ class WorkerPlan:
     nodes: a profile per rank; a `paced` one is paced, any other is a prior until measured. served:
     the shape of the model that runs; emulated: the shape that paced nodes act as. stream_host:
     address for the report stream; empty: this machine's in Ray's cluster. gpus: of each worker.
-    graphs: those of CUDA that the engine was read back to run by."""
+    peers: engines take blocks from each other's host tiers. graphs: those of CUDA that the engine
+    was read back to run by."""
 
     nodes: tuple[NodeProfile, ...]
     served: ModelShape
@@ -82,7 +84,9 @@ class WorkerPlan:
     pool: str = ""
     role: str = "both"
     gpus: int = 0
-    transfer: TransferSettings | None = None
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    hands_over: bool = False
+    peers: bool = False
     handover_dir: str = ""
     handover_wait_s: float = 0.0
     observing: ObservingSettings = field(default_factory=ObservingSettings)
@@ -165,8 +169,10 @@ def configure_vllm(
     arguments = engine_kwargs(plan.limits, endpoints, pace, scheduler, tier, plan.gpus)
     if folder:
         arguments["kv_transfer_config"]["kv_connector_extra_config"][PERSIST_KEY] = folder
-    if plan.transfer is not None:
+    if plan.hands_over:
         hand_over(plan.transfer, arguments, pace)
+    if endpoints.peers is not None:
+        meet_peers(plan.transfer, arguments, pace, endpoints.peers)
     # `engine.extra` is there already and goes before; what must be ours it cannot name.
     given = config.engine_kwargs
     config.update_engine_kwargs(**{k: v for k, v in arguments.items() if k not in given})
@@ -246,13 +252,15 @@ def shortcomings(measured: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaId:
-    """Which replica it is: its worker's id, its rank, the model it serves, its report stream."""
+    """Which replica it is: its worker's id, its rank, the model it serves, its report stream, where
+    peers can read its host tier."""
 
     worker: str
     rank: int
     model: str
     events_endpoint: str
     snapshot_endpoint: str
+    peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +322,8 @@ def announce(
         max_context_tokens=limits.max_context_tokens,
         events_endpoint=replica.events_endpoint,
         snapshot_endpoint=replica.snapshot_endpoint,
+        net_bytes_per_s=plan.transfer.net_bytes_per_s if replica.peer else 0.0,
+        peer=replica.peer,
         profile_error=profile.error or shortcomings(profile.measured),
         packs=packs(plan.scheduler.rule),
         engine=plan.kind,

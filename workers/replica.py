@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
+import socket
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -40,7 +42,7 @@ from workers.power import gpus_and_driver, power_reporter
 from workers.reaper import HangWatch, hang_patience_s, own_engines, process_age_s, watch_engine
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
-from workers.vllm.arguments import LMCACHE, STOCK_TIER, Endpoints, EngineTier
+from workers.vllm.arguments import LMCACHE, STOCK_TIER, Endpoints, EngineTier, PeerPlace
 from workers.vllm.lmcache.server import LmcacheServer, prepare_lmcache
 from workers.vllm.one_process import OneProcessEngine
 from workers.vllm_plugin import LOG_ENV, log_setting
@@ -84,9 +86,11 @@ class KappaServer(LLMServer):
         self._tier = EngineTier()
         self._lmcache: LmcacheServer | None = None
         self._tier_folder = await asyncio.to_thread(prepare_host_memory, plan)
-        engine_cls = self._configure_engine(llm_config)
         host = plan.stream_host or ray.util.get_node_ip_address()
-        self._stream = ReportStream(self._worker, host, *self._endpoints)
+        if plan.peers:
+            self._endpoints = self._endpoints._replace(peers=self._peer_place(host))
+        engine_cls = self._configure_engine(llm_config)
+        self._stream = ReportStream(self._worker, host, *self._endpoints[:2])
         self._stream.start()
         self._announcement: dict[str, Any] = {}
         self._start_s = 0.0
@@ -147,6 +151,14 @@ class KappaServer(LLMServer):
             )
             server = self._lmcache.url if self._lmcache is not None else ""
         return plan.engine_tier(self._rank, self._cached_profile(), server)
+
+    def _peer_place(self, host: str) -> PeerPlace:
+        """Where the engine serves its peers: on a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            port = probe.getsockname()[1]
+        layout = Path(self._plan.cache_dir) / "peers" / f"{self._worker}-{os.getpid()}"
+        return PeerPlace(host, port, secrets.token_hex(16), str(layout))
 
     # -- what the cluster learns --------------------------------------------------------------
 
@@ -241,6 +253,7 @@ class KappaServer(LLMServer):
             self._llm_config.model_id,
             self._stream.events_endpoint,
             self._stream.snapshot_endpoint,
+            self._endpoints.peers.endpoint if self._endpoints.peers is not None else "",
         )
         rates = getattr(self.engine, "rates", None)
         announced = announce(self._plan, replica, profile, rates, self._tier.rates)

@@ -98,15 +98,17 @@ class ReportTotals:
                     self._samples.add_load(_number(m["tokens"]), took_s, disk_tokens)
                 # A load that came from disk in part says little of the link.
                 if kind == "load" and not disk_tokens:
-                    known = self._latest.get("h2d_bytes_per_s", 0.0)
-                    speed = moved / took_s if took_s > 0 else known
-                    known = known or speed
-                    self._latest["h2d_bytes_per_s"] = known + _BANDWIDTH_WEIGHT * (speed - known)
+                    self._average("h2d_bytes_per_s", moved, took_s)
+            case "fetch":
+                took_s, _ = self._count(m, "fetch")
+                self._average("net_tokens_per_s", _number(m["tokens"]), took_s)
+            case "room":
+                self._latest["host_spare_blocks"] = int(_number(m["blocks"]))
             case "wait":  # A call held the engine up for stores whose blocks it wanted back.
                 self._totals["store_wait_seconds_total"] += _number(m["took_s"])
             case "store_dropped":
                 self._totals["stores_dropped_total"] += 1
-            case "tier_failed":  # An LMCache server did not do what it was asked for, once.
+            case "tier_failed":  # A server or a peer did not do something, once.
                 self._tier_failures[str(m["why"])] += 1
                 self._totals["failed_loads_total"] += m["why"] == "load"
             case "faults":  # What went wrong in an engine of ours; cumulative.
@@ -119,6 +121,12 @@ class ReportTotals:
         self._totals[f"{kind}_bytes_total"] += int(moved)
         self._totals[f"{kind}_seconds_total"] += took_s
         return took_s, int(moved)
+
+    def _average(self, name: str, moved: float, took_s: float) -> None:
+        known = self._latest.get(name, 0.0)
+        speed = moved / took_s if took_s > 0 else known
+        known = known or speed
+        self._latest[name] = known + _BANDWIDTH_WEIGHT * (speed - known)
 
     def _add_step(self, m: Message) -> None:
         took_s, tokens, totals = _number(m["took_s"]), int(_number(m["tokens"])), self._totals

@@ -13,6 +13,7 @@ from deploy.app.machine import Machine
 from deploy.app.plan import ranks_of, worker_demand
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.pools import PoolSettings
+from kappa.settings.routing import FETCHING_POLICY
 
 _REASONS_SHOWN = 3
 # Ray counts in ten-thousandths.
@@ -21,7 +22,7 @@ _ROUNDING = 1e-5
 
 def contradictions(settings: ClusterSettings) -> list[str]:
     """Settings that are sound one by one and do not go together."""
-    checks = (_of_engines, _of_tiers, _of_roles, _of_adapters)
+    checks = (_of_engines, _of_tiers, _of_peers, _of_roles, _of_adapters)
     found = [fault for of_one in settings.by_model() for check in checks for fault in check(of_one)]
     return list(dict.fromkeys(found))
 
@@ -119,6 +120,33 @@ def _of_tiers(settings: ClusterSettings) -> Iterator[str]:
             yield (
                 f"{who}handover_dir needs scheduler.link_order loads_first, and it is fifo, which "
                 "is vLLM's own order and keeps no record of what is stored"
+            )
+
+
+def _of_peers(settings: ClusterSettings) -> Iterator[str]:
+    if settings.router.policy != FETCHING_POLICY:
+        return
+    for pool in settings.all_pools:
+        engine = pool.engine_settings(settings.engine)
+        kind, tier = engine.kind, engine.tier_on(pool.placement.gpus)
+        beside = [name for name in ("disk_bytes", "handover_dir") if getattr(engine, name)]
+        if kind != "vllm" or tier != "own" or engine.host_bytes == 0:
+            has = f"engine.kind is {kind}" if kind != "vllm" else f"host tier is {tier}"
+            has = "engine.host_bytes is 0" if engine.host_bytes == 0 else has
+            yield (
+                f"router.policy {FETCHING_POLICY} has workers read each other's host tiers, which "
+                f"kind vllm with host_tier own can, and pool {pool.name}'s {has}: name policy "
+                "priced, or change the pool"
+            )
+        elif beside:
+            yield (
+                f"router.policy {FETCHING_POLICY} reads host memory alone, and pool {pool.name} "
+                f"has engine.{' and engine.'.join(beside)}: leave it out, or name policy priced"
+            )
+        elif settings.scheduler.link_order == "fifo":
+            yield (
+                f"router.policy {FETCHING_POLICY} needs scheduler.link_order loads_first, and it "
+                "is fifo, which is vLLM's own manager of host memory"
             )
 
 

@@ -19,6 +19,7 @@ from kappa.plans.clo import CloConfig, SparseSettings, read_heads
 from kappa.settings.cluster import ClusterSettings, home
 from kappa.settings.engine import EngineSettings
 from kappa.settings.pools import PoolSettings, ScalingSettings
+from kappa.settings.routing import FETCHING_POLICY
 
 ENGINE_CPUS = 1
 """Ray's CPUs for an engine's worker process, beside those of its replica."""
@@ -240,7 +241,9 @@ def worker_plan(
         pool=pool.name,
         role=pool.role,
         gpus=pool.placement.gpus,
-        transfer=settings.transfer if is_split else None,
+        transfer=settings.transfer,
+        hands_over=is_split,
+        peers=settings.router.policy == FETCHING_POLICY,
         handover_dir=str(Path(e.handover_dir).absolute()) if e.handover_dir else "",
         handover_wait_s=e.handover_wait_s,
         observing=settings.observing,

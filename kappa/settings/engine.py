@@ -93,7 +93,9 @@ class SchedulerSettings(Section):
 
 
 class TransferSettings(Section):
-    """Used where a pool's role is `prefill`; without such a pool nothing is handed over."""
+    """KV between workers: of whole prompts where a pool's role is `prefill`; out of host tiers with
+    `router.policy: priced_fetch`, over TCP, of which `net_bytes_per_s`, `fixed_s` and `wait_s`
+    speak, too."""
 
     connector: Literal["files", "nixl"] = Field(
         "files", description="files: shared memory of one machine; nixl: vLLM's, between machines"

@@ -11,7 +11,12 @@ from pydantic import Field, field_validator, model_validator
 from kappa.checks import http_parts
 from kappa.settings.base import Finite, Section
 
-PolicyName = Literal["priced", "threshold", "threshold_literal", "ttft", "least_backlog"]
+PolicyName = Literal[
+    "priced", "priced_fetch", "threshold", "threshold_literal", "ttft", "least_backlog"
+]
+
+FETCHING_POLICY: PolicyName = "priced_fetch"
+"""With it workers take KV from each other's host tiers."""
 
 
 class FailoverSettings(Section):

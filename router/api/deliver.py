@@ -31,6 +31,7 @@ from router.api.metadata import (
     APPROX_HEADER,
     Metadata,
     decision_headers,
+    peer_params,
     prompt_metadata,
     routed_metadata,
     tenant_metadata,
@@ -85,6 +86,9 @@ class Delivery:
             try:
                 request.timeline.decided(decision, time.time())
                 request.body.vllm_xargs = _metadata(live, decision, routed, request)
+                if decision.fetch is not None:
+                    peer = live.router.workers[decision.fetch.source_worker].announcement.peer
+                    request.body.kv_transfer_params = peer_params(decision, peer)
                 return await self._send(live, decision, request)
             except WorkerFailed as failure:
                 log.warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,15 @@ def routed_metadata(decision: Decision, elsewhere: Mapping[str, p.Charge]) -> Me
         rounded = {name: [round(s, 3) for s in charge] for name, charge in elsewhere.items()}
         sent[p.CHARGES_KEY] = json.dumps(rounded, separators=(",", ":"))
     return sent
+
+
+def peer_params(decision: Decision, endpoint: str) -> dict[str, Any]:
+    """What the chosen worker is sent of KV that it is to take from a peer first."""
+    assert decision.fetch is not None
+    counts = decision.chosen.counts
+    stop = int(counts.device_tokens + counts.cached_tokens)
+    start = stop - decision.fetch.tokens
+    return {"kappa_peer": {"endpoint": endpoint, "start": start, "stop": stop}}
 
 
 def prompt_metadata(tokens: np.ndarray | None, plan: str) -> Metadata:

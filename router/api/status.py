@@ -252,5 +252,6 @@ def explanation(decision: Decision, *, operator: bool) -> dict[str, Any]:
         "reason": decision.reason,
         "node": decision.chosen.node.name,
         "informed": decision.informed,
+        "fetched_tokens": decision.fetch.tokens if decision.fetch else 0,
         "candidates": candidates,
     }

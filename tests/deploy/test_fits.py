@@ -16,6 +16,7 @@ from kappa.shapes import model_shape
 
 MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
 GPU = {"gpus": 1, "resources": {"pool-gh200": 1}}
+FETCHING = {"router": {"policy": "priced_fetch"}}
 KEPT = {"handover_dir": "/dev/shm/k"}
 STOCK = {"host_tier": "stock"}
 STOCK_CLUSTER = {"engine": STOCK, "scheduler": {"name": "stock"}}
@@ -132,6 +133,12 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
             {"engine": DISK},
             "disk_bytes is a real disk, and the pool is paced",
         ),
+        (A_GPU_POOL, FETCHING, "host tier is native: name policy priced"),
+        ([{"name": "a", "paced": True}], {**FETCHING, "engine": "emulated"}, "engine.kind is em"),
+        ([{"name": "a"}], {**FETCHING, "engine": {"host_bytes": 0}}, "engine.host_bytes is 0"),
+        ([{"name": "a"}], {**FETCHING, "engine": DISK}, "pool a has engine.disk_bytes: leave it"),
+        ([{"name": "a"}], {**FETCHING, "engine": KEPT}, "pool a has engine.handover_dir: leave"),
+        ([{"name": "a"}], {**FETCHING, "scheduler": {"link_order": "fifo"}}, "own manager of host"),
     ],
 )
 def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, message):

@@ -6,6 +6,7 @@ can, unless they name a plan: then the tail is planned for a link as fast as the
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,8 +27,10 @@ from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import (
     CPU_ENV,
     EngineTier,
+    PeerPlace,
     TierChoice,
     hand_over,
+    meet_peers,
     transfer_config,
 )
 from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
@@ -84,7 +87,8 @@ class Listener:
 class TierEngine:
     """The engine from outside. `tier`: its kind (native: over an emulated CUDA), and fields of
     `LmcacheSettings`; `path`: more to
-    import from; `transfer`: folder where it gives prompts to other engines and takes them."""
+    import from; `transfer`: folder where it gives prompts to other engines and takes them. `peers`
+    among the fields: it reads other engines' host tiers, and they read its own at `peer`."""
 
     def __init__(self, folder, path="", transfer="", **tier):
         self.errors, self.logged = folder / "engine.txt", []
@@ -98,6 +102,7 @@ class TierEngine:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(path)])},
             )
         self.ready = self._read()
+        self.peer = self.ready.get("peer", "")
 
     def ask(self, tokens, salt="", plan=LOAD_ALL, params=None, count=4):
         """Compute a prompt on an empty device cache, and `count` tokens behind it."""
@@ -145,7 +150,7 @@ def main():
 
     with tempfile.TemporaryDirectory(prefix="kappa-lmcache-engine-") as folder:
         listener = Listener(folder)
-        kind = tier.pop("kind", "own")
+        kind, peers = tier.pop("kind", "own"), tier.pop("peers", False)
         host_bytes = tier.pop("host_bytes", 1 << 26)
         disk = tier.pop("disk_dir", ""), tier.pop("disk_bytes", 0)
         choice = TierChoice(kind, TAIL, LmcacheSettings(**tier), *disk)
@@ -158,6 +163,11 @@ def main():
             files = TransferSettings(folder=transfer, most_bytes=1 << 28, wait_s=2.0)
             arguments = {"kv_transfer_config": config}
             hand_over(files, arguments, None)
+        place = None
+        if peers:
+            place = PeerPlace("127.0.0.1", free_port(), "secret", f"{folder}/peers/layout")
+            waits = TransferSettings(wait_s=5.0)
+            meet_peers(waits, {"kv_transfer_config": config}, None, place)
         model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-lmcache-model", CORPUS)
         llm = LLM(
             model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT,
@@ -171,7 +181,7 @@ def main():
             ),
             kv_transfer_config=KVTransferConfig(**config),
         )  # fmt: skip
-        say({"prompt_bytes": prompt_bytes(llm)})
+        say({"prompt_bytes": prompt_bytes(llm), "peer": place.endpoint if place else ""})
         for line in sys.stdin:
             asked = json.loads(line)
             if "reports" in asked:
@@ -196,6 +206,12 @@ def main():
                 "took_s": time.perf_counter() - start_s,
             })  # fmt: skip
         llm.llm_engine.engine_core.shutdown()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def prompt_bytes(llm):

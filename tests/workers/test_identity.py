@@ -22,7 +22,7 @@ from workers.identity import (
     measured_node,
     of_all_ranks,
 )
-from workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, TierChoice
+from workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, PeerPlace, TierChoice
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ON_GPUS = EngineSettings(host_bytes=64 << 20).on(gpus=1)
@@ -226,3 +226,20 @@ def test_what_the_user_gives_the_engine_goes_before_what_we_would() -> None:
     assert (given["enforce_eager"], given["max_num_seqs"]) == (False, 7)
     assert (given["max_model_len"], given["enable_prefix_caching"]) == (8192, True)
     assert given["worker_cls"].endswith("MeteredCPUWorker")
+
+
+def test_an_engine_serves_its_peers_where_the_announcement_says():
+    place = PeerPlace("10.0.0.1", 4711, "secret", "/somewhere/layout")
+    config, of = Config(), dataclasses.replace(plan(paced("pcie")), peers=True)
+    configure_vllm(config, of, 0, Endpoints("s", "k", place), EngineTier(), "")
+    options = config.engine_kwargs["kv_transfer_config"]["kv_connector_extra_config"]["kappa_peers"]
+    # A byte of the emulated model takes 30 times as long as on 12.5 GB/s.
+    token_s = 30 * kv_bytes_per_token(model_shape("llama-3.1-8b")) / 12.5e9
+    assert options == {
+        "host": "10.0.0.1", "port": 4711, "token": "secret", "layout": "/somewhere/layout",
+        "wait_s": 5.0, "token_s": pytest.approx(token_s), "fixed_s": pytest.approx(0.03),
+    }  # fmt: skip
+    replica = ReplicaId("w", 0, "m", "e", "s", place.endpoint)
+    announced = announce(of, replica, Profile({}))
+    assert announced.peer == "10.0.0.1:4711/secret" and announced.net_bytes_per_s == 12.5e9
+    assert said(of).net_bytes_per_s == 0.0

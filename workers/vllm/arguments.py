@@ -27,6 +27,7 @@ from workers.vllm.options import (
     LINK_KEY,
     LMCACHE_KEY,
     PACE_KEY,
+    PEERS_KEY,
     SCHEDULER_KEY,
     STATS_KEY,
     STOCK,
@@ -115,11 +116,28 @@ class EngineLimits:
         return {name: value for name, value in given.items() if value}
 
 
+class PeerPlace(NamedTuple):
+    """Where an engine serves its peers, and who may read there; layout: file by which its processes
+    share the host tier's rows."""
+
+    host: str
+    port: int
+    token: str
+    layout: str
+
+    @property
+    def endpoint(self) -> str:
+        """As a peer is told it, by the router alone."""
+        return f"{self.host}:{self.port}/{self.token}"
+
+
 class Endpoints(NamedTuple):
-    """Where the engine's processes report to: the stats channel, and vLLM's event publisher."""
+    """Where the engine's processes report to, the stats channel and vLLM's event publisher; and
+    where its host tier is served, if it is."""
 
     stats: str
     kv_events: str
+    peers: PeerPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,12 +346,29 @@ def hand_over(transfer: TransferSettings, arguments: dict[str, Any], pace: Pace 
         return
     options = transfer.model_dump(include={"folder", "most_bytes", "wait_s"})
     if pace is not None:
-        dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
-        options["token_s"] = dilation * kv_bytes / transfer.net_bytes_per_s
-        options["fixed_s"] = dilation * transfer.fixed_s
+        options |= _network_pace(transfer, pace)
     config["kv_connector"] = "TransferConnector"
     config["kv_connector_module_path"] = "workers.vllm.transfer"
     config["kv_connector_extra_config"][TRANSFER_KEY] = options
+
+
+def meet_peers(
+    transfer: TransferSettings, arguments: dict[str, Any], pace: Pace | None, place: PeerPlace
+) -> None:
+    """Have the engine give its peers what its host tier holds, and take what theirs hold;
+    `arguments` are vLLM's, changed in place."""
+    options: dict[str, Any] = {**place._asdict(), "wait_s": transfer.wait_s}
+    arguments["kv_transfer_config"]["kv_connector_extra_config"][PEERS_KEY] = options
+    if pace is not None:
+        options |= _network_pace(transfer, pace)
+
+
+def _network_pace(transfer: TransferSettings, pace: Pace) -> dict[str, float]:
+    dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
+    return {
+        "token_s": dilation * kv_bytes / transfer.net_bytes_per_s,
+        "fixed_s": dilation * transfer.fixed_s,
+    }
 
 
 def fingerprint(

@@ -1,13 +1,16 @@
 """vLLM's `OffloadingConnector`, which loads less where computing the rest is faster
-(`workers.vllm.tail_recompute`), keeps what a waiting request will load from being evicted, reports
+(`workers.vllm.tail_recompute`), takes blocks from other workers' host tiers
+(`workers.vllm.peer_fetch`), keeps what a waiting request will load from being evicted, reports
 what each request took from where, names the request of each load to the host tier, and names the
 stores that were given up to the scheduler, where vLLM knows success only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import structlog
 from vllm.distributed.kv_events import MEDIUM_CPU
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,7 +30,9 @@ from workers.stats_channel import StatsSender
 from workers.vllm.disk_tier import DiskNews, DiskTierManager, DiskWrite
 from workers.vllm.host_tier import TierWorker
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
-from workers.vllm.options import STATS_KEY
+from workers.vllm.options import PEERS_KEY, STATS_KEY, read_options
+from workers.vllm.peer_fetch import HostTierFetches
+from workers.vllm.peer_server import HostRows, PeerOptions, PeerServer, mapped_rows
 from workers.vllm.persistent_tier import announcement, record_stores
 from workers.vllm.tail_recompute import AdmissionReports, TailRecompute, ignore_malformed_params
 from workers.vllm.versions.installed import note_use
@@ -36,6 +41,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+log = structlog.get_logger(__name__)
+
+# An engine in which only a fetch is under way must not poll as fast as it can, nor be late.
+_FETCH_POLL_S = 0.002
 
 
 @dataclass
@@ -69,6 +80,8 @@ class HostTierConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._kappa_peers: HostTierFetches | None = None
+        self._kappa_server: PeerServer | None = None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._kappa_block_tokens = int(vllm_config.cache_config.block_size)
         # Of a sliding window only the blocks before the end of the hit are known to be there.
@@ -81,6 +94,39 @@ class HostTierConnector(OffloadingConnector):
             tail = TailRecompute.from_config(extra, self._kappa_block_tokens)
             self._kappa_admissions = AdmissionReports(stats, tail)
             self._kappa_warm_restart(stats)
+            if extra.get(PEERS_KEY):
+                self._kappa_meet_peers(read_options(extra, PEERS_KEY, PeerOptions), stats)
+
+    def _kappa_meet_peers(self, options: PeerOptions, stats: StatsSender) -> None:
+        """Serve peers, and fetch from them. An engine whose port is taken does neither."""
+        scheduler = self.connector_scheduler
+        assert scheduler is not None and isinstance(scheduler.manager, HostTierManager)
+        groups, manager = scheduler.config.kv_group_configs, scheduler.manager
+        if len(groups) > 1 or not self._kappa_may_shorten:
+            raise ValueError(
+                "router.policy priced_fetch: this model keeps KV of several kinds of layers, and "
+                "peers give blocks of one kind: name another policy"
+            )
+        rows: HostRows | None = None
+
+        def shared_rows() -> HostRows | None:
+            nonlocal rows
+            rows = rows or mapped_rows(Path(options.layout))
+            return rows
+
+        def record(request: Request, block: int, key: OffloadKey) -> None:
+            scheduler._events_tracker.record_store(request, groups[0], block, key)
+
+        try:
+            self._kappa_server = PeerServer(options, shared_rows, manager.place)
+        except OSError as error:
+            log.error("peers_not_served", host=options.host, port=options.port, reason=str(error))
+            stats.send({"kind": "tier_failed", "why": "serve"})
+        self._kappa_peers = HostTierFetches(
+            options, manager, shared_rows, stats.send, record, self._kappa_block_tokens
+        )
+        self._kappa_peers.settle()  # tells how much room there is
+        manager.copying = lambda: self._kappa_peers is not None and self._kappa_peers.has_work
 
     def _kappa_warm_restart(self, stats: StatsSender) -> None:
         """Announce the blocks that a predecessor left; record those that a successor may find."""
@@ -114,11 +160,25 @@ class HostTierConnector(OffloadingConnector):
         status = self._kappa_status(request)
         status.update_offload_keys()
         note_use(self.connector_scheduler, status)
+        if self._kappa_peers is not None:
+            self._kappa_peers.begin(
+                request, status.req_context, status.group_states[0].offload_keys
+            )
+
+    def kappa_arrived(self) -> bool:
+        """Whether blocks came from a peer, or will not, since the last call: what waited for them
+        may be looked up again."""
+        return self._kappa_peers is not None and self._kappa_peers.take_ended()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As vLLM's, less the tail that is computed faster than loaded."""
+        """As vLLM's, less the tail that is computed faster than loaded; put off while blocks are
+        to come from a peer."""
+        if self._kappa_peers is not None:
+            self._kappa_peers.settle()
+            if self._kappa_peers.under_way(request.request_id):
+                return None, False
         hit, loads_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         loaded = self._kappa_admissions.loaded_tokens(request, num_computed_tokens, hit or 0)
         if not hit or not self._kappa_may_shorten:
@@ -142,6 +202,10 @@ class HostTierConnector(OffloadingConnector):
         return manager if isinstance(manager, DiskTierManager) else None
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self._kappa_peers is not None:
+            if not scheduler_output.total_num_scheduled_tokens:
+                self._kappa_peers.wait(_FETCH_POLL_S)
+            self._kappa_peers.settle()
         meta, manager = super().build_connector_meta(scheduler_output), self._kappa_disk_manager()
         write = None if manager is None else manager.take_write()
         return meta if write is None else HostTierMetadata(**vars(meta), disk_write=write)
@@ -166,12 +230,21 @@ class HostTierConnector(OffloadingConnector):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._kappa_admissions.finished(request)
+        if self._kappa_peers is not None:
+            self._kappa_peers.finished(request.request_id)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+    def shutdown(self) -> None:
+        if self._kappa_server is not None:
+            self._kappa_server.close()
+        if self._kappa_peers is not None:
+            self._kappa_peers.close()
+        super().shutdown()
 
     # -- the worker's side --------------------------------------------------------------------
 

@@ -36,12 +36,14 @@ from workers.vllm.options import (
     DISK_KEY,
     LINK_KEY,
     PACE_KEY,
+    PEERS_KEY,
     PERSIST_KEY,
     STATS_KEY,
     LinkPace,
     LinkRules,
     read_options,
 )
+from workers.vllm.peer_server import share_layout, shared_tensor
 from workers.vllm.persistent_tier import PersistentTier, persistent_tensor
 from workers.vllm.versions.installed import SpecNames
 
@@ -52,13 +54,15 @@ _STORE_POLL_S = 0.002
 @dataclass(frozen=True, slots=True)
 class TierSize:
     """blocks: in host memory; block_tokens: of each; folder: of a persistent tier, else None;
-    disk_folder, disk_blocks: of the disk tier, if there is one."""
+    disk_folder, disk_blocks: of the disk tier, if there is one; layout: the file by which
+    an engine's other process finds the rows that peers read and fill, if they do."""
 
     blocks: int
     block_tokens: int
     folder: Path | None = None
     disk_folder: str = ""
     disk_blocks: int = 0
+    layout: Path | None = None
 
     def tensor(self, number: int, width: int) -> torch.Tensor:
         """Host memory for the `number`-th tensor of the device cache, with blocks of its width."""
@@ -131,10 +135,16 @@ class HostTierWorker(TierWorker):
         super().__init__(kv_caches, stats)
         self.pace, self._block_tokens = pace, size.block_tokens
         device = self.device
-        host = [size.tensor(i, int(t.shape[1])) for i, t in enumerate(device)]
+        widths = [int(t.shape[1]) for t in device]
+        if size.layout is None:
+            host = [size.tensor(i, width) for i, width in enumerate(widths)]
+        else:
+            shared = [shared_tensor(size.blocks, width) for width in widths]
+            host = [tensor for _, tensor in shared]
+            places = [place for place, _ in shared]
+            share_layout(size.layout, size.blocks, list(zip(places, widths, strict=True)))
         routes = {LOAD: Route(host, device), STORE: Route(device, host)}
         if size.disk_blocks:
-            widths = [int(t.shape[1]) for t in device]
             file = DiskFile(Path(size.disk_folder), size.disk_blocks, widths)
             loading = partial(self.wait_for_load, 0.0)
             self.disk = routes[LOAD] = DiskRoute(host, device, file, loading, self._report)
@@ -226,7 +236,9 @@ class ManagedTierSpec(SpecNames):
         if disk_bytes and not rows:
             raise ValueError(f"engine.disk_bytes is {disk_bytes:,}, less than one block: give more")
         path, tokens = Path(folder) if folder else None, self.tokens_per_block[0]
-        self._size = TierSize(self.host_blocks, tokens, path, disk_folder, rows)
+        peers = extra.get(PEERS_KEY)
+        layout = Path(peers["layout"]) if peers else None
+        self._size = TierSize(self.host_blocks, tokens, path, disk_folder, rows, layout)
 
     def get_manager(self) -> OffloadingManager:
         """vLLM's own manager for its own order, or else one that bounds the stores."""

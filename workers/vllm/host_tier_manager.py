@@ -3,7 +3,8 @@ blocks outlive the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
@@ -35,6 +36,12 @@ class HostTierManager(ManagerNames):
         self._pending: dict[OffloadKey, float] = {}
         self._pending_s = 0.0
         self._lost: set[OffloadKey] = set()
+        # Blocks that came from a peer, which has them, too: the oldest first.
+        self._copies: OrderedDict[OffloadKey, None] = OrderedDict()
+        self.before_reset: Callable[[], None] = lambda: None
+        """Returns when nothing writes to the tier any more."""
+        self.copying: Callable[[], bool] = lambda: False
+        """Whether the engine must go on until a peer's blocks came."""
 
     def stores_lost(self, lost: Collection[OffloadKey], block_s: float) -> None:
         """A worker gave up storing `lost`: that store fails, whatever others say. `block_s`:
@@ -54,6 +61,8 @@ class HostTierManager(ManagerNames):
             )
             return PrepareStoreOutput([], self._get_load_store_spec([], []), [])
         output = super().prepare_store(keys, req_context)
+        for key in output.evicted_keys if output is not None else ():
+            self._copies.pop(key, None)
         if output is not None and output.keys_to_store:
             seconds = self._store_s(len(output.keys_to_store))
             self._pending_s += seconds
@@ -71,11 +80,65 @@ class HostTierManager(ManagerNames):
         self._lost.difference_update(keys)
         super().complete_store(keys, req_context, success and whole)
 
+    def has_pending_work(self) -> bool:
+        return bool(super().has_pending_work() or self.copying())
+
     def reset_cache(self) -> None:
+        self.before_reset()
+        self._copies.clear()
         self._pending.clear()
         self._pending_s = 0.0
         self._lost.clear()
         super().reset_cache()
+
+    # -- what peers have, too -----------------------------------------------------------------
+
+    @property
+    def room_blocks(self) -> int:
+        """Places that are free, or hold a copy."""
+        return self.free_blocks + len(self._copies)
+
+    def knows(self, key: OffloadKey) -> bool:
+        """Whether a block is here, or being stored."""
+        return self._policy.get(key) is not None
+
+    def place(self, key: bytes) -> tuple[Any, int] | None:
+        """Of a block that may be read, what stands for it while it is here, and its slot. Called
+        from other threads, too."""
+        block = self._policy.get(OffloadKey(key))
+        if block is None or not block.is_ready:
+            return None
+        try:
+            return block, self.slot(OffloadKey(key))
+        except AssertionError:  # it went in between
+            return None
+
+    def reserve(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[int]:
+        """Slots for copies of blocks that are not here, as many as can be had without displacing
+        others; they count as being stored until `copied`."""
+        short = len(keys) - self.free_blocks
+        idle = (key for key in self._copies if self._is_idle(key))
+        old = [key for key, _ in zip(idle, range(short), strict=False)]
+        for key in old:
+            del self._copies[key]
+        self.drop(old)
+        keys = keys[: self.free_blocks]
+        if not keys:
+            return []
+        output = super().prepare_store(keys, req_context)
+        return [] if output is None else [self.slot(key) for key in output.keys_to_store]
+
+    def copied(
+        self, came: Sequence[OffloadKey], lost: Sequence[OffloadKey], req_context: ReqContext
+    ) -> None:
+        """What became of reserved blocks."""
+        super().complete_store(came, req_context)
+        super().complete_store(lost, req_context, success=False)
+        self._copies.update(dict.fromkeys(came))
+
+    def _is_idle(self, key: OffloadKey) -> bool:
+        block = self._policy.get(key)
+        return block is not None and block.ref_cnt == 0
 
     def _store_s(self, blocks: int) -> float:
         return self._pace.store_s(blocks * self._block_tokens) or blocks * self._block_s

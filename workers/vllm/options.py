@@ -23,6 +23,7 @@ TAIL_KEY = "kappa_plan"
 TRANSFER_KEY = "kappa_transfer"
 LMCACHE_KEY = "kappa_lmcache"
 DISK_KEY = "kappa_disk"
+PEERS_KEY = "kappa_peers"
 
 # The engine's own order, measured like any rule.
 STOCK = "stock"

@@ -136,6 +136,9 @@ class FairScheduler(SchedulerNames):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         now_s = time.monotonic()
         now = self._now = Iteration(now_s, queued=bool(self.waiting))
+        arrived = getattr(self.connector, "kappa_arrived", None)
+        if arrived is not None and arrived():
+            self._memory.landed()
         chosen = None
         if self.pause_state == PauseState.UNPAUSED and not self._rule.given_up:
             try:

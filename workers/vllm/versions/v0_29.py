@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
@@ -79,6 +79,22 @@ class Manager29(CPUOffloadingManager):
         block = self._policy.get(key)
         assert block is not None
         return int(block.block_id)
+
+    @property
+    def free_blocks(self) -> int:
+        """Places that hold nothing."""
+        return int(self._get_num_free_blocks())
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """Forget blocks that nobody loads."""
+        for key in keys:
+            block = self._policy.get(key)
+            assert block is not None and block.ref_cnt == 0
+            self._policy.remove(key)
+            self._free_block(block)
+            self._num_evictable_cache_blocks -= 1
+        if keys and self.events is not None:
+            self.events.append(OffloadingEvent(list(keys), self.medium, removed=True))
 
     def adopt(self, slots: Mapping[OffloadKey, int]) -> None:
         """Take these blocks for stored ones, the first to be evicted first; all else is free."""

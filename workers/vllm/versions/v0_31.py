@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
@@ -97,6 +97,20 @@ class Manager31(CPUOffloadingManager):
         chunk = self._policy.get(key)
         assert chunk is not None
         return int(chunk.chunk_id)
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self._get_num_free_chunks())
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        for key in keys:
+            chunk = self._policy.get(key)
+            assert chunk is not None and chunk.ref_cnt == 0
+            self._policy.remove(key)
+            self._free_chunk(chunk)
+            self._num_evictable_cache_chunks -= 1
+        if keys and self.events is not None:
+            self.events.append(OffloadingEvent(list(keys), self.medium, removed=True))
 
     def adopt(self, slots: Mapping[OffloadKey, int]) -> None:
         insert: Any = self._policy.insert

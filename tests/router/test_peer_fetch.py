@@ -1,0 +1,78 @@
+"""A request that is sent where its prefix has to come from a peer first."""
+
+from kappa.cost import StepModel
+from kappa.protocol import WorkerReport
+from tests.router.scripted import announcement
+
+ADDRESS = "127.0.0.1:4711/secret"
+
+
+class Answer:
+    usage = None
+
+    def model_dump_json(self):
+        return "{}"
+
+
+async def pair(serve, failing=()):
+    """Workers: `a` computes slowly and holds the prompt, `b` is quick and has room for copies."""
+
+    async def script(worker):
+        if worker in failing:
+            raise RuntimeError("gone")
+        yield Answer()
+
+    workers = {
+        name: announcement(
+            name, 1000, step=StepModel(token_s, 0.0, 1e-4, 0.0), kv_bytes_per_token=1e3,
+            max_context_tokens=8192, net_bytes_per_s=1e12, peer=f"{name}:{ADDRESS}",
+        )
+        for name, token_s in (("a", 1e-2), ("b", 1e-4))
+    }  # fmt: skip
+    here = await serve(script, workers, policy="priced_fetch")
+    router = here.live.router
+    estimates, price = [], router._estimate
+    router._estimate = lambda *asked: estimates.append(price(*asked)) or estimates[-1]
+    await ask(here)
+    hashes = estimates[0].prefix_hashes
+    router.index.hold("a", "host", hashes)
+    router.report(WorkerReport("b", here.live.now_s(), host_spare_blocks=1000), here.live.now_s())
+    here.ingress.bodies.clear()
+    here.ingress.sent.clear()
+    return here
+
+
+def ask(here):
+    said = [{"role": "user", "content": "hello world " * 200}]
+    return here.ask(messages=said, stream=False, max_tokens=9)
+
+
+async def test_the_worker_is_sent_where_its_peer_can_be_read_and_from_which_token_on(serve):
+    here = await pair(serve)
+    answer = await ask(here)
+    assert answer.headers["x-kappa-reason"] == "peer_fetch" and here.ingress.sent == ["b"]
+    (body,) = here.ingress.bodies
+    *_, record = here.live.records.values()
+    counts, fetch = record.decision.chosen.counts, record.decision.fetch
+    assert fetch.tokens > 300 and counts.device_tokens == 0
+    assert body.kv_transfer_params == {
+        "kappa_peer": {"endpoint": f"a:{ADDRESS}", "start": 0, "stop": fetch.tokens}
+    }
+
+
+async def test_a_retry_elsewhere_takes_nothing_of_the_first_try_along(serve):
+    failing = set()
+    here = await pair(serve, failing)
+    failing.add("b")
+    assert (await ask(here)).status_code == 200
+    assert here.ingress.sent == ["b", "a"]
+    assert [body.kv_transfer_params for body in here.ingress.bodies][1] is None
+
+
+async def test_nobody_outside_learns_where_a_tier_can_be_read(serve):
+    here = await pair(serve)
+    answer = await ask(here)
+    shown = (await here.client.get("/v1/nodes")).text + (
+        await here.client.get("/v1/decisions")
+    ).text
+    assert "secret" not in shown + answer.text + str(answer.headers)

@@ -1,0 +1,216 @@
+"""Blocks of one host tier, read by the engines of other workers over TCP.
+
+A reader names blocks by their keys and is sent the leading ones that are there, row by row. Nothing
+is pinned: the scheduler's thread may evict a block while it is sent, so the last word of an answer
+is how many of the blocks were still in their places when all was sent. KV cache is as good as text:
+a reader must know a token, which the router alone was told, and the bytes are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+import torch
+
+log = structlog.get_logger(__name__)
+
+# A question is keys of some 40 bytes; readers at a time; a transfer slower than this is ended.
+_MOST_QUESTION_BYTES, _MOST_READERS, _LEAST_BYTES_PER_S = 4 << 20, 16, 10e6
+LENGTH = struct.Struct("<I")
+
+
+class PeerError(Exception):
+    """Blocks that a peer did not give; the message says why. Their tokens are computed."""
+
+
+class PeerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """layout: file that says where the host tier's rows are, until the engine's other process has
+    read it; host, port, token: of its server; wait_s: the longest silence of a peer; token_s,
+    fixed_s: least real seconds that a paced transfer takes, nothing on a worker that is not."""
+
+    layout: str
+    host: str
+    port: int
+    token: str
+    wait_s: float
+    token_s: float = 0.0
+    fixed_s: float = 0.0
+
+    def pace_s(self, tokens: int) -> float:
+        return self.fixed_s + tokens * self.token_s
+
+
+class BlockQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a reader sends. pace_s: how long it will take to say that it has all."""
+
+    token: str
+    keys: list[bytes]
+    pace_s: float = 0.0
+
+
+class HostRows:
+    """The host tier's memory: a row of bytes per block in each tensor."""
+
+    def __init__(self, tensors: Sequence[np.ndarray]) -> None:
+        self._tensors = tensors
+        self.widths = [int(tensor.shape[1]) for tensor in tensors]
+
+    def of(self, slot: int) -> list[memoryview]:
+        return [memoryview(tensor[slot]) for tensor in self._tensors]
+
+
+def shared_tensor(rows: int, width: int) -> tuple[int, torch.Tensor]:
+    """Memory of `rows` rows of `width` bytes, int8, that other processes of this user can map, and
+    its descriptor; freed with the last process that has it."""
+    descriptor = os.memfd_create("kappa-host-tier")
+    os.ftruncate(descriptor, rows * width)
+    place = f"/proc/self/fd/{descriptor}"
+    flat = torch.from_file(place, shared=True, size=rows * width, dtype=torch.int8)
+    return descriptor, flat.view(rows, width)
+
+
+def share_layout(path: Path, rows: int, tensors: Sequence[tuple[int, int]]) -> None:
+    """Have `mapped_rows` find shared tensors by (descriptor, width), in order."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.msgpack.encode((os.getpid(), rows, list(tensors))))
+    part.replace(path)
+
+
+def mapped_rows(path: Path) -> HostRows | None:
+    """The rows that another process of this engine, or this one, shared. None: it has not yet."""
+    try:
+        pid, rows, tensors = msgspec.msgpack.decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    mapped = []
+    for descriptor, width in tensors:
+        with open(f"/proc/{pid}/fd/{descriptor}", "r+b") as file:
+            mapped.append(np.memmap(file, dtype=np.uint8, mode="r+", shape=(rows, width)))
+    path.unlink()
+    return HostRows(mapped)
+
+
+class PeerServer(socketserver.ThreadingTCPServer):
+    """Answers readers, one transfer at a time: they share one network card."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(
+        self,
+        options: PeerOptions,
+        rows: Callable[[], HostRows | None],
+        place: Callable[[bytes], tuple[Any, int] | None],
+    ) -> None:
+        """place: of a block that is ready, what stands for it while it is there, and its slot.
+        OSError: the port is taken."""
+        super().__init__((options.host, options.port), _PeerReader)
+        self.options, self._rows, self._place = options, rows, place
+        self._card, self._readers = threading.Lock(), threading.Semaphore(_MOST_READERS)
+        self._thread = threading.Thread(target=self.serve_forever, name="kappa-peers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that left, or was too slow, is its own affair."""
+        log.debug("peer_reader_failed", exc_info=True)
+
+    def answer(self, connection: socket.socket) -> None:
+        """One reader's question, and the rows."""
+        if not self._readers.acquire(blocking=False):
+            return
+        try:
+            connection.settimeout(self.options.wait_s)
+            question = msgspec.msgpack.decode(receive_frame(connection), type=BlockQuestion)
+            if hmac.compare_digest(question.token.encode(), self.options.token.encode()):
+                with self._card:
+                    self._send(connection, question)
+        except (OSError, PeerError, msgspec.MsgspecError) as error:
+            log.debug("peer_reader_refused", reason=repr(error))
+        finally:
+            self._readers.release()
+
+    def _send(self, connection: socket.socket, question: BlockQuestion) -> None:
+        rows, places = self._rows(), []
+        for key in question.keys if rows is not None else ():
+            found = self._place(key)
+            if found is None:
+                break
+            places.append(found)
+        widths = rows.widths if rows is not None else []
+        send_frame(connection, msgspec.msgpack.encode((len(places), widths)))
+        size = len(places) * sum(widths)
+        until_s = time.monotonic() + self.options.wait_s + size / _LEAST_BYTES_PER_S
+        for _, slot in places:
+            assert rows is not None
+            for row in rows.of(slot):
+                connection.settimeout(left_s(until_s))
+                connection.sendall(row)
+        # The reader holds its own card, and ours, for as long as a paced transfer takes.
+        connection.settimeout(self.options.wait_s + min(max(question.pace_s, 0.0), 60.0))
+        receive_exactly(connection, memoryview(bytearray(1)))
+        whole = 0
+        for key, (block, slot) in zip(question.keys, places, strict=False):
+            found = self._place(key)
+            if found is None or found[0] is not block or found[1] != slot:
+                break
+            whole += 1
+        connection.sendall(LENGTH.pack(whole))
+
+
+class _PeerReader(socketserver.BaseRequestHandler):
+    server: PeerServer
+
+    def handle(self) -> None:
+        self.server.answer(self.request)
+
+
+def left_s(until_s: float) -> float:
+    """Seconds until then; PeerError: none are left."""
+    left = until_s - time.monotonic()
+    if left <= 0:
+        raise PeerError("too slow")
+    return left
+
+
+def send_frame(connection: socket.socket, body: bytes) -> None:
+    connection.sendall(LENGTH.pack(len(body)) + body)
+
+
+def receive_frame(connection: socket.socket) -> bytes:
+    """PeerError: the peer left, or says too much."""
+    head = bytearray(LENGTH.size)
+    receive_exactly(connection, memoryview(head))
+    (size,) = LENGTH.unpack(head)
+    if size > _MOST_QUESTION_BYTES:
+        raise PeerError(f"a message of {size} bytes; at most {_MOST_QUESTION_BYTES} are read")
+    body = bytearray(size)
+    receive_exactly(connection, memoryview(body))
+    return bytes(body)
+
+
+def receive_exactly(connection: socket.socket, into: memoryview) -> None:
+    """Fill a buffer; PeerError: the peer left before."""
+    while into:
+        count = connection.recv_into(into)
+        if not count:
+            raise PeerError("the peer closed the connection")
+        into = into[count:]
