@@ -29,7 +29,7 @@ SEED = 20260
 
 FRESH, OFFLOADED, LARGE = "fresh", "offloaded", "large"
 POLICIES = (
-    "fcfs", "fcfs_link", "priority", "vtc", "dlpm", "hrrn", "cap1", "greedy", "fair",
+    "fcfs", "fcfs_link", "priority", "vtc", "dlpm", "equinox", "hrrn", "cap1", "greedy", "fair",
 )  # fmt: skip
 WORKLOADS = ("mixed", "mixed10", "mixed_stream", "fresh", "heavy_light", "small_vs_large")
 """mixed: all at once, offloaded ones first. mixed10: ten times the blocks and the requests.

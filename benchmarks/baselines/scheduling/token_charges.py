@@ -1,4 +1,4 @@
-"""Baselines that charge tenants by tokens: VTC and DLPM.
+"""Baselines that charge tenants by tokens: VTC, DLPM, and Equinox, which also charges seconds.
 
 Input is charged at admission, output as it comes: what runs beyond the tokens that were to be
 computed counts as generated.
@@ -88,9 +88,13 @@ class Vtc(TokenCharged):
             }
             if not heads:
                 return
-            work = heads[min(heads, key=lambda t: (self.balances[t], heads[t].seq))]
+            work = heads[min(heads, key=lambda t: (self._score(t), heads[t].seq))]
             seen.add(work)
             yield work
+
+    def _score(self, tenant: str) -> float:
+        """The lowest goes first."""
+        return self.balances[tenant]
 
     def _admitted(self, work: Work, quote: Quote) -> None:
         self._leave(work)
@@ -118,6 +122,48 @@ class Vtc(TokenCharged):
     def aborted(self, work: Work, now_s: float) -> None:
         self._leave(work)
         super().aborted(work, now_s)
+
+
+class Equinox(Vtc):
+    """Two counters a tenant, of tokens and of the engine's seconds. Reimplemented.
+
+    In the manner of Wei et al., Equinox (2508.16646), of which the abstract was read: it weighs
+    tokens with latency on the user's side, throughput and utilization on the operator's, and
+    predicts both before it admits. Here nothing is predicted, and the forms are ours: a prompt is
+    charged as by VTC, over 1 + the seconds that it waited; steps are charged by each tenant's share
+    of their tokens. Each counter counts relative to the greatest; the lowest mean goes first.
+    """
+
+    name = "equinox"
+
+    def __init__(self, config: FairConfig | None = None) -> None:
+        super().__init__(config)
+        self.engine_s: dict[str, float] = {}
+        self._now_s = 0.0
+
+    def _order(self, memory: Memory, now_s: float) -> Iterator[Work]:
+        self._now_s = now_s
+        return super()._order(memory, now_s)
+
+    def _score(self, tenant: str) -> float:
+        counters = (self.balances, self.engine_s)
+        return sum(of.get(tenant, 0.0) / (max(of.values(), default=0.0) or 1.0) for of in counters)
+
+    def _admitted(self, work: Work, quote: Quote) -> None:
+        super()._admitted(work, quote)
+        waited_s = max(self._now_s - work.arrival_s, 0.0)
+        self._charge(work.tenant, -work.total_tokens * _INPUT_WEIGHT * waited_s / (1 + waited_s))
+
+    def ran(
+        self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
+    ) -> None:
+        """Charges generated tokens, and each tenant's share of the seconds."""
+        super().ran(seconds, tokens, now_s, iterations)
+        total = sum(tokens.values()) or 1
+        for tenant, count in tokens.items():
+            weight = self.config.weights.get(tenant, self.config.default_weight)
+            before = self.engine_s.get(tenant, 0.0)
+            self.engine_s[tenant] = before + seconds * count / total / weight
 
 
 class Dlpm(TokenCharged):

@@ -1,9 +1,9 @@
 """The routers under comparison, each in a process of its own that reads JSON lines.
 
 A process gets one line to start with and reports when it is ready. Its standard input is a pipe
-whose other end only the bench holds: when the bench is gone it reads the end and stops. Dynamo's
-wheel stays out of our lock: its environment lies under the user's cache directory and is made the
-first time a bench wants it, with uv where there is one and with pip otherwise.
+whose other end only the bench holds: when the bench is gone it reads the end and stops. Wheels
+of peers stay out of our lock: their environments lie under the user's cache directory and are made
+the first time a bench wants them, with uv where there is one and with pip otherwise.
 """
 
 from __future__ import annotations
@@ -30,14 +30,33 @@ from benchmarks.routing.peers.wire import LINE_BYTES
 
 OURS = "kappa"
 DYNAMO_VERSION = "1.6.1"
-_WHEELS = [f"ai-dynamo=={DYNAMO_VERSION}", f"ai-dynamo-runtime=={DYNAMO_VERSION}"]
-# What mockers, frontend and SelectionService need; what the wheels ask for besides (transformers,
-# Kubernetes, Redis, a simulator) they do not.
-_REQUIREMENTS = [
-    "aiohttp==3.14.5", "huggingface_hub==2.4.0", "Jinja2==3.1.6", "msgpack==1.2.4",
-    "msgspec==0.22.0", "numpy==2.4.6", "prometheus_client==0.26.0", "pydantic==2.14.3",
-    "PyYAML==6.0.3", "pyzmq==27.3.0", "tqdm==4.70.1", "uvloop==0.23.0", "zstandard==0.25.0",
-]  # fmt: skip
+GATEWAY_VERSIONS = {"sglang_router": "0.3.2", "vllm_router": "0.1.17"}
+
+
+class Environment(NamedTuple):
+    """What is installed for peers: wheels, without what they ask for, and what of that they need
+    here. Mockers, frontend and SelectionService need no transformers, Kubernetes, Redis or
+    simulator."""
+
+    name: str
+    wheels: list[str]
+    requirements: list[str]
+
+
+DYNAMO = Environment(
+    f"ai-dynamo-{DYNAMO_VERSION}",
+    [f"ai-dynamo=={DYNAMO_VERSION}", f"ai-dynamo-runtime=={DYNAMO_VERSION}"],
+    [
+        "aiohttp==3.14.5", "huggingface_hub==2.4.0", "Jinja2==3.1.6", "msgpack==1.2.4",
+        "msgspec==0.22.0", "numpy==2.4.6", "prometheus_client==0.26.0", "pydantic==2.14.3",
+        "PyYAML==6.0.3", "pyzmq==27.3.0", "tqdm==4.70.1", "uvloop==0.23.0", "zstandard==0.25.0",
+    ],
+)  # fmt: skip
+GATEWAYS = Environment(
+    "gateways-1",
+    [f"{name.replace('_', '-')}=={version}" for name, version in GATEWAY_VERSIONS.items()],
+    ["aiohttp==3.14.5", "fastapi", "orjson", "requests", "setproctitle", "uvicorn"],
+)
 _READY = "kappa-peer"
 _INSTALL_S = 600.0
 _SCRIPTS = Path(__file__).with_name("scripts")
@@ -87,7 +106,8 @@ def command_of(script: str) -> list[str]:
     """
     if not script:
         return [sys.executable, "-m", "benchmarks.routing.peers.our_router"]
-    python = dynamo_python() if script.startswith("dynamo") else sys.executable
+    made = {"dynamo_router.py": DYNAMO, "gateway_router.py": GATEWAYS}.get(script)
+    python = sys.executable if made is None else python_of(made)
     return [python, "-I", str(_SCRIPTS / script)]
 
 
@@ -190,34 +210,42 @@ async def started(
 
 
 def dynamo_python() -> str:
-    """The interpreter of Dynamo's environment, which is made if it is not there.
+    """The interpreter of Dynamo's environment. PeerError: it cannot be made."""
+    return python_of(DYNAMO)
+
+
+def python_of(made: Environment) -> str:
+    """The interpreter of an environment, which is made if it is not there.
 
     A file in it, written last, holds what it was made of, so that one half made is made again.
+
+    Raises:
+        PeerError: it cannot be made.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    venv = cache / "kappa-serve" / "peers" / f"ai-dynamo-{DYNAMO_VERSION}"
+    venv = cache / "kappa-serve" / "peers" / made.name
     ready, python = venv / _READY, str(venv / "bin" / "python")
-    made_of = _WHEELS + _REQUIREMENTS
+    made_of = made.wheels + made.requirements
     try:
         venv.parent.mkdir(parents=True, exist_ok=True)
         with venv.with_name(f"{venv.name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not ready.exists() or ready.read_text().split() != made_of:
-                note(f"making an environment for Dynamo {DYNAMO_VERSION} in {venv} (once)")
+                note(f"making the environment {made.name} in {venv} (once)")
                 shutil.rmtree(venv, ignore_errors=True)
-                _install(venv, python)
+                _install(made, venv, python)
                 ready.write_text("\n".join(made_of) + "\n")
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         raise PeerError(
-            f"Dynamo {DYNAMO_VERSION} could not be installed into {venv} ({output[-500:]}): "
+            f"{made.name} could not be installed into {venv} ({output[-500:]}): "
             "name an index that can be reached (UV_INDEX_URL, PIP_INDEX_URL), a folder of wheels "
             "(UV_FIND_LINKS, PIP_FIND_LINKS), or a cache that can be written (XDG_CACHE_HOME)"
         ) from None
     return python
 
 
-def _install(venv: Path, python: str) -> None:
+def _install(made: Environment, venv: Path, python: str) -> None:
     ours = sys.executable
     uv = shutil.which("uv", path=f"{Path(ours).parent}{os.pathsep}{os.environ['PATH']}")
     if uv:
@@ -226,5 +254,9 @@ def _install(venv: Path, python: str) -> None:
     else:
         commands = [[ours, "-m", "venv", "--without-pip", str(venv)]]
         install = [ours, "-m", "pip", "--python", python, "install", "--quiet", "--retries", "1"]
-    for command in [*commands, [*install, "--no-deps", *_WHEELS], [*install, *_REQUIREMENTS]]:
+    for command in [
+        *commands,
+        [*install, "--no-deps", *made.wheels],
+        [*install, *made.requirements],
+    ]:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)

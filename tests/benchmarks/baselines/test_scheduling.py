@@ -53,6 +53,22 @@ def test_vtc_lifts_who_comes_back_to_the_lowest_of_those_that_wait():
     assert rule.balances["b"] == 200.0
 
 
+def test_equinox_charges_less_for_what_waited_and_seconds_by_the_tokens_that_ran():
+    works = [Work(100, 0.0, tenant="a"), Work(100, 3.0, tenant="b")]
+    rule, memory = rule_of("equinox", works)
+    assert admitted(rule, memory, now_s=3.0) == works
+    # Three seconds of waiting leave a fourth of the charge.
+    assert rule.balances == {"a": 25.0, "b": 100.0}
+    rule.ran(2.0, {"a": 75, "b": 25}, 5.0)
+    assert rule.engine_s == {"a": 1.5, "b": 0.5}
+    # As by VTC, a is lifted to b's 100 as it comes back: 1 + 1 against 1 + 1/3.
+    late = [Work(10, 5.0, tenant=tenant) for tenant in ("b", "a", "c")]
+    for work in late:
+        rule.add(work, 5.0)
+    rule.balances["c"] = 0.0
+    assert [w.tenant for w in admitted(rule, memory, now_s=5.0)] == ["c", "b", "a"]
+
+
 def test_vtc_charges_generated_tokens_twice_as_they_come():
     core = Batcher(Blocks(), rule_named("vtc"), budget_tokens=100)
     core.add(Work(60, 0.0, tenant="a"), 0.0)
@@ -130,7 +146,9 @@ def test_greedy_takes_the_smallest_footprint_first_and_starves_the_large():
     assert works[0].skips == rule.max_skips == 21
 
 
-@pytest.mark.parametrize("name", ["fcfs", "priority", "vtc", "dlpm", "hrrn", "cap1", "greedy"])
+@pytest.mark.parametrize(
+    "name", ["fcfs", "priority", "vtc", "dlpm", "equinox", "hrrn", "cap1", "greedy"]
+)
 class TestAll:
     """What holds for every baseline."""
 

@@ -3,7 +3,9 @@
 First line of stdin: {"nodes": [{"name", "events_endpoint", "device_blocks", "max_batch_tokens"}],
 "block_tokens", "settings": the service's environment}. "route" is answered with the node's name;
 "first" (the first token came) and "done" with nothing; "time" with microseconds of decisions.
-Blocks become known by the nodes' own KV events.
+Blocks become known by the nodes' own KV events; where nodes have no endpoint, by events that this
+script sends until the service knows what "held" of a "route" says: leading blocks on each node's
+device, and further ones in its host tier.
 """
 
 import asyncio
@@ -14,17 +16,22 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("DYN_LOG", "error")
-sys.path.append(str(Path(__file__).parents[1]))
 
 import msgpack  # type: ignore[import-untyped]
 import uvloop
 import zmq
+
+# Before our folder is on the path, where a module of ours has the name of this package.
 from dynamo.llm import SelectionService  # type: ignore[import-not-found]
+
+sys.path.append(str(Path(__file__).parents[1]))
 from wire import prompt_tokens, quantiles_us, serve  # type: ignore[import-not-found]
 
 MODEL = "m"
 WARM_UP = 10
 SETTLE_S = 20.0
+CONNECT_S = 1.0
+AGAIN_S = 0.2
 
 
 async def registered(nodes, size):
@@ -49,7 +56,10 @@ async def chooser(hello):
     """Handles the bench's lines."""
     os.environ.update(hello["settings"])
     nodes, size = hello["nodes"], hello["block_tokens"]
+    caches = None if "events_endpoint" in nodes[0] else Caches(nodes, size)
     service = await registered(nodes, size)
+    if caches is not None:
+        await asyncio.sleep(CONNECT_S)
 
     async def handle(message):
         if message["op"] == "time":
@@ -62,6 +72,8 @@ async def chooser(hello):
         if message["op"] != "route":
             return None
         ids = prompt_tokens(message["blocks"], size, message["tokens"])
+        if caches is not None:
+            await caches.show(service, message["blocks"], ids, message["held"])
         asked = {"model_name": MODEL, "selection_id": request, "token_ids": ids}
         asked["expected_output_tokens"] = message["output_tokens"]
         selection = await service.select_and_reserve(asked)
@@ -71,6 +83,81 @@ async def chooser(hello):
         }
 
     return handle
+
+
+class Caches:
+    """What the service was told of each node's two tiers, by events on a socket of its own."""
+
+    def __init__(self, nodes, size):
+        self.size, self.context, self.sockets = size, zmq.Context(), []
+        self.known = [{"GPU": set(), "CPU": set()} for _ in nodes]
+        self.numbers = [0] * len(nodes)
+        for node in nodes:
+            socket = self.context.socket(zmq.PUB)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            node["events_endpoint"] = (
+                f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+            )
+            self.sockets.append(socket)
+
+    async def show(self, service, blocks, ids, held):
+        """Send events until the service knows these leading blocks of a prompt, and no more."""
+        for node, (device, host) in enumerate(held):
+            self.tell(node, "GPU", blocks, ids, device)
+            self.tell(node, "CPU", blocks, ids, device + host if host else 0, device)
+        asked = {"model_name": MODEL, "token_ids": ids}
+        deadline_s = time.monotonic() + SETTLE_S
+        again_s = time.monotonic() + AGAIN_S
+        while time.monotonic() < deadline_s:
+            scores = (await service.overlap_scores(asked))["workers"]
+            found = {each["worker_id"]: each for each in scores}
+            wrong = [
+                node
+                for node, (device, host) in enumerate(held)
+                if found[node]["device_blocks"] != device
+                or found[node]["host_pinned_extension_blocks"] != host
+            ]
+            if not wrong:
+                return
+            if time.monotonic() > again_s:
+                # An ancestor that was removed took its descendants along: tell them again.
+                for node in wrong:
+                    for known in self.known[node].values():
+                        known.difference_update(blocks)
+                    device, host = held[node]
+                    self.tell(node, "GPU", blocks, ids, device)
+                    self.tell(node, "CPU", blocks, ids, device + host if host else 0, device)
+                again_s = time.monotonic() + AGAIN_S
+            await asyncio.sleep(0.001)
+        raise RuntimeError(f"the service holds {found}, not {held}, after {SETTLE_S:g} s")
+
+    def tell(self, node, medium, blocks, ids, count, keep=0):
+        """Store `blocks[:count]`, remove what is known behind them (and behind `keep`)."""
+        known = self.known[node][medium]
+        gone = [block for block in blocks[max(count, keep) :] if block in known]
+        first = next((at for at in range(count) if blocks[at] not in known), count)
+        events = []
+        if gone:
+            events.append({"type": "BlockRemoved", "block_hashes": gone, "medium": medium})
+        if first < count:
+            events.append(
+                {
+                    "type": "BlockStored",
+                    "block_hashes": blocks[first:count],
+                    "parent_block_hash": blocks[first - 1] if first else None,
+                    "token_ids": ids[first * self.size : count * self.size],
+                    "block_size": self.size,
+                    "lora_id": None,
+                    "medium": medium,
+                }
+            )
+        known.difference_update(gone)
+        known.update(blocks[first:count])
+        if events:
+            batch = msgpack.packb([time.time(), events, 0])
+            number = self.numbers[node].to_bytes(8, "big")
+            self.sockets[node].send_multipart([b"", number, batch])
+            self.numbers[node] += 1
 
 
 async def decision_rows(lengths, repeats, size):

@@ -81,7 +81,13 @@ async def chooser(hello):
     """Handles the bench's lines."""
     replicas = [Replica(node["name"]) for node in hello["nodes"]]
     router = router_named(hello["router"], replicas)
-    placed = {}
+    placed, ranks, choose = {}, [], router.choose_replicas
+
+    async def noted(*args, **kwargs):
+        ranks[:] = await choose(*args, **kwargs)
+        return ranks
+
+    router.choose_replicas = noted
 
     async def handle(message):
         if message["op"] == "time":
@@ -94,7 +100,7 @@ async def chooser(hello):
             chosen.in_flight += 1
             placed[request] = chosen
             router.on_request_routed(pending, chosen.replica_id, None)
-            return {"worker": chosen.actor_id}
+            return {"worker": chosen.actor_id, "among": [each.actor_id for each in ranks[0]]}
         if message["op"] == "done":
             placed.pop(request).in_flight -= 1
         return None
