@@ -61,7 +61,11 @@ class Stage:
 
 class DiskFile:
     """`rows` rows, each of a block of tensors `widths` bytes wide, side by side; written by one
-    thread and read by another, never the same row. DiskError: the folder has no room for it."""
+    thread and read by another, never the same row.
+
+    Raises:
+        DiskError: the folder has no room for it.
+    """
 
     def __init__(self, folder: Path, rows: int, widths: Sequence[int]) -> None:
         ends = np.cumsum([0, *widths]).tolist()
@@ -151,8 +155,11 @@ class DiskFile:
 
 def measure_disk(folder: Path, block_bytes: int) -> dict[str, Any]:
     """`{"read": [{"bytes", "bytes_per_s"}], "direct", "bytes_per_s" (of the largest)}` of reads of
-    neighbouring blocks here and now, through the tier's own path. DiskError: the folder cannot be
-    used."""
+    neighbouring blocks here and now, through the tier's own path.
+
+    Raises:
+        DiskError: the folder cannot be used.
+    """
     count, read = max(_TRIAL_BYTES // row_bytes(block_bytes), 1), []
     file = DiskFile(folder, count, [block_bytes])
     try:

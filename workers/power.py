@@ -250,14 +250,12 @@ class PowerReporter:
 
 
 @cache
-def gpus_and_driver(nvml: Any = None) -> str:
+def gpus_and_driver() -> str:
     """The machine's GPUs by name, and their driver's version; empty where NVML knows none."""
-    if nvml is None:
-        import pynvml
+    import pynvml
 
-        nvml = pynvml
     try:
-        with PowerMeter(nvml) as meter:
+        with PowerMeter(pynvml) as meter:
             names = ", ".join(gpu.name for gpu in meter.gpus)
             return f"{names}, driver {meter.driver}"
     except NoNvmlError:

@@ -45,7 +45,11 @@ class HangWatch:
 
     def look(self, now_s: float, owed: int, signs: int) -> None:
         """Look once; owed: requests that the engine has not answered; signs: how often it has shown
-        that it lives. EngineHungError: it was silent for too long."""
+        that it lives.
+
+        Raises:
+            EngineHungError: it was silent for too long.
+        """
         passed_s = min(now_s - self._looked_s, _LONGEST_LOOK_S)
         alive = signs != self._signs or not owed
         self._silent_s = 0.0 if alive else self._silent_s + passed_s

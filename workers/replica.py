@@ -321,8 +321,11 @@ class KappaServer(LLMServer):
     # -- life and death -----------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """As Ray's. EngineDiedError: the engine is dead, or hangs; names the requests that were in
-        it."""
+        """As Ray's.
+
+        Raises:
+            EngineDiedError: the engine is dead, or hangs; names the requests that were in it.
+        """
         if not self._death:
             try:
                 await super().check_health()

@@ -78,8 +78,11 @@ class ReportTotals:
         return report
 
     def add(self, m: Message) -> None:
-        """Add one measurement from the stats channel; an unknown kind is ignored. ValueError,
-        KeyError: a field is not a number, or is missing."""
+        """Add one measurement from the stats channel; an unknown kind is ignored.
+
+        Raises:
+            ValueError, KeyError: a field is not a number, or is missing.
+        """
         self.engine_messages += 1
         match m.get("kind"):
             case "step":

@@ -72,7 +72,11 @@ def make_tiny_model(directory: str | Path, corpus: Iterable[str], seed: int = 0)
     it, absolute. It appears complete or not at all, also when several processes make it at once.
 
     corpus: texts on which the tokenizer is trained, to 4096 tokens or as many as they hold. seed:
-    of the weights. FileExistsError: the directory holds something that was not made here."""
+    of the weights.
+
+    Raises:
+        FileExistsError: the directory holds something that was not made here.
+    """
     target, texts = Path(directory).absolute(), list(corpus)
     digest = hashlib.sha256()
     for text in texts:

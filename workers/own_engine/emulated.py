@@ -175,8 +175,11 @@ class PacedModel:
         self._step = step
 
     def compute(self, rows: Sequence[StepRow]) -> Tensor:
-        """Logits of token 0, after the seconds that the rows take. TransferFailed: a load within
-        the step failed."""
+        """Logits of token 0, after the seconds that the rows take.
+
+        Raises:
+            TransferFailed: a load within the step failed.
+        """
         for span in (span for row in rows for span in row.spans):
             if span.source is Source.KV_HOST:
                 content = torch.empty(span.stop - span.start, 2, dtype=_DTYPE)

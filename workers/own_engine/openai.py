@@ -64,7 +64,11 @@ class Body:
 
 def read_body(body: Any, eos_tokens: Sequence[int]) -> Body:
     """Read a chat or completion body, Ray Serve LLM's, marked by the ingress. eos_tokens: end an
-    answer unless the body says `ignore_eos`. BodyRefused: names the field."""
+    answer unless the body says `ignore_eos`.
+
+    Raises:
+        BodyRefused: names the field.
+    """
     for name, harmless in _UNSUPPORTED.items():
         if getattr(body, name, None) not in harmless:
             raise BodyRefused(name, "the engine of kind torch does not do this; use vllm for it")

@@ -128,8 +128,11 @@ def given_device(
     gpus: int, ids: Sequence[object], environment: MutableMapping[str, str]
 ) -> torch.device:
     """The GPU that Ray gave this process, or its CPU; no other GPU is visible to it afterwards.
-    Call before anything asks for CUDA. gpus: that the worker was placed by; ids: Ray's. ValueError:
-    there is none, or torch cannot use it."""
+    Call before anything asks for CUDA. gpus: that the worker was placed by; ids: Ray's.
+
+    Raises:
+        ValueError: there is none, or torch cannot use it.
+    """
     if gpus and not ids:
         raise ValueError("placement.gpus is 1, and Ray gave this worker no GPU")
     # All threads of this process then mean this one by "cuda", and without one, none.

@@ -16,12 +16,7 @@ import msgspec
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from kappa.settings.engine import (
-    VLLM_LIMITS,
-    EngineSettings,
-    LmcacheSettings,
-    TransferSettings,
-)
+from kappa.settings.engine import VLLM_LIMITS, EngineSettings, LmcacheSettings, TransferSettings
 from workers.vllm.options import (
     DISK_KEY,
     LINK_KEY,
@@ -285,7 +280,11 @@ def _stock_transfer(host_bytes: int) -> dict[str, Any]:
 def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine with this host tier: a connector of ours, so that
     admissions are reported and a tail may be computed. A load that fails is computed anew: vLLM's
-    default would fail the request. ValueError: no LMCache server to name."""
+    default would fail the request.
+
+    Raises:
+        ValueError: no LMCache server to name.
+    """
     choice = tier.choice
     extra: dict[str, Any] = {STATS_KEY: stats_endpoint}
     if tier.rates is not None:
@@ -330,7 +329,10 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
 
 def hand_over(transfer: TransferSettings, arguments: dict[str, Any], pace: Pace | None) -> None:
     """Have the engine send and receive whole prompts; `arguments` are vLLM's, changed in place.
-    ValueError: it has no connector to build on."""
+
+    Raises:
+        ValueError: it has no connector to build on.
+    """
     config = arguments.get("kv_transfer_config")
     if config is None:
         raise ValueError("a worker that hands KV over needs a host tier: give engine.host_bytes")

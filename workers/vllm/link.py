@@ -182,7 +182,9 @@ class Route:
         return 0
 
     def copy(self, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
-        """IndexError or RuntimeError: there is no such block."""
+        """Raises:
+        IndexError, RuntimeError: there is no such block.
+        """
         take, put = torch.from_numpy(src_ids), torch.from_numpy(dst_ids)
         for src, dst in zip(self.src, self.dst, strict=True):
             dst.index_copy_(0, put, src.index_select(0, take))

@@ -105,7 +105,10 @@ class StepTimer:
     def measure(self, prior: StepModel, budget_s: float) -> dict[str, float]:
         """The constants fitted to all steps that there is time for, the shortest first: the fields
         of a `StepModel` and of its `StepFit`, and `prior_error`, the fit's `error` of the prior.
-        ValueError: too few steps, or none that shows what computing takes."""
+
+        Raises:
+            ValueError: too few steps, or none that shows what computing takes.
+        """
         samples = self.samples(prior, budget_s)
         works, seconds = [work for work, _ in samples], [took_s for _, took_s in samples]
         fit = fit_steps(works, seconds)

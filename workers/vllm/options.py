@@ -33,8 +33,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 def read_options(config: Mapping[str, Any] | None, key: str, kind: type[T]) -> T:
-    """The options under `key`, or their defaults. ValueError: an unknown field, or a wrong value;
-    names the key."""
+    """The options under `key`, or their defaults.
+
+    Raises:
+        ValueError: an unknown field, or a wrong value; names the key.
+    """
     try:
         return msgspec.convert((config or {}).get(key) or {}, kind)
     except msgspec.ValidationError as error:
@@ -57,8 +60,11 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, additional_config: Mapping[str, Any] | None, policy: str) -> SchedulerOptions:
-        """Check what an engine was given. ValueError: an unknown key, a wrong value, or a policy
-        that would undo the rule's order."""
+        """Check what an engine was given.
+
+        Raises:
+            ValueError: an unknown key, a wrong value, or a policy that would undo the rule's order.
+        """
         options = read_options(additional_config, SCHEDULER_KEY, cls)
         if policy != "fcfs":
             raise ValueError(

@@ -48,7 +48,11 @@ class TailOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TailRecompute:
     """The planner of one engine; without options all is loaded. Every answer is a multiple of
-    block_tokens, if the hits are. ValueError: rates that cannot be read."""
+    block_tokens, if the hits are.
+
+    Raises:
+        ValueError: rates that cannot be read.
+    """
 
     def __init__(self, options: TailOptions, block_tokens: int) -> None:
         self._plan, self._block_tokens = None, block_tokens

@@ -265,8 +265,11 @@ class Mover(LoadSource):
 
 
 def fill(device: Tensors, received: Tensors, block_ids: list[int], start: int) -> None:
-    """Write the transfer's blocks from the `start`-th on to these device blocks. TransferError:
-    they are not shaped like this worker's."""
+    """Write the transfer's blocks from the `start`-th on to these device blocks.
+
+    Raises:
+        TransferError: they are not shaped like this worker's.
+    """
     ids = torch.tensor(block_ids)
     parts = [tensor[start : start + len(block_ids)] for tensor in received]
     if [(part.shape, part.dtype) for part in parts] != [

@@ -89,8 +89,11 @@ class TransferFiles:
 
     def receive(self, name: str, tokens: int, since_s: float | None = None) -> list[torch.Tensor]:
         """Wait for a transfer, read it, remove it. since_s: when the wait began, on this object's
-        clock; none: now. What is there is received however long ago that was. TransferError: it did
-        not come in time, was refused, or cannot be read."""
+        clock; none: now. What is there is received however long ago that was.
+
+        Raises:
+            TransferError: it did not come in time, was refused, or cannot be read.
+        """
         path = self._path(name)
         refused = path.with_suffix(".refused")
         began_s = self._clock() if since_s is None else since_s

@@ -57,7 +57,11 @@ def claim_folder(
     """A folder below `root`: one that a predecessor with this identity left, or an empty one. While
     such a predecessor still holds its folder, wait for it `wait_s` at most: one that claimed it
     `settled_s` ago, younger ones are siblings. Free folders that this pool left in another form are
-    removed: memory that nobody could use. WarmRestartError: the folder cannot be used."""
+    removed: memory that nobody could use.
+
+    Raises:
+        WarmRestartError: the folder cannot be used.
+    """
     wanted = {**identity, "boot": _boot()}
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,7 +91,10 @@ def claim_folder(
 
 def engine_lock(folder: Path, wait_s: float = _ENGINE_WAIT_S) -> Lock:
     """Held by the engine itself: an old one may outlive its replica by a moment, and still write.
-    WarmRestartError: it is still held after `wait_s`."""
+
+    Raises:
+        WarmRestartError: it is still held after `wait_s`.
+    """
     lock = Lock(folder / ENGINE_LOCK)
     if not lock.take(wait_s):
         lock.release()
@@ -97,8 +104,11 @@ def engine_lock(folder: Path, wait_s: float = _ENGINE_WAIT_S) -> Lock:
 
 def take_turn(root: Path, wait_s: float = _ROOT_WAIT_S) -> Lock:
     """One worker at a time looks through the folders: what one removes another may be opening, and
-    what one is making looks like nobody's. WarmRestartError: another does so for longer than
-    `wait_s`."""
+    what one is making looks like nobody's.
+
+    Raises:
+        WarmRestartError: another does so for longer than `wait_s`.
+    """
     turn = Lock(root)
     if not turn.take(wait_s):
         turn.release()

@@ -17,6 +17,7 @@ from benchmarks.offload.rig import MeteredCudaMover
 from deploy.app.machine import GpuFacts, Machine
 from kappa.model import kv_bytes_per_token
 from tests.benchmarks.hardware.fake_cuda import FakeCuda
+from tests.engine.emulated_cuda import EmulatedCuda
 
 TINY = replace(
     CPU_SIZES, model="llama-tiny", copy_bytes=(1 << 12, 1 << 14), cached=(32, 64, 96),
@@ -266,3 +267,12 @@ def test_vllm_is_asked_for_what_a_replica_asks(bench):
     assert kv_bytes_per_token(plan.served) == 3 * 2 * 16 * 2 * 4
     fair, _ = vllm_arguments(bench.device, bench.model, "fair", "/tmp/x", None)
     assert fair["scheduler_cls"].endswith("FairScheduler")
+
+
+def test_host_memory_of_a_gpu_is_pinned_where_that_is_asked_for(monkeypatch):
+    EmulatedCuda(monkeypatch)
+    there = torch.zeros(8, dtype=torch.int8, device="cuda")
+    pinned, pageable = (Device("cuda").host(8, pinned=each) for each in (True, False))
+    there.copy_(pinned, non_blocking=True)
+    with pytest.raises(RuntimeError, match="not pinned"):
+        there.copy_(pageable, non_blocking=True)

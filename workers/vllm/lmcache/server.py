@@ -42,7 +42,10 @@ class LmcacheInstall:
     @classmethod
     def find(cls, cache_dir: str | Path) -> LmcacheInstall:
         """Under this `KAPPA_HOME`, or in this environment, as on machines with a GPU.
-        LmcacheMissingError: in neither."""
+
+        Raises:
+            LmcacheMissingError: in neither.
+        """
         root = install_root(cache_dir)
         if (root / STAMP).exists():
             return cls.at(root)
@@ -115,7 +118,10 @@ def prepare_lmcache(
     cache_dir: str | Path, server: str, chunk_tokens: int, size_bytes: int, log: Path
 ) -> LmcacheServer | None:
     """Have this process and the engine's find LMCache's client; start a server unless one is named.
-    LmcacheMissingError: it is not installed."""
+
+    Raises:
+        LmcacheMissingError: it is not installed.
+    """
     install = LmcacheInstall.find(cache_dir)
     if install.client is not None:
         # For this process and those that it starts; behind everything else.

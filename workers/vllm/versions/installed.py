@@ -8,8 +8,11 @@ KNOWN = "0.29, 0.31, 0.32 or 0.33"
 
 
 def series(installed: str) -> str:
-    """The module for an installed version such as "0.32.0+cpu". ImportError: our plug-ins do not
-    know it."""
+    """The module for an installed version such as "0.32.0+cpu".
+
+    Raises:
+        ImportError: our plug-ins do not know it.
+    """
     major_minor = ".".join(installed.split(".")[:2])
     if major_minor == "0.29":
         return "v0_29"
