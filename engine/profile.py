@@ -62,15 +62,6 @@ class ProfileSettings:
     decode_tokens: tuple[int, ...] = (0, 1024, 4096, 16384)
     repeats: int = 9
 
-    def __post_init__(self) -> None:
-        for name, values in asdict(self).items():
-            if name != "repeats" and (
-                list(values) != sorted(set(values)) or (values and values[0] < 0)
-            ):
-                raise ValueError(f"ProfileSettings.{name} is {values}: give ascending counts")
-        if self.repeats < 1:
-            raise ValueError(f"ProfileSettings.repeats is {self.repeats}: give one or more")
-
 
 def cached_profile(
     forward: Forward, folder: str | Path, settings: ProfileSettings | None = None

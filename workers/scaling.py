@@ -34,13 +34,6 @@ class ScalingRule:
     target_backlog_s: float
     target_utilisation: float
 
-    def __post_init__(self) -> None:
-        if not (self.target_backlog_s > 0 and 0 < self.target_utilisation <= 1):
-            raise ValueError(
-                f"target_backlog_s is {self.target_backlog_s}: give seconds above 0; "
-                f"target_utilisation is {self.target_utilisation}: give a share above 0, at most 1"
-            )
-
     def wanted(self, loads: Iterable[WorkerLoad], current: int) -> int:
         """Workers wanted where there are `current`; bounds and delays are Ray Serve's."""
         need = sum(

@@ -108,11 +108,6 @@ class Device:
         """Bytes in host memory, written once; pinned: as only a GPU's driver does it."""
         return torch.ones(size, dtype=torch.int8, pin_memory=pinned and self.cuda)
 
-    def finish(self) -> None:
-        """Wait until the device has done what it was given."""
-        if self.cuda:
-            torch.cuda.synchronize()
-
 
 def facts(device: Device) -> dict[str, Any]:
     """Device, driver and versions: what figures are worth nothing without."""

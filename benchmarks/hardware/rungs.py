@@ -33,7 +33,7 @@ from benchmarks.hardware.engines import (
 )  # fmt: skip
 from benchmarks.offload.cells import setting
 from benchmarks.offload.run import Run
-from engine.profile import repeating
+from engine.profile import finish, repeating
 from engine.transfer import Copies, mover_for
 from engine.weights import DTYPES
 from kappa.model import kv_bytes_per_token
@@ -86,7 +86,7 @@ def rates(bench: Bench, arm: str) -> Rows:
 
     def compute() -> None:
         torch.mm(square, square)
-        device.finish()
+        finish(device.torch)
 
     def copy_s(ways: Mapping[str, Copies]) -> float:
         start_s = time.perf_counter()

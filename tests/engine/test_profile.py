@@ -234,20 +234,6 @@ def test_a_garbled_file_is_measured_anew(tmp_path: Path) -> None:
             assert json.loads(path.read_text(encoding="utf-8")) == again
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"tokens": (2, 1)}, "tokens is"),
-        ({"new_tokens": (1, 1)}, "new_tokens is"),
-        ({"context_tokens": (-1, 1)}, "context_tokens is"),
-        ({"repeats": 0}, "repeats is 0"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        ProfileSettings(**changes)
-
-
 def _fail() -> None:
     raise OSError("no")
 

@@ -199,21 +199,12 @@ def test_what_an_engine_measured_of_itself_is_drawn_as_the_host_tier_that_it_is(
     assert [r["kind"] for r in rungs._of_engine(found)] == ["memory", "product", "engine"]
 
 
-def test_on_cuda_pinned_memory_is_asked_for_and_the_device_waited_for(bench, monkeypatch):
-    cuda = FakeCuda(monkeypatch)
-    # What a GPU has and this machine lacks: its memory, and the driver's pinned pages.
-    monkeypatch.setattr(Device, "torch", torch.device("cpu"))
+def test_on_cuda_copies_are_pinned_and_the_device_is_waited_for(bench, monkeypatch):
+    cuda = EmulatedCuda(monkeypatch)
     monkeypatch.setattr(devices, "GPU_SIZES", TINY)
-    asked = []
-
-    def host(self, size, *, pinned):
-        asked.append(pinned)
-        return torch.ones(size, dtype=torch.int8)
-
-    monkeypatch.setattr(Device, "host", host)
     copies = list(rungs.rates(Bench(Device("cuda"), bench.model), "pinned"))
-    assert all(c["way"].endswith(", pinned") for c in copies)
-    assert asked == [True, True] and cuda.finished > 0
+    assert copies and all(c["way"].endswith(", pinned") for c in copies)
+    assert cuda.finished > 0
 
 
 def test_a_gpu_is_named_and_without_one_the_ladder_is_refused(monkeypatch):
@@ -267,12 +258,3 @@ def test_vllm_is_asked_for_what_a_replica_asks(bench):
     assert kv_bytes_per_token(plan.served) == 3 * 2 * 16 * 2 * 4
     fair, _ = vllm_arguments(bench.device, bench.model, "fair", "/tmp/x", None)
     assert fair["scheduler_cls"].endswith("FairScheduler")
-
-
-def test_host_memory_of_a_gpu_is_pinned_where_that_is_asked_for(monkeypatch):
-    EmulatedCuda(monkeypatch)
-    there = torch.zeros(8, dtype=torch.int8, device="cuda")
-    pinned, pageable = (Device("cuda").host(8, pinned=each) for each in (True, False))
-    there.copy_(pinned, non_blocking=True)
-    with pytest.raises(RuntimeError, match="not pinned"):
-        there.copy_(pageable, non_blocking=True)
