@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,11 @@ class KappaServer(LLMServer):
     """An `LLMServer` on a node that the router knows."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits constructors
-        self, llm_config: LLMConfig, *, plan: WorkerPlan
+        self, llm_config: Mapping[str, Any], *, plan: WorkerPlan
     ) -> None:
+        """`llm_config`: the arguments of Ray Serve LLM's, which whoever deploys does not import."""
         configure_logs(plan)
+        config = LLMConfig(**llm_config)
         if plan.gpus:
             plan = plan.sized(memory_bytes(), gpus_here())
         context = serve.get_replica_context()
@@ -89,7 +91,7 @@ class KappaServer(LLMServer):
         host = plan.stream_host or ray.util.get_node_ip_address()
         if plan.peers:
             self._endpoints = self._endpoints._replace(peers=self._peer_place(host))
-        engine_cls = self._configure_engine(llm_config)
+        engine_cls = self._configure_engine(config)
         self._stream = ReportStream(self._worker, host, *self._endpoints[:2])
         self._stream.start()
         self._announcement: dict[str, Any] = {}
@@ -97,7 +99,7 @@ class KappaServer(LLMServer):
         self._hang: HangWatch | None = None
         self._death = ""
         own_engines()
-        await super().__init__(llm_config, engine_cls=engine_cls)
+        await super().__init__(config, engine_cls=engine_cls)
         assert self.engine is not None
         self._watch = asyncio.create_task(watch_engine(self.check_health))
         self._plan = plan = await self._read_back()

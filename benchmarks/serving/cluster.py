@@ -51,21 +51,15 @@ def _stock_app(settings: ClusterSettings, model: Model, experimental: dict[str, 
     ours, limits = pool_config(settings, pool, model), pool.engine_settings(settings.engine)
     eager = {} if pool.placement.gpus else {"enforce_eager": True}
     replica = {"num_replicas": 1, "max_ongoing_requests": 4 * settings.router.max_queue}
+    engine = {**EngineLimits.of(limits).arguments(), **eager, "enable_prefix_caching": True}
+    actor = {"ray_actor_options": ours["deployment_config"]["ray_actor_options"]}
     config = LLMConfig(
-        model_loading_config=ours.model_loading_config,
-        engine_kwargs={
-            **EngineLimits.of(limits).arguments(), **eager, "enable_prefix_caching": True,
-            **ours.engine_kwargs,
-        },
-        accelerator_config=ours.accelerator_config,
-        placement_group_config=ours.placement_group_config,
-        deployment_config={
-            **replica, "ray_actor_options": ours.deployment_config["ray_actor_options"],
-        },
-        experimental_configs=experimental,
-        callback_config=ours.callback_config,
-        runtime_env=ours.runtime_env,
-        log_engine_metrics=False,
+        **ours | {
+            "engine_kwargs": {**engine, **ours["engine_kwargs"]},
+            "deployment_config": replica | actor,
+            "experimental_configs": experimental,
+            "log_engine_metrics": False,
+        }
     )  # fmt: skip
     ingress = {**replica, "ray_actor_options": {"num_cpus": 0}}
     return build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})

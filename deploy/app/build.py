@@ -15,7 +15,7 @@ import structlog
 
 from deploy.app.fits import contradictions
 from deploy.app.model import Model, PreflightError
-from deploy.app.plan import pool_config, pool_deployment
+from deploy.app.plan import Deferred, pool_deployment
 from kappa.keys import digest_of, new_key
 from kappa.settings.cluster import ClusterSettings
 
@@ -46,29 +46,25 @@ def build_app(
             remedy="replace each by what 'kappa keys hash' makes of it",
         )  # fmt: skip
     from ray import serve
-    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 
-    from router.api.endpoints import make_ingress
     from router.api.request import EndpointModel
     from router.api.start import IngressSettings, access_of, tenants_table
 
     limits, replicas = settings.router, settings.http.replicas
     workers: dict[str, Any] = {}
-    cards: dict[str, Any] = {}
     served: list[EndpointModel] = []
     for of_one, model in zip(settings.by_model(), models, strict=True):
-        names = (of_one.model.id, *of_one.model.adapters)
-        for pool in of_one.all_pools:
-            config = pool_config(of_one, pool, model)
-            workers[pool.name] = pool_deployment(of_one, pool, model, config, stream_host)
-        # Pools of one model are alike in what its card says.
-        cards |= {name: to_model_metadata(name, config) for name in names}
-        pools = tuple(pool.name for pool in of_one.all_pools)
-        served.append(EndpointModel(of_one.model.id, model.source, names[1:], pools))
+        pools = {
+            pool.name: pool_deployment(of_one, pool, model, stream_host)
+            for pool in of_one.all_pools
+        }
+        adapters = tuple(of_one.model.adapters)
+        served.append(EndpointModel(of_one.model.id, model.source, adapters, tuple(pools)))
+        workers |= pools
     # One that is taken away ends its streams, which take as long as those of workers.
     drain_s = max(pool.drain_s for pool in settings.all_pools)
     ingress = serve.deployment(
-        make_ingress(access_of(settings, own_digests(settings))),
+        Deferred("router.api.endpoints:make_ingress", access_of(settings, own_digests(settings))),
         name="KappaIngress",
         num_replicas=replicas,
         # Enough for the requests that are served and the bodies that are awaited, twice
@@ -82,7 +78,6 @@ def build_app(
     )
     return ingress.bind(
         pools=workers,
-        model_cards=cards,
         kappa=IngressSettings(
             models=tuple(served),
             secret=secrets.token_hex(16),  # of its hashes: new at every start

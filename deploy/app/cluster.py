@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
 
 import httpx
 
@@ -95,13 +94,7 @@ class Cluster:
             models = prepare_models(self.settings, self._progress)
             self._check(models, foreseen)
         self._progress("joining Ray" if self._ray.joined else "starting Ray")
-        import ray.serve  # noqa: F401  # before two threads do so at once
-
-        with ThreadPoolExecutor(1) as beside:
-            # What workers are made of takes as long to import as Ray's processes take to start.
-            imported = beside.submit(import_module, "workers.replica")
-            self._ray.start(self.settings.log_level)
-        imported.result()
+        self._ray.start(self.settings.log_level)
         if self._ray.joined:
             self._check(models, machines())
         host, port = self._ray.serve_on(http.host, http.port)

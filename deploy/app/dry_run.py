@@ -110,16 +110,18 @@ def _pool(
         "engine_args": arguments,
         "ray": {
             "worker": worker_demand(pool),
-            "bundles": config.placement_group_config["bundles"],
+            "bundles": config["placement_group_config"]["bundles"],
             "labels": dict(place.labels),
         },
-        "environment": dict(config.runtime_env["env_vars"]),
+        "environment": config["runtime_env"]["env_vars"],
         "problems": wrong,
     }
 
 
-def _engine(config: Any, plan: Any) -> tuple[str, dict[str, Any]]:
+def _engine(given: Mapping[str, Any], plan: Any) -> tuple[str, dict[str, Any]]:
     """The host tier of a worker's engine, and its arguments as vLLM, or ours, is given them."""
+    from ray.serve.llm import LLMConfig
+
     from workers.identity import configure_vllm
     from workers.vllm.arguments import LMCACHE, Endpoints
 
@@ -130,6 +132,7 @@ def _engine(config: Any, plan: Any) -> tuple[str, dict[str, Any]]:
     server = _LMCACHE if plan.tier.kind == LMCACHE and not plan.tier.shared else ""
     endpoints = Endpoints(f"{_STREAM}-stats", f"{_STREAM}-kv")
     folder = plan.handover_dir if plan.limits.host_bytes else ""
+    config = LLMConfig(**given)
     configure_vllm(config, plan, 0, endpoints, plan.engine_tier(0, {}, server), folder)
     arguments: Mapping[str, Any] = config.get_engine_config().get_initialization_kwargs()
     return tier, {name: "(hidden)" if name in _SECRET else v for name, v in arguments.items()}

@@ -7,7 +7,9 @@ the workers on machines that offer what the pool demands; Serve's autoscaler cal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,13 +40,38 @@ _LOOK_BACK_S = 20.0
 # -- the deployment -------------------------------------------------------------------------------
 
 
-def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model | None) -> Any:
-    """Ray Serve LLM's configuration of a pool's deployment, of a cluster with one model.
+class Deferred:
+    """What a process further on makes of a class or a function: `MODULE:NAME`, called with `args`
+    if there are any. Pickled it is that itself; here it is only a name.
+
+    Serve pickles what a deployment runs. The command that starts a cluster so needs neither vLLM
+    nor Ray Serve LLM: ten seconds of a core, and 400 MB as long as it runs.
+    """
+
+    def __init__(self, path: str, *args: Any) -> None:
+        self.path, self.args = path, args
+        self.__name__ = path.partition(":")[2]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.path, self.args)
+
+    def __call__(self) -> Any:  # Serve takes nothing that cannot be called
+        return _made(self.path, self.args)
+
+
+def _made(path: str, args: Sequence[Any]) -> Any:
+    module, _, name = path.partition(":")
+    found = getattr(import_module(module), name)
+    return found(*args) if args else found
+
+
+def pool_config(
+    settings: ClusterSettings, pool: PoolSettings, model: Model | None
+) -> dict[str, Any]:
+    """The arguments of Ray Serve LLM's `LLMConfig` of a pool, of a cluster with one model.
 
     model: None where a dry run knows nothing but its name.
     """
-    from ray.serve.llm import LLMConfig
-
     from workers.vllm.arguments import CPU_ENV
 
     engine, place = pool.engine_settings(settings.engine), pool.placement
@@ -69,16 +96,16 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model | No
     number: dict[str, Any] = {"num_replicas": pool.least}
     if pool.autoscaling is not None:
         number = {"autoscaling_config": autoscaling(pool.autoscaling)}
-    return LLMConfig(
-        model_loading_config={"model_id": settings.model.id, "model_source": source},
-        engine_kwargs=arguments,
-        accelerator_config={"kind": "gpu" if beside else "cpu"},
+    return {
+        "model_loading_config": {"model_id": settings.model.id, "model_source": source},
+        "engine_kwargs": arguments,
+        "accelerator_config": {"kind": "gpu" if beside else "cpu"},
         # A replica, its engine and all ranks talk over sockets of one machine, and end with it.
-        placement_group_config={
+        "placement_group_config": {
             "bundles": [bundle] * max(place.gpus, 1),
             "strategy": "STRICT_PACK",
         },
-        deployment_config={
+        "deployment_config": {
             **number,
             "max_ongoing_requests": 4 * settings.router.max_queue,
             "max_constructor_retry_count": 2,
@@ -96,10 +123,10 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model | No
                 **({"resources": dict(place.resources)} if place.resources else {}),
             },
         },
-        callback_config={"callback_class": "workers.no_download.NoDownload"},
-        runtime_env={"env_vars": {**environment, "HF_HUB_OFFLINE": "0" if is_fetched else "1"}},
-        log_engine_metrics=engine.metrics,
-    )
+        "callback_config": {"callback_class": "workers.no_download.NoDownload"},
+        "runtime_env": {"env_vars": {**environment, "HF_HUB_OFFLINE": "0" if is_fetched else "1"}},
+        "log_engine_metrics": engine.metrics,
+    }
 
 
 def _model_arguments(
@@ -130,23 +157,32 @@ def _model_arguments(
 
 
 def pool_deployment(
-    settings: ClusterSettings, pool: PoolSettings, model: Model, config: Any, stream_host: str
+    settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str
 ) -> Any:
-    """The pool's Serve deployment, bound; `config` as `pool_config` makes it."""
-    from ray.serve.llm import build_llm_deployment
+    """The pool's Serve deployment, bound; a contract test holds it against the one that Ray Serve
+    LLM builds of the same configuration."""
+    import ray
+    from ray import serve
 
-    from workers.replica import KappaServer
-
-    labels = dict(pool.placement.labels)
-    return build_llm_deployment(
-        config,
-        bind_kwargs={"plan": worker_plan(settings, pool, model, stream_host)},
-        override_serve_options={
-            "name": f"{KappaServer.__name__}:{pool.name}",
-            **({"placement_group_bundle_label_selector": [labels]} if labels else {}),
-        },
-        deployment_cls=KappaServer,
+    config, labels = pool_config(settings, pool, model), dict(pool.placement.labels)
+    options, placement = config["deployment_config"], config["placement_group_config"]
+    actor = options["ray_actor_options"]
+    # The replica is in the bundle of the first rank.
+    first, *others = placement["bundles"]
+    demand = {"CPU": actor["num_cpus"], "GPU": actor.get("num_gpus", 0)}
+    demand |= actor.get("resources", {})
+    both = {name: first.get(name, 0) + demand.get(name, 0) for name in first | demand}
+    environment = {**ray.get_runtime_context().runtime_env, **config["runtime_env"]}
+    replica = Deferred("workers.replica:KappaServer")
+    deployed = serve.deployment(
+        replica,
+        name=f"{replica.__name__}:{pool.name}",
+        **options | {"ray_actor_options": actor | {"runtime_env": environment}},
+        placement_group_bundles=[{n: count for n, count in both.items() if count}, *others],
+        placement_group_strategy=placement["strategy"],
+        **({"placement_group_bundle_label_selector": [labels]} if labels else {}),
     )
+    return deployed.bind(llm_config=config, plan=worker_plan(settings, pool, model, stream_host))
 
 
 def ranks_of(engine: EngineSettings, gpus: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from ray import serve
 from ray.exceptions import RayActorError
+from ray.llm._internal.serve.core.configs.openai_api_models import ModelCard
 from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.exceptions import BackPressureError, RayServeException
@@ -109,14 +110,20 @@ class KappaIngress(OpenAiIngress):
     """The endpoints of OpenAI and Anthropic, `GET /v1/nodes`, `GET /v1/tenants`, `POST /v1/route`,
     `GET /v1/decisions`, `GET /v1/decisions/ID`, `GET /metrics`."""
 
-    def __init__(
-        self, pools: dict[str, Any], model_cards: dict[str, Any], *, kappa: IngressSettings
-    ) -> None:
+    def __init__(self, pools: dict[str, Any], *, kappa: IngressSettings) -> None:
         seen = kappa.observing
         configure(seen.log_format, seen.log_file, kappa.log_level)
         self._pools = PoolHandles(pools)
         # Ray's ingress knows one deployment for each model; it never delivers.
-        super().__init__(dict.fromkeys(model_cards, self._pools.all()[0]), model_cards)
+        cards = {
+            name: ModelCard(
+                id=name, object="model", owned_by="kappa-serve", permission=[],
+                metadata={"model_id": model.name},
+            )
+            for model in kappa.models
+            for name in (model.name, *model.adapters)
+        }  # fmt: skip
+        super().__init__(dict.fromkeys(cards, self._pools.all()[0]), cards)
         self._wire(kappa, {m.name: PromptRenderer(m.tokenizer_source) for m in kappa.models})
 
     def _wire(self, settings: IngressSettings, renderers: Mapping[str, PromptRenderer]) -> None:

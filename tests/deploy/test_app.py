@@ -2,6 +2,11 @@
 
 import json
 import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from fractions import Fraction
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -10,6 +15,7 @@ import pytest
 from deploy.app.build import own_digests, own_headers
 from deploy.app.model import Model, StartError
 from deploy.app.plan import (
+    Deferred,
     engine_scheduler,
     pool_config,
     pool_deployment,
@@ -43,7 +49,7 @@ def cluster(*pools, **more):
 
 def config_of(pool, **more):
     settings = cluster({"name": "a", **pool}, **more)
-    return pool_config(settings, settings.all_pools[0], MODEL)
+    return SimpleNamespace(**pool_config(settings, settings.all_pools[0], MODEL))
 
 
 def table(settings):
@@ -92,7 +98,7 @@ def test_a_worker_runs_in_its_pools_place_and_nowhere_else():
     assert config.placement_group_config == {
         "bundles": [{"CPU": 1, "GPU": 1}] * 2, "strategy": "STRICT_PACK",
     }  # fmt: skip
-    assert config.accelerator_config.kind == "gpu"
+    assert config.accelerator_config["kind"] == "gpu"
     assert config.engine_kwargs["tensor_parallel_size"] == 2
     options = config.deployment_config["ray_actor_options"]
     assert (options["num_cpus"], options["resources"]) == (4, {"pool-a": 1})
@@ -124,12 +130,64 @@ def test_a_gpu_pool_does_not_get_the_environment_of_a_cpu_engine():
 def test_labels_choose_machines():
     settings = cluster({"name": "a", "placement": {"labels": {"ray.io/node-group": "gh200"}}})
     (pool,) = settings.all_pools
-    bound = pool_deployment(settings, pool, MODEL, pool_config(settings, pool, MODEL), "")
+    bound = pool_deployment(settings, pool, MODEL, "")
     made = bound._bound_deployment
     assert made.name == "KappaServer:a"
     assert made._replica_config.placement_group_bundle_label_selector == [
         {"ray.io/node-group": "gh200"}
     ]
+
+
+@pytest.mark.parametrize(
+    ("pool", "more"),
+    [
+        ({}, {}),
+        ({"placement": {"gpus": 2, "cpus": 4, "resources": {"pool-a": 1}}}, {}),
+        ({"placement": {"gpus": 1}}, {"engine": "torch"}),
+    ],
+)
+def test_a_pools_deployment_is_what_ray_serve_llm_builds_of_its_configuration(pool, more):
+    from ray.serve.llm import LLMConfig, build_llm_deployment
+
+    settings = cluster({"name": "a", **pool}, **more)
+    (only,) = settings.all_pools
+    ours = pool_deployment(settings, only, MODEL, "")._bound_deployment
+    config = LLMConfig(**pool_config(settings, only, MODEL))
+    theirs = build_llm_deployment(config, name_prefix="")._bound_deployment
+    assert ours._deployment_config == theirs._deployment_config
+    ours, theirs = ours._replica_config, theirs._replica_config
+    # The hook, which does nothing, has every process import Ray Serve LLM before it must.
+    hook = theirs.ray_actor_options["runtime_env"].pop("worker_process_setup_hook")
+    assert hook == "ray.llm._internal.serve._worker_process_setup_hook"
+    assert ours.ray_actor_options == theirs.ray_actor_options
+    bundles = [{n: x for n, x in b.items() if x} for b in theirs.placement_group_bundles]
+    assert ours.placement_group_bundles == bundles
+    assert ours.placement_group_strategy == theirs.placement_group_strategy
+
+
+def test_what_is_deployed_is_named_here_and_made_where_it_runs():
+    def made(deferred):
+        return pickle.loads(pickle.dumps(deferred))
+
+    assert made(Deferred("collections:OrderedDict")) is OrderedDict
+    assert made(Deferred("fractions:Fraction", 3, 4)) == Fraction(3, 4)
+
+
+_BUILT = """
+import sys
+from deploy.app.build import build_app
+from deploy.app.model import Model
+from kappa.settings.cluster import load_settings
+from kappa.shapes import model_shape
+build_app(load_settings(), [Model("nowhere", model_shape("llama-3.1-8b"), "")])
+print([name for name in ("vllm", "torch", "ray.llm") if name in sys.modules])
+"""
+
+
+def test_who_deploys_imports_neither_vllm_nor_torch():
+    command = [sys.executable, "-c", _BUILT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_fixed_pool_and_one_that_scales():
@@ -239,6 +297,6 @@ def test_an_engine_of_ours_holds_its_gpu_itself():
     torch = config_of({"placement": {"gpus": 1}}, engine="torch")
     assert torch.placement_group_config["bundles"] == [{"CPU": 1}]
     assert torch.deployment_config["ray_actor_options"]["num_gpus"] == 1
-    assert torch.accelerator_config.kind == "cpu"
+    assert torch.accelerator_config["kind"] == "cpu"
     vllm = config_of({"placement": {"gpus": 1}})
     assert "num_gpus" not in vllm.deployment_config["ray_actor_options"]

@@ -12,7 +12,15 @@ import typer
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from deploy.app.model import PreflightError, StartError, model_here, prepare_model
+from deploy.app.model import (
+    PreflightError,
+    StartError,
+    _by_transformers,
+    _made_here,
+    _read,
+    model_here,
+    prepare_model,
+)
 from deploy.app.plan import pool_config, worker_nodes
 from deploy.app.ray_cluster import check_port, free_port
 from deploy.cli import _COMMANDS, app, summary
@@ -208,6 +216,12 @@ def test_an_adapter_whose_base_has_another_name_but_fits_is_named(tiny, tmp_path
     found = [line for line in logged if line["event"] == "adapter_base"]
     assert len(found) == lines
     assert all((line["made_for"], line["model"]) == (base, str(tiny[0])) for line in found)
+
+
+def test_a_model_that_we_wrote_is_read_as_transformers_reads_it(tiny):
+    ways = _made_here(tiny[0]), _by_transformers(str(tiny[0]), is_offline=True)
+    ours, theirs = (_read(str(tiny[0]), load_settings(), found) for found in ways)
+    assert ours == theirs and ours.chat_template
 
 
 def test_the_tiny_models_parameters_are_counted_as_they_are_stored(tiny, tmp_path):

@@ -75,7 +75,7 @@ def test_a_pools_engine_gets_them():
     model = Model("x", model_shape("llama-3.1-8b"), BOTH, family="qwen3")
     config = pool_config(settings, pool, model)
     given = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
-    assert config.engine_kwargs.items() >= {**given, "reasoning_parser": "qwen3"}.items()
+    assert config["engine_kwargs"].items() >= {**given, "reasoning_parser": "qwen3"}.items()
     # As Ray divides them: by the class that has a field of the name.
     assert given.keys() <= {field.name for field in dataclasses.fields(FrontendArgs)}
     assert hasattr(AsyncEngineArgs, "reasoning_parser")

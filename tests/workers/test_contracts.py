@@ -81,9 +81,6 @@ SIGNATURES = {
     f"{_REQUEST_ROUTER}._remove_pending_request_from_indices": "pending_request",
     # router.api, deploy.app
     "ray.llm._internal.serve.core.ingress.utils:_sanitize_chat_completion_request": "request",
-    "ray.llm._internal.serve.core.configs.openai_api_models:to_model_metadata": (
-        "model_id model_config"
-    ),
     "ray.serve.context:_get_global_client": "raise_if_no_controller_running",
 }
 

@@ -104,4 +104,4 @@ def test_vllm_samples_on_a_cpu_without_compiling():
 def test_compiling_is_off_unless_the_settings_ask_for_it(extra, is_off):
     settings = load_settings(engine={"extra": extra})
     config = pool_config(settings, settings.all_pools[0], None)
-    assert ("TORCH_COMPILE_DISABLE" in config.runtime_env["env_vars"]) is is_off
+    assert ("TORCH_COMPILE_DISABLE" in config["runtime_env"]["env_vars"]) is is_off
