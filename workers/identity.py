@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from msgspec import structs
+
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NODE_RATES, NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
@@ -21,7 +23,6 @@ from workers.vllm.arguments import (
     BY_SHARE,
     Endpoints,
     EngineLimits,
-    EngineScheduler,
     EngineTier,
     Pace,
     TierChoice,
@@ -30,7 +31,7 @@ from workers.vllm.arguments import (
     hand_over,
     meet_peers,
 )
-from workers.vllm.options import PERSIST_KEY
+from workers.vllm.options import PERSIST_KEY, STOCK, LinkRules, SchedulerOptions
 from workers.vllm.tail_recompute import TAIL, tail_rates
 
 # What most of vLLM's backends for GPUs choose.
@@ -71,7 +72,8 @@ class WorkerPlan:
     chat_template: str
     cache_dir: str
     stream_host: str
-    scheduler: EngineScheduler = field(default_factory=EngineScheduler)
+    scheduler: SchedulerOptions = field(default_factory=lambda: SchedulerOptions(STOCK))
+    link: LinkRules = field(default_factory=LinkRules)
     kind: str = "vllm"
     planner: str = ""
     act_share: float = 0.0
@@ -140,7 +142,7 @@ class WorkerPlan:
         if self.tier.planner == TAIL and node.source != "catalogue":
             shape = self.emulated if node.source == "paced" else self.served
             rates = tail_rates(shape, node)
-        return EngineTier(self.tier, rates, server, self.host_blocks)
+        return EngineTier(self.tier, rates, server, self.host_blocks, self.link)
 
     def profile_request(self) -> dict[str, Any]:
         return {
@@ -166,7 +168,7 @@ def configure_vllm(
     the host tier outlives the engine, if it does."""
     node = plan.node(rank)
     pace = Pace(plan.emulated, node) if node.source == "paced" else None
-    scheduler = replace(plan.scheduler.for_rank(rank), tenant_required=True)
+    scheduler = structs.replace(plan.scheduler.for_rank(rank), tenant_required=True)
     arguments = engine_kwargs(plan.limits, endpoints, pace, scheduler, tier, plan.gpus)
     if folder:
         arguments["kv_transfer_config"]["kv_connector_extra_config"][PERSIST_KEY] = folder

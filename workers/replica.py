@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 import structlog
+from msgspec import structs
 from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
@@ -135,7 +136,7 @@ class KappaServer(LLMServer):
             return EmulatedEngine
         self._tier = self._prepare_tier()
         folder = "" if self._tier_folder is None else str(self._tier_folder.folder)
-        scheduler = replace(plan.scheduler, profile=str(self._profile_path()))
+        scheduler = structs.replace(plan.scheduler, profile=str(self._profile_path()))
         plan = replace(plan, scheduler=scheduler)
         configure_vllm(llm_config, plan, self._rank, endpoints, self._tier, folder)
         return None if plan.gpus or plan.tier.kind == STOCK_TIER else OneProcessEngine

@@ -247,8 +247,9 @@ def worker_plan(
     """
     from workers.identity import WorkerPlan
     from workers.vllm.arguments import EngineLimits, TierChoice
+    from workers.vllm.options import LinkRules
 
-    e = pool.engine_settings(settings.engine)
+    e, s = pool.engine_settings(settings.engine), settings.scheduler
     tp, _ = ranks_of(e, pool.placement.gpus)
     # Until the engine says: KV heads that its ranks hold more than once count as often.
     served = replace(model.shape, kv_token_bytes=kv_bytes(model.shape, 1, tp))
@@ -263,6 +264,7 @@ def worker_plan(
         cache_dir=str(home()),
         stream_host=stream_host,
         scheduler=engine_scheduler(settings),
+        link=LinkRules(s.duplex, s.link_order, s.store_backlog_s),
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
         act_share=_act_share(e, model),
@@ -322,16 +324,12 @@ def _sparse(engine: EngineSettings, model: Model) -> Any:
 
 
 def engine_scheduler(settings: ClusterSettings) -> Any:
-    """What every engine schedules by."""
-    from workers.vllm.arguments import EngineScheduler
+    """What every engine schedules by, as a `workers.vllm.options.SchedulerOptions`."""
+    from workers.vllm.options import SchedulerOptions
 
     s = settings.scheduler
     names = ("max_skips", "due_after_s", "window", "slack_s", "credit", "reserve")
-    weights = {"weights": dict(settings.tenants.weights)}
-    return EngineScheduler(
-        rule=s.name,
-        config=weights | {name: getattr(s, name) for name in names},
-        link={"duplex": s.duplex, "order": s.link_order, "store_backlog_s": s.store_backlog_s},
-        # Replicas have working folders of their own.
-        log=str(Path(s.log).absolute()) if s.log else None,
-    )
+    config = {name: getattr(s, name) for name in names}
+    # Replicas have working folders of their own.
+    log = str(Path(s.log).absolute()) if s.log else None
+    return SchedulerOptions(s.name, config | {"weights": dict(settings.tenants.weights)}, log=log)

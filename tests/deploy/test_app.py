@@ -8,7 +8,6 @@ from collections import OrderedDict
 from fractions import Fraction
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -87,8 +86,8 @@ def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path,
     scheduler = engine_scheduler(settings)
     config = FairConfig(**scheduler.config)
     assert (scheduler.rule, config.window, config.weights) == ("fair", 7, {"a": 2.0})
-    rules = msgspec.convert(scheduler.link, LinkRules)
-    assert (rules.duplex, rules.order, rules.store_backlog_s) == ("half", "loads_first", 10.0)
+    plan = worker_plan(settings, settings.all_pools[0], MODEL, "")
+    assert plan.link == LinkRules("half", "loads_first", 10.0) and plan.scheduler == scheduler
     assert scheduler.log == str(tmp_path / "it.jsonl")
 
 

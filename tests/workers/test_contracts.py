@@ -351,7 +351,7 @@ def test_every_engine_argument_and_variable_that_we_set_is_known_to_vllm():
 
     limits = arguments.EngineLimits(4096, 32, 200, 1 << 20, 1024, 8, "float32")
     pace = arguments.Pace(model_shape("llama-3.1-8b"), node_profile("pcie"))
-    ends, scheduler = arguments.Endpoints("ipc://a", "ipc://b"), arguments.EngineScheduler("fair")
+    ends, scheduler = arguments.Endpoints("ipc://a", "ipc://b"), arguments.SchedulerOptions("fair")
     given = arguments.engine_kwargs(limits, ends, pace, scheduler)
     assert "scheduler_cls" in given
     assert set(given) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}

@@ -27,7 +27,8 @@ from workers.identity import SparsePlan, WorkerPlan
 from workers.own_engine.server import OwnPlan
 from workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
 from workers.tiny_model import make_tiny_model
-from workers.vllm.arguments import Endpoints, EngineLimits, EngineScheduler
+from workers.vllm.arguments import Endpoints, EngineLimits
+from workers.vllm.options import SchedulerOptions
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -53,7 +54,7 @@ class Bench:
         plan = WorkerPlan(
             (node_profile("pcie"),), shape, shape,
             EngineLimits(1000, BLOCK, 64, 0, 256, 8, "float32"), str(self.model), "",
-            str(folder), "", scheduler=EngineScheduler("fair"), kind="torch", planner="auto",
+            str(folder), "", scheduler=SchedulerOptions("fair"), kind="torch", planner="auto",
             approx="ask", sparse=SPARSE, cpu_threads=1,
         )  # fmt: skip
         plan = replace(plan, **changed)

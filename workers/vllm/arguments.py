@@ -7,8 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +28,7 @@ from workers.vllm.options import (
     TAIL_KEY,
     TRANSFER_KEY,
     LinkPace,
+    LinkRules,
     SchedulerOptions,
 )
 from workers.vllm.tail_recompute import LOAD_ALL
@@ -178,53 +178,21 @@ class TierChoice:
 @dataclass(frozen=True, slots=True)
 class EngineTier:
     """An engine's host tier: which one; the rates that its loads are planned by (none: load all);
-    the server that its worker started for it; how many blocks it holds."""
+    the server that its worker started for it; how many blocks it holds; how loads and stores share
+    its link."""
 
     choice: TierChoice = field(default_factory=TierChoice)
     rates: Mapping[str, Any] | None = None
     server: str = ""
     host_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineScheduler:
-    """What an engine schedules by; what is not explained here is as in `SchedulerOptions`. link:
-    fields of a `workers.vllm.options.LinkRules`."""
-
-    rule: str = STOCK
-    config: Mapping[str, Any] = field(default_factory=dict)
-    link: Mapping[str, Any] = field(default_factory=dict)
-    log: str | None = None
-    tenant_required: bool = False
-    profile: str = ""
-
-    def for_rank(self, rank: int) -> EngineScheduler:
-        """The same with a log of the replica's own."""
-        if not self.log:
-            return self
-        path = Path(self.log)
-        return replace(self, log=str(path.with_name(f"{path.stem}-{rank}{path.suffix}")))
-
-    def options(self, stats_endpoint: str, pace: Pace | None) -> SchedulerOptions:
-        link = None
-        if pace is not None:
-            link = {"token_s": pace.link.token_s, "fixed_s": pace.link.fixed_s}
-        return SchedulerOptions(
-            rule=self.rule,
-            config=dict(self.config),
-            link=link,
-            stats=stats_endpoint,
-            log=self.log,
-            tenant_required=self.tenant_required,
-            profile=self.profile if pace is None else "",
-        )
+    link: LinkRules = field(default_factory=LinkRules)
 
 
 def engine_kwargs(
     limits: EngineLimits,
     endpoints: Endpoints,
     pace: Pace | None,
-    scheduler: EngineScheduler = EngineScheduler(),
+    scheduler: SchedulerOptions = SchedulerOptions(STOCK),
     tier: EngineTier = EngineTier(),
     gpus: int = 0,
 ) -> dict[str, Any]:
@@ -254,13 +222,14 @@ def engine_kwargs(
     arguments["additional_config"] = additional
     if scheduler.rule != STOCK:
         arguments["scheduler_cls"] = "workers.vllm.scheduler.FairScheduler"
-        options = scheduler.options(endpoints.stats, pace)
+        options = msgspec.structs.replace(scheduler, stats=endpoints.stats)
+        if pace is not None:
+            link = {"token_s": pace.link.token_s, "fixed_s": pace.link.fixed_s}
+            options = msgspec.structs.replace(options, link=link, profile="")
         additional[SCHEDULER_KEY] = msgspec.to_builtins(options)
     if limits.host_bytes:
         config = transfer_config(tier, limits.host_bytes, endpoints.stats)
         extra = config["kv_connector_extra_config"]
-        if tier.choice.kind != LMCACHE:
-            extra[LINK_KEY] = dict(scheduler.link)
         if tier.choice.kind != NATIVE and pace is not None:
             extra[PACE_KEY] = msgspec.to_builtins(pace.link)
         arguments["kv_transfer_config"] = config
@@ -316,6 +285,7 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
         }
         spec, place = _SPECS[choice.kind]
         extra |= {"spec_name": spec, "spec_module_path": place}
+        extra[LINK_KEY] = msgspec.to_builtins(tier.link)
         if choice.disk_bytes:
             extra[DISK_KEY] = (choice.disk_dir, choice.disk_bytes)
     return {

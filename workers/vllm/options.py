@@ -74,6 +74,14 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         options.make_rule()
         return options
 
+    def for_rank(self, rank: int) -> SchedulerOptions:
+        """The same with a log of the replica's own."""
+        if not self.log:
+            return self
+        path = Path(self.log)
+        own = path.with_name(f"{path.stem}-{rank}{path.suffix}")
+        return msgspec.structs.replace(self, log=str(own))
+
     def make_rule(self) -> Rule | None:
         """A new rule; None for the engine's own order."""
         if self.rule == STOCK:

@@ -15,7 +15,6 @@ from kappa.shapes import model_shape
 from workers.vllm.arguments import (
     Endpoints,
     EngineLimits,
-    EngineScheduler,
     EngineTier,
     Pace,
     TierChoice,
@@ -23,6 +22,7 @@ from workers.vllm.arguments import (
     fingerprint,
     transfer_config,
 )
+from workers.vllm.options import LinkRules, SchedulerOptions
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ENDPOINTS = Endpoints("ipc://s", "ipc://k")
@@ -72,7 +72,7 @@ def test_without_a_pace_or_a_host_tier_nothing_is_emulated():
 def test_a_stock_engine_has_nothing_of_ours_in_it_and_publishes_its_events(host_bytes):
     limits = dataclasses.replace(LIMITS, host_bytes=host_bytes)
     tier = EngineTier(TierChoice("stock"), rates=RATES)
-    given = engine_kwargs(limits, ENDPOINTS, None, EngineScheduler(), tier, gpus=1)
+    given = engine_kwargs(limits, ENDPOINTS, None, SchedulerOptions("stock"), tier, gpus=1)
     assert "kappa" not in str(given) and "workers." not in str(given)
     assert given["kv_events_config"]["endpoint"] == ENDPOINTS.kv_events
     assert ("kv_transfer_config" in given) == bool(host_bytes)
@@ -88,7 +88,7 @@ def test_a_stock_engine_has_nothing_of_ours_in_it_and_publishes_its_events(host_
 def test_an_engine_schedules_by_a_rule_or_by_its_own():
     own = engine_kwargs(LIMITS, ENDPOINTS, None)
     assert "scheduler_cls" not in own and "kappa_scheduler" not in own["additional_config"]
-    fair = engine_kwargs(LIMITS, ENDPOINTS, None, EngineScheduler("fair"))
+    fair = engine_kwargs(LIMITS, ENDPOINTS, None, SchedulerOptions("fair"))
     assert fair["scheduler_cls"] == "workers.vllm.scheduler.FairScheduler"
     options = fair["additional_config"]["kappa_scheduler"]
     assert (options["rule"], options["stats"], options["link"]) == ("fair", "ipc://s", None)
@@ -98,18 +98,19 @@ def test_an_engine_schedules_by_a_rule_or_by_its_own():
 def test_a_paced_engine_knows_what_its_loads_take_in_its_own_seconds():
     node = paced("pcie", dilation=30.0)
     pace = Pace(model_shape("llama-3.1-8b"), node)
-    given = engine_kwargs(LIMITS, ENDPOINTS, pace, EngineScheduler("fair"))
+    given = engine_kwargs(LIMITS, ENDPOINTS, pace, SchedulerOptions("fair"))
     link = given["additional_config"]["kappa_scheduler"]["link"]
     assert link["token_s"] == pytest.approx(30.0 * 131072 / node.h2d_bytes_per_s)
     assert set(link) == {"token_s", "fixed_s"}
 
 
 def test_every_rank_writes_a_log_of_its_own_and_orders_its_link_as_configured():
-    scheduler = EngineScheduler("fair", link={"duplex": "half"}, log="/logs/iterations.jsonl")
-    given = engine_kwargs(LIMITS, ENDPOINTS, None, scheduler.for_rank(2))
+    scheduler = SchedulerOptions("fair", log="/logs/iterations.jsonl")
+    tier = EngineTier(link=LinkRules("half"))
+    given = engine_kwargs(LIMITS, ENDPOINTS, None, scheduler.for_rank(2), tier)
     assert given["additional_config"]["kappa_scheduler"]["log"] == "/logs/iterations-2.jsonl"
     extra = given["kv_transfer_config"]["kv_connector_extra_config"]
-    assert extra["kappa_link"] == {"duplex": "half"}
+    assert extra["kappa_link"]["duplex"] == "half"
 
 
 @pytest.mark.parametrize("kind", ["own", "lmcache", "native"])
@@ -132,7 +133,7 @@ def test_every_tier_reports_plans_and_computes_what_fails_to_load(kind):
 def test_each_kind_of_tier_is_configured_with_what_it_reads(kind, keys):
     tier = EngineTier(TierChoice(kind), server=SERVER)
     pace = Pace(model_shape("llama-3.1-8b"), paced("pcie"))
-    given = engine_kwargs(LIMITS, ENDPOINTS, pace, EngineScheduler("fair"), tier)
+    given = engine_kwargs(LIMITS, ENDPOINTS, pace, SchedulerOptions("fair"), tier)
     config = given["kv_transfer_config"]
     every = {"kappa_link", "kappa_pace", "kappa_lmcache", "spec_name", "cpu_bytes_to_use"}
     assert every & set(extra(config)) == keys
@@ -175,7 +176,7 @@ def vllm_arguments(engine, gpus, **given):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     limits = EngineLimits.of(EngineSettings(**engine).on(gpus))
-    asked = engine_kwargs(limits, ENDPOINTS, None, EngineScheduler("fair"), gpus=gpus)
+    asked = engine_kwargs(limits, ENDPOINTS, None, SchedulerOptions("fair"), gpus=gpus)
     return AsyncEngineArgs(model="m", **{**asked, **given}), AsyncEngineArgs(model="m")
 
 
@@ -215,7 +216,7 @@ def test_every_argument_that_settings_name_is_one_of_vllms():
     known = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
     assert {argument for argument, _ in VLLM_LIMITS.values()} <= known
     assert set(NOT_IN_EXTRA) <= known | {each.name for each in dataclasses.fields(FrontendArgs)}
-    assert set(engine_kwargs(LIMITS, ENDPOINTS, None, EngineScheduler("fair"))) <= known
+    assert set(engine_kwargs(LIMITS, ENDPOINTS, None, SchedulerOptions("fair"))) <= known
 
 
 def test_limits_in_extra_are_known_before_the_start_and_vllms_own_choices_are_not():

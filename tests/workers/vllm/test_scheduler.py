@@ -24,9 +24,9 @@ from workers.vllm.arguments import (
     CPU_ENV,
     Endpoints,
     EngineLimits,
-    EngineScheduler,
     engine_kwargs,
 )
+from workers.vllm.options import SchedulerOptions
 from workers.vllm.rule_guard import GuardedRule
 
 pytestmark = pytest.mark.vllm
@@ -192,7 +192,7 @@ def started(tmp_path_factory):
 
     limits = EngineLimits(1024, BLOCK, BLOCKS + 1, 8 << 20, BUDGET, SLOTS, "float32")
     given = engine_kwargs(
-        limits, Endpoints("", f"ipc://{folder}/kv"), None, EngineScheduler("fair")
+        limits, Endpoints("", f"ipc://{folder}/kv"), None, SchedulerOptions("fair")
     )
     engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **given))
     yield Engine(engine)

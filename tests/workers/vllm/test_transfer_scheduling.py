@@ -15,12 +15,11 @@ from kappa.settings.engine import TransferSettings
 from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import (
     CPU_ENV,
-    EngineScheduler,
     EngineTier,
     hand_over,
     transfer_config,
 )
-from workers.vllm.options import SCHEDULER_KEY, STOCK
+from workers.vllm.options import SCHEDULER_KEY, STOCK, SchedulerOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -81,7 +80,7 @@ class Played:
 
         from workers.vllm.scheduler import FairScheduler
 
-        ours = EngineScheduler(rule, **options).options("", None)
+        ours = SchedulerOptions(rule, **options)
         config.additional_config = {SCHEDULER_KEY: msgspec.to_builtins(ours)}
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
