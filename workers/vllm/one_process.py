@@ -10,7 +10,9 @@ and never calls Ray.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import gc
 import os
 import stat
 from multiprocessing.context import ForkContext, ForkProcess
@@ -32,6 +34,13 @@ _LOADED_WITHIN_S = 300.0
 class EngineProcess(ForkProcess):
     """vLLM's engine in a fork of a replica."""
 
+    def start(self) -> None:
+        """Fork; what was imported until then the collector leaves alone in both from now on: each
+        page that it marked would be one that they no longer share."""
+        gc.collect()
+        gc.freeze()
+        super().start()
+
     def run(self) -> None:
         """As its target says, without what belongs to the replica."""
         from vllm.v1.engine.core import EngineCoreProc
@@ -47,6 +56,8 @@ class EngineProcess(ForkProcess):
 
         def loaded(core: Any) -> Any:
             faulthandler.cancel_dump_traceback_later()
+            # Weights as they were read, of which the model holds copies in another order.
+            ctypes.CDLL(None).malloc_trim(0)
             return serve(core)
 
         EngineCoreProc.run_busy_loop = loaded

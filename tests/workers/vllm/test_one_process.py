@@ -43,7 +43,7 @@ def test_an_engine_of_one_rank_runs_in_the_process_that_schedules(monkeypatch, r
 
 
 _FORK = """
-import os, socket, stat, sys, time
+import gc, os, socket, stat, sys, time
 from vllm.v1.engine.core import EngineCoreProc
 from workers.vllm import one_process
 from workers.reaper import own_engines
@@ -55,6 +55,7 @@ one_process.setproctitle("ray::replica")
 
 def engine(loads):
     assert "vllm" in sys.modules, "not forked"
+    assert gc.get_freeze_count() > 10_000, "the collector would mark what is shared"
     try:
         is_open = stat.S_ISSOCK(os.fstat(here.fileno()).st_mode)  # its number may be taken again
     except OSError:
