@@ -14,11 +14,14 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    import httpx
 
 KEY_VARIABLES = ("KAPPA_API_KEY", "OPENAI_API_KEY")
 
@@ -143,6 +146,25 @@ def bad_parameter() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
-def api_key(given: str | None, variables: Sequence[str] = KEY_VARIABLES) -> str:
+def api_key(given: str | None) -> str:
     """The key given, or of the environment; empty if there is none."""
-    return given or next((os.environ[v] for v in variables if os.environ.get(v)), "")
+    return given or next((os.environ[v] for v in KEY_VARIABLES if os.environ.get(v)), "")
+
+
+@contextlib.contextmanager
+def cluster_at(url: str, key: str | None, timeout_s: float) -> Iterator[httpx.Client]:
+    """A client of a running cluster; where it does not answer as one, the command ends with 1."""
+    import httpx
+
+    from loadtest.client import bearer
+
+    base = url.rstrip("/")
+    try:
+        headers = bearer(api_key(key))
+        with httpx.Client(base_url=base, headers=headers, timeout=timeout_s) as client:
+            yield client
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+        fail(
+            f"{base} does not answer as a kappa-serve endpoint: {error!r}. Start one with `kappa "
+            "serve`, or give --url and --key"
+        )

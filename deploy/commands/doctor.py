@@ -15,12 +15,19 @@ import httpx
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, print_table, print_text
+from deploy.commands.console import (
+    ApiKey,
+    Json,
+    cluster_at,
+    fail,
+    print_json,
+    print_table,
+    print_text,
+)
 from deploy.commands.serve import Config, settings_or_exit
 from kappa import metrics as m
 from kappa.hardware import node_profile
 from kappa.host import EXAMINATIONS, installed, version_of
-from loadtest.client import bearer
 
 if TYPE_CHECKING:
     from deploy.app.doctor import Probe, Snapshot
@@ -64,7 +71,7 @@ def doctor(
     with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
         from deploy.app.doctor import diagnose
 
-        rows = diagnose(_snapshot(url, config, api_key(key), probe))
+        rows = diagnose(_snapshot(url, config, key, probe))
     count = {status: sum(row["status"] == status for row in rows) for status in _STATUSES}
     if json_output:
         print_json({"checks": rows, **count})
@@ -99,7 +106,7 @@ def _climb(
 _STATUSES = ("pass", "warn", "fail", "skip")
 
 
-def _snapshot(url: str | None, config: Path | None, key: str, probe: bool) -> Snapshot:
+def _snapshot(url: str | None, config: Path | None, key: str | None, probe: bool) -> Snapshot:
     from deploy.app.cluster import set_environment
     from deploy.app.doctor import Snapshot
     from deploy.app.dry_run import dry_run, faults_of
@@ -114,27 +121,24 @@ def _snapshot(url: str | None, config: Path | None, key: str, probe: bool) -> Sn
             found["file_faults"] = faults_of(dry_run(settings))
     machine = read_machine()
     if url is not None:
-        found |= _of_cluster(url.rstrip("/"), key, probe)
+        found |= _of_cluster(url, key, probe)
     installed = {name: have for name in _PACKAGES if (have := version_of(name))}
     lock = _ROOT / _LOCKS.get(machine.engine_build, "")
     locked = dict(_PIN.findall(lock.read_text(encoding="utf-8"))) if lock.is_file() else {}
     return Snapshot(installed, locked, machine, **found)
 
 
-def _of_cluster(url: str, key: str, probe: bool) -> dict[str, Any]:
+def _of_cluster(url: str, key: str | None, probe: bool) -> dict[str, Any]:
     """What a cluster answers: fields of a `Snapshot`."""
-    with httpx.Client(base_url=url, headers=bearer(key), timeout=_TIMEOUT_S) as client:
-        try:
-            nodes = _get(client, "/v1/nodes")["nodes"]
-            sent = send_twice(client, nodes) if probe and nodes else None
-            found = {
-                "nodes": _get(client, "/v1/nodes")["nodes"],  # the probe is in their totals
-                "decisions": _get(client, "/v1/decisions?limit=4096")["decisions"],
-                "probe": sent,
-            }
-            text = client.get("/metrics").raise_for_status().text
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-            fail(f"{url}: {error!r}. Start a cluster with `kappa serve`, or give --url and --key")
+    with cluster_at(url, key, _TIMEOUT_S) as client:
+        nodes = _get(client, "/v1/nodes")["nodes"]
+        sent = send_twice(client, nodes) if probe and nodes else None
+        found = {
+            "nodes": _get(client, "/v1/nodes")["nodes"],  # the probe is in their totals
+            "decisions": _get(client, "/v1/decisions?limit=4096")["decisions"],
+            "probe": sent,
+        }
+        text = client.get("/metrics").raise_for_status().text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     losses = {s.labels["why"]: s.value for s in samples if s.name == f"{m.INDEX_LOSSES.name}_total"}
     blocks = sum(s.value for s in samples if s.name == m.INDEX_BLOCKS.name)

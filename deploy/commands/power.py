@@ -20,7 +20,6 @@ import typer
 
 from deploy.commands import console
 from kappa.power import GpuPower, Waited, advise, gpu_power
-from loadtest.client import bearer
 from workers.power import INTERVAL_S, NoNvmlError, PowerMeter, PowerRow, sample_power, summary
 
 _LEAST_INTERVAL_S = 0.01
@@ -55,9 +54,7 @@ def power(
     tolerance: Annotated[
         float, typer.Option(min=0, max=1, help="Growth of the mean TTFT that is not noticed.")
     ] = 0.01,
-    key: Annotated[
-        str | None, typer.Option(help="API key of an operator; default: $KAPPA_API_KEY.")
-    ] = None,
+    key: console.ApiKey = None,
     json_output: console.Json = False,
 ) -> None:
     """Watts against caps, and which cap the requests would not notice. Ctrl-C ends it early."""
@@ -65,11 +62,10 @@ def power(
         if url is None:
             result = _of_machine(seconds or _GPU_SECONDS, interval)
         else:
-            base, headers = url.rstrip("/"), bearer(console.api_key(key, ("KAPPA_API_KEY",)))
             interval_s = max(interval, _LEAST_CLUSTER_INTERVAL_S)
-            with httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as client:
+            with console.cluster_at(url, key, _TIMEOUT_S) as client:
                 samples, decisions = watch(client, seconds or _CLUSTER_SECONDS, interval_s)
-            result = cluster_power(base, samples, decisions, tolerance)
+            result = cluster_power(url, samples, decisions, tolerance)
     except NoNvmlError as error:
         console.fail(f"error: {error}; for a running cluster's nodes, give --url", 2)
     except PowerError as error:
@@ -106,23 +102,17 @@ def watch(
     """A cluster's nodes, again and again for `seconds`, then its last decisions.
 
     Raises:
-        PowerError: it does not answer.
+        HTTPError, ValueError, KeyError: it does not answer with them.
     """
     samples = []
-    try:
-        until_s = now_s() + seconds
-        while True:
-            samples.append(client.get("/v1/nodes").raise_for_status().json()["nodes"])
-            if now_s() + interval_s > until_s:
-                break
-            sleep(interval_s)
-        answer = client.get(f"/v1/decisions?limit={_DECISIONS}").raise_for_status()
-        return samples, answer.json()["decisions"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        raise PowerError(
-            f"{client.base_url} does not answer with its nodes: {error}. Start a cluster with "
-            "`kappa serve`, or give --url (and --key where nodes are an operator's to see)"
-        ) from None
+    until_s = now_s() + seconds
+    while True:
+        samples.append(client.get("/v1/nodes").raise_for_status().json()["nodes"])
+        if now_s() + interval_s > until_s:
+            break
+        sleep(interval_s)
+    answer = client.get(f"/v1/decisions?limit={_DECISIONS}").raise_for_status()
+    return samples, answer.json()["decisions"]
 
 
 def cluster_power(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import httpx
 import typer
 
 from deploy.commands.console import (
+    ApiKey,
     Json,
-    fail,
+    cluster_at,
     percent,
     print_json,
     print_table,
@@ -29,6 +29,7 @@ def profile(
         str | None, typer.Option(help="A running cluster; default: one engine started for this.")
     ] = None,
     config: Config = None,
+    key: ApiKey = None,
     json_output: Json = False,
 ) -> None:
     """Bandwidth by size of transfer, seconds of steps and FLOP/s of every worker.
@@ -38,7 +39,7 @@ def profile(
     running cluster the machine's peaks are measured anew.
     """
     if url is not None:
-        rows = _measure(url)
+        rows = _measure(url, key)
     else:
         settings = settings_or_exit(config, port=0, unpaced=True)
         settings = settings.first_worker()
@@ -53,13 +54,9 @@ def profile(
         _print(row)
 
 
-def _measure(url: str) -> list[dict[str, Any]]:
-    try:
-        answer = httpx.post(f"{url.rstrip('/')}/v1/nodes/profile", timeout=_TIMEOUT_S)
-        answer.raise_for_status()
-    except httpx.HTTPError as error:
-        fail(f"{url}: {error}")
-    rows: list[dict[str, Any]] = answer.json()["nodes"]
+def _measure(url: str, key: str | None = None) -> list[dict[str, Any]]:
+    with cluster_at(url, key, _TIMEOUT_S) as client:
+        rows = client.post("/v1/nodes/profile").raise_for_status().json()["nodes"]
     keep = ("worker", "node", "paced", "measured", "measured_s_ago", "profile", "profile_error",
             "kappa_crit")  # fmt: skip
     return [{key: row[key] for key in keep} for row in rows]

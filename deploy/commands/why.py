@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
 
-from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, print_text, seconds
-from loadtest.client import bearer
+from deploy.commands.console import ApiKey, Json, cluster_at, fail, print_json, print_text, seconds
 
 _WIDTH = 48
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -42,15 +40,9 @@ def why(
     json_output: Json = False,
 ) -> None:
     """Show where a request's time went."""
-    url = url.rstrip("/")
-    path = f"{url}/v1/decisions/{quote(request_id, safe='')}"
-    try:
-        answer = httpx.get(path, headers=bearer(api_key(key)), timeout=_TIMEOUT_S)
+    with cluster_at(url, key, _TIMEOUT_S) as client:
+        answer = client.get(f"/v1/decisions/{quote(request_id, safe='')}")
         account: dict[str, Any] = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"{url} does not answer: {error}. Start one with `kappa serve`, or give --url")
-    except ValueError:
-        fail(f"{url} answered {answer.status_code} without JSON: is it a kappa-serve endpoint?")
     if answer.status_code != 200:
         fail(str((account.get("error") or {}).get("message") or f"{url}: {answer.status_code}"))
     if json_output:

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from deploy.commands.power import PowerError, cluster_power, node_rows, power, watch
+from deploy.commands.power import cluster_power, node_rows, power, watch
 
 
 def node(name, watts, source="paced", gpu="H100-SXM5-80GB", cap=700.0, **totals):
@@ -104,15 +104,18 @@ def test_a_cluster_is_watched_for_the_time_given():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (httpx.Response(403, json={}), "an operator's to see"),
-        (httpx.Response(200, text="<html>"), "does not answer"),
+        (httpx.Response(403, json={}), "403 Forbidden"),
+        (httpx.Response(200, text="<html>"), "does not answer as a kappa-serve endpoint"),
         (httpx.Response(200, json={"nodes": [node("n", 0, "")], "decisions": []}), "no NVML"),
     ],
 )
-def test_a_cluster_without_figures_is_an_error(answer, message):
-    cluster, _ = client(lambda _: answer)
-    with pytest.raises(PowerError, match=message):
-        cluster_power("http://c", *watch(cluster, 0.1, 1.0), 0.01)
+def test_a_cluster_without_figures_is_an_error(answer, message, monkeypatch):
+    real, transport = httpx.Client, httpx.MockTransport(lambda _: answer)
+    monkeypatch.setattr(httpx, "Client", lambda **options: real(**options, transport=transport))
+    app = typer.Typer()
+    app.command()(power)
+    run = CliRunner().invoke(app, ["--url", "http://c", "--seconds", "0.1"])
+    assert run.exit_code in (1, 2) and message in run.stderr.replace("\n", "")
 
 
 def test_the_key_is_sent_and_the_rows_are_printed(monkeypatch):

@@ -130,7 +130,7 @@ def test_the_command_asks_for_that_request_with_the_key():
     ("status", "body", "message"),
     [
         (404, json.dumps({"error": {"message": "No request 'x'"}}).encode(), "No request 'x'"),
-        (200, b"<html>", "is it a kappa-serve endpoint?"),
+        (200, b"<html>", "does not answer as a kappa-serve endpoint"),
         (500, b"{}", "500"),
     ],
 )
