@@ -68,9 +68,9 @@ def serve(
     machine: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --dry-run, another machine than this one: gpu=4xH100-80GB,memory=512GB,"
-            "shm=256GB,cpus=64,driver=580.95.05, or a JSON file of its facts. More than one: say "
-            "it again."
+            help="With --dry-run, another machine than this one: 'gpu=4xH100-80GB, memory=512GB, "
+            "shm=256GB, cpus=64, driver=580.95.05', or a JSON file of its facts. More than one: "
+            "say it again."
         ),
     ] = None,
     json_output: Annotated[
@@ -108,8 +108,13 @@ def serve(
 def with_a_model(settings: ClusterSettings) -> ClusterSettings:
     """The built-in settings, their model fetched; with the tiny one if it cannot be had."""
     from deploy.app.model import StartError
+    from deploy.app.ray_cluster import check_port
     from deploy.app.smollm2 import smollm2
 
+    try:
+        check_port(settings.http.host, settings.http.port)  # before 93 MB are fetched
+    except StartError as error:
+        fail(str(error), error.exit_code)
     try:
         smollm2(home() / "models", lambda what: warn(what, "dim"))
     except StartError as error:

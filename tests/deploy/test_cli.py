@@ -128,6 +128,18 @@ def test_a_taken_port_is_refused_with_a_remedy():
     check_port("127.0.0.1", free_port("127.0.0.1"))
 
 
+def test_a_taken_port_is_refused_before_a_model_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setenv("KAPPA_HOME", str(tmp_path))
+    monkeypatch.setattr("deploy.commands.serve.signal.signal", lambda *_: None)
+    monkeypatch.setattr("deploy.app.smollm2.smollm2", lambda *_: pytest.fail("fetched"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1])])
+    assert done.exit_code == 1 and "Address already in use" in done.stderr
+    assert "choose another port with --port" in " ".join(done.stderr.split())
+
+
 def test_a_start_that_cannot_be_ends_with_two_and_names_every_fault(tmp_path, monkeypatch):
     monkeypatch.setattr("deploy.commands.serve.signal.signal", lambda *_: None)
     config = tmp_path / "c.yaml"

