@@ -55,6 +55,8 @@ PROMPT_ENGINES = ("torch", "emulated")
 
 # Charges are kept of so many tenants, here and in whatever adds them up.
 MAX_TENANTS = 1024
+# Of the classes of priority, 0 first.
+MOST_PRIORITY = 9
 
 _SPEAKS = f"this side speaks protocol {PROTOCOL}"
 

@@ -63,16 +63,18 @@ class Prepared:
 class EndpointSettings:
     """Where and how requests are sent.
 
-    url: base, with or without `/v1`; model: as the endpoint names it. keys: by tenant, with "" for
-    all others. timeout_s: for a whole answer. ignore_eos: whether to send vLLM's option that
-    makes answers as long as requested. usage: ask for token counts at the end of the stream.
-    max_output_tokens: bound on every answer, None for what the workload says. as_chat: texts go as
-    chats of one message, for endpoints that know no completions.
+    url: base, with or without `/v1`; model: as the endpoint names it. keys, priorities: by tenant,
+    with "" for all others; without a priority the field is not sent. timeout_s: for a whole answer.
+    ignore_eos: whether to send vLLM's option that makes answers as long as requested. usage: ask
+    for token counts at the end of the stream. max_output_tokens: bound on every answer, None for
+    what the workload says. as_chat: texts go as chats of one message, for endpoints that know no
+    completions.
     """
 
     url: str
     model: str
     keys: Mapping[str, str] = field(default_factory=dict)
+    priorities: Mapping[str, int] = field(default_factory=dict)
     timeout_s: float = 300.0
     ignore_eos: bool = False
     usage: bool = True
@@ -84,7 +86,11 @@ class EndpointSettings:
         bound = self.max_output_tokens
         return max(wanted if bound is None else min(wanted, bound), 1)
 
-    def prepare(self, prompt: Prompt, output_tokens: int) -> Prepared:
+    def priority(self, tenant: str) -> int | None:
+        """The class to ask for; None: the endpoint's own choice."""
+        return self.priorities.get(tenant, self.priorities.get(""))
+
+    def prepare(self, prompt: Prompt, output_tokens: int, tenant: str = "") -> Prepared:
         """Encode a request; may run in another thread."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -92,6 +98,8 @@ class EndpointSettings:
             "temperature": 0,
             "stream": True,
         }
+        if (priority := self.priority(tenant)) is not None:
+            body["priority"] = priority
         if self.usage:
             body["stream_options"] = {"include_usage": True}
         if self.ignore_eos:

@@ -52,7 +52,7 @@ class Feeder:
     def __init__(
         self,
         sessions: Iterator[ReplaySession],
-        prepare: Callable[[Prompt, int], Prepared],
+        prepare: Callable[[Prompt, int, str], Prepared],
         done: Mapping[str, int] | None = None,
     ) -> None:
         self._sessions, self._prepare, self._done = sessions, prepare, done or {}
@@ -136,6 +136,6 @@ class Feeder:
 
     def _make(self, request: Request) -> Prepared | NotMade:
         try:
-            return self._prepare(request.make_prompt(), request.output_tokens)
+            return self._prepare(request.make_prompt(), request.output_tokens, request.tenant)
         except Exception as error:
             return NotMade(f"{type(error).__name__}: {error}"[:300])

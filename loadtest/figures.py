@@ -69,6 +69,9 @@ def figures(table: pl.DataFrame, objective: Objective, is_closed: bool = False) 
         "reasons": _counts(table.filter(c.reason != "")["reason"]),
         "nodes": _owners(table, "node", "(not reported)"),
         "tenants": _owners(table, "tenant", "(none)"),
+        "priorities": _owners(
+            table.with_columns(c.priority.cast(pl.String).fill_null("")), "priority", "(none)"
+        ),
         "classes": _owners(by_class, "bound", "(not reported)"),
         "slowest": [_slow_row(row) for row in _largest(table, "ttft_s", _SLOWEST)],
         "slowest_tokens": [

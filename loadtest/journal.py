@@ -48,7 +48,8 @@ class JournalError(ValueError):
 class RequestRecord(msgspec.Struct, forbid_unknown_fields=True):
     """What became of one request. Times in seconds since the run began, on one monotonic clock.
 
-    session, turn (from 0), tenant: whose request it was; attempt: from 0, above it a retry.
+    session, turn (from 0), tenant: whose request it was; priority: the class that it asked for, if
+    any; attempt: from 0, above it a retry.
     scheduled_s: when it was due, which is its session's arrival, or its predecessor's end plus the
     pause; latency counts from here, also if sending was late (coordinated omission). sent_s: when
     the bytes were handed over (of the last attempt); first_token_s, last_token_s: arrival of the
@@ -67,6 +68,7 @@ class RequestRecord(msgspec.Struct, forbid_unknown_fields=True):
     session: str
     turn: int
     tenant: str = ""
+    priority: int | None = None
     attempt: int = 0
     scheduled_s: float = 0.0
     sent_s: float = 0.0

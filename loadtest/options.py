@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import numpy as np
 from typer import Argument, BadParameter, Option
 
+from kappa.protocol import MOST_PRIORITY
 from loadtest.client import EndpointSettings, base_url
 from loadtest.cluster import Surveyed
 from loadtest.datasets import open_workload
@@ -93,6 +94,10 @@ class LoadOptions:
     pause_factor: Annotated[
         float, Option(min=0, callback=finite, help="Multiplies pauses between turns.")
     ] = 1.0
+    priority: Annotated[
+        list[str] | None,
+        Option(help="TENANT=CLASS, or CLASS for all others: the field priority of requests."),
+    ] = None
     retries: Annotated[int, Option(min=0, help="Further attempts after what may pass.")] = 0
     timeout: Annotated[
         float, Option(min=1e-9, callback=finite, help="Seconds for a whole answer.")
@@ -112,6 +117,7 @@ class LoadOptions:
                 raise ValueError(f"give {name}")
         base_url(str(self.url))
         self.spec()
+        self.priorities()
         path, digest = Path(str(self.workload)), ""
         if path.is_file():
             with path.open("rb") as file:
@@ -139,6 +145,21 @@ class LoadOptions:
             return ArrivalSpec("closed", concurrency=self.closed, text=f"closed:{self.closed}")
         return parse_arrivals(self.arrivals)
 
+    def priorities(self) -> dict[str, int]:
+        """Class by tenant, of the others under ""; ValueError for what is no class."""
+        found: dict[str, int] = {}
+        for given in self.priority or ():
+            tenant, _, text = given.rpartition("=")
+            if not (text.isascii() and text.isdigit() and int(text) <= MOST_PRIORITY):
+                raise ValueError(
+                    f"--priority {given!r}: give TENANT=CLASS or CLASS, a class from 0, which goes "
+                    f"first, to {MOST_PRIORITY}"
+                )
+            if tenant in found:
+                raise ValueError(f"--priority gives {tenant or 'all others'} two classes: drop one")
+            found[tenant] = int(text)
+        return found
+
     def endpoint(self, surveyed: Surveyed | None, keys: Mapping[str, str]) -> EndpointSettings:
         """Where and how to send; `surveyed`: None if the endpoint did not answer."""
         takes = surveyed is not None and surveyed.takes_ignore_eos
@@ -146,6 +167,7 @@ class LoadOptions:
             url=str(self.url),
             model=self.model or "",
             keys=keys,
+            priorities=self.priorities(),
             timeout_s=self.timeout,
             ignore_eos=self.ignore_eos == "on" or (self.ignore_eos == "auto" and takes),
             usage=self.usage,

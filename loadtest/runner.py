@@ -208,6 +208,7 @@ class Runner:
             request.session,
             request.turn,
             request.tenant,
+            self._endpoint.settings.priority(request.tenant),
             scheduled_s=due_s,
             input_tokens=request.input_tokens,
             output_tokens=self._endpoint.settings.output_tokens(request.output_tokens),

@@ -39,7 +39,8 @@ class FairConfig:
     gets no blocks while one in turn waits for some. reserve: set blocks aside for a starving
     request (off only to show what happens then). expected_output_tokens: length of an answer before
     any was seen. headroom: where there are several tenants, the share of slots and blocks that
-    those with something running leave to those with nothing.
+    those with something running leave to those with nothing. class_s: seconds of head start that
+    each class of priority has on the next.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -52,9 +53,12 @@ class FairConfig:
     reserve: bool = True
     expected_output_tokens: int = 128
     headroom: float = 1 / 16
+    class_s: float = 10.0
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "max_skips", "due_after_s", "slack_s", "credit", "headroom")
+        check_not_negative(
+            self, "max_skips", "due_after_s", "slack_s", "credit", "headroom", "class_s"
+        )
         check_positive(self, "window", "expected_output_tokens", "default_weight")
         if self.headroom > _MAX_HEADROOM:
             raise ValueError(

@@ -9,7 +9,8 @@ context holds up whatever stands behind it. Here:
 - Requests of high ratio (more of VRAM than of the budget) may hold no more than their class' part
   of what both classes want, while both wait.
 - Tenants go in the order of the service they had less the credit that waiting earns
-  (`scheduler.tenants`); within a tenant, first come, first served.
+  (`scheduler.tenants`); within a tenant, first come, first served, a class of priority being a head
+  start of so many seconds.
 - Where there are several tenants, those with something running leave some slots and blocks to those
   with nothing, so that nobody waits for another's answers to end.
 - A request bypassed too often, or waiting too long, is starving: it goes first in its turn, and if
@@ -31,7 +32,7 @@ from scheduler.blocks import Changes, Ledger
 from scheduler.config import FairConfig, LinkRates
 from scheduler.loads import JustInTime
 from scheduler.tenants import FAR_AHEAD, IN_TURN, TenantQueues
-from scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Room, Work
+from scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Room, Work, last_in_line
 
 # Weight of the newest in the mean length of an answer.
 _NEWEST = 0.05
@@ -91,7 +92,7 @@ class Fair:
 
     def add(self, work: Work, now_s: float) -> bool:
         """As `Rule`; of another tenant than those who wait, it may be first in turn."""
-        work.seq = self._seq
+        work.join(self._seq, now_s, self.config.class_s)
         self._seq += 1
         self._event(now_s)
         self._tenants.enter(work)
@@ -145,10 +146,10 @@ class Fair:
         return self._tenants.charges()
 
     def victim(self, running: Sequence[Work]) -> Work:
-        """The latest admitted of the tenant that had most."""
+        """Of the tenant that had most, the latest admitted or, of several classes, in line."""
         served = {work.tenant: self._tenants.service_s(work.tenant) for work in running}
         most = max(served.values())
-        return next(work for work in reversed(running) if served[work.tenant] == most)
+        return last_in_line([work for work in running if served[work.tenant] == most])
 
     # -- the next iteration -------------------------------------------------------------------
 
@@ -212,7 +213,8 @@ class Fair:
                 plan.passed[PENDING] = plan.passed.get(PENDING, 0) + 1
                 continue
             candidate.tier = tier
-            candidate.starving = work.skips > config.max_skips or work.arrival_s <= starving_since_s
+            waited_long = work.arrival_s + work.late_s <= starving_since_s
+            candidate.starving = work.skips > config.max_skips or waited_long
             candidate.reserves = config.reserve and tier == IN_TURN
             if work.tenant in running:
                 candidate.leaves_blocks, candidate.leaves_slots = leaves_blocks, leaves_slots
@@ -249,7 +251,7 @@ class Fair:
         memory, budget = room.memory, room.budget_tokens
         if not candidates or reasons & {BUDGET, SLOTS} or budget <= 0 or room.slots <= 0:
             return None
-        arrivals_s = [c.work.arrival_s for c in candidates if not c.starving]
+        arrivals_s = [c.work.arrival_s + c.work.late_s for c in candidates if not c.starving]
         starving_s = min(arrivals_s, default=math.inf) + self.config.due_after_s
         budget_tokens = budget if CAP in reasons else None
         return _NoOp(

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from scheduler.config import FairConfig
-from scheduler.work import BUDGET, PENDING, SLOTS, VRAM, Plan, Room, Work
+from scheduler.work import BUDGET, IN_LINE, PENDING, SLOTS, VRAM, Plan, Room, Work, last_in_line
 
 
 class Fcfs:
-    """vLLM 0.29, policy "fcfs": strict order of arrival, stops at the first misfit.
+    """vLLM 0.29, policy "fcfs": strict order of arrival, stops at the first misfit. Of several
+    classes, the order in which they stand in line (`Work.join`).
 
     Those that need what is being loaded for another are put aside until a load lands, and then go
     first (vLLM's skipped requests). Costs nothing while the first in line does not fit and memory
@@ -25,7 +26,7 @@ class Fcfs:
         self.max_skips, self.max_wait_s = 0, 0.0
         self._waiting: deque[Work] = deque()
         self._delayed: list[Work] = []
-        self._seq = 0
+        self._seq, self._class_s = 0, (config or FairConfig()).class_s
         # Memory's version when the first in line did not fit; -1: look again.
         self._misfit_version = -1
 
@@ -33,10 +34,15 @@ class Fcfs:
         return len(self._waiting) + len(self._delayed)
 
     def add(self, work: Work, now_s: float) -> bool:
-        work.seq = self._seq
+        work.join(self._seq, now_s, self._class_s)
         self._seq += 1
-        self._waiting.append(work)
-        return len(self._waiting) == 1
+        at = len(self._waiting)
+        while at and IN_LINE(self._waiting[at - 1]) > IN_LINE(work):
+            at -= 1
+        self._waiting.insert(at, work)
+        if at == 0:
+            self._misfit_version = -1
+        return at == 0
 
     def plan(self, room: Room, now_s: float) -> Plan:
         plan, memory, waiting = Plan(), room.memory, self._waiting
@@ -101,4 +107,4 @@ class Fcfs:
         """Nothing to do: nobody is charged."""
 
     def victim(self, running: Sequence[Work]) -> Work:
-        return running[-1]
+        return last_in_line(running)

@@ -10,6 +10,9 @@ behind when it last waited, so that it cannot save up; if nobody else waits, nob
 anything, and it is lifted to the greatest of all.
 
 What other workers charged counts like one's own: a tenant does not multiply its share by spreading.
+
+A class of priority is a place in line (`Work.join`): within a tenant it says who goes first; among
+tenants it is worth what waiting as long would earn, once. A share it is not: that is the weight.
 """
 
 from __future__ import annotations
@@ -19,11 +22,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
-from operator import attrgetter
 
 from kappa.protocol import Charge
 from scheduler.config import FairConfig
-from scheduler.work import Work
+from scheduler.work import IN_LINE, Work
 
 # Tiers of tenants: first in turn; those that had more; those that had so much more that they get
 # nothing while one that is in turn lacks blocks.
@@ -34,11 +36,10 @@ _VRAM, _GPU, _LINK = 0, 1, 2
 _NEWEST = 0.2
 # Less than any charge: what rounding leaves of blocks given back.
 _NOTHING_BLOCKS = 1e-6
-_BY_ARRIVAL = attrgetter("seq")
 
 
 class _Tenant:
-    """fresh, preempted: its requests that wait, by arrival; those that ran before go first. own,
+    """fresh, preempted: its requests that wait, in line; those that ran before go first. own,
     elsewhere: seconds charged. behind_s: how far it was behind the least of the others when the
     last of its requests went. blocks: held by those admitted. mean_s: what a request of it cost."""
 
@@ -94,7 +95,7 @@ class TenantQueues:
     # -- who waits ----------------------------------------------------------------------------
 
     def enter(self, work: Work, preempted: bool = False) -> None:
-        """It waits, in its place by arrival; preempted: before those that never ran."""
+        """It waits, in its place in line; preempted: before those that never ran."""
         tenant = self._tenant(work.tenant)
         if work.tenant not in self._waiting:
             if len(self._tenants) > 1:
@@ -105,14 +106,14 @@ class TenantQueues:
                     level_s -= tenant.behind_s
                 tenant.lift_s += max(level_s - tenant.service_s(), 0.0)
             self._waiting[work.tenant] = tenant
-        insort(tenant.preempted if preempted else tenant.fresh, work, key=_BY_ARRIVAL)
+        insort(tenant.preempted if preempted else tenant.fresh, work, key=IN_LINE)
         self._count += 1
 
     def leave(self, work: Work) -> None:
         """It waits no more: it was admitted, or is gone; `KeyError` if it did not wait."""
         tenant = self._waiting[work.tenant]
         for works in (tenant.fresh, tenant.preempted):
-            at = bisect_left(works, work.seq, key=_BY_ARRIVAL)
+            at = bisect_left(works, IN_LINE(work), key=IN_LINE)
             if at < len(works) and works[at] is work:
                 del works[at]
                 break
@@ -150,7 +151,7 @@ class TenantQueues:
             work, tenant = next(queue), self._waiting[name]
             # Bounded, or a tenant that floods the queue would gain by how long its own wait.
             waited_s = min(max(now_s - work.arrival_s, 0.0), config.due_after_s)
-            key = tenant.service_s() - config.credit * waited_s
+            key = tenant.service_s() - config.credit * (waited_s - work.late_s)
             heads.append((key, work.seq, name, work, queue))
         heapify(heads)
         limit = heads[0][0] + config.slack_s

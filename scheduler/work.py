@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, Protocol
+
+IN_LINE = attrgetter("place_s", "seq")
+"""The order of `Work` in line."""
 
 # Why a request was bypassed in an iteration.
 VRAM, LINK, BUDGET, SLOTS, RESERVED, CAP, PENDING = (
@@ -22,14 +26,15 @@ class Work:
 
     total_tokens: what must be in the cache before it decodes: its prompt and, after a preemption,
     what it had generated. computed_tokens: how much of that is there, scheduled work included.
-    max_tokens: bound on its answer. tenant: who is charged. priority: lower goes first, where a
-    rule cares. skips: how often one behind it took what it lacked. seq: order of arrival; the rule
-    sets it. grown_blocks: taken since its admission, as it decoded; the engine counts them.
+    max_tokens: bound on its answer. tenant: who is charged. priority: its class; lower goes first.
+    skips: how often one behind it took what it lacked. seq: order of arrival; the rule sets it, and
+    late_s, by which its class sets it back, and place_s, where it stands in line. grown_blocks:
+    taken since its admission, as it decoded; the engine counts them.
     """
 
     __slots__ = (
-        "arrival_s", "computed_tokens", "grown_blocks", "max_tokens", "priority", "seq", "skips",
-        "tenant", "total_tokens",
+        "arrival_s", "computed_tokens", "grown_blocks", "late_s", "max_tokens", "place_s",
+        "priority", "seq", "skips", "tenant", "total_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -39,7 +44,21 @@ class Work:
         self.total_tokens, self.max_tokens = total_tokens, max_tokens
         self.arrival_s, self.tenant, self.priority = arrival_s, tenant, priority
         self.computed_tokens = self.grown_blocks = self.skips = 0
-        self.seq = -1
+        self.seq, self.late_s, self.place_s = -1, 0.0, 0.0
+
+    def join(self, seq: int, now_s: float, class_s: float) -> None:
+        """Take a place in line. Each class stands `class_s` behind the one before it, so whoever
+        comes later than that after it does not pass it."""
+        self.seq, self.late_s = seq, class_s * self.priority
+        self.place_s = now_s + self.late_s
+
+
+def last_in_line(running: Sequence[Work]) -> Work:
+    """Who of those running gives up first: the last of them in line if they are of several classes,
+    else the last that was admitted."""
+    if len({work.priority for work in running}) == 1:
+        return running[-1]
+    return max(running, key=IN_LINE)
 
 
 class Quote(NamedTuple):

@@ -90,7 +90,7 @@ def play(model: NodeModel, workload: mix.Workload, seed: int) -> Played:
         node.memory.put_in_host(ids, one.prefix_tokens // model.block_tokens)
         job = SimulatedJob(
             key, one.prompt_tokens, one.output_tokens, ids, one.at_s, one.output_tokens,
-            one.tenant, one.priority,
+            one.tenant, one.priority if model.rule == "priority" else 0,
         )  # fmt: skip
         loop.at(one.at_s, node.submit, job)
     loop.run()

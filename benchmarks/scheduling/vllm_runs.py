@@ -237,7 +237,9 @@ class Engine:
             },
         )  # fmt: skip
         prompt = {"prompt_token_ids": ids}
-        unique, priority = f"{name}-{time.monotonic_ns()}", request.priority
+        unique = f"{name}-{time.monotonic_ns()}"
+        # For the rule that is about it: the others are compared without such a hint.
+        priority = request.priority if self.policy == "priority" else 0
         async for output in self._llm.generate(prompt, params, unique, priority=priority):
             if math.isnan(served.first_s):
                 served.first_s = self._since(start_s)

@@ -239,6 +239,13 @@ def _report(folder: Path, json_output: bool) -> dict[str, Any]:
         for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "late_s")
     ]
     console.print_table(None, ("", *quantiles), times)
+    classes = [
+        (row["name"], f"{row['requests']:,}", f"{row['failed']:,}",
+         *(console.seconds(row["ttft_s"][q]) for q in quantiles))
+        for row in figures["priorities"]
+    ]  # fmt: skip
+    if classes:
+        console.print_table(None, ("priority", "requests", "failed", *quantiles), classes)
     lines, slo = [], figures["slo"]
     if slo["met"] is not None:
         result = f"{slo['basis']} objective: {slo['met']:.1%} met"

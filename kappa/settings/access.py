@@ -16,8 +16,10 @@ from pydantic import (
 )
 
 from kappa.keys import entry_digest, entry_fault, is_hashed, read_entries
-from kappa.protocol import MAX_TENANTS
+from kappa.protocol import MAX_TENANTS, MOST_PRIORITY
 from kappa.settings.base import Finite, Section, TenantName, checked
+
+PriorityClass = Annotated[int, Field(ge=0, le=MOST_PRIORITY)]
 
 
 class TenantLimits(Section):
@@ -30,12 +32,21 @@ class TenantLimits(Section):
     concurrent: int | None = Field(None, ge=1, description="requests open at a time")
 
 
+class TenantClasses(Section):
+    """Classes of priority, lower first: that of a tenant's requests, and those that one of them may
+    ask for instead, by the field `priority`."""
+
+    own: PriorityClass = 0
+    may_ask: tuple[PriorityClass, ...] = ()
+
+
 class TenantSettings(Section):
     """Who may ask and with what share. Without keys everyone is the default tenant.
 
     by_key: secret key, or `sha256:` and its digest -> tenant; a tenant may have several. keys_file:
     the same as a YAML file of its own (`key: tenant`, one per line), so that the settings hold no
-    secret; the ingress reads it again when it changes. weights: shares. limits: by tenant.
+    secret; the ingress reads it again when it changes. weights: shares. limits, priorities: by
+    tenant.
     """
 
     by_key: dict[SecretStr, TenantName] = Field(default_factory=dict)
@@ -44,6 +55,9 @@ class TenantSettings(Section):
         2.0, gt=0, le=3600, description="how often the ingress looks whether keys_file has changed"
     )
     weights: dict[TenantName, Annotated[Finite, Field(gt=0)]] = Field(default_factory=dict)
+    priorities: dict[TenantName, TenantClasses] = Field(
+        default_factory=dict, description="who goes first; 0 and no other for those not named"
+    )
     unknown: Literal["default", "refuse"] = Field(
         "default", description="requests without a known key: the default tenant's, or 401"
     )
@@ -102,7 +116,7 @@ class TenantSettings(Section):
         known = {*self.by_key.values(), self.default_name}
         if len(known) > MAX_TENANTS:
             raise ValueError(f"{len(known)} tenants: at most {MAX_TENANTS} are kept apart")
-        for field in ("weights", "limits", "operators"):
+        for field in ("weights", "limits", "priorities", "operators"):
             strangers = sorted(set(getattr(self, field)) - known)
             if strangers:
                 raise ValueError(

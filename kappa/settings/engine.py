@@ -68,6 +68,7 @@ class SchedulerSettings(Section):
     window: int = Field(256, ge=1, le=65_536, description="waiting requests looked at each time")
     slack_s: Finite = Field(0.25, ge=0, description="service a tenant may be ahead of others")
     credit: Finite = Field(0.1, ge=0, description="service that a second of waiting is worth")
+    class_s: Finite = Field(10.0, ge=0, description="head start of a priority class on the next")
     reserve: bool = Field(True, description="set blocks aside for a request that is due")
     log: str | None = Field(None, description="file for JSON lines, one per iteration; none: off")
     store_backlog_s: Finite = Field(

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from kappa.protocol import MOST_PRIORITY
 from router.api.checks import (
     MAX_COUNT,
     MAX_DEPTH,
@@ -184,7 +185,7 @@ _BOTH: dict[str, Check] = {
     "prompt_logprobs": whole(0, MAX_LOGPROBS), "add_special_tokens": flag, "echo": flag,
     "logprob_token_ids": many(whole(), 128), "bad_words": many(WORD, 128), "user": TEXT,
     "response_format": _RESPONSE_FORMAT, "structured_outputs": _STRUCTURED,
-    "priority": whole(-MAX_COUNT, MAX_COUNT), "return_tokens_as_token_ids": flag,
+    "priority": whole(0, MOST_PRIORITY), "return_tokens_as_token_ids": flag,
     "return_token_ids": flag, "return_token_offsets": flag, "cache_salt": WORD,
     "thinking_token_budget": whole(-1),
     "repetition_detection": fields_of(

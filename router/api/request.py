@@ -95,12 +95,14 @@ class ApiRequest:
 
     def prepare(self, models: Sequence[EndpointModel]) -> None:
         """Find its model, read its deadline, and make its body's `cache_salt` its tenant's own, for
-        engine and router alike; raises ApiError 404 if there is no such model, 400 if its deadline
-        is none."""
+        engine and router alike; give it its class of priority. Raises ApiError 404 if there is no
+        such model, 400 if its deadline is none, or its class not its tenant's to ask for."""
         self.model, self.adapter = model_of(models, self.body.model)
         salt = cache_salt(self.tenant, self.body.cache_salt)
         if salt is not None:
             self.body.cache_salt = salt
+        asked = self.body.priority if "priority" in self.body.model_fields_set else None
+        self.body.priority = self.tenant.class_of(asked)
         self.deadline = deadline_of(self.headers.get(DEADLINE_HEADER, ""), self.inbound.arrived_s)
 
     def finish(self, end: str, status: int) -> None:

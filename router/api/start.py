@@ -72,6 +72,7 @@ def tenants_table(t: TenantSettings, own: Mapping[bytes, str] | None = None) -> 
     table = Tenants(
         refuse=t.closed,
         weights=dict(t.weights),
+        priorities={name: (one.own, one.may_ask) for name, one in t.priorities.items()},
         # Without keys nobody can be distinguished from an operator.
         operators=frozenset({*t.operators, *own.values()}) if t.by_key else None,
         own_caches=bool(t.by_key) and not t.share_cache,

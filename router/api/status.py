@@ -127,7 +127,7 @@ def _refresh_refusals(live: LiveRouter, state: Any) -> None:
 
 
 def shares(known: Tenants, charged: Mapping[str, Charge]) -> list[dict[str, Any]]:
-    """Every tenant with its weight, what it was charged, and what share of all charges that is."""
+    """Every tenant with weight and class, what it was charged, and what share of all that is."""
     by_name = known.all()
     totals = {name: sum(getattr(c, name) for c in charged.values()) for name in Charge._fields}
     rows = []
@@ -137,8 +137,9 @@ def shares(known: Tenants, charged: Mapping[str, Charge]) -> list[dict[str, Any]
             field.removesuffix("_s"): own[field] / total if total else 0.0
             for field, total in totals.items()
         }
-        weight = by_name.get(name, known.default).weight
-        rows.append({"tenant": name, "weight": weight, "charged": own, "share": share})
+        tenant = by_name.get(name, known.default)
+        row = {"tenant": name, "weight": tenant.weight, "priority": tenant.priority}
+        rows.append({**row, "charged": own, "share": share})
     return rows
 
 

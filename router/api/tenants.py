@@ -25,13 +25,27 @@ class Tenant:
     """Who is charged, and its share relative to others'.
 
     operator: may see and do what concerns the whole cluster. own_cache: its cached prefixes are
-    nobody else's (`router.api.request.cache_salt`).
+    nobody else's (`router.api.request.cache_salt`). priority: its requests' class, lower first;
+    may_ask: classes that one of them may ask for instead.
     """
 
     name: str = "default"
     weight: float = 1.0
     operator: bool = True
     own_cache: bool = False
+    priority: int = 0
+    may_ask: tuple[int, ...] = ()
+
+    def class_of(self, asked: int | None) -> int:
+        """The class of a request that asked for one, or did not; ApiError 400 if it may not."""
+        if asked is None or asked == self.priority:
+            return self.priority
+        if asked not in self.may_ask:
+            known = ", ".join(map(str, sorted({self.priority, *self.may_ask})))
+            raise errors.bad_field(
+                "priority", f"it is {asked}, and tenant {self.name!r} may ask for {known}"
+            )
+        return asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +60,7 @@ class Tenants:
     default: Tenant = Tenant()
     refuse: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
+    priorities: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     operators: frozenset[str] | None = None
     own_caches: bool = False
     fixed: frozenset[bytes] = field(default=frozenset(), repr=False)
@@ -89,7 +104,8 @@ class Tenants:
 
     def _tenant(self, name: str) -> Tenant:
         operator = self.operators is None or name in self.operators
-        return Tenant(name, self.weights.get(name, 1.0), operator, self.own_caches)
+        classes = self.priorities.get(name, (0, ()))
+        return Tenant(name, self.weights.get(name, 1.0), operator, self.own_caches, *classes)
 
 
 def keys_in(authorization: str, api_key: str) -> list[str]:

@@ -108,6 +108,14 @@ def test_owners_have_their_own_figures():
     assert figures["nodes"][0]["cached_tokens"] == 3200
 
 
+def test_classes_that_were_asked_for_have_their_own_figures():
+    records = [reported(priority=p, session=str(n)) for n, p in enumerate((0, 0, 3, None))]
+    rows = summarize(records, QUICK)["priorities"]
+    assert [(row["name"], row["requests"]) for row in rows] == [("0", 2), ("(none)", 1), ("3", 1)]
+    assert rows[2]["ttft_s"] == summarize(records[2:3], QUICK)["ttft_s"]
+    assert summarize([reported()], QUICK)["priorities"] == []
+
+
 def test_expected_and_found_cached_tokens_stand_beside_each_other():
     missed = reported(actual={"device_tokens": 100, "cached_tokens": 0, "new_tokens": 1900,
                           "ttft_s": 0.9})  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ def show(options: LoadOptions) -> None:
         ("--pause-factor -1", "'--pause-factor': Input should be greater than or equal to 0"),
         ("--pause-factor inf", "'--pause-factor': inf"),
         ("--scale 1/0", "'--scale': '1/0' is no factor"),
+        ("--priority red=10", "--priority 'red=10': give TENANT=CLASS or CLASS"),
+        ("--priority -1", "--priority '-1': give TENANT=CLASS or CLASS"),
+        ("--priority 1 --priority 2", "--priority gives all others two classes: drop one"),
         ("--max-output 0", "'--max-output': Input should be greater than or equal to 1"),
     ],
 )
@@ -71,6 +75,16 @@ def test_options_have_defaults_and_values_of_the_command_line() -> None:
     words = ["sharegpt", "--url", "http://h", "--closed", "3", "--no-usage"]
     shown = CliRunner().invoke(app, words).stdout.replace("\n", "")
     assert shown == str(LoadOptions("sharegpt", "http://h", closed=3, usage=False))
+
+
+def test_a_class_is_sent_for_the_tenant_that_has_one_or_all_others() -> None:
+    keys = {"red": "k"}
+    settings = of(priority=["red=3", "1"]).endpoint(None, keys)
+    sent = [settings.prepare("x", 4, tenant).body for tenant in ("red", "blue", "")]
+    assert [json.loads(body)["priority"] for body in sent] == [3, 1, 1]
+    plain = of(priority=["red=0"]).endpoint(None, keys)
+    assert json.loads(plain.prepare("x", 4, "red").body)["priority"] == 0
+    assert "priority" not in json.loads(plain.prepare("x", 4, "blue").body)
 
 
 def test_the_same_seed_is_the_same_traffic_and_bounds_end_it(talks: Workload) -> None:

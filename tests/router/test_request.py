@@ -13,6 +13,7 @@ from router.api.errors import ApiError
 from router.api.request import (
     ApiRequest,
     Deadline,
+    EndpointModel,
     approx_allowed,
     cache_salt,
     deadline_of,
@@ -86,6 +87,35 @@ def test_a_prompt_whose_logprobs_are_asked_for_finds_no_cached_prefix(completion
     assert (made.salt == salt_of("mine")) is reads
     skips = made.body.to_sampling_params(4, {}).skip_reading_prefix_cache
     assert bool(skips) is not reads, "as vLLM does"
+
+
+@pytest.mark.parametrize(
+    ("tenant", "fields", "granted"),
+    [
+        (Tenant(), {}, 0),
+        (Tenant(), {"priority": 0}, 0),
+        (Tenant(priority=2, may_ask=(0, 5)), {}, 2),
+        (Tenant(priority=2, may_ask=(0, 5)), {"priority": 0}, 0),
+        (Tenant(priority=2, may_ask=(0, 5)), {"priority": 5}, 5),
+    ],
+)
+@pytest.mark.parametrize("completion", [False, True])
+def test_the_engine_is_sent_the_tenants_class_or_one_that_it_may_ask_for(
+    tenant, fields, granted, completion
+):
+    made = request(completion=completion, **fields)
+    made.inbound.tenant = tenant
+    made.prepare([EndpointModel("m", "m")])
+    assert made.body.priority == granted
+
+
+@pytest.mark.parametrize("asked", [0, 1, 9])
+def test_a_class_that_a_tenant_may_not_ask_for_is_refused_with_those_that_it_may(asked):
+    made = request(priority=asked)
+    made.inbound.tenant = Tenant("bulk", priority=5, may_ask=(7,))
+    error = refused(made.prepare, [EndpointModel("m", "m")])
+    assert (error.status, error.param) == (400, "priority")
+    assert f"it is {asked}, and tenant 'bulk' may ask for 5, 7" in str(error)
 
 
 def test_its_end_is_reported_once():

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
+from kappa.keys import digest_of
 from kappa.protocol import Charge
 from router.api.errors import ApiError
 from router.api.tenants import (
@@ -79,10 +80,17 @@ def test_shares_say_what_each_was_charged_of_all():
     rows = {row["tenant"]: row for row in shares(OPEN, charged)}
     assert list(rows) == ["alice", "bob", "default", "ghost"]
     assert rows["alice"]["share"] == {"vram": 0.75, "gpu": 0.5, "link": 0.0}
-    assert rows["alice"]["weight"] == 3.0
+    assert (rows["alice"]["weight"], rows["alice"]["priority"]) == (3.0, 0)
     assert rows["ghost"]["charged"] == {"vram_s": 1.0, "gpu_s": 1.0, "link_s": 0.0}
     assert rows["bob"]["share"] == {"vram": 0.0, "gpu": 0.0, "link": 0.0}
     assert [row["tenant"] for row in shares(Tenants(), {})] == ["default"]
+
+
+def test_a_tenants_class_is_the_tables():
+    table = Tenants(priorities={"alice": (3, (0, 5))}).with_digests({digest_of("sk-a"): "alice"})
+    found = table.find(["sk-a"])
+    assert (found.priority, found.may_ask) == (3, (0, 5))
+    assert (table.default.priority, table.default.may_ask) == (0, ())
 
 
 # -- token buckets ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def body(tokens=(5, 6, 7), **fields):
 
 def test_a_body_is_read():
     read = read_body(
-        body(max_tokens=9, temperature=0.5, top_p=0.9, seed=3, stop="END", stream=True,
+        body(max_tokens=9, temperature=0.5, top_p=0.9, seed=3, stop="END", stream=True, priority=4,
              stream_options=SimpleNamespace(include_usage=True), cache_salt="s",
              extra={"kappa_plan": "kv"}),
         eos_tokens=[2],
@@ -28,7 +28,7 @@ def test_a_body_is_read():
     request, sampling = read.request, read.request.sampling
     assert (request.tokens, request.max_tokens, request.salt) == ([5, 6, 7], 9, "s")
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.9, 3)
-    assert sampling.stop_tokens == {2} and request.planner == "kv"
+    assert sampling.stop_tokens == {2} and (request.planner, request.priority) == ("kv", 4)
     assert (read.stop, read.stream, read.include_usage) == (("END",), True, True)
 
 

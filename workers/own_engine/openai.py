@@ -84,6 +84,7 @@ def read_body(body: Any, eos_tokens: Sequence[int]) -> Body:
         max_tokens=int(next((n for n in limits if n is not None), _MOST_TOKENS)),
         sampling=_sampling(body, eos_tokens),
         tenant=tenant_of(extra) or DEFAULT_TENANT,
+        priority=int(getattr(body, "priority", 0) or 0),
         planner=str(extra.get(PLAN_KEY, "")) or None,
         salt=str(getattr(body, "cache_salt", None) or ""),
         name=str(extra.get(REQUEST_ID_KEY, getattr(body, "request_id", ""))),

@@ -41,6 +41,18 @@ def fault(**sections):
             "tenants", "limits names ['alcie'], who have no key",
         ),
         (
+            {"tenants": {**ALICE, "priorities": {"bob": {"own": 1}}}},
+            "tenants", "priorities names ['bob'], who have no key",
+        ),
+        (
+            {"tenants": {**ALICE, "priorities": {"alice": {"own": 10}}}},
+            "tenants.priorities.alice.own", "less than or equal to 9",
+        ),
+        (
+            {"tenants": {**ALICE, "priorities": {"alice": {"may_ask": [-1]}}}},
+            "tenants.priorities.alice.may_ask.0", "greater than or equal to 0",
+        ),
+        (
             {"tenants": {**ALICE, "operators": ["bob"]}},
             "tenants", "operators names ['bob'], who have no key",
         ),
