@@ -27,8 +27,8 @@ _SIZES = (1, 2, 4, 8, 16, 64, 256)
 # the lower quartile counts. A size that would take more than is left is left out.
 _REPEATS, _BESIDE = 12, 6
 # A load comes to an engine whose threads and processors were at rest: of one that comes right
-# behind another the first 16 blocks take a third less.
-_REST_S = 0.02
+# behind another the first 16 blocks take a third less. Rests take this share of the time at most.
+_REST_S, _REST_SHARE = 0.02, 0.3
 # Host memory that nobody has written reads as one page of zeros, out of the processor's cache: so
 # many blocks are written first, in lots, within this share of the time, and only they are timed.
 _WRITTEN, _LOT, _WRITING_SHARE = 1024, 64, 0.3
@@ -76,12 +76,14 @@ class LinkTimer:
         rows: dict[str, list[dict[str, float]]] = {"h2d": [], "d2h": []}
         self._write(time.perf_counter() + _WRITING_SHARE * budget_s)
         most = min(self._room.most, len(self._hosts))
-        for blocks in sorted({size for size in (*_SIZES, min(most, _SIZES[-1])) if size <= most}):
-            expected_s = 2 * (_REPEATS + 2 * _BESIDE) * block_s * blocks + _REPEATS * _REST_S
+        sizes = sorted({size for size in (*_SIZES, min(most, _SIZES[-1])) if size <= most})
+        rest_s = min(_REST_S, _REST_SHARE * budget_s / (_REPEATS * len(sizes)))
+        for blocks in sizes:
+            expected_s = 2 * (_REPEATS + 2 * _BESIDE) * block_s * blocks + _REPEATS * rest_s
             if time.perf_counter() + expected_s > end_s:
                 continue
             self._pair(blocks)
-            alone = [self._pair(blocks, _REST_S) for _ in range(_REPEATS)]
+            alone = [self._pair(blocks, rest_s) for _ in range(_REPEATS)]
             with repeating(self._busy):
                 beside = [self._pair(blocks) for _ in range(_BESIDE)]
             for index, way in enumerate(rows):
