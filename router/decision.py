@@ -177,11 +177,9 @@ class Estimates:
     capacity_tokens = Column()
     # Total delay that its prefill puts on those that decode there.
     tpot_impact_s = Column()
-    # What its decode adds to the steps of each request in flight beside it, over as many tokens as
-    # weigh like one first token.
+    # What it costs all in flight beside it, whose tokens its prompt and its own tokens delay: by
+    # the share of their objective that this uses up, as seconds of the objective of a first token.
     interference_s = Column()
-    # By how much as many of its own tokens are late: a step may take half of the TPOT objective.
-    own_late_s = Column()
     # Recent seconds of prefill per second (over 1: more than it can do), recent requests a second.
     gpu_use = Column()
     loads_per_s = Column()

@@ -116,7 +116,7 @@ class Fleet:
         pricing.correct(records, 0, (0, 0, 0, 0), (0.0, 0.0, 0), True)
         pricing.finish_prompt(records, 0, (0.0, 0.0, 0), 0.0)
         pricing.decode(records, 0, 0, 0)
-        pricing.depart(records, 0, 0)
+        pricing.depart(records, 0, 0, 0.0)
 
     # -- workers ------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Fleet:
             pricing.decode(self._records, flight.slot, -1, -flight.prompt_tokens)
         else:
             self._finish_prompt(flight, now_s)
-        pricing.depart(self._records, flight.slot, flight.prompt_tokens)
+        pricing.depart(self._records, flight.slot, flight.prompt_tokens, flight.gpu_s)
 
     def _finish_prompt(self, flight: Flight, now_s: float) -> None:
         slot, prompts = flight.slot, self._prompts[flight.slot]

@@ -26,7 +26,6 @@ from router.decision import ESTIMATE, Choice, Estimates, Fetch, Floats
 
 # A busy period is not longer than recent use reaches back.
 _FULL = 0.95
-_OWN_LATE = 0.5
 
 
 class Policy(Protocol):
@@ -81,12 +80,13 @@ class Priced(Stateless):
     constant to tune. r, Q and rho are means over the fleet: a node's own figures mislead where
     sessions wait for their answers before they ask again, since a jammed node gets few requests.
 
-    Decoding is shared work too: each token that a request will generate makes a step longer for all
-    that are in flight beside it. But a late token is no late first token: delays are weighed by
-    what the service objective allows of either, so a decode counts as so many of its tokens as the
-    TTFT objective is longer than the TPOT objective. Its own tokens are late, too, where a step
-    takes more than half of the TPOT objective; of that half counts. These halves are measured, not
-    derived (docs/adr/0005-price-wasted-work.md).
+    Decoding is shared work too: the request's prompt holds up all that are in flight beside it, and
+    each token that it will generate makes a step longer for them. What that costs is counted in
+    what the objective allows: an answer of O tokens may take O times the TPOT limit, and of that
+    the steps there and the prompts of all in flight use a share u. Misses rise the faster the
+    nearer u is to 1, so it is the square of u that is kept small: d more of it cost each answer
+    2 u d, a share of the TTFT limit, neither u nor d above 1: what is late is missed once
+    (docs/adr/0107-the-objective-in-the-price.md).
     """
 
     def __init__(self, name: str = "priced", *, fetches: bool = False) -> None:
@@ -103,9 +103,8 @@ class Priced(Stateless):
             # only to spread those that decode, or saves little, fills the nodes that others fetch
             # to.
             sooner = fetching.ttft_s + fetching.fetch_s < estimates.ttft_s[index]
-            interference_s = fetching.in_flight * fetching.interference_s
-            own_s = fetching.ttft_s + _OWN_LATE * fetching.own_late_s
-            cost_s = own_s + fetch_externality_s(fetching) + interference_s
+            shared_s = fetch_externality_s(fetching) + fetching.interference_s
+            cost_s = fetching.ttft_s + shared_s
             fetched = np.where(sooner, cost_s, np.inf)
             best = int(fetched.argmin())
             tokens = fetching.cached_tokens[best] - estimates.cached_tokens[best]
@@ -116,10 +115,10 @@ class Priced(Stateless):
 
 @compiled
 def _score_s(rows: Any) -> Floats:
-    """Own wait and decode, congestion externality and decode interference, in seconds, per row.
+    """Own wait, congestion externality and interference, in seconds, per row.
 
     The externality: others' waiting for computing more than the least that any worker would. The
-    interference: by how much the request's decode delays those in flight beside it.
+    interference: what later tokens of those in flight beside it cost.
     """
     workers = len(rows)
     needed_tokens = rows.new_tokens.min()
@@ -131,8 +130,7 @@ def _score_s(rows: Any) -> Floats:
         row = rows[i]
         wasted_s = (1 - needed_tokens / row.new_tokens) * row.work_s
         externality_s = wasted_s * (wasted_s + queue_s) * price
-        interference_s = row.in_flight * row.interference_s
-        out[i] = row.ttft_s + _OWN_LATE * row.own_late_s + externality_s + interference_s
+        out[i] = row.ttft_s + externality_s + row.interference_s
     return out
 
 

@@ -27,12 +27,14 @@ _IDENTITY = (
     "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
 )  # fmt: skip
 # Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
-# of its queue; requests and tokens by state; recent use, as of `used_s`; the network card, and the
+# of its queue; requests and tokens by state; gpu seconds of the prompts of all in flight, computed
+# or not; recent use, as of `used_s`; the network card, and the
 # host tier's room, of which a part is promised to fetches.
 _LOAD = (
     "link_reserved_s", "link_free_s", "gpu_reserved_s", "gpu_since_s", "gpu_head_s", "in_flight",
-    "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "gpu_use",
-    "loads_per_s", "prefills_per_s", "used_s", "net_free_s", "spare_tokens", "promised_tokens",
+    "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "prompts_s",
+    "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
+    "spare_tokens", "promised_tokens",
 )  # fmt: skip
 # `factors`: as `router.engine_queue.EngineSpeed` has them.
 _FACTORS = 14
@@ -41,12 +43,9 @@ WORKER = np.dtype(
 )
 
 MOST_USE = 0.95
-# Shares that simulation chose, not derived (docs/adr/0005): of what the objective allows a token,
-# what its step may take; of what it allows a first token, the wait above which later ones count
-# less; of the time that prompts take, by which steps count as longer.
-MOST_STEP = 0.5
+# Of what the objective allows a first token, the wait above which later ones count less: a share
+# that simulation chose, not derived (docs/adr/0005).
 MOST_WAIT = 0.5
-FELT_USE = 0.5
 
 Workers = NDArray[np.void]
 Rows = NDArray[np.void]
@@ -190,6 +189,7 @@ def reserve(
     worker.link_reserved_s += row.load_s
     worker.link_free_s = max(worker.link_free_s, now_s) + row.load_s
     worker.gpu_reserved_s += row.work_s
+    worker.prompts_s += row.work_s
     worker.in_flight += 1
     worker.waiting += 1
     worker.queued_tokens += row.new_tokens
@@ -218,6 +218,7 @@ def correct(
     link_s = host_tokens * worker.load_token_s + disk_tokens * worker.disk_token_s
     link_before_s, gpu_before_s, new_before = before
     worker.gpu_reserved_s += gpu_s - gpu_before_s
+    worker.prompts_s += gpu_s - gpu_before_s
     worker.link_reserved_s += link_s - link_before_s
     worker.link_free_s += link_s - link_before_s
     worker.queued_tokens += new_tokens - new_before
@@ -250,10 +251,12 @@ def decode(workers: Workers, slot: int, requests: int, context_tokens: float) ->
 
 
 @compiled
-def depart(workers: Workers, slot: int, context_tokens: float) -> None:
-    """A request ended."""
+def depart(workers: Workers, slot: int, context_tokens: float, gpu_s: float) -> None:
+    """A request ended, whose prompt took so long."""
     worker = workers[slot]
     worker.in_flight -= 1
+    # As in `finish_prompt`: no drift outlasts a quiet moment.
+    worker.prompts_s = worker.prompts_s - gpu_s if worker.in_flight > 0 else 0.0
     worker.resident_tokens -= context_tokens
 
 
@@ -262,16 +265,15 @@ def depart(workers: Workers, slot: int, context_tokens: float) -> None:
 
 @compiled
 def objective(
-    workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float, output_tokens: float, slo: Slo
-) -> tuple[float, float, float]:
-    """Delayed tokens that weigh as much as one first token delayed as long; limits in seconds.
+    workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float, slo: Slo
+) -> tuple[float, float]:
+    """Seconds that the first token and that each later one may take, by the service objective
+    (`kappa.slo`) of the best and of the middle idle worker.
 
-    Returns the tokens, what a token and what the first one may take. By the service objective
-    (`kappa.slo`), TTFT over TPOT, of the best and the middle idle worker; but never more tokens
-    than there will be. `rows` has `work_s` and `load_s` filled in.
+    `rows` has `work_s` and `load_s` filled in.
     """
     if not len(slots):
-        return output_tokens, math.inf, math.inf
+        return math.inf, math.inf
     ttft_floor_s, ttft_factor, tpot_factor = slo
     alone_s = np.empty(len(slots))
     idle_s, dilation = math.inf, 0.0
@@ -283,9 +285,8 @@ def objective(
         dilation = max(dilation, worker.dilation)
     tpot_limit_s = tpot_factor * np.sort(alone_s)[len(alone_s) // 2]
     if tpot_limit_s <= 0:
-        return output_tokens, math.inf, math.inf
-    ttft_limit_s = max(ttft_floor_s * dilation, ttft_factor * idle_s)
-    return min(ttft_limit_s / tpot_limit_s, output_tokens), tpot_limit_s, ttft_limit_s
+        return math.inf, math.inf
+    return max(ttft_floor_s * dilation, ttft_factor * idle_s), tpot_limit_s
 
 
 @compiled
@@ -334,7 +335,8 @@ def price(
         row.work_s, read_s, row.compute_s = prefill_s(
             worker, prompt_tokens, held, worker.decoding, worker.decode_context_tokens
         )
-        row.tpot_impact_s = worker.decoding * max(row.compute_s - read_s, 0.0)
+        row.interference_s = max(row.compute_s - read_s, 0.0)
+        row.tpot_impact_s = worker.decoding * row.interference_s
         left = fade(worker, now_s, window_s)
         row.gpu_use = worker.gpu_use * left
         row.loads_per_s = worker.loads_per_s * left
@@ -355,17 +357,21 @@ def price(
         row.ttft_sd = deviation(worker, row)
         step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
         row.tpot_s = step_s / (1 - min(row.gpu_use, MOST_USE))
-    weight, tpot_limit_s, ttft_limit_s = objective(
-        workers, slots, rows, prompt_tokens, output_tokens, slo
-    )
+    ttft_limit_s, tpot_limit_s = objective(workers, slots, rows, prompt_tokens, slo)
     share = interference_share(rows, ttft_limit_s)
+    answer_s = max(output_tokens, 1.0) * tpot_limit_s
     for i in range(len(slots)):
         worker, row = workers[slots[i]], rows[i]
+        if math.isinf(answer_s):
+            row.interference_s = 0.0
+            continue
         token_s = worker.token_s + prompt_tokens * worker.context_token_s
-        row.interference_s = share * weight * token_s
         step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
-        step_s /= 1 - FELT_USE * min(row.gpu_use, MOST_USE)
-        row.own_late_s = weight * max(step_s - MOST_STEP * tpot_limit_s, 0.0)
+        used = step_s / tpot_limit_s + worker.prompts_s / answer_s
+        added = row.interference_s / answer_s + token_s / tpot_limit_s
+        # The growth of the square of what is used; what is late already counts as just late.
+        each = 2 * min(used, 1.0) * min(added, 1.0)
+        row.interference_s = share * ttft_limit_s * worker.in_flight * each
 
 
 @compiled

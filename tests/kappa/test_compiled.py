@@ -93,7 +93,7 @@ def test_the_prices_are_those_that_python_gives(source):
     pricing.price.py_func(*records, *rest)
     for name in got.dtype.names:
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-12, err_msg=name)
-    assert (got["own_late_s"] > 0).any() and (got["interference_s"] > 0).all()
+    assert (got["interference_s"] > 0).all()
 
 
 def test_the_score_is_the_one_that_python_gives():

@@ -55,15 +55,12 @@ def busy(made, *workers, prompts=30):
 
 
 def test_interference_counts_less_on_all_alike_when_the_soonest_first_token_is_late():
-    idle, one, both = fleet_of("pcie", "pcie"), fleet_of("pcie", "pcie"), fleet_of("pcie", "pcie")
+    one, both = fleet_of("pcie", "pcie"), fleet_of("pcie", "pcie")
     busy(one, "w0")
     busy(both, "w0", "w1")
-    plain_s = estimate(idle).interference_s
-    assert estimate(one).interference_s.tolist() == plain_s.tolist(), "the other is idle"
-    fewer = estimate(both).interference_s / plain_s
-    assert fewer[0] == fewer[1] and 0 < fewer[0] < 0.2
-    busy(both, "w0", "w1")
-    assert estimate(both).interference_s[0] == pytest.approx(fewer[0] * plain_s[0] / 2, rel=0.1)
+    alone_s, together_s = estimate(one).interference_s, estimate(both).interference_s
+    assert alone_s[0] > 0 and alone_s[1] == 0.0, "nothing is in flight on the other"
+    assert together_s[0] == together_s[1] and 0 < together_s[0] < 0.2 * alone_s[0]
 
 
 def test_places_are_stable_while_others_come_and_go():

@@ -240,11 +240,11 @@ def test_priced_charges_nothing_for_work_that_must_be_done_anyway():
 
 SHORT = {
     "ttft_s": 1.0, "new_tokens": 100, "work_s": 0.1, "gpu_use": 0.2, "prefills_per_s": 3.0,
-    "gpu_backlog_s": 0.3, "in_flight": 2, "interference_s": 0.05, "own_late_s": 0.2,
+    "gpu_backlog_s": 0.3, "in_flight": 2, "interference_s": 0.1,
 }  # fmt: skip
 LONG = {
     "ttft_s": 2.0, "new_tokens": 200, "work_s": 0.4, "gpu_use": 0.6, "prefills_per_s": 5.0,
-    "gpu_backlog_s": 0.5, "in_flight": 3, "interference_s": 0.07, "own_late_s": 0.4,
+    "gpu_backlog_s": 0.5, "in_flight": 3, "interference_s": 0.21,
 }  # fmt: skip
 
 
@@ -254,16 +254,16 @@ def score(*workers):
 
 def test_wasted_work_costs_what_a_queue_of_that_load_makes_others_wait():
     # Means over both: use 0.4, 4 prompts a second, a queue of 0.4 s; a price of 4 / 0.6 = 6.667.
-    # Short: computes no more than it must: 1 + 0.2 / 2 + 2 x 0.05 = 1.2.
-    # Long: half of its 0.4 s is waste: 0.2 x (0.2 + 0.4) x 6.667 = 0.8; decoding beside 3 others
-    # 3 x 0.07 = 0.21; 2 + 0.4 / 2 + 0.8 + 0.21 = 3.21.
-    assert score(SHORT, LONG) == pytest.approx([1.2, 3.21])
+    # Short: computes no more than it must: 1 + 0.1 = 1.1.
+    # Long: half of its 0.4 s is waste: 0.2 x (0.2 + 0.4) x 6.667 = 0.8; those beside it
+    # 0.21; 2 + 0.8 + 0.21 = 3.01.
+    assert score(SHORT, LONG) == pytest.approx([1.1, 3.01])
 
 
 def test_beyond_full_use_the_price_of_waste_rises_no_more():
     # Use of 0.95 at most: 4 / 0.05 = 80, so the waste costs 0.12 x 80 = 9.6 instead of 0.8.
     fuller = score({**SHORT, "gpu_use": 0.95}, {**LONG, "gpu_use": 0.95})
-    assert fuller == pytest.approx([1.2, 3.21 - 0.8 + 9.6])
+    assert fuller == pytest.approx([1.1, 3.01 - 0.8 + 9.6])
     assert score({**SHORT, "gpu_use": 3.0}, {**LONG, "gpu_use": 7.0}) == pytest.approx(fuller)
 
 
@@ -289,7 +289,7 @@ def fetching(tokens, ttft_s, fetch_s=0.1, **others):
 
 
 def test_a_fetch_that_is_cheaper_than_every_worker_without_one_is_chosen():
-    # Without: 1.2 and 3.21. With: 0.5 + 0.4 / 2 + 3 x 0.07 = 0.91 and nobody else loads.
+    # Without: 1.1 and 3.01. With: 0.5 + 0.21 = 0.71 and nobody else loads.
     chosen = Priced(fetches=True).choose(fetching(tokens=256, ttft_s=0.5))
     assert (chosen.index, chosen.reason) == (1, "peer_fetch")
     assert chosen.fetch is not None
@@ -300,14 +300,14 @@ def test_a_fetch_that_is_cheaper_than_every_worker_without_one_is_chosen():
     "offered",
     [
         pytest.param(fetching(tokens=0, ttft_s=0.5), id="of nothing"),
-        # 0.8 + 0.41 = 1.21, more than 1.2.
-        pytest.param(fetching(tokens=256, ttft_s=0.8), id="that costs more in all"),
+        # 0.9 + 0.21 = 1.11, more than 1.1.
+        pytest.param(fetching(tokens=256, ttft_s=0.9), id="that costs more in all"),
         pytest.param(fetching(256, math.inf, fetch_s=math.inf), id="for which there is no room"),
         # 0.5 + 0.6 s on the network: the request itself gains nothing.
         pytest.param(fetching(tokens=256, ttft_s=0.5, fetch_s=0.6), id="longer than what it saves"),
-        # 2.05 loads a second: 0.41 + 0.5 + 0.2 x 2.05 x (0.5 + 0.2) = 1.197; at 2.1 it is 1.204.
+        # 3 loads a second: 0.21 + 0.5 + 0.2 x 3 x (0.5 + 0.2) = 1.13, more than 1.1.
         pytest.param(
-            fetching(tokens=256, ttft_s=0.5, fetch_s=0.2, loads_per_s=4.2, net_backlog_s=0.5),
+            fetching(tokens=256, ttft_s=0.5, fetch_s=0.2, loads_per_s=6.0, net_backlog_s=0.5),
             id="that makes others wait",
         ),
     ],

