@@ -125,7 +125,7 @@ def capacity(
     facts = result(
         attainment=attainment, requests=requests, rows=rows, against=against(rows),
     )  # fmt: skip
-    publish(facts, lambda console: _show(console, rows, facts["against"]), json_output=json_output)
+    publish(facts, lambda console: show(facts, console), json_output=json_output)
 
 
 def search(
@@ -211,7 +211,9 @@ def _against(place: tuple[str, str], named: Mapping[str, Row]) -> Row | None:
     }  # fmt: skip
 
 
-def _show(console: Any, rows: Sequence[Row], ratios: Sequence[Row]) -> None:
+def show(facts: Mapping[str, Any], console: Any) -> None:
+    """Print a result: each policy's capacity, then ours over the best other system's."""
+    rows, ratios = facts["rows"], facts["against"]
     shown = [
         (
             row["trace"], row["cluster"], row["policy"], f"{row['capacity_rps']:.4g}/s",

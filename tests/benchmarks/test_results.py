@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.faults import command as faults
 from benchmarks.offload import run as offload
-from benchmarks.routing import router, scenarios
+from benchmarks.routing import capacity, router, scenarios
 from benchmarks.routing.peers import dynamo, peers
 from benchmarks.serving import predict, serve, validate
 
@@ -30,6 +30,7 @@ SHOWN = [
     ("2026-11-23-bench-dynamo.json", dynamo.show, "host-cache-hit-weight"),
     ("2026-11-22-bench-peers.json", peers.show, "ray-prefix"),
     ("2026-11-23-bench-scenario.json", scenarios.show, "fair in the engine"),
+    ("2026-11-23-bench-capacity.json", capacity.show, "priced / peer"),
     ("2026-11-22-bench-router.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
     ("2026-11-21-bench-offload-cpu.json", offload.show, "kvpr-ahead"),
