@@ -5,8 +5,10 @@ import itertools
 import json
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from benchmarks.serving import route
 from benchmarks.serving.route import RouteLoad, _checked, _summary, ids_of, play, prompt_of
 from benchmarks.serving.route_backend import (
     BLOCK_BYTES,
@@ -140,6 +142,27 @@ async def test_agents_wait_for_their_answers_and_send_what_was_asked_for(server)
     for session in by_session.values():
         for before, after in itertools.pairwise(session):
             assert after.sent_s >= before.ended_s
+
+
+async def test_real_servers_get_ids_and_the_name_of_the_conversation(monkeypatch):
+    bodies = []
+
+    async def completions(request):
+        bodies.append(await request.json())
+        return web.json_response({"choices": [{"text": "x"}], "usage": {}})
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", completions)])
+    monkeypatch.setattr(route, "_model_of", lambda url: "small")
+    turns = tuple(turn(100 + 64 * k) for k in range(3))
+    workload = Workload("made up", 64, (SessionShape("s", turns),), "made up")
+    load = RouteLoad(requests=6, agents=1, output=2, pause=0.0, most=10_000, shrink=16)
+    async with TestServer(app) as one:
+        await asyncio.wait_for(play(str(one.make_url("/")), load, workload, 0), 60)
+    assert [len(body["prompt"]) for body in bodies[:3]] == [6, 10, 14]  # 100, 164, 228 over 16
+    assert {body["model"] for body in bodies} == {"small"} and bodies[0]["ignore_eos"]
+    assert [body["user"] for body in bodies[:3]] == [bodies[0]["user"]] * 3
+    assert len({body["user"] for body in bodies}) == 2
 
 
 async def test_the_open_loop_sends_each_request_once_and_says_when_its_first_token_came(server):
