@@ -1,7 +1,7 @@
 """What each iteration of an engine did: totals for the worker's report and, on request, JSON lines.
 Totals leave every tenth of a second and whenever the engine falls idle; they are cumulative, so a
-lost message costs nothing. The engine does not wait for a disk: lines that it is too slow for, or
-too full, are left out, and the log says so once."""
+lost message costs nothing. The engine does not wait for a disk: lines that it is too slow for
+are left out, where it is full they end, and the log says so once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Full, Queue
-from typing import TextIO
 
 import structlog
 
@@ -131,14 +130,6 @@ class IterationLog:
             }
         )
 
-    def _write(self, file: TextIO, iteration: Iteration) -> None:
-        try:
-            file.write(json.dumps(asdict(iteration)) + "\n")
-            if self._lines.empty():
-                file.flush()
-        except OSError as error:
-            self._left_out(str(error))
-
     def _left_out(self, why: str) -> None:
         if not self._gaps:
             self._gaps = True
@@ -166,8 +157,10 @@ class IterationLog:
             try:
                 with file:
                     while (iteration := self._lines.get()) is not None:
-                        self._write(file, iteration)
-            except OSError as error:  # of lines that were still in memory
+                        file.write(json.dumps(asdict(iteration)) + "\n")
+                        if self._lines.empty():
+                            file.flush()
+            except OSError as error:
                 self._left_out(str(error))
 
         self._writer = threading.Thread(target=write, name="kappa-iterations", daemon=True)
