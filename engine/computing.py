@@ -85,7 +85,7 @@ class Computer:
         self._mover.settle()
         before_s = link.busy_s
         crossing = [len(s.kept.kv) for s in chunks if s.kept is not None and s.kept.split]
-        if crossing:
+        if any(crossing):
             mean_tokens = sum(crossing) * next(iter(chunks)).block_tokens // len(crossing)
             self._share = self._planning.split_share(len(crossing), mean_tokens)
         try:

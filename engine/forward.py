@@ -19,7 +19,7 @@ from engine.cpu_attention import CpuAttention
 from engine.step import DeviceStep, StepRow
 from engine.step_builder import build_step
 from engine.transfer import Event, LinkMover, TransferFailed
-from engine.weights import Layer, Weights
+from engine.weights import Weights
 
 
 @dataclass(slots=True)
@@ -192,13 +192,6 @@ class Forward:
 
     # -- a layer ------------------------------------------------------------------------------
 
-    def _weights(self, layer: int) -> Layer:
-        return self.weights.layers[layer]
-
-    def _kv_weights(self, layer: int) -> Layer:
-        """A layer of which only what makes keys and values is used."""
-        return self.weights.layers[layer]
-
     def _load(self, layer: int, step: DeviceStep, buffer: Buffer) -> None:
         """Begin to copy what the step needs from host memory, behind the buffer's last use."""
         arena = self.arena
@@ -212,12 +205,12 @@ class Forward:
                     for t, s, n in step.kv_runs]  # fmt: skip
             buffer.kv = self.mover.h2d(rows, buffer.free)
 
-    def _compute(self, layer: int, running: RunningStep, buffer: Buffer) -> Tensor:
-        """One layer; the input of its projections, of which activation blocks are made."""
+    def _compute(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
+        """One layer."""
         step, config = running.step, self.config
         if step.act_tokens:
             self._project_acts(layer, running, buffer)
-        tensors = self._weights(layer)
+        tensors = self.weights.layers[layer]
         a = layers.attention_input(running.hidden, tensors, config)
         q = layers.project_q(a, tensors, config, running.angles)
         first = step.first_new_row
@@ -249,7 +242,6 @@ class Forward:
         attended = attention.attend(step.groups, q, pool, buffer.rows, config, there)
         running.hidden = layers.finish(running.hidden, attended, tensors, config)
         buffer.free = self.mover.mark()
-        return a
 
     def _project_acts(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
         """Keys and values of the step's activations, into the buffer."""
@@ -259,8 +251,5 @@ class Forward:
         hidden = self.config.hidden
         loaded = buffer.acts[: step.loaded_act_blocks].view(-1, hidden)
         a = loaded if step.act_rows is None else loaded.index_select(0, step.act_rows)
-        if step.act_device is not None:
-            held = self.arena.act_device[layer].view(-1, hidden).index_select(0, step.act_device)
-            a = held if not len(a) else torch.cat((a, held))
         rows = buffer.rows[step.loaded_rows : step.first_new_row].view(step.act_tokens, -1)
-        layers.project_kv(a, self._kv_weights(layer), self.config, running.act_angles, rows)
+        layers.project_kv(a, self.weights.layers[layer], self.config, running.act_angles, rows)

@@ -38,15 +38,14 @@ class Source(IntEnum):
 
     NEW = 0  # computed in this step
     KV_DEVICE = 1
-    ACT_DEVICE = 2
-    KV_HOST = 3
-    ACT_HOST = 4
-    KV_CPU = 5  # in host memory, where the CPU attends to it: only queries and results cross
+    KV_HOST = 2
+    ACT_HOST = 3
+    KV_CPU = 4  # in host memory, where the CPU attends to it: only queries and results cross
 
 
 COLUMN_OF: dict[Source, tuple[BlockType, Place]] = {
-    Source.KV_DEVICE: ("kv", "device"), Source.ACT_DEVICE: ("act", "device"),
-    Source.KV_HOST: ("kv", "host"), Source.ACT_HOST: ("act", "host"), Source.KV_CPU: ("kv", "host"),
+    Source.KV_DEVICE: ("kv", "device"), Source.KV_HOST: ("kv", "host"),
+    Source.ACT_HOST: ("act", "host"), Source.KV_CPU: ("kv", "host"),
 }  # fmt: skip
 """Which column of `Pages` has the blocks of a source."""
 _OF_SEGMENT = {"K": Source.KV_HOST, "A": Source.ACT_HOST, "R": Source.NEW}
@@ -84,7 +83,11 @@ class Pages:
 
     def of(self, source: Source, blocks: Ids) -> Ids:
         """Ids of these blocks of the sequence in the place of `source`; -1 where there is none."""
-        column = self.column(*COLUMN_OF[source])
+        return self.ids(*COLUMN_OF[source], blocks)
+
+    def ids(self, type: BlockType, place: Place, blocks: Ids) -> Ids:
+        """Ids of these blocks of that type and place; -1 where there is none."""
+        column = self.column(type, place)
         if len(blocks) and blocks.max() < len(column):
             return column[blocks]
         ids = np.full(len(blocks), -1, np.int64)
@@ -138,7 +141,7 @@ def joined(spans: Iterable[TokenSpan]) -> tuple[TokenSpan, ...]:
     return tuple(found)
 
 
-_NEAREST = (Source.KV_DEVICE, Source.ACT_DEVICE, Source.KV_HOST, Source.ACT_HOST)
+_NEAREST = (Source.KV_DEVICE, Source.KV_HOST, Source.ACT_HOST)
 
 
 def held_spans(
@@ -146,10 +149,10 @@ def held_spans(
 ) -> tuple[TokenSpan, ...]:
     """Spans of tokens that are in their blocks: the nearest of those that a block has.
 
-    In order: KV on the device, activations on the device, KV in host memory, activations in host
-    memory. activations: the first so many tokens, in whole blocks, come from host activations where
-    there are any, and no KV on the device (KVPR's split). on_cpu: of the first so many, those that
-    lie in host memory as KV are left to the CPU.
+    In order: KV on the device, KV in host memory, activations in host memory. activations: the
+    first so many tokens, in whole blocks, come from host activations where there are any, and no KV
+    on the device (KVPR's split). on_cpu: of the first so many, those that lie in host memory as KV
+    are left to the CPU.
     """
     blocks = np.arange(-(-tokens // block_tokens))
     there = np.stack([pages.of(source, blocks) >= 0 for source in _NEAREST])
@@ -296,8 +299,7 @@ class DeviceStep:
     """An iteration, ready to run on the device.
 
     kv_runs, act_runs: (block of the buffer, host block, how many), the same for every layer.
-    act_rows: rows of the loaded activations to project, None for all in order; act_device: rows of
-    device activations.
+    act_rows: rows of the loaded activations to project, None for all in order.
     Buffer rows: loaded, then K and V of each token from activations, then of each new one, then
     those that `from_pool` copies from the device's blocks.
     """
@@ -308,7 +310,6 @@ class DeviceStep:
     groups: list[Group]
     act_positions: Tensor
     act_rows: Tensor | None
-    act_device: Tensor | None
     to_pool: Scatter | None
     to_act: Scatter | None
     from_pool: Scatter | None

@@ -124,11 +124,10 @@ class _Builder:
             wanted = [self._ids_of(i, span, source) for i, span in spans if span.source is source]
             self.loaded[source] = np.unique(np.concatenate(wanted)) if wanted else _NONE
         self.loaded_rows = len(self.loaded[Source.KV_HOST]) * 2 * block_tokens
-        self.act_tokens = count[Source.ACT_HOST] + count[Source.ACT_DEVICE]
+        self.act_tokens = count[Source.ACT_HOST]
         # Where each source's pairs of K and V begin: in tokens, behind the loaded rows.
         self._next = {
             Source.ACT_HOST: 0,
-            Source.ACT_DEVICE: count[Source.ACT_HOST],
             Source.NEW: self.act_tokens,
             Source.KV_DEVICE: self.act_tokens + self.first[-1],
         }
@@ -157,17 +156,15 @@ class _Builder:
                     positions += range(start, stop)
             logit_rows += range(first if row.wanted == "all" else end - 1, end)
         kv_host, act_host = self.loaded[Source.KV_HOST], self.loaded[Source.ACT_HOST]
-        act_rows, act_device = self._joined("act_host"), self._joined("act_device")
+        act_rows = self._joined("act_host")
         in_order = len(act_rows) == len(act_host) * self.bt and _is_range(act_rows)
-        act_positions = self._joined("host_positions"), self._joined("device_positions")
         return DeviceStep(
             tokens=ids(tokens),
             positions=ids(positions),
             logit_rows=ids(logit_rows),
             groups=groups,
-            act_positions=ids(np.concatenate(act_positions)),
+            act_positions=ids(self._joined("act_positions")),
             act_rows=None if in_order else ids(act_rows),
-            act_device=ids(act_device) if len(act_device) else None,
             to_pool=self._scatter("pool", "from_buffer"),
             to_act=self._scatter("act", "captured"),
             from_pool=self._scatter("copied", "from_pool"),
@@ -287,18 +284,14 @@ class _Builder:
             k, v = self._pairs(source, len(positions))
         if source is Source.ACT_HOST:
             self.pieces["act_host"].append(self._rows_of(slots, span, bt))
-            self.pieces["host_positions"].append(positions)
-        elif source is Source.ACT_DEVICE:
-            held = self._ids_of(index, span, source)
-            self.pieces["act_device"].append(self._rows_of(held, span, bt))
-            self.pieces["device_positions"].append(positions)
+            self.pieces["act_positions"].append(positions)
         block = pages.of(Source.KV_DEVICE, positions // bt)
         there = block >= 0
         target = block[there] * (2 * bt) + positions[there] % bt
         self.pieces["pool"] += [target, target + bt]
         self.pieces["from_buffer"] += [k[there], v[there]]
         if source is Source.NEW:
-            act = pages.of(Source.ACT_DEVICE, positions // bt)
+            act = pages.ids("act", "device", positions // bt)
             kept = np.flatnonzero(act >= 0)
             self.pieces["act"].append(act[kept] * bt + positions[kept] % bt)
             new = (k[kept] - self.loaded_rows) // 2 - self.act_tokens

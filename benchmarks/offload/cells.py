@@ -1,10 +1,10 @@
 """What `kappa bench offload` measures, by name: models, cells, and how the link is emulated.
 
-A cell is one point of an experiment: a batch of sequences that decodes behind a prompt (papers 000,
-002, 003), a prompt whose first part is cached (paper 001), or sparse decoding (paper 004). In
-`*-paced` settings the link is emulated: copies take as long as on a link of the given bandwidth,
-asleep, so that they leave the processor to the computation, as a GPU's copies do. Weights are
-random, from a seed; hit rates of sparse decoding are injected.
+A cell is one point of an experiment: requests that decode behind prompts (papers 000, 002, 003),
+with room in host memory for all or for some; a prompt whose first part is cached (paper 001); or
+sparse decoding (paper 004). In `*-paced` settings the link is emulated: copies take as long as on a
+link of the given bandwidth, asleep, so that they leave the processor to the computation, as a GPU's
+copies do. Weights are random, from a seed; hit rates of sparse decoding are injected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.offload.streaming import Order
 from engine.arena import ArenaSize
 from engine.config import ModelConfig, read_config
 from engine.profile import ProfileSettings
@@ -25,32 +24,26 @@ PAPER_HITS = 0.79
 
 @dataclass(frozen=True, slots=True)
 class DecodeCell:
-    """Sequences of one length that decode `gen` tokens, in `batches` of `batch` sequences.
+    """Requests of one length that the served engine decodes `gen` tokens of.
 
-    order: "row", a batch through all layers, or "column", a layer serves all batches. policies: as
-    `benchmarks.offload.policies` names them; the first is the baseline.
+    policies: as `benchmarks.offload.policies` names them; the first is the baseline. held: host
+    memory has room for so many contexts as KV, and all requests come at once; 0: for all.
     """
 
-    batch: int
+    requests: int
     prompt: int
     gen: int
     policies: tuple[str, ...]
-    batches: int = 1
-    order: Order = "row"
-
-    @property
-    def sequences(self) -> int:
-        return self.batch * self.batches
+    held: int = 0
 
     @property
     def system(self) -> str:
-        return f"decode-{self.order}"
+        return "capacity" if self.held else "decode"
 
     @property
     def name(self) -> str:
-        """As `--only` finds it: 64x128/32, or 8*32x128/32."""
-        times = f"{self.batches}*" if self.batches > 1 else ""
-        return f"{times}{self.batch}x{self.prompt}/{self.gen}"
+        """As `--only` finds it: 64x128/32, or 64x128/32 in 8."""
+        return f"{self.requests}x{self.prompt}/{self.gen}" + (f" in {self.held}" * bool(self.held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +85,10 @@ Cell = DecodeCell | PrefixCell | SparseCell
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cells of one model with its weights in one place. cpu_threads: that may attend to KV in host
-    memory."""
+    """Cells of one model. cpu_threads: that may attend to KV in host memory."""
 
     model: str
     cells: tuple[Cell, ...]
-    streamed: bool = False
     cpu_threads: int = 0
 
 
@@ -139,25 +130,20 @@ class Setting:
 
 
 _SHARES = ("share-25", "share-50", "share-75")
-_ROW = ("kv-only", "kvpr-paper", "kvpr-ahead", "activations", *_SHARES, "device")
-_COLUMN = (
-    "kv-only", "hybrid-paper", "hybrid-corrected", "hybrid-planned", "activations", "hybrid-25",
-    "hybrid-50", "hybrid-75",
-)  # fmt: skip
-_CPU = ("kv-only", "cpu-25", "cpu-50", "cpu-75", "cpu-100", "cpu-paper", "cpu-ahead", "device")
+_KVPR = ("host-kv", "kvpr-paper", "host-kvpr", *_SHARES, "share-100", "device")
+_HYBRID = ("host-kv", "host-hybrid", "hybrid-paper", "hybrid-50", "hybrid-75", "hybrid-100")
+_CPU = ("host-kv", "cpu-25", "cpu-50", "cpu-75", "cpu-100", "cpu-paper", "cpu-ahead", "device")
 
 
 def _plans(name: str, link_bytes_per_s: float, *, short: bool = False) -> Setting:
     """Papers 000, 001 and 003. short: fewer bytes, for a slow link."""
     batch, prompt, gen = (4, 128, 9) if short else (8, 256, 17)
-    # As much KV as weights, or more: what paper 003 is about.
-    column = DecodeCell(
-        4, prompt, 5 if short else 17, _COLUMN, batches=3 if short else 4, order="column"
-    )
+    # Three times what host memory has room for as KV: what paper 003 is about.
+    held = DecodeCell(3 * batch, prompt, gen, _HYBRID, held=batch)
     prefix = PrefixCell(1024, 32)
     groups = (
-        Group("opt-small", (DecodeCell(batch, prompt, gen, _ROW), prefix)),
-        Group("opt-small", (column,), streamed=True),
+        Group("opt-small", (DecodeCell(batch, prompt, gen, _KVPR), prefix)),
+        Group("opt-small", (held,)),
         Group("llama-small", (prefix,)),
     )
     return Setting(name, groups, link_bytes_per_s)
@@ -179,11 +165,9 @@ def _sparse(name: str, link_bytes_per_s: float) -> Setting:
 _SMALLEST = Setting(
     "smallest",
     (
-        Group("opt-tiny", (DecodeCell(2, 24, 4, ("kv-only", "kvpr-ahead")), PrefixCell(64, 8, ()))),
-        Group("opt-tiny", (
-            DecodeCell(2, 24, 4, ("kv-only", "hybrid-planned"), batches=2, order="column"),
-        ), streamed=True),
-        Group("opt-tiny", (DecodeCell(2, 32, 4, ("kv-only", "cpu-50")),), cpu_threads=1),
+        Group("opt-tiny", (DecodeCell(2, 24, 4, ("host-kv", "host-kvpr")), PrefixCell(64, 8, ()))),
+        Group("opt-tiny", (DecodeCell(8, 24, 9, ("host-kv", "hybrid-100"), held=2),)),
+        Group("opt-tiny", (DecodeCell(2, 33, 4, ("host-kv", "cpu-50")),), cpu_threads=1),
         Group("llama-tiny", (SparseCell(2, 256, (PAPER_HITS,)),)),
     ),
     40e6, block_tokens=8, profile=_TINY, clo=CloConfig(recent_tokens=16), steps=4,
@@ -193,13 +177,10 @@ _SMALLEST = Setting(
 _GPU = Setting(
     "gpu",
     (
-        Group("opt-1b", (DecodeCell(8, 512, 9, ("kv-only", "kvpr-paper", "kvpr-ahead", "device")),
+        Group("opt-1b", (DecodeCell(8, 512, 9, ("host-kv", "kvpr-paper", "host-kvpr", "device")),
                          PrefixCell(1_792, 128, (0.5,)))),
-        Group("opt-1b", (
-            DecodeCell(8, 512, 5, ("kv-only", "hybrid-paper", "hybrid-planned"), batches=2,
-                       order="column"),
-        ), streamed=True),
-        Group("llama-1b", (DecodeCell(8, 1_024, 9, ("kv-only", "cpu-25", "cpu-50", "device")),),
+        Group("opt-1b", (DecodeCell(24, 512, 9, ("host-kv", "host-hybrid", "hybrid-75"), held=8),)),
+        Group("llama-1b", (DecodeCell(8, 1_024, 9, ("host-kv", "cpu-25", "cpu-50", "device")),),
               cpu_threads=4),
         Group("llama-1b", (SparseCell(4, 8_192, (PAPER_HITS,)),)),
     ),
@@ -265,7 +246,7 @@ def model_data(name: str, dtype: str) -> dict[str, Any]:
 
 
 def arena_size(setting: Setting, group: Group) -> ArenaSize:
-    """Blocks that hold any one cell of the group (none of it sparse), and a profile."""
+    """Blocks that hold any one prefix of the group, what its link alone copies, and a profile."""
     size, config = setting.block_tokens, model(group.model)
     kv_device = kv_host = math.ceil(setting.profile.tokens[-1] / size)
     act_device = act_host = 0
@@ -275,12 +256,7 @@ def arena_size(setting: Setting, group: Group) -> ArenaSize:
             kv_device, kv_host = max(kv_device, blocks), max(kv_host, blocks)
             # With grouped queries activations are no smaller than KV: nobody asks for them.
             if config.hidden < 2 * config.kv_width:
-                act_host = max(act_host, blocks)
+                act_host = act_device = max(act_host, blocks)
         elif isinstance(cell, DecodeCell):
-            blocks = cell.sequences * math.ceil((cell.prompt + cell.gen) / size)
-            kv_device, kv_host = max(kv_device, blocks), max(kv_host, blocks)
-            if not any(policy.startswith("cpu-") for policy in cell.policies):
-                # One that fills, and one that leaves.
-                act_device = max(act_device, 2 * cell.sequences)
-                act_host = max(act_host, blocks)
+            kv_host = max(kv_host, cell.requests * cell.prompt // size)
     return ArenaSize(kv_device, kv_host, act_device, act_host, block_tokens=size)

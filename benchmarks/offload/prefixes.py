@@ -17,9 +17,9 @@ from torch import Tensor
 
 from benchmarks.offload.cells import PrefixCell
 from benchmarks.offload.rig import LINK, Arm, Rig, Sample
-from benchmarks.offload.streaming import Copies, Store
 from engine.blocks import BlockType, Ids, Place
 from engine.step import Pages, prompt_row
+from engine.transfer import Copies
 from kappa.plans.load_plan import LoadPlan
 from kappa.plans.planners import choose
 from kappa.plans.split import (
@@ -36,7 +36,7 @@ from kappa.plans.split import (
 BASELINE = "load-layers"
 _CHUNK_TOKENS = 2_048
 _STORED: tuple[tuple[BlockType, Place], ...] = (
-    ("kv", "device"), ("kv", "host"), ("act", "host"),
+    ("kv", "device"), ("kv", "host"), ("act", "device"), ("act", "host"),
 )  # fmt: skip
 
 
@@ -64,8 +64,10 @@ def stored(rig: Rig, cell: PrefixCell) -> Iterator[Stored]:
                 pages.put(0, type, place, ids)
         for start in range(0, cell.cached, _CHUNK_TOKENS):
             end = min(start + _CHUNK_TOKENS, cell.cached)
-            chunk = prompt_row(tokens[:end], pages, start=start)
-            rig.forward.store([Store(chunk, from_token=start)])
+            rig.forward.compute([prompt_row(tokens[:end], pages, start=start)])
+        for type in ("kv", "act"):
+            host, device = (pages.column(type, place).tolist() for place in ("host", "device"))
+            rig.mover.d2h(rig.arena.copies(type, "host", host, device), rig.mover.mark())
         rig.mover.drain()
         yield Stored(tokens, pages, cell.cached)
     finally:

@@ -20,10 +20,10 @@ import torch
 
 from benchmarks import harness
 from benchmarks.offload.cells import Group, Setting, arena_size, model
-from benchmarks.offload.streaming import ScheduledForward, same_layer_everywhere, streamed
 from engine.arena import Arena, ArenaSize
 from engine.blocks import Ids
 from engine.config import ModelConfig
+from engine.forward import Forward
 from engine.profile import ProfileSettings, profile
 from engine.transfer import Copies, CpuMover, CudaMover, Direction, Event
 from engine.weights import DTYPES, Weights, random_weights
@@ -49,7 +49,8 @@ class Sample:
     """One run of one arm. latency_s: of what is compared; before_s: of what came before it.
 
     h2d_bytes and link_s: copied to the device meanwhile, and seconds in which the link copied.
-    stalled_s: seconds in which the computation waited for copies. tokens: what was generated.
+    stalled_s: seconds in which the computation waited for copies. tokens: what was generated. held:
+    requests that ran at once, at most.
     """
 
     latency_s: float
@@ -58,6 +59,7 @@ class Sample:
     link_s: float = 0.0
     stalled_s: float = 0.0
     tokens: tuple[int, ...] = ()
+    held: int = 0
 
 
 @dataclass(slots=True)
@@ -155,7 +157,7 @@ class MeteredCudaMover(CudaMover):
 class Loaded:
     """A model whose runs are timed."""
 
-    forward: ScheduledForward
+    forward: Forward
 
     @property
     def arena(self) -> Arena:
@@ -201,7 +203,6 @@ class Rig(Loaded):
     rates: PlanRates
     rates_alone: PlanRates
     measured: dict[str, Any]
-    streamed: bool
 
     @property
     def block_tokens(self) -> int:
@@ -222,22 +223,14 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
         Unsteady: no profile fits well enough to plan with.
     """
     with loaded(setting, group, arena_size(setting, group)) as forward:
-        # Streaming is link time, which plans count apart: profiled as if all were there.
-        here = forward
-        if group.streamed:
-            weights = same_layer_everywhere(forward.weights)
-            here = ScheduledForward(weights, forward.arena, forward.mover)
-        rates, measured = _rates(here, setting.profile)
+        rates, measured = _rates(forward, setting.profile)
         # A CPU that computes is a CPU that is busy while its threads copy.
         busy = rates.while_cpu_busy()
-        yield Rig(
-            forward=forward, rates=busy, rates_alone=rates, measured=measured,
-            streamed=group.streamed,
-        )  # fmt: skip
+        yield Rig(forward=forward, rates=busy, rates_alone=rates, measured=measured)
 
 
 @contextmanager
-def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[ScheduledForward]:
+def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Forward]:
     """A forward pass with random weights; all is closed behind it. A CPU computes in one thread."""
     config, threads = model(group.model, setting.dtype), torch.get_num_threads()
     device, dtype = torch.device(setting.device), DTYPES[setting.dtype]
@@ -245,21 +238,17 @@ def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Schedule
     with ExitStack() as closing:
         closing.callback(torch.set_num_threads, threads)
         weights: Weights = random_weights(config, seed=_SEED, dtype=dtype, device=device)
-        if group.streamed:
-            weights = streamed(weights)
         arena = Arena(config.shape, size, dtype=dtype, device=device)
         closing.callback(arena.close)
         cuda = device.type == "cuda"
         mover = MeteredCudaMover(device) if cuda else MeteredMover(setting.link_bytes_per_s)
         closing.callback(mover.stop)
-        forward = ScheduledForward(weights, arena, mover, cpu_threads=group.cpu_threads)
+        forward = Forward(weights, arena, mover, cpu_threads=group.cpu_threads)
         closing.callback(forward.close)
         yield forward
 
 
-def _rates(
-    forward: ScheduledForward, settings: ProfileSettings
-) -> tuple[PlanRates, dict[str, Any]]:
+def _rates(forward: Forward, settings: ProfileSettings) -> tuple[PlanRates, dict[str, Any]]:
     """Of the profiles the first that fits; at worst one that is too poor for the CPU's part."""
     problem: ValueError | None = None
     found: tuple[PlanRates, dict[str, Any]] | None = None

@@ -92,8 +92,7 @@ class Run:
         self, setting: Setting, group: Group, cell: DecodeCell | PrefixCell, arms: Sequence[Arm]
     ) -> None:
         rows = rows_of(cell, arms, self._samples(setting, group, cell, arms))
-        weights = "streamed" if group.streamed else "device"
-        self._add(setting, group, cell, [{"weights": weights, **row} for row in rows])
+        self._add(setting, group, cell, rows)
 
     def _samples(
         self, setting: Setting, group: Group, cell: Cell, arms: Sequence[Arm]
@@ -125,13 +124,10 @@ def rows_of(
     alone = statistics.median(one.h2d_bytes / one.link_s / 1e9 for one in samples[LINK])
     lead = leaders(arms)
     if isinstance(cell, DecodeCell):
-        sizes = {
-            "batch": cell.sequences, "batches": cell.batches, "prompt": cell.prompt,
-            "gen": cell.gen,
-        }  # fmt: skip
+        sizes = {"batch": cell.requests, "prompt": cell.prompt, "gen": cell.gen}
     else:
         prompt = cell.cached + cell.new
-        sizes = {"batch": 1, "batches": 1, "prompt": prompt, "cached": cell.cached, "gen": 1}
+        sizes = {"batch": 1, "prompt": prompt, "cached": cell.cached, "gen": 1}
     rows = []
     for arm in arms:
         mine = samples[arm.name]
@@ -150,12 +146,16 @@ def rows_of(
             "predicted_error_of_least": predicted_s and predicted_s / least_s - 1.0,
             "baseline": baseline, "chosen": arm.chosen, "note": arm.note,
             "same_as": None if lead[arm.name] == arm.name else lead[arm.name],
-            **dict.fromkeys(("tokens_per_s", "gpu_busy", "speedup", "speedup_iqr", "tokens_equal")),
+            **dict.fromkeys(
+                ("tokens_per_s", "gpu_busy", "speedup", "speedup_iqr", "tokens_equal", "held")
+            ),
         }  # fmt: skip
         if arm.name != LINK:
             gain_low, gain, gain_high = quartiles(ratios(samples, baseline, arm.name))
             # Of decoding, tokens behind the first one (paper 000).
-            tokens = cell.sequences * (cell.gen - 1) if isinstance(cell, DecodeCell) else 1
+            tokens = 1
+            if isinstance(cell, DecodeCell):
+                tokens = cell.requests * (cell.gen - (0 if cell.held else 1))
             stalled = [min(1.0, one.stalled_s / one.latency_s) for one in mine]
             row |= {
                 "tokens_per_s": tokens / latency_s, "gpu_busy": 1.0 - statistics.median(stalled),
@@ -175,8 +175,9 @@ def _end_to_end(cell: DecodeCell, base: Sequence[Sample], mine: Sequence[Sample]
     speedups = [theirs / ours for theirs, ours in zip(base_s, totals_s, strict=True)]
     return {
         "prefill_s": statistics.median(one.before_s for one in mine),
-        "end_to_end_tokens_per_s": cell.sequences * cell.gen / statistics.median(totals_s),
+        "end_to_end_tokens_per_s": cell.requests * cell.gen / statistics.median(totals_s),
         "end_to_end_speedup": statistics.median(speedups),
+        "held": max(one.held for one in mine),
     }
 
 
@@ -194,7 +195,7 @@ _COLUMNS: tuple[tuple[str, str, float | str], ...] = (
     ("least", "latency_least_s", 1e3), ("predicted", "predicted_s", 1e3),
     ("error", "predicted_error", "+.0%"), ("tokens/s", "tokens_per_s", 1.0),
     ("busy", "gpu_busy", ".0%"), ("MB to device", "bytes_h2d", 1e-6),
-    ("GB/s, copying", "link_gbps", 1.0), ("speed-up", "speedup", 1.0),
+    ("GB/s, copying", "link_gbps", 1.0), ("at once", "held", 1.0), ("speed-up", "speedup", 1.0),
     ("IQR", "speedup_iqr", 1.0), ("same tokens", "tokens_equal", ".0%"),
 )  # fmt: skip
 """Heading, key, and a format or a factor."""
@@ -216,7 +217,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
         columns = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
         lines = [
             (row["policy"] + (" *" if row.get("chosen") else ""),
-             *(text(row[key], form) for _, key, form in columns))
+             *(text(row.get(key), form) for _, key, form in columns))
             for row in rows
         ]  # fmt: skip
         injected = "; hit rates injected" if "hits" in rows[0] else ""

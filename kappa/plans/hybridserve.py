@@ -3,21 +3,19 @@
 Algorithm 1 of the paper (activation checkpointing with a hybrid cache, Section 4.3) as printed, for
 the bench, and corrected, for serving: Eq. 9 forgets that activations cross the link too, Eq. 10 the
 forward pass, and the two steps count the projection's fixed cost thrice. A request's blocks keep
-the allocation's ratio (Eq. 11). Mini-batches (Section 4.3.3), what the device's two
-buffers hold at once, are packed so that projecting and loading take equally long (`pack`).
+the allocation's ratio (Eq. 11, `engine.settings`). Mini-batches (Section 4.3.3), what the device's
+two buffers hold at once, are packed so that projecting and loading take equally long (`pack`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kappa.checks import check_not_negative, check_positive
 from kappa.plans.rates import LineFit, PlanRates
-
-BlockType = Literal["kv", "act"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,10 @@ def priced(cache: HostCache, act_blocks: int) -> Allocation:
     return Allocation(act_blocks, kv, link_s, gpu_s)
 
 
-def planned_share(rates: PlanRates, block_tokens: int, host_bytes: float, batch: int) -> float:
+def planned_share(
+    rates: PlanRates, block_tokens: int, host_bytes: float, batch: int,
+    allocate: Callable[[HostCache], Allocation] = allocate_corrected,
+) -> float:  # fmt: skip
     """Of a host memory for blocks alone, the share of blocks to keep as activations instead of KV;
     0 where those are no smaller. batch: requests that decode together and fill it."""
     if rates.activation_ratio >= 1.0 or host_bytes < rates.kv_bytes * block_tokens:
@@ -171,35 +172,8 @@ def planned_share(rates: PlanRates, block_tokens: int, host_bytes: float, batch:
         rates, block_tokens, host_bytes, weight_bytes=0.0, batch=batch,
         context_tokens=context_tokens,
     )  # fmt: skip
-    found = allocate_corrected(cache)
+    found = allocate(cache)
     return found.act_blocks / max(found.act_blocks + found.kv_blocks, 1)
-
-
-def block_types(target: tuple[float, float], count: int) -> Iterator[BlockType]:
-    """The types of a request's first `count` blocks, in order; arguments as `next_block_type`."""
-    held = {"act": 0, "kv": 0}
-    for _ in range(count):
-        kind = next_block_type(target, (held["act"], held["kv"]))
-        held[kind] += 1
-        yield kind
-
-
-def next_block_type(target: tuple[float, float], held: tuple[int, int]) -> BlockType:
-    """The type of a request's next block, so that it keeps the host's ratio (Eq. 11): the one that
-    lags most behind its share of the blocks including this one; KV in a tie.
-
-    target: (ACT, KV) of the host, in any unit; held: (ACT, KV) blocks of the request.
-
-    Raises:
-        ValueError: a target below zero, or of nothing at all.
-    """
-    act, kv = target
-    if not (act >= 0 and kv >= 0 and act + kv > 0):
-        raise ValueError(f"target ACT:KV is {act}:{kv}: give two figures of 0 or more, not both 0")
-    blocks = sum(held) + 1
-    act_lag = act / (act + kv) * blocks - held[0]
-    kv_lag = kv / (act + kv) * blocks - held[1]
-    return "act" if act_lag > kv_lag else "kv"
 
 
 class Blocks(NamedTuple):

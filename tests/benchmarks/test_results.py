@@ -34,6 +34,7 @@ SHOWN = [
     ("2026-11-22-bench-router.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
     ("2026-11-21-bench-offload-cpu.json", offload.show, "kvpr-ahead"),
+    ("2026-11-23-bench-offload-served.json", offload.show, "host-hybrid"),
 ]
 
 

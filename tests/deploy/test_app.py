@@ -270,6 +270,13 @@ def test_scores_of_another_model_stop_the_start(tmp_path):
         planned(tmp_path, {"kind": "torch", "approx": "always", "sparse": sparse})
 
 
+@pytest.mark.parametrize("planner", ["host-kvpr", "host-hybrid"])
+def test_activations_larger_than_the_kv_stop_the_start_with_the_ratio(tmp_path, planner):
+    with pytest.raises(StartError, match=r"8 KV heads .* are 2 times its KV: use host-kv"):
+        planned(tmp_path, {"kind": "torch", "planner": planner})
+    assert planned(tmp_path, {"kind": "torch", "planner": "host-kv"}).act_share == 0.0
+
+
 def test_several_gpus_are_one_worker_of_their_seconds_and_bytes():
     settings = cluster({"name": "a", "placement": {"gpus": 16}})
     plan = worker_plan(settings, settings.all_pools[0], MODEL, "")

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.offload.decoder import KV_HOST, Decoder, always
-from benchmarks.offload.streaming import ScheduledForward
 from engine.cpu_attention import CpuWorker, result
 from engine.forward import NoCpuAttention
 from engine.step import NoSuchBlock, Source, StepRow, TokenSpan, joined, prompt_row
@@ -17,46 +15,42 @@ from engine.transfer import TransferFailed
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
 
-COUNT = 16
 # Ragged; one within its first block, one that ends with one.
-LENGTHS = [[19, 3], [12, 25]]
+LENGTHS = [19, 3, 12, 25]
 SHARES = [0.0, 0.25, 0.5, 1.0]
-
-
-def check(r, family, decoder):
-    """All of COUNT tokens and their logits, of every sequence."""
-    logits = [decoder.prefill([[prompt(n) for n in batch] for batch in LENGTHS])]
-    logits += [decoder.step() for _ in range(COUNT - 1)]
-    for b, (batch, tokens) in enumerate(zip(LENGTHS, decoder.tokens(), strict=True)):
-        for s, length in enumerate(batch):
-            want, scores = hf.greedy(hf.reference(family, r.dtype), prompt(length), COUNT)
-            assert tokens[s].tolist() == want
-            assert r.agrees(torch.stack([step[b][s] for step in logits]), scores)
-    decoder.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("family", hf.FAMILIES)
-def test_sixteen_greedy_tokens_at_any_share(family, share, device) -> None:
+def test_a_step_is_exact_at_any_share(family, share, device) -> None:
     for dtype in (torch.float64, torch.float32):
-        with rig(family, dtype, device=device, made_with=ScheduledForward, cpu_threads=1) as r:
-            cut = lambda length: int(share * length) // BLOCK * BLOCK  # noqa: E731
-            check(r, family, Decoder(r.forward, always(KV_HOST), cpu=cut))
+        with rig(family, dtype, device=device, cpu_threads=1) as r:
+            rows, want = [], []
+            for length in LENGTHS:
+                ids, full = prompt(length + 1), length // BLOCK * BLOCK
+                pages = r.stored(ids[:full], full)
+                cut = int(share * full) // BLOCK * BLOCK
+                spans = [
+                    TokenSpan(Source.KV_CPU, 0, cut),
+                    TokenSpan(Source.KV_HOST, cut, full),
+                    TokenSpan(Source.NEW, full, length + 1),
+                ]
+                rows.append(StepRow(ids[full:], joined(spans), pages))
+                want.append(r.expected(ids)[-1])
+            assert r.agrees(r.forward.compute(rows), torch.stack(want))
 
 
 def test_only_queries_and_results_cross_for_what_the_cpu_attends_to() -> None:
-    moved = []
-    for share in (0, 1):
-        with rig("llama", made_with=ScheduledForward, cpu_threads=1) as r:
-            decoder = Decoder(r.forward, always(KV_HOST), cpu=lambda length, s=share: s * length)
-            decoder.prefill([[prompt(24)]])
-            r.mover.drain()
+    with rig("llama", cpu_threads=1) as r:
+        ids = prompt(25)
+        pages, moved = r.stored(ids[:24], 24), []
+        for source in (Source.KV_HOST, Source.KV_CPU):
             before = r.mover.counters["h2d"].copied_bytes
-            decoder.step()
+            spans = TokenSpan(source, 0, 24), TokenSpan(Source.NEW, 24, 25)
+            r.forward.compute([StepRow(ids[24:], spans, pages)])
             r.mover.drain()
             moved.append(r.mover.counters["h2d"].copied_bytes - before)
-            decoder.close()
     layers, width = r.forward.config.layers, 2 * r.forward.config.kv_width
     assert moved == [layers * 24 * width * r.dtype.itemsize, 0]
 
@@ -84,7 +78,7 @@ def test_several_queries_all_see_what_the_cpu_attends_to(blocks: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_widened_before_it_is_summed(dtype) -> None:
     """As near to the exact output as rounding of keys and values alone allows."""
-    with rig("qwen2", torch.float32, made_with=ScheduledForward, cpu_threads=1) as r:
+    with rig("qwen2", torch.float32, cpu_threads=1) as r:
         made = r.forward
         made.arena.kv_host.normal_()
         exact = made.arena.kv_host[1].to(dtype).double()
@@ -158,9 +152,9 @@ def test_a_worker_keeps_its_threads_to_itself_and_tells_what_failed() -> None:
 
 
 def test_a_failure_on_the_cpu_fails_the_pass_and_no_other() -> None:
-    with rig("llama", made_with=ScheduledForward, cpu_threads=1) as r:
-        decoder = Decoder(r.forward, always(KV_HOST), cpu=lambda length: length)
-        decoder.prefill([[prompt(16)]])
+    with rig("llama", cpu_threads=1) as r:
+        pages = r.stored(prompt(17)[:16], 16)
+        spans = TokenSpan(Source.KV_CPU, 0, 16), TokenSpan(Source.NEW, 16, 17)
         attend = r.forward.cpu.attend
 
         def broken(*args):
@@ -168,7 +162,7 @@ def test_a_failure_on_the_cpu_fails_the_pass_and_no_other() -> None:
 
         r.forward.cpu.attend = broken
         with pytest.raises(TransferFailed, match="none left"):
-            decoder.step()
+            r.forward.compute([StepRow(prompt(17)[16:], spans, pages)])
         r.forward.cpu.attend = attend
         ids = prompt(20)
         got = r.forward.compute([prompt_row(ids, r.pages(20))])

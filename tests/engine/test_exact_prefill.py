@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.step import NoSuchBlock, Pages, PlanRefused, Source, StepRow, TokenSpan, prompt_row
+from engine.step import NoSuchBlock, Pages, PlanRefused, prompt_row
 from engine.transfer import TransferFailed
 from kappa.plans.load_plan import LoadPlan, Segment, layout
 from tests.engine import hf
@@ -100,15 +100,20 @@ def test_a_prefix_on_the_device_goes_before_the_plan(family, start):
             assert r.agrees(got, r.expected(tokens)[-1:])
 
 
-def test_activations_on_the_device_are_used_and_written():
+def test_activations_are_written_to_the_device_blocks_that_there_are_for_them():
     with rig("opt") as r:
         tokens = prompt(30)
-        pages = r.pages(30, ("act", "device"))
-        r.forward.compute([prompt_row(tokens[:21], pages)])
-        for start, stop in ((21, 29), (29, 30)):
-            spans = (TokenSpan(Source.ACT_DEVICE, 0, start), TokenSpan(Source.NEW, start, stop))
-            got = r.forward.compute([StepRow(tokens[start:stop], spans, pages, "all")])
-            assert r.agrees(got, r.expected(tokens[:stop])[start:])
+        kept, pages = r.pages(30, ("act", "device")), r.pages(30, ("kv", "device"))
+        blocks = kept.column("act", "device")
+        pages.put(0, "act", "device", blocks)
+        for start, stop in ((0, 21), (21, 29), (29, 30)):
+            r.forward.compute([prompt_row(tokens[:stop], pages, start=start)])
+        host = r.pages(30, ("act", "host"))
+        copied = r.arena.act_device[:, blocks].to("cpu")
+        r.arena.act_host[:, host.column("act", "host")] = copied
+        whole = np.array([*tokens, 5])
+        row = prompt_row(whole, host, layout(28, activations=28))
+        assert r.agrees(r.forward.compute([row]), r.expected(whole)[-1:])
 
 
 def test_bytes_on_the_link_are_those_of_the_plan():

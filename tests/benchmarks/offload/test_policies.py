@@ -3,28 +3,26 @@
 import pytest
 
 from benchmarks.offload.cells import DecodeCell, Group, PrefixCell, arena_size, setting
-from benchmarks.offload.decoder import ACT_HOST, KV_HOST
-from benchmarks.offload.policies import Policies
+from benchmarks.offload.policies import Fixed, Policies
 from kappa.cost import StepModel
 from kappa.plans.decoding import activation_share
 from kappa.plans.rates import LineFit, PlanRates
 
-ROW = DecodeCell(4, 256, 17, ("kv-only", "kvpr-ahead"))
-COLUMN = DecodeCell(4, 256, 17, ("kv-only", "hybrid-planned"), batches=3, order="column")
+CELL = DecodeCell(4, 256, 17, ("host-kv", "host-kvpr"))
+SHORT = DecodeCell(12, 256, 17, ("host-kv", "hybrid-75"), held=4)
 
 
-def rates(load=1e-6, project=2e-6, fixed_s=1e-4, weights_load_s=0.0, ratio=0.5):
+def rates(load=1e-6, project=2e-6, fixed_s=1e-4, ratio=0.5):
     return PlanRates(
         "test", layers=8, kv_bytes=1000.0, activation_bytes=1000.0 * ratio,
         load=LineFit("load", load), project=LineFit("KV projection", project),
         step=StepModel(token_s=1e-7, pair_s=0.0, weights_s=0.0, context_token_s=0.0,
                        fixed_s=fixed_s),
-        weights_load_s=weights_load_s,
     )  # fmt: skip
 
 
-def policies(cell=ROW, weight_bytes=0.0, **of):
-    return Policies(cell, rates(**of), 16, weight_bytes)
+def policies(cell=CELL, **of):
+    return Policies(cell, rates(**of), 16)
 
 
 def test_loading_kv_takes_every_full_block_at_every_step():
@@ -32,58 +30,42 @@ def test_loading_kv_takes_every_full_block_at_every_step():
     full = [length // 16 * 16 for length in range(256, 272)]
     gpu_s = 1e-4 + 4e-7
     expected = sum(4e-6 * tokens + gpu_s / 8 for tokens in full)
-    assert found.predicted_s(found.way("kv-only")) == pytest.approx(expected)
+    assert found.predicted_s(found.way("host-kv")) == pytest.approx(expected)
 
 
-def test_kvprs_split_is_its_share_of_the_full_blocks():
+def test_kvprs_split_is_its_share_of_the_full_blocks_and_what_the_engine_is_given():
     found = policies()
-    way = found.way("kvpr-paper")
-    share = activation_share(found.rates)
-    assert abs(way.activations(256) - 256 * share) <= 16 and way.activations(256) % 16 == 0
-    assert way.split and found.full(263) == 256
-    assert found.way("share-25").activations(256) == 64
+    way, share = found.way("kvpr-paper"), activation_share(found.rates)
+    assert abs(found.activations(way, 263) - 256 * share) <= 16
+    assert found.activations(found.way("share-25"), 263) == 64
+    assert Fixed(way, found.rates, 16).split_share(4, 256) == share
+    assert Fixed(found.way("share-25"), found.rates, 16).split_share(4, 256) == 0.25
 
 
-@pytest.mark.parametrize("cell", [ROW, COLUMN])
-def test_the_choice_is_the_baseline_where_projecting_cannot_pay(cell):
-    weights = {"weight_bytes": 1e6, "weights_load_s": 1e-4} if cell is COLUMN else {}
-    assert policies(cell, project=1e-3, **weights).choice() == "kv-only"
-    assert policies(cell, ratio=2.0, **weights).choice() == "kv-only"
-    assert policies(cell, project=1e-8, **weights).choice() == cell.policies[1]
+def test_the_choice_is_the_baseline_where_projecting_cannot_pay():
+    assert policies(project=1e-3).choice() == "host-kv"
+    assert policies(ratio=2.0).choice() == "host-kv"
+    assert policies(project=1e-8).choice() == "host-kvpr"
 
 
-def test_what_is_planned_is_no_worse_than_any_share():
-    found = policies(COLUMN, weight_bytes=1e6, weights_load_s=1e-4)
-    planned = found.predicted_s(found.way("hybrid-planned"))
-    for name in ("kv-only", "activations", "hybrid-25", "hybrid-50", "hybrid-75"):
-        assert planned <= found.predicted_s(found.way(name)) * 1.01
-
-
-def test_streamed_weights_are_shared_by_the_batches_of_a_column():
-    one = policies(COLUMN, weight_bytes=1e6, weights_load_s=0.03)
-    none = policies(COLUMN, weight_bytes=0.0, weights_load_s=0.03)
-    difference = one.step_s(256, 0) - none.step_s(256, 0)
-    assert difference == pytest.approx(0.03)
-
-
-def test_hybrid_blocks_keep_the_ratio_in_what_is_stored_and_in_what_is_predicted():
-    way = policies(COLUMN).way("hybrid-25")
-    kept = []
-    for _ in range(16):
-        act = sum(one is ACT_HOST for one in kept)
-        kept.append(way.placement(len(kept) - act, act))
-    assert set(kept) == {ACT_HOST, KV_HOST}
-    assert 16 * sum(one is ACT_HOST for one in kept) == way.activations(256) == 64
+def test_every_way_has_the_same_bytes_where_memory_is_short():
+    found = policies(SHORT)
+    kv = found.size(found.way("host-kv"), 0.5)
+    for name in ("hybrid-25", "hybrid-50", "hybrid-75", "hybrid-100"):
+        size = found.size(found.way(name), 0.5)
+        assert size.kv_host + 0.5 * size.act_host == pytest.approx(kv.kv_host, abs=1)
+        assert size.kv_device == kv.kv_device
+    assert kv.kv_host == 4 * 18 and found.size(found.way("hybrid-100"), 0.5).act_host == 8 * 18
 
 
 def test_equal_ways_have_equal_keys_and_others_do_not():
-    found = policies(COLUMN)
+    found = policies()
     key = {name: found.key(found.way(name)) for name in (
-        "kv-only", "hybrid-0", "activations", "hybrid-100", "share-0", "device", "hybrid-50",
+        "host-kv", "hybrid-0", "share-0", "device", "hybrid-50", "share-50",
     )}  # fmt: skip
-    assert key["kv-only"] == key["hybrid-0"] and key["activations"] == key["hybrid-100"]
-    # It stores both, though it loads no activations.
-    assert len(set(key.values())) == 5
+    # Another stores both, though it loads no activations.
+    assert len(set(key.values())) == 6 - (key["host-kv"] == key["share-0"])
+    assert found.key(found.way("share-100")) != found.key(found.way("hybrid-100"))
 
 
 @pytest.mark.parametrize("name", ["kvpr-best", "hybrid-best", "all"])

@@ -1,8 +1,7 @@
 """Sparse decoding offline: prompts computed exactly, then greedy tokens, all sequences in step.
 
-As `benchmarks.offload.decoder` is for exact schedules. Prompts are computed in
-chunks into device blocks, move into slots, and leave those blocks; from then on each step is one
-sparse pass over all slots.
+Prompts are computed in chunks into device blocks, move into slots, and leave those blocks; from
+then on each step is one sparse pass over all slots.
 """
 
 from __future__ import annotations

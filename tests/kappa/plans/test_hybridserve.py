@@ -17,12 +17,11 @@ from kappa.plans.hybridserve import (
     HostCache,
     allocate_corrected,
     allocate_paper,
-    block_types,
     host_cache,
     imbalance,
     initial_blocks,
-    next_block_type,
     pack,
+    planned_share,
     priced,
     remaining_blocks,
 )
@@ -170,27 +169,14 @@ def test_the_correction_counts_what_the_paper_forgets() -> None:
     assert corrected.blocks_per_s >= really.blocks_per_s
 
 
-def test_the_next_block_is_of_the_type_that_lags() -> None:
-    assert next_block_type((3, 1), (5, 2)) == "act"  # the paper's example
-    assert next_block_type((1, 1), (0, 0)) == "kv"
-    assert set(block_types((0, 5), 20)) == {"kv"}
-    assert set(block_types((5, 0), 20)) == {"act"}
-
-
-def test_a_request_never_strays_a_block_from_the_ratio() -> None:
-    rng = default_rng(46)
-    for _ in range(200):
-        target = (float(rng.random()), float(rng.random()))
-        act = 0
-        for count, kind in enumerate(block_types(target, 100), start=1):
-            act += kind == "act"
-            assert abs(act - count * target[0] / sum(target)) < 1
-
-
-@pytest.mark.parametrize("target", [(0, 0), (-1, 2), (float("nan"), 1)])
-def test_ratios_that_cannot_be_are_refused(target: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="target ACT:KV"):
-        next_block_type(target, (0, 0))
+def test_the_share_that_is_planned_is_the_allocations_and_none_where_activations_are_larger() -> (
+    None
+):
+    rates = opt_rates(4096, 32, 600e12, 50e9)
+    assert planned_share(rates, 16, 100e9, 64) == pytest.approx(1.0, abs=1e-4)
+    assert 0.3 < planned_share(rates, 16, 100e9, 64, allocate_paper) < 0.9
+    larger = replace(rates, activation_bytes=2 * rates.kv_bytes)
+    assert planned_share(larger, 16, 100e9, 64) == planned_share(rates, 16, 1e3, 64) == 0.0
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
