@@ -330,9 +330,6 @@ class Router:
 
     def release(self, request_id: str, now_s: float, *, complete: bool = True) -> bool:
         """A request ended (done, failed, or its client left); False if it was not in flight."""
-        return self._release(request_id, now_s, complete=complete)
-
-    def _release(self, request_id: str, now_s: float, *, complete: bool) -> bool:
         flight = self._own(request_id)
         if flight is None:
             return False
@@ -463,7 +460,7 @@ class Router:
             OverloadedError: it would miss its objective (never for one that is tried again).
         """
         # Routed again under the same id: the earlier answer was not taken.
-        if not self._release(request.request_id, now_s, complete=False):
+        if not self.release(request.request_id, now_s, complete=False):
             remote = self.flights.get(request.request_id)
             if remote is not None:
                 self._finish(remote, now_s)

@@ -10,7 +10,7 @@ from rich.console import Console
 from benchmarks.faults import command as faults
 from benchmarks.offload import run as offload
 from benchmarks.routing import capacity, router, scenarios
-from benchmarks.routing.peers import dynamo, peers
+from benchmarks.routing.peers import dynamo, faithful, peers
 from benchmarks.serving import predict, serve, validate
 
 
@@ -28,6 +28,7 @@ SHOWN = [
     ("2026-11-23-bench-serve.json", serve.show, "stock_no_batching"),
     ("2026-11-21-bench-validate.json", validate.show, "least_backlog"),
     ("2026-11-23-bench-dynamo.json", dynamo.show, "host-cache-hit-weight"),
+    ("2026-11-23-bench-faithful.json", faithful.show, "SelectionService"),
     ("2026-11-22-bench-peers.json", peers.show, "ray-prefix"),
     ("2026-11-23-bench-scenario.json", scenarios.show, "fair in the engine"),
     ("2026-11-23-bench-capacity.json", capacity.show, "priced / peer"),

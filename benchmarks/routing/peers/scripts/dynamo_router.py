@@ -90,7 +90,7 @@ class Caches:
 
     def __init__(self, nodes, size):
         self.size, self.context, self.sockets = size, zmq.Context(), []
-        self.known = [{"GPU": set(), "CPU": set()} for _ in nodes]
+        self.known: list[dict[str, set[int]]] = [{"GPU": set(), "CPU": set()} for _ in nodes]
         self.numbers = [0] * len(nodes)
         for node in nodes:
             socket = self.context.socket(zmq.PUB)

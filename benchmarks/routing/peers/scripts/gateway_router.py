@@ -23,7 +23,9 @@ LIMIT_BYTES = 1 << 26
 
 async def chooser(hello):
     """Starts workers and gateway, and handles the bench's lines."""
-    reached, released, answered = {}, {}, {}
+    reached: dict = {}
+    released: dict = {}
+    answered: dict = {}
 
     async def listening(name):
         async def complete(request):
@@ -42,7 +44,7 @@ async def chooser(hello):
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     urls = [await listening(node["name"]) for node in hello["nodes"]]
     gateway, metrics = free_port(), free_port()

@@ -81,7 +81,8 @@ async def chooser(hello):
     """Handles the bench's lines."""
     replicas = [Replica(node["name"]) for node in hello["nodes"]]
     router = router_named(hello["router"], replicas)
-    placed, ranks, choose = {}, [], router.choose_replicas
+    placed, choose = {}, router.choose_replicas
+    ranks: list = []
 
     async def noted(*args, **kwargs):
         ranks[:] = await choose(*args, **kwargs)

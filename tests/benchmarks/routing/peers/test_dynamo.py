@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from benchmarks.routing.peers import dynamo
 from benchmarks.routing.peers.dynamo import (
     HarnessLoad,
     Sent,
@@ -14,9 +15,11 @@ from benchmarks.routing.peers.dynamo import (
     figures,
     frontend_options,
     summary,
+    tuned,
 )
 from benchmarks.routing.peers.dynamo_cluster import CLUSTERS, Emulation, step_of, step_tables
 from benchmarks.routing.peers.dynamo_proxy import apply, block_hashes, tier_events
+from benchmarks.routing.peers.routers import PeerError
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
 
@@ -152,3 +155,20 @@ def test_the_summary_pairs_ours_with_each_arm_by_seed():
     assert "ours_over_it" not in ours
     assert kv["ours_over_it"]["mean"]["mean"] == pytest.approx(0.5)
     assert (kv["requests"], kv["failed"], kv["seeds"]) == (20, 2, [1, 2])
+
+
+def test_the_tuned_arm_is_the_least_mean_of_the_tuning_runs_that_failed_nothing():
+    def row(arm, mean, seed=dynamo.TUNING_SEED, failed=None, cluster="unlike"):
+        return {
+            "trace": "miniswe", "cluster": cluster, "arm": arm, "seed": seed,
+            "failed": failed or {}, "ttft_s": {"mean": mean},
+        }  # fmt: skip
+
+    half, whole = "kv:host-cache-hit-weight=0.5", "kv:host-cache-hit-weight=1"
+    rows = [
+        row("kv", 0.3), row(half, 0.2), row(whole, 0.1, failed={"status 503": 1}),
+        row(whole, 0.1, seed=1), row(whole, 0.1, cluster="equal"), row("ours", 0.1),
+    ]  # fmt: skip
+    assert tuned(rows, "miniswe", "unlike") == half
+    with pytest.raises(PeerError, match="kv-tuned: no run of seed 1000"):
+        tuned(rows, "mooncake", "unlike")
