@@ -64,8 +64,8 @@ def climb(
                 ok=all(rung["status"] in ("ok", "skipped") for rung in done),
             )  # fmt: skip
             harness.save_json(result, out / "ladder.json")
-    (out / "ladder.md").write_text(page(result), encoding="utf-8")
-    harness.note(f"{result['total_s']:.0f} s in all; {out / 'ladder.md'}, {out / 'ladder.json'}")
+    (out / "ladder.html").write_text(page(result), encoding="utf-8")
+    harness.note(f"{result['total_s']:.0f} s in all; {out / 'ladder.html'}, {out / 'ladder.json'}")
     return result
 
 

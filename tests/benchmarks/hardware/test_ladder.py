@@ -91,9 +91,9 @@ def test_a_climb_leaves_one_json_and_one_page_labelled_as_what_they_are(tmp_path
     assert stored["device"] == result["device"] == stored["facts"]["device"] == CPU_LABEL
     assert [row["rung"] for row in stored["rungs"]] == ["offload", "rates"]
     assert stored["ok"] and stored["date"] and "torch" in stored["facts"]["versions"]
-    text = (tmp_path / "ladder.md").read_text()
-    assert CPU_LABEL in text.splitlines()[0]
-    assert text.count("<copies>; 1.0 s\n\n- to the device") == 2
+    text = (tmp_path / "ladder.html").read_text()
+    assert CPU_LABEL in text and "&lt;copies&gt;" in text and text.count("<svg") == 2
+    assert "http" not in text.replace("http://www.w3.org", "")
 
 
 def test_bad_input_is_refused_before_anything_starts(tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
-"""What the rows of the ladder say: the fit, a sentence each, the page."""
+"""What the rows of the ladder say: the fit, a sentence each, pictures, the page."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.hardware.ladder_page import CPU_LABEL, page, predicted, sentences
+from benchmarks.hardware.ladder_page import CPU_LABEL, page, pictures, predicted, sentences
 
 COPY = {"kind": "copy", "way": "to the device, pageable", "layout": "whole", "bytes": 4096,
         "bytes_per_s": 2e9, "largest": True}  # fmt: skip
@@ -46,7 +46,7 @@ def test_an_engine_that_was_ended_early_has_no_fit_and_keeps_its_rows():
     assert "measure" in sentences(rows)[0]
 
 
-def test_every_kind_of_row_has_a_sentence():
+def test_every_kind_of_row_is_told_and_drawn():
     rows = [
         COPY, {**COPY, "largest": False}, {"kind": "product", "tokens": 16, "flops_per_s": 3e12},
         {"kind": "compare", "arm": "torch", "tier": "own", "verdict": "equal", "cached_tokens": 64,
@@ -69,6 +69,14 @@ def test_every_kind_of_row_has_a_sentence():
         "vllm, loads none: TTFT 250 ms (longest 500 ms), step unknown (longest unknown)",
         "decode-row 8x512/9: kvpr-ahead 1.50 times kv-only",
     ]
+    drawn = pictures("all", rows)
+    assert len(drawn) == 3 and all(each.startswith("<svg") for each in drawn)
+    shown = (
+        ["copies, whole"],
+        ["κ_crit 100"],
+        ["decoding step, ms", "TTFT, median, ms", "kvpr-ahead"],
+    )
+    assert all(text in one for one, texts in zip(drawn, shown, strict=True) for text in texts)
 
 
 def test_a_page_of_a_gpu_names_it_and_its_driver():
