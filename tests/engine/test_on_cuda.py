@@ -19,7 +19,15 @@ from engine.transfer import CudaMover, TransferFailed, mover_for
 from kappa.plans.clo import CloConfig, SparseSettings
 from kappa.plans.load_plan import layout
 from tests.engine.emulated_cuda import DEVICE, EmulatedCuda, OnDevice
-from tests.engine.engines import engine, evict_device, expected, finish, generate, submit
+from tests.engine.engines import (
+    engine,
+    even_rates,
+    evict_device,
+    expected,
+    finish,
+    generate,
+    submit,
+)
 from tests.engine.rig import prompt, rig
 from tests.engine.test_arena import SHAPE
 
@@ -87,6 +95,16 @@ def test_an_engine_offloads_loads_and_answers_as_the_model(cuda) -> None:
         finish(made)
     assert again.tokens[len(long) + 2 :] == expected([*long, 5, 6], 6)
     assert again.account.loaded_tokens == 60
+
+
+@pytest.mark.parametrize(("planner", "share"), [("host-kvpr", 1.0), ("host-hybrid", 0.5)])
+def test_contexts_leave_the_device_and_cross_at_every_step(cuda, planner, share) -> None:
+    options = {"planner": planner, "act_share": share, "keep_kv": planner == "host-kvpr"}
+    prompts = prompt(41).tolist(), prompt(66, 6).tolist()
+    with engine("opt", device="cuda", rates=even_rates(), budget_tokens=24, **options) as made:
+        answers = generate(made, *prompts, count=8)
+        assert answers == [expected(one, 8, "opt") for one in prompts]
+        assert made.stats().link["h2d_bytes"] > 0
 
 
 @pytest.mark.parametrize("retriever", ["hash", "oracle"])
