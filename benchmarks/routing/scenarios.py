@@ -154,7 +154,7 @@ class _EventTree(SglangCacheAware):
             return Choice(int(load.argmin()), "shortest_queue")
         return Choice(int(held.argmax()), "prefix_match")
 
-    def routed(self, estimates: Estimates, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         """Events tell it all."""
 
 

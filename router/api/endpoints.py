@@ -175,13 +175,13 @@ class KappaIngress(OpenAiIngress):
 
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages, streamed or not."""
-        chat = messages.to_chat(await _object_in(request))
+        chat = messages.to_chat(errors.json_object(await request.body()))
         answer = messages.MessageAnswer(inbound_of(request).request_id)
         return await self._as_chat(chat, request, answer)
 
     async def count_tokens(self, request: Request) -> Response:
         """The tokens of an Anthropic message's prompt; nothing is run or reserved."""
-        chat = messages.to_chat(await _object_in(request), counted=True)
+        chat = messages.to_chat(errors.json_object(await request.body()), counted=True)
         routed = await self._path.to_explain(_validated(_CHAT, chat), request)
         if routed.token_ids is None:
             raise errors.UNSUPPORTED_PROMPT()
@@ -189,7 +189,7 @@ class KappaIngress(OpenAiIngress):
 
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses, streamed or not."""
-        kept = responses.checked(await _object_in(request))
+        kept = responses.checked(errors.json_object(await request.body()))
         made = responses.ResponseAnswer(inbound_of(request).request_id, kept, time.time())
         return await self._as_chat(responses.to_chat(kept), request, made)
 
@@ -332,19 +332,8 @@ async def _reworded(chat: AsyncIterable[Any], stream: RewordedStream) -> AsyncIt
 
 async def _parsed(request: Request) -> Any:
     """A chat or completion body by its own look; ApiError 400 if it is neither."""
-    data = await _object_in(request)
+    data = errors.json_object(await request.body())
     return _validated(_CHAT if "messages" in data else _COMPLETION, data)
-
-
-async def _object_in(request: Request) -> dict[str, Any]:
-    """The JSON object that is a request's body; ApiError 400 if it is none."""
-    try:
-        data = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise errors.INVALID_JSON(why=error) from None
-    if not isinstance(data, dict):
-        raise errors.NO_OBJECT()
-    return data
 
 
 def _validated(schema: TypeAdapter[Any], data: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -214,6 +215,17 @@ def refused_field(name: str, remedy: str) -> ApiError:
     return ApiError(
         400, f"{name}: is not accepted here; {remedy}.", "unsupported_parameter", name
     )  # fmt: skip
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that a body is; raises ApiError 400 if it is none."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise INVALID_JSON(why=error) from None
+    if not isinstance(data, dict):
+        raise NO_OBJECT()
+    return data
 
 
 def validation_error(faults: list[Mapping[str, Any]]) -> ApiError:

@@ -93,8 +93,10 @@ class _Face:
         return StreamingResponse(self._front.rollout.journal(), media_type="application/x-ndjson")
 
     async def route(self, request: Request) -> Response:
-        """What would be decided for a chat or completion body; nothing is sent or reserved."""
+        """What would be decided for a chat or completion body; nothing is sent or reserved.
+        ApiError 400 if that is no JSON object; what else is wrong with it a server would say."""
         inbound, live = inbound_of(request), self._front.live
+        errors.json_object(inbound.body)
         wanted = await self._front.read(DECIDED_PATHS[0], inbound.body)
         routed = self._front.request(inbound.request_id, wanted)
         try:

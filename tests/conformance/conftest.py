@@ -150,6 +150,8 @@ class Serving:
         ingress = InProcess(self._renderer, nodes, settings_of_ingress())
         self.app = make_app(Access(max_body_bytes=MAX_BODY_BYTES))
         add_page(self.app)
+        # As Ray's own ingress does: `kappa route` asks for it every second.
+        self.app.get("/health")(lambda: {})
         for name, route in ROUTES.items():
             route(self.app)(getattr(ingress, name))
         for node in nodes:
@@ -213,7 +215,7 @@ def stack(tmp_path_factory):
         yield made
 
 
-@pytest.fixture(scope="session", params=["ingress", "route"])
+@pytest.fixture(scope="module", params=["ingress", "route"])
 def face(request, stack):
     """Each of the two faces: the ingress, and `kappa route` before it."""
     if request.param == "ingress":

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
-from benchmarks.faults.bodies import CHAT, COMPLETION, PATHS, bad_requests
+from benchmarks.faults.bodies import CHAT, COMPLETION, PATHS, ROUTE, bad_requests
 from benchmarks.faults.fuzz import complaint_of
 from tests.conformance.conftest import MODEL
 
@@ -150,7 +150,9 @@ def test_half_a_surrogate_pair_is_refused_and_can_be_told(face, path):
     for name in ("model", "\ud800", "messages"):
         body = {"model": MODEL, "messages": [{"role": "\ud800", "content": "x"}], name: "\ud800"}
         answer = face.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
-        assert answer.status_code in (400, 404, 422), answer.text
+        # `kappa route` says where it would go; there the server refuses it.
+        fine = {200} if face.app is None and path == ROUTE else set()
+        assert answer.status_code in {400, 404, 422} | fine, answer.text
         assert not (complaint := evaluate(answer)), complaint
 
 

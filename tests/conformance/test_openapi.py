@@ -21,7 +21,7 @@ ENDPOINTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def operations(face):
     document = face.http.get("/openapi.json").json()
     schema = schemathesis.openapi.from_dict(document)

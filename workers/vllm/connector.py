@@ -78,10 +78,11 @@ class HostTierMetadata(OffloadingConnectorMetadata):
 class HostTierConnector(OffloadingConnector):
     """Named in the engine's `kv_transfer_config` (`workers.vllm.arguments`)."""
 
+    _kappa_peers: HostTierFetches | None = None
+    _kappa_server: PeerServer | None = None
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._kappa_peers: HostTierFetches | None = None
-        self._kappa_server: PeerServer | None = None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._kappa_block_tokens = int(vllm_config.cache_config.block_size)
         # Of a sliding window only the blocks before the end of the hit are known to be there.

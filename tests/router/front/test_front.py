@@ -52,11 +52,18 @@ async def test_what_a_body_that_is_no_json_is_worth_the_server_says(path, body):
         assert servers[0].seen[-1][3] == body
 
 
-@pytest.mark.parametrize("body", [b'{"model": "\xed\xa0\x80"}', b"\xff"])
-async def test_a_decision_about_what_is_no_json_is_explained_like_one_about_nothing(body):
+async def test_a_decision_about_a_model_that_is_no_text_is_explained_like_one_about_none():
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
+        answer = await front.http.post("/v1/route", data=b'{"model": "\xed\xa0\x80"}')
+        assert answer.status == 200 and (await answer.json())["reason"]
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"7", b"[" * 20_000])
+async def test_a_decision_about_what_is_no_object_of_json_is_refused(body):
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         answer = await front.http.post("/v1/route", data=body)
-        assert answer.status == 200 and (await answer.json())["reason"]
+        assert answer.status == 400
+        assert (await answer.json())["error"]["code"] in ("invalid_json", "invalid_value")
 
 
 @pytest.mark.parametrize("path", ["/version", "/v1/files/x%2Fy?limit=2", "/v1/embeddings"])

@@ -258,7 +258,7 @@ def test_what_a_waiting_request_will_load_is_evicted_last():
     scheduler.config = SimpleNamespace(kv_group_configs=(group,))
     scheduler.manager, scheduler._req_status = tier, {}
     connector = object.__new__(HostTierConnector)
-    connector.connector_scheduler, connector._kappa_peers = scheduler, None
+    connector.connector_scheduler = scheduler
     hashes = [get_offload_block_hash(key) for key in old]
     connector.on_new_request(
         SimpleNamespace(request_id="r", block_hashes=hashes, kv_transfer_params=None)

@@ -89,7 +89,7 @@ def test_a_fork_closes_its_replicas_connections_and_ends_unless_it_loads_its_mod
     *words, codes = done.stdout.splitlines()
     assert sorted(w for w in words if w in ("closed", "open", "serves", "lasted", "named")) == [
         "closed", "closed", "lasted", "named", "named", "serves",
-    ]  # fmt: skip
+    ], done.stdout  # fmt: skip
     assert codes == "[0, 1]" and "Timeout" in done.stderr
 
 
