@@ -1,7 +1,7 @@
 """Which worker should serve a request. A policy picks a row of the `Estimates` and gives a reason.
 
 * `priced`: least predicted TTFT, plus what the choice takes from others; `priced_fetch` may also
-  bring KV from a peer first (simulated only).
+  bring KV from a peer first.
 * `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
 * `threshold`: paper 001 §7.3 with caches: the request's ratio on each worker against that worker's
   critical ratio says whether its load or its compute is compared.

@@ -151,7 +151,7 @@ class Serving:
         self.app = make_app(Access(max_body_bytes=MAX_BODY_BYTES))
         add_page(self.app)
         # As Ray's own ingress does: `kappa route` asks for it every second.
-        self.app.get("/health")(lambda: {})
+        self.app.get("/health", include_in_schema=False)(lambda: {})
         for name, route in ROUTES.items():
             route(self.app)(getattr(ingress, name))
         for node in nodes:

@@ -463,9 +463,13 @@ def test_a_night_of_hundreds_of_decisions_a_second_leaves_nothing_behind(feeds, 
         goal = feeds.asked["decisions"] + polls
         while feeds.asked["decisions"] < goal:
             time.sleep(0.02)
-        tab.call("HeapProfiler.collectGarbage")
         elements = tab.run("document.getElementsByTagName('*').length")
-        return elements, tab.call("Runtime.getHeapUsage")["usedSize"]
+        return elements, min(kept_bytes() for _ in range(5))
+
+    def kept_bytes():
+        # An answer may be on its way.
+        tab.call("HeapProfiler.collectGarbage")
+        return tab.call("Runtime.getHeapUsage")["usedSize"]
 
     elements, used_bytes = after(10)
     later, later_bytes = after(40)
