@@ -59,7 +59,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 59_140),  # goal: 33,000
         (("benchmarks",), 16_300),  # goal: 8,000
-        (("tests",), 59_590),  # goal: 30,000
+        (("tests",), 59_600),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
