@@ -70,6 +70,7 @@ def engine(loads):
 
 EngineCoreProc.run_busy_loop = lambda core: print("serves", flush=True)
 fork = _Forking().Process
+print(flush=True)  # what stands in the buffer would stand in front of the children's words, too
 children = [fork(target=engine, name="engine", args=(loads,)) for loads in (True, False)]
 for child in children:
     child.start()
