@@ -21,8 +21,7 @@ from typing import Literal
 import httpx
 import yaml
 
-from deploy.app.ray_cluster import free_port
-from kappa.host import die_with_parent
+from kappa.host import die_with_parent, free_port
 from kappa.settings.cluster import home
 
 Tool = Literal["prometheus", "promtool"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.arena import ArenaSize
 from kappa.checks import check_at_least
+from kappa.plans.planners import host_planners
 from scheduler.catalogue import FAIR, SCHEDULERS
 from scheduler.config import FairConfig
 
@@ -62,7 +63,7 @@ class EngineOptions:
         """Raise `ValueError` if contexts are to lie in host memory, and the device has no room for
         a full iteration's chunk of one."""
         window = self.window_blocks(size.block_tokens)
-        if self.planner.startswith("host-") and size.kv_device < window:
+        if host_planners(self.planner, self.act_share) and size.kv_device < window:
             raise ValueError(
                 f"EngineOptions.planner is {self.planner}, and the device has {size.kv_device} "
                 f"blocks: a chunk of {self.budget_tokens} tokens needs {window}; "

@@ -4,7 +4,7 @@ Installed: what is added by name from outside of a package, by entry points of d
 `kappa.commands` adds commands to `kappa`, `kappa.routing_policies` and `kappa.scheduling_rules`
 what their names say, `kappa.doctor` examinations to `kappa doctor`. Our own `benchmarks` comes in
 this way (pyproject.toml). Memory: the machine's, within this process' control groups. Processes: a
-lock on a file between them, and children that end with their parent.
+lock on a file between them, children that end with their parent, a port that none of them has.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -185,6 +186,14 @@ class Lock:
             self._fd = -1
 
 
+def free_port(host: str) -> int:
+    """A TCP port on `host` that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing).
 
@@ -195,4 +204,4 @@ def die_with_parent(parent: int | None = None) -> None:
     parent = parent or os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it died before we asked
+        os._exit(1)  # it died before that

@@ -51,6 +51,8 @@ PROMPT_KEY = "kappa_prompt"
 PLAN_KEY = "kappa_plan"
 # Set where the answer may be approximate.
 APPROX_KEY = "kappa_approx"
+# In `kv_transfer_params`: the peer whose host tier holds what the worker lacks, and what that is.
+PEER_PARAM = "kappa_peer"
 PROMPT_ENGINES = ("torch", "emulated")
 
 # Charges are kept of so many tenants, here and in whatever adds them up.

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
@@ -24,7 +23,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from kappa.host import Lock, memory_bytes
+from kappa.host import Lock, free_port, memory_bytes
 from kappa.logging import configure
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
@@ -157,11 +156,8 @@ class KappaServer(LLMServer):
 
     def _peer_place(self, host: str) -> PeerPlace:
         """Where the engine serves its peers: on a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
         layout = Path(self._plan.cache_dir) / "peers" / f"{self._worker}-{os.getpid()}"
-        return PeerPlace(host, port, secrets.token_hex(16), str(layout))
+        return PeerPlace(host, free_port(host), secrets.token_hex(16), str(layout))
 
     # -- what the cluster learns --------------------------------------------------------------
 

@@ -29,8 +29,8 @@ from rich.console import Console
 
 from benchmarks.harness import Json, names, note, publish, quantile, result, spread, table
 from benchmarks.harness import usage_errors as faults
-from deploy.app.ray_cluster import free_port
 from deploy.commands.route_report import facts_of
+from kappa.host import free_port
 from kappa.settings.front import load_front_settings
 from loadtest.client import Endpoint, EndpointSettings, Prepared
 from loadtest.journal import RequestRecord

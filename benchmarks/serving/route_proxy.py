@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.harness import Json, note, publish, quantile, result
 from benchmarks.serving.route import EMULATED, HOST, front, process, ready
-from deploy.app.ray_cluster import free_port
+from kappa.host import free_port
 from loadtest.client import Endpoint, EndpointSettings, Prepared
 from loadtest.journal import RequestRecord
 

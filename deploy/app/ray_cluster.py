@@ -17,6 +17,7 @@ import psutil
 
 from deploy.app.machine import Machine, read_machine
 from deploy.app.model import StartError
+from kappa.host import free_port
 
 APP = "kappa"
 """Our application's name in Ray Serve."""
@@ -264,14 +265,6 @@ def _start_serve(host: str, port: int, level: str) -> tuple[str, int]:
     logging_config = {"log_level": level, "enable_access_log": False}
     serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
     return host, port
-
-
-def free_port(host: str) -> int:
-    """A TCP port on `host` that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def check_port(host: str, port: int) -> None:

@@ -57,7 +57,7 @@ def peer_params(decision: Decision, endpoint: str) -> dict[str, Any]:
     counts = decision.chosen.counts
     stop = int(counts.device_tokens + counts.cached_tokens)
     start = stop - decision.fetch.tokens
-    return {"kappa_peer": {"endpoint": endpoint, "start": start, "stop": stop}}
+    return {p.PEER_PARAM: {"endpoint": endpoint, "start": start, "stop": stop}}
 
 
 def prompt_metadata(tokens: np.ndarray | None, plan: str) -> Metadata:

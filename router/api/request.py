@@ -101,8 +101,8 @@ class ApiRequest:
         salt = cache_salt(self.tenant, self.body.cache_salt)
         if salt is not None:
             self.body.cache_salt = salt
-        asked = self.body.priority if "priority" in self.body.model_fields_set else None
-        self.body.priority = self.tenant.class_of(asked)
+        named = self.body.priority if "priority" in self.body.model_fields_set else None
+        self.body.priority = self.tenant.class_of(named)
         self.deadline = deadline_of(self.headers.get(DEADLINE_HEADER, ""), self.inbound.arrived_s)
 
     def finish(self, end: str, status: int) -> None:

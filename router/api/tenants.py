@@ -36,16 +36,16 @@ class Tenant:
     priority: int = 0
     may_ask: tuple[int, ...] = ()
 
-    def class_of(self, asked: int | None) -> int:
-        """The class of a request that asked for one, or did not; ApiError 400 if it may not."""
-        if asked is None or asked == self.priority:
+    def class_of(self, requested: int | None) -> int:
+        """The class of a request that names one, or none; ApiError 400 if it may not."""
+        if requested is None or requested == self.priority:
             return self.priority
-        if asked not in self.may_ask:
+        if requested not in self.may_ask:
             known = ", ".join(map(str, sorted({self.priority, *self.may_ask})))
             raise errors.bad_field(
-                "priority", f"it is {asked}, and tenant {self.name!r} may ask for {known}"
+                "priority", f"it is {requested}, and tenant {self.name!r} may ask for {known}"
             )
-        return asked
+        return requested
 
 
 @dataclass(frozen=True, slots=True)

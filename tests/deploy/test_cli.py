@@ -22,10 +22,10 @@ from deploy.app.model import (
     prepare_model,
 )
 from deploy.app.plan import pool_config, worker_nodes
-from deploy.app.ray_cluster import check_port, free_port
+from deploy.app.ray_cluster import check_port
 from deploy.cli import _COMMANDS, app, summary
 from deploy.commands.serve import settings_or_exit, with_a_model
-from kappa.host import COMMANDS, installed
+from kappa.host import COMMANDS, free_port, installed
 from kappa.model_config import shape_from_config
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import ModelSettings

@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
 from deploy.app.model import prepare_model
-from deploy.app.ray_cluster import free_port
+from kappa.host import free_port
 from kappa.settings.cluster import load_settings
 from workers.vllm.arguments import CPU_ENV
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kappa.protocol import PEER_PARAM
 from tests.live.tier_engine import BLOCK, TierEngine
-from workers.vllm.peer_fetch import PEER_PARAM
 
 pytestmark = [pytest.mark.live, pytest.mark.vllm]
 

@@ -6,7 +6,6 @@ can, unless they name a plan: then the tail is planned for a link as fast as the
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import msgspec
 import zmq
 
 from kappa.hardware import node_profile
+from kappa.host import free_port
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import PLAN_KEY
 from kappa.settings.engine import LmcacheSettings, TransferSettings
@@ -165,7 +165,9 @@ def main():
             hand_over(files, arguments, None)
         place = None
         if peers:
-            place = PeerPlace("127.0.0.1", free_port(), "secret", f"{folder}/peers/layout")
+            place = PeerPlace(
+                "127.0.0.1", free_port("127.0.0.1"), "secret", f"{folder}/peers/layout"
+            )
             waits = TransferSettings(wait_s=5.0)
             meet_peers(waits, {"kv_transfer_config": config}, None, place)
         model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-lmcache-model", CORPUS)
@@ -206,12 +208,6 @@ def main():
                 "took_s": time.perf_counter() - start_s,
             })  # fmt: skip
         llm.llm_engine.engine_core.shutdown()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def prompt_bytes(llm):

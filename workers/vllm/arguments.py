@@ -122,7 +122,7 @@ class PeerPlace(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """As a peer is told it, by the router alone."""
+        """What a peer is given, by the router alone."""
         return f"{self.host}:{self.port}/{self.token}"
 
 

@@ -118,6 +118,18 @@ class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.fixed_s + tokens * self.store_token_s if self.store_token_s else 0.0
 
 
+class NetworkPace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long a paced transfer between workers takes at least, in real (dilated) seconds; nothing
+    on a worker that is not paced."""
+
+    token_s: float = 0.0
+    fixed_s: float = 0.0
+
+    def pace_s(self, tokens: int) -> float:
+        """Least seconds from sending to receiving so many tokens."""
+        return self.fixed_s + tokens * self.token_s
+
+
 class LinkRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the host tier shares its link; seconds are the node's own. duplex: a server per
     direction, or one for both. order "fifo" is vLLM's own, and drops nothing. store_backlog_s: new

@@ -20,6 +20,7 @@ import msgspec
 import structlog
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from kappa.protocol import PEER_PARAM
 from workers.vllm.host_tier_manager import HostTierManager
 from workers.vllm.peer_server import (
     LENGTH,
@@ -27,6 +28,7 @@ from workers.vllm.peer_server import (
     HostRows,
     PeerError,
     PeerOptions,
+    left_s,
     receive_exactly,
     receive_frame,
     send_frame,
@@ -36,12 +38,10 @@ log = structlog.get_logger(__name__)
 
 _News = dict[str, object]
 
-PEER_PARAM = "kappa_peer"
 _MOST_QUEUED = 64
 # A peer that failed is left alone for so long.
 _RETRY_S = 5.0
 _ROOM_EVERY_S = 0.1
-_SLOWEST_BYTES_PER_S = 10e6
 
 
 class PeerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,7 +96,10 @@ class HostTierFetches:
     def begin(self, request: Any, context: ReqContext, keys: list[OffloadKey]) -> None:
         """Fetch what a new request's parameters name; keys: of its prompt's blocks, in order."""
         params = _params(request)
-        if params is None or len(self._fetches) >= _MOST_QUEUED or self._rows() is None:
+        if params is None or len(self._fetches) >= _MOST_QUEUED:
+            return
+        rows = self._rows()
+        if rows is None:
             return
         size = self._block_tokens
         blocks = range(max(params.start, 0) // size, min(params.stop // size, len(keys)))
@@ -107,7 +110,7 @@ class HostTierFetches:
             return
         fetch = _PeerFetch(request, context, params.endpoint, places)
         self._fetches[request.request_id] = fetch
-        self._thread.submit(self._run, fetch, _whole_rows(self._rows()))
+        self._thread.submit(self._run, fetch, rows)
 
     def under_way(self, request_id: str) -> bool:
         """Whether a request's blocks are still to come."""
@@ -227,13 +230,12 @@ class HostTierFetches:
                 raise PeerError(f"its blocks have rows of {widths} bytes, ours {rows.widths}")
             found = max(min(found, len(fetch.places)), 0)
             size = found * sum(widths)
-            until_s = start_s + options.wait_s + size / _SLOWEST_BYTES_PER_S
+            until_s = options.transfer_until_s(size)
             for _, _, slot in fetch.places[:found]:
                 for row in rows.of(slot):
-                    left_s = until_s - time.monotonic()
-                    if left_s <= 0 or fetch.cancelled.is_set():
-                        raise PeerError("too slow" if left_s <= 0 else "the tier was emptied")
-                    connection.settimeout(min(left_s, options.wait_s))
+                    if fetch.cancelled.is_set():
+                        raise PeerError("the tier was emptied")
+                    connection.settimeout(min(left_s(until_s), options.wait_s))
                     receive_exactly(connection, row)
             tokens = found * self._block_tokens
             pause_s = start_s + options.pace_s(tokens) - time.monotonic()
@@ -260,8 +262,3 @@ def _params(request: Any) -> PeerParams | None:
     except msgspec.ValidationError as error:
         log.warning("peer_params_ignored", request_id=request.request_id, reason=str(error))
         return None
-
-
-def _whole_rows(rows: HostRows | None) -> HostRows:
-    assert rows is not None
-    return rows

@@ -3,7 +3,7 @@
 A reader names blocks by their keys and is sent the leading ones that are there, row by row. Nothing
 is pinned: the scheduler's thread may evict a block while it is sent, so the last word of an answer
 is how many of the blocks were still in their places when all was sent. KV cache is as good as text:
-a reader must know a token, which the router alone was told, and the bytes are not encrypted.
+a reader must know a token, which the router alone has, and the bytes are not encrypted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import numpy as np
 import structlog
 import torch
 
+from workers.vllm.options import NetworkPace
+
 log = structlog.get_logger(__name__)
 
 # A question is keys of some 40 bytes; readers at a time; a transfer slower than this is ended.
@@ -35,21 +37,19 @@ class PeerError(Exception):
     """Blocks that a peer did not give; the message says why. Their tokens are computed."""
 
 
-class PeerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PeerOptions(NetworkPace, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """layout: file that says where the host tier's rows are, until the engine's other process has
-    read it; host, port, token: of its server; wait_s: the longest silence of a peer; token_s,
-    fixed_s: least real seconds that a paced transfer takes, nothing on a worker that is not."""
+    read it; host, port, token: of its server; wait_s: the longest silence of a peer."""
 
     layout: str
     host: str
     port: int
     token: str
     wait_s: float
-    token_s: float = 0.0
-    fixed_s: float = 0.0
 
-    def pace_s(self, tokens: int) -> float:
-        return self.fixed_s + tokens * self.token_s
+    def transfer_until_s(self, size_bytes: float) -> float:
+        """When a transfer of so many bytes that begins now has taken too long, monotonic."""
+        return time.monotonic() + self.wait_s + size_bytes / _LEAST_BYTES_PER_S
 
 
 class BlockQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,7 +158,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
         widths = rows.widths if rows is not None else []
         send_frame(connection, msgspec.msgpack.encode((len(places), widths)))
         size = len(places) * sum(widths)
-        until_s = time.monotonic() + self.options.wait_s + size / _LEAST_BYTES_PER_S
+        until_s = self.options.transfer_until_s(size)
         for _, slot in places:
             assert rows is not None
             for row in rows.of(slot):

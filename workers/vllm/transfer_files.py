@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from workers.vllm.options import NetworkPace
 
 _NAME = re.compile(r"[0-9a-f]{32}")
 _FILE = re.compile(r"[0-9a-f]{32}-\d+\.(kv|part|refused)")
@@ -26,19 +27,12 @@ class TransferError(Exception):
     """Blocks that did not come; the message says why. Their tokens are computed again."""
 
 
-class TransferOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """wait_s: how long a receiver waits beyond the pace, and after how long files are swept.
-    token_s, fixed_s: real seconds that a paced transfer lasts; nothing on a worker that is not."""
+class TransferOptions(NetworkPace, frozen=True, forbid_unknown_fields=True):
+    """wait_s: how long a receiver waits beyond the pace, and after how long files are swept."""
 
     folder: str
     most_bytes: int
     wait_s: float
-    token_s: float = 0.0
-    fixed_s: float = 0.0
-
-    def pace_s(self, tokens: int) -> float:
-        """Least seconds from sending to receiving so many tokens."""
-        return self.fixed_s + tokens * self.token_s
 
 
 class TransferFiles:

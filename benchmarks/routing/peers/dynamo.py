@@ -52,8 +52,8 @@ from benchmarks.routing.peers.dynamo_cluster import (
     step_of,
 )  # fmt: skip
 from benchmarks.routing.peers.routers import DYNAMO_VERSION, PeerError, dynamo_python, started
-from deploy.app.ray_cluster import free_port
 from kappa.hardware import node_profile
+from kappa.host import free_port
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.settings.cluster import load_settings

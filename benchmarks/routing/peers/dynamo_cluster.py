@@ -28,10 +28,9 @@ import aiohttp
 import numpy as np
 
 from benchmarks.routing.peers.routers import OUR_VARIABLES, PeerError, dynamo_python
-from deploy.app.ray_cluster import free_port
 from kappa.cost import StepModel, step_model
 from kappa.hardware import node_profile
-from kappa.host import die_with_parent
+from kappa.host import die_with_parent, free_port
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 

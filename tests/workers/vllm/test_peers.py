@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
+from kappa.host import free_port
+from kappa.protocol import PEER_PARAM
 from workers.vllm.host_tier_manager import HostTierManager
 from workers.vllm.options import LinkPace
-from workers.vllm.peer_fetch import PEER_PARAM, HostTierFetches
+from workers.vllm.peer_fetch import HostTierFetches
 from workers.vllm.peer_server import (
     LENGTH,
     BlockQuestion,
@@ -30,19 +32,13 @@ from workers.vllm.peer_server import (
 
 pytestmark = pytest.mark.vllm
 
-BLOCKS, TOKENS, WIDTHS = 8, 16, (64, 192)
+HOST, BLOCKS, TOKENS, WIDTHS = "127.0.0.1", 8, 16, (64, 192)
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
 CONTEXT = ReqContext(req_id="r")
 
 
 def key(number):
     return make_offload_key(number.to_bytes(32, "big"), 0)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Tier:
@@ -56,7 +52,7 @@ class Tier:
         )  # fmt: skip
         self.tensors = [np.zeros((blocks, width), dtype=np.uint8) for width in widths]
         self.rows = HostRows(self.tensors)
-        given = {"layout": "/nowhere", "host": "127.0.0.1", "port": free_port(), "token": "secret"}
+        given = {"layout": "/nowhere", "host": HOST, "port": free_port(HOST), "token": "secret"}
         self.options = PeerOptions(**{**given, "wait_s": 5.0, **options})
         self.server = PeerServer(self.options, lambda: self.rows, self.manager.place)
         self.fetches = HostTierFetches(
@@ -190,7 +186,7 @@ def test_a_peer_that_gives_nothing_costs_the_prompt_its_computing_alone(
 ):
     giver, taker = tier(), tier()
     giver.store(1, 2)
-    taker.fetch(endpoint.format(closed=free_port(), open=giver.options.port), [1, 2])
+    taker.fetch(endpoint.format(closed=free_port(HOST), open=giver.options.port), [1, 2])
     assert taker.found(1, 2) == [MISS, MISS] and taker.manager.free_blocks == BLOCKS
     assert [m["why"] for m in taker.reported if m["kind"] == "tier_failed"] == ["fetch"]
     assert not taker.recorded
@@ -199,7 +195,7 @@ def test_a_peer_that_gives_nothing_costs_the_prompt_its_computing_alone(
 def test_a_peer_that_failed_is_left_alone_for_a_while(tier):
     giver, taker = tier(), tier()
     giver.store(1)
-    gone = f"127.0.0.1:{free_port()}/secret"
+    gone = f"127.0.0.1:{free_port(HOST)}/secret"
     taker.fetch(gone, [1])
     asked = []
     real, socket.create_connection = socket.create_connection, lambda *a: asked.append(a)
