@@ -96,8 +96,8 @@ class _Face:
         """What would be decided for a chat or completion body; nothing is sent or reserved.
         ApiError 400 if that is no JSON object; what else is wrong with it a server would say."""
         inbound, live = inbound_of(request), self._front.live
-        errors.json_object(inbound.body)
-        wanted = await self._front.read(DECIDED_PATHS[0], inbound.body)
+        data, size_bytes = errors.json_object(inbound.body), len(inbound.body)
+        wanted = await self._front.understood(DECIDED_PATHS[0], data, size_bytes)
         routed = self._front.request(inbound.request_id, wanted)
         try:
             decision = live.explain(routed)

@@ -42,6 +42,8 @@ log = structlog.get_logger(__name__)
 _DEFAULT_SHAPE = "llama-3.1-8b"
 _MODELS_EVERY = 10
 _MOST_BYTES = 8 << 20
+# Answers without an event from a server that is to publish them.
+_UNANNOUNCED = 5
 # Of one connection, or meant for this hop alone.
 _HOP = frozenset((
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
@@ -80,8 +82,8 @@ class Head(NamedTuple):
 
 class Backend:
     """A server. known: what it announced, None before it first answered; models: what it serves;
-    sent: what it holds as far as what was sent there tells; down: why it is not reached; refused:
-    why it is not used although it answers; empty if all is well."""
+    sent: what it holds as far as what was sent there tells, None once its events tell it; down: why
+    it is not reached; refused: why it is not used although it answers; empty if all is well."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Backend:
         self.synced = self.connected = False
         self.events = Counter[str]()
         self._listener: StreamListener | None = None
-        self._failures = self._probes = 0
+        self._failures = self._probes = self._unannounced = 0
         self._has_metrics = True
         self._report = WorkerReport(self.worker, 0.0)
 
@@ -245,7 +247,21 @@ class Backend:
         if len(fit) < len(events) and not self.events["other_size"]:
             log.error("backend_events_unused", url=self.settings.url, why=self._other_size())
         self.events["other_size"] += len(events) - len(fit)
+        if self.sent is not None and any(isinstance(one, BlocksStored) for one in fit):
+            # From now on it says itself what it holds, which is better known than guessed.
+            self.sent = None
+            self._listener.blocks([WorkerReset(self.worker)])
         self._listener.blocks(fit)
+
+    def answered(self) -> None:
+        """It answered a prompt: a server that publishes events has announced some by now."""
+        self._unannounced += self.settings.events is not None and self.sent is not None
+        if self._unannounced == _UNANNOUNCED:
+            log.error(
+                "backend_events_missing", url=self.settings.url, events=self.settings.events,
+                why="nothing usable came; what it holds is guessed from what was sent there",
+                remedy="have it publish: vLLM listens only at an endpoint with a *, tcp://*:PORT",
+            )  # fmt: skip
 
     def _other_size(self) -> str:
         return (
@@ -282,8 +298,7 @@ class Backend:
                 # What it held was in blocks, or of a model, that are no more.
                 self._listener.blocks([WorkerReset(self.worker)])
             size = CacheSize(made.block_tokens, made.device_blocks, made.host_blocks)
-            # Its own events say better what it holds than what was sent there.
-            self.sent = None if self.settings.events else SentBlocks(self.worker, size)
+            self.sent = SentBlocks(self.worker, size)
             self.known = made
         elif not self.down and not self.refused and self.models == self._judged:
             return

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +46,9 @@ log = structlog.get_logger(__name__)
 DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
-_OPENING = 1024  # characters, or token ids, of a text
+# Characters, or token ids, of a text: that its conversation is known by, in steps of so many; and
+# how many texts are remembered.
+_OPENING, _STRIDE, _MOST_NAMES = 1024, 8, 1 << 16
 
 
 @dataclass(slots=True)
@@ -63,25 +66,16 @@ class Wanted:
     session: str = ""
 
     @classmethod
-    def of(cls, body: bytes) -> tuple[Wanted, dict[str, Any]]:
-        """What a body asks for, and the body; nothing of one that cannot be read: the server will
-        say why."""
-        try:
-            data = msgspec.json.decode(body) if body else None
-        except (ValueError, RecursionError):  # of bytes that are no UTF-8, too
-            data = None
-        if not isinstance(data, dict):
-            return cls(), {}
+    def of(cls, data: Mapping[str, Any]) -> Wanted:
+        """What a body asks for."""
         model, salt = data.get("model"), data.get("cache_salt")
         limit = data.get("max_completion_tokens") or data.get("max_tokens")
-        wanted = cls(
+        return cls(
             model if isinstance(model, str) else "",
             data.get("stream") is True,
             max_tokens=limit if type(limit) is int and 0 < limit < 1 << 31 else 0,
             salt=salt if isinstance(salt, str) else "",
-            session=_session(data),
         )
-        return wanted, data
 
 
 @dataclass(slots=True)
@@ -105,6 +99,7 @@ class Front:
         self.settings = settings
         self.backends: dict[str, Backend] = {}
         self._registry, self._warned = ReplicaRegistry(), False
+        self._conversations = Conversations()
         # Events are about token ids; without them text will do.
         self._by_ids = any(one.events for one in settings.backends)
         self._block_tokens = settings.block_tokens if self._by_ids else BLOCK_TOKENS
@@ -201,12 +196,23 @@ class Front:
     # -- requests -----------------------------------------------------------------------------
 
     async def read(self, path: str, body: bytes) -> Wanted:
-        """A body as far as routing reads it. Where servers publish events, its prompt is tokenized
-        by one of them that has least to do; it is only bounded if that does not succeed soon."""
-        wanted, data = Wanted.of(body)
+        """A body as far as routing reads it; nothing of one that is no JSON object: the server will
+        say why."""
+        try:
+            data = msgspec.json.decode(body) if body else None
+        except (ValueError, RecursionError):  # of bytes that are no UTF-8, too
+            data = None
+        return await self.understood(path, data if isinstance(data, dict) else {}, len(body))
+
+    async def understood(self, path: str, data: Mapping[str, Any], size_bytes: int) -> Wanted:
+        """A JSON body as far as routing reads it. Where servers publish events, its prompt is
+        tokenized by one of them that has least to do; it is only bounded if that does not succeed
+        soon."""
+        wanted = Wanted.of(data)
+        wanted.session = self._conversations.of(data)
         if path not in DECIDED_PATHS or not data:
             return wanted
-        wanted.bound = len(body) // BYTES_PER_TOKEN
+        wanted.bound = size_bytes // BYTES_PER_TOKEN
         if not self._by_ids or isinstance(data.get("prompt"), list):
             wanted.tokens = prompt_tokens(data)
             return wanted
@@ -274,13 +280,16 @@ class Front:
     def used(self, flying: Flying, usage: Usage) -> None:
         """An answer said what its prompt took."""
         index, sent, decision = self.live.router.index, flying.sent, flying.decision
-        if usage.cached_tokens is None or index is None or sent is None or not usage.prompt_tokens:
+        history = flying.backend.sent
+        flying.backend.answered()
+        if usage.cached_tokens is None or not usage.prompt_tokens:
+            return
+        if index is None or sent is None or history is None:
             return
         # Of its prompt in our tokens, which are four bytes of its text.
         share = usage.cached_tokens / usage.prompt_tokens
         cached = int(share * decision.prompt_tokens)
-        assert flying.backend.sent is not None
-        flying.backend.sent.found(index, sent, cached // decision.priced.block_tokens)
+        history.found(index, sent, cached // decision.priced.block_tokens)
         device = min(decision.chosen.counts.device_tokens, cached)
         record = self.live.records.get(decision.request_id)
         if record is not None:
@@ -324,18 +333,47 @@ class Front:
         ]  # fmt: skip
 
 
-def _session(data: Mapping[str, Any]) -> str:
-    named = next((data[key] for key in CONVERSATION_KEYS if isinstance(data.get(key), str)), "")
-    messages, prompt = data.get("messages"), data.get("prompt")
-    if named or not isinstance(messages if messages is not None else prompt, list | str):
-        return named
-    opening = (messages or prompt or "")[:_OPENING]
-    if messages:
-        first = (i for i, one in enumerate(messages) if isinstance(one, dict) and _asks(one))
-        opening = messages[: next(first, 0) + 1]
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
-        return hashlib.blake2b(msgspec.json.encode(opening), digest_size=8).hexdigest()
-    return ""
+class Conversations:
+    """Names of conversations: what the client calls one, else how it begins.
+
+    A chat begins with all up to its first question. A bare prompt has no such end: it is named
+    after the longest earlier one that it begins with, as far as its first 1,024 characters or ids.
+    """
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, str] = OrderedDict()
+
+    def of(self, data: Mapping[str, Any]) -> str:
+        """The name of a body's conversation; empty where it has no prompt that can be read."""
+        named = next((data[key] for key in CONVERSATION_KEYS if isinstance(data.get(key), str)), "")
+        messages, prompt = data.get("messages", data.get("input")), data.get("prompt")
+        opening = messages if messages is not None else prompt
+        if named or not opening or not isinstance(opening, list | str):
+            return named
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            if messages is None or isinstance(opening, str):
+                return self._begun(opening[:_OPENING])
+            first = (i for i, one in enumerate(opening) if isinstance(one, dict) and _asks(one))
+            return _digest(opening[: next(first, 0) + 1])
+        return ""
+
+    def _begun(self, opening: list[Any] | str) -> str:
+        """The name of the longest known prompt that this one begins with, else its own."""
+        beginnings, running = list[str](), hashlib.blake2b(digest_size=8)
+        for start in range(0, len(opening) - _STRIDE + 1, _STRIDE):
+            running.update(msgspec.json.encode(opening[start : start + _STRIDE]))
+            beginnings.append(running.hexdigest())
+        whole = beginnings[-1] if beginnings else _digest(opening)
+        known = (self._names[one] for one in reversed(beginnings) if one in self._names)
+        self._names[whole] = name = next(known, whole)
+        self._names.move_to_end(whole)
+        if len(self._names) > _MOST_NAMES:
+            self._names.popitem(last=False)
+        return name
+
+
+def _digest(part: Any) -> str:
+    return hashlib.blake2b(msgspec.json.encode(part), digest_size=8).hexdigest()
 
 
 def _asks(message: Mapping[str, Any]) -> bool:

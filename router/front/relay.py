@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from router.api import errors
 from router.api.app import Inbound, inbound_of
 from router.api.errors import ApiError
-from router.api.metadata import SESSION_HEADER, decision_headers
+from router.api.metadata import DEADLINE_HEADER, SESSION_HEADER, decision_headers
 from router.api.tenants import Places
 from router.decision import NoWorkerError, OverloadedError, RouteRequest
 from router.front.backend import KEY_HEADERS, Call, Head
@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 _ATTEMPTS = 2
 # Answers by which a server says that it failed, or has no room: another may do better.
-_FULL, _FAILED = (429,), (500, 502, 503, 504)
+_FULL, _FAILED, _LATE = (429,), (500, 502, 503, 504), 504
 _MOST_KEPT = 1 << 16
 _TAIL = 4096
 _TOKEN_MARKS = (b'"choices"', b"delta")
@@ -58,7 +58,7 @@ class Relay:
 
     def __init__(self, front: Front) -> None:
         self.front = front
-        self._keyed = bool(front.settings.tenants.by_key)
+        self._keyed = bool(front.settings.tenants.digests)
         self._places = Places(front.settings.router.max_queue, shared=self._keyed)
         self._open: set[str] = set()
 
@@ -123,7 +123,7 @@ class _Passage:
         self._front, self._live, self._inbound = front, front.live, inbound
         self._request_id, self._send = request_id, send
         self.status = 0
-        self._streamed = False
+        self._streamed = self._has_deadline = False
 
     async def serve(self, call: Call) -> None:
         """Send the request to a server; once more to another. Raises ApiError."""
@@ -131,6 +131,7 @@ class _Passage:
         wanted = await self._front.read(path, call.body)
         wanted.session = call.headers.get(SESSION_HEADER) or wanted.session
         self._streamed = wanted.streamed
+        self._has_deadline = DEADLINE_HEADER in call.headers
         routed = self._front.request(self._request_id, wanted)
         if self._inbound.lease is not None and wanted.tokens is not None:
             now_s = time.monotonic()
@@ -200,7 +201,9 @@ class _Passage:
     ) -> str:  # fmt: skip
         """Send on what comes; how it ended."""
         head, part = await self._first(flying, stream, wait)
-        if head.status in (*_FULL, *_FAILED):
+        # What is late by the client's own deadline says nothing of the server.
+        late = head.status == _LATE and self._has_deadline
+        if head.status in (*_FULL, *_FAILED) and not late:
             end = "worker_full" if head.status in _FULL else "error"
             failure = Unserved(end, f"it answered {head.status}")
             kept = [pair for pair in head.headers if pair[0] != b"content-length"]

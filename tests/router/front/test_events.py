@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import zmq
 import zmq.asyncio
+from structlog.testing import capture_logs
 
 from tests.router.front.conftest import routing, until
 from tests.router.front.offering import FakeServer, serving
@@ -91,7 +92,7 @@ async def test_blocks_that_a_server_announces_are_expected_there():
         assert (await held(it.http))["a"] == 0
 
 
-async def test_a_server_without_events_holds_what_was_sent_there():
+async def test_a_server_holds_what_was_sent_there_until_its_events_come():
     async with two_servers() as it:
         for server in it.servers:
             server.hold.clear()
@@ -103,9 +104,26 @@ async def test_a_server_without_events_holds_what_was_sent_there():
         for one in both:
             await (await one).read()
         found = [await held(it.http, text) for text in texts]
-        # The last block is computed again; of the other server only its events count.
+        # The last block is computed again.
         assert sorted(one["b"] for one in found) == [0, 48]
-        assert [one["a"] for one in found] == [0, 0]
+        assert sorted(one["a"] for one in found) == [0, 48]
+        await published(it.http, it.publisher)
+        assert [(await held(it.http, text))["a"] for text in texts] == [0, 0]
+        assert sorted([(await held(it.http, text))["b"] for text in texts]) == [0, 48]
+
+
+async def test_events_that_never_come_are_reported_once():
+    publisher = Publisher()
+    async with serving(FakeServer()) as (server,):
+        row = {"url": server.url, "profile": "pcie", "events": publisher.endpoint}
+        async with routing(row) as it:
+            with capture_logs() as logs:
+                for _ in range(7):
+                    await (await it.http.post(PATH, json=body())).read()
+    publisher.socket.close()
+    missing = [one for one in logs if one["event"] == "backend_events_missing"]
+    assert [one["url"] for one in missing] == [server.url]
+    assert "tcp://*:PORT" in missing[0]["remedy"]
 
 
 async def test_a_gap_forgets_what_was_announced_before():

@@ -52,10 +52,11 @@ async def test_what_a_body_that_is_no_json_is_worth_the_server_says(path, body):
         assert servers[0].seen[-1][3] == body
 
 
-async def test_a_decision_about_a_model_that_is_no_text_is_explained_like_one_about_none():
+async def test_a_decision_about_a_model_that_is_no_text_is_refused_as_nobody_serves_it():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         answer = await front.http.post("/v1/route", data=b'{"model": "\xed\xa0\x80"}')
-        assert answer.status == 200 and (await answer.json())["reason"]
+        assert answer.status == 404
+        assert (await answer.json())["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"7", b"[" * 20_000])
@@ -207,6 +208,21 @@ async def test_a_server_that_fails_before_its_first_byte_is_followed_by_one_othe
             answer = await front.http.post(CHAT, json=chat(f"{i}", stream=True))
             assert await answer.read() == stream_of(servers[1])
         assert len(servers[1].seen) == 4
+
+
+async def test_what_is_late_by_the_clients_own_deadline_is_no_servers_failure():
+    async with (
+        serving(*(FakeServer(status=504) for _ in range(2))) as servers,
+        routing(*servers) as front,
+    ):
+        late = {"x-kappa-deadline-ms": "1"}
+        for _ in range(12):
+            answer = await front.http.post(CHAT, json=chat(), headers=late)
+            assert (answer.status, await answer.json()) == (504, {"error": {"message": "no"}})
+        assert sum(sent_to(servers)) == 12
+        assert not front.front.live.members.blocked().failing
+        assert (await front.http.post(CHAT, json=chat())).status == 504
+        assert sum(sent_to(servers)) == 14
 
 
 async def test_two_servers_that_fail_are_all_that_are_tried():

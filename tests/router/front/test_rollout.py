@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from deploy.cli import app as kappa
 from kappa.settings.base import SettingsError
 from kappa.settings.front import load_front_settings
-from router.front.front import Wanted
+from router.front.front import Conversations
 from router.journal import read_journal
 from router.live import record_file
 from tests.router.front.conftest import chat, routing
@@ -128,13 +128,38 @@ def test_modes_that_cannot_be_are_refused(given, why):
     ],
 )  # fmt: skip
 def test_a_conversation_is_known_by_its_name_or_its_beginning(one, other, same):
-    names = [Wanted.of(json.dumps(body).encode())[0].session for body in (one, other)]
+    conversations = Conversations()
+    names = [conversations.of(body) for body in (one, other)]
     assert all(names) and (names[0] == names[1]) == same
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("prompt", ["a" * 40, "b" * 500, "c" * 9000]),
+        ("input", ["a" * 40, "b" * 500, "c" * 9000]),
+        ("prompt", [[1] * 40, [2] * 90, [3]]),
+    ],
+)
+def test_a_bare_prompt_that_grows_stays_one_conversation(key, words):
+    conversations, prompt, names = Conversations(), words[0][:0], []
+    for word in words:
+        prompt = prompt + word
+        names.append(conversations.of({key: prompt}))
+    assert len(set(names)) == 1
+    assert conversations.of({key: prompt[:8] + words[1] + words[0]}) != names[0]
+
+
+def test_prompts_that_only_share_an_opening_are_two_conversations():
+    conversations = Conversations()
+    one, other = ("system " * 20 + end * 9 for end in ("x", "y"))
+    names = [conversations.of({"prompt": text}) for text in (one, other, one * 2, other * 2)]
+    assert names[0] == names[2] != names[1] == names[3]
 
 
 @pytest.mark.parametrize("body", [{}, {"messages": 5}, {"prompt": None}, {"user": 3}])
 def test_a_body_that_tells_no_conversation_has_none(body):
-    assert Wanted.of(json.dumps(body).encode())[0].session == ""
+    assert Conversations().of(body) == ""
 
 
 # -- a real balancer in front of the same servers --------------------------------------------------
