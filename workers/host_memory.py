@@ -6,21 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import resource
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from kappa.host import CGROUPS, PROC, cgroup_free, machine_free, version_of
 from workers.identity import WorkerPlan
 from workers.vllm.arguments import NATIVE, OWN, STOCK_TIER, fingerprint
 from workers.vllm.warm_restart import TierFolder, claim_folder
-
-log = structlog.get_logger(__name__)
 
 _ENGINE_BYTES = 256 << 20
 """For what the engine takes besides: it is at least this."""
@@ -52,9 +47,6 @@ def prepare_host_memory(plan: WorkerPlan) -> TierFolder | None:
         if folder is not None:
             folder.release()
         raise
-    warning = budget.warning(host_bytes, pinned=plan.gpus > 0)
-    if warning:
-        log.warning("host_memory_limit", reason=warning)
     return folder
 
 
@@ -102,23 +94,28 @@ def _weights(source: str) -> str:
 @dataclass(frozen=True, slots=True)
 class HostBudget:
     """Bytes that may still be used, None where there is no limit or it cannot be told: below the
-    tightest limit of this process' cgroups, of the machine's memory, to be locked, in the folder of
-    a persistent tier, in /dev/shm."""
+    tightest limit of this process' cgroups, of the machine's memory, in the folder of a persistent
+    tier, in /dev/shm."""
 
     cgroup_bytes: int | None = None
     machine_bytes: int | None = None
-    locked_bytes: int | None = None
     folder_bytes: int | None = None
     shm_bytes: int | None = None
 
     def faults(
-        self, tiers: Sequence[int], mapped_bytes: int = 0, *, persistent: bool = False
+        self,
+        tiers: Sequence[int],
+        mapped_bytes: int = 0,
+        *,
+        persistent: bool = False,
+        engines_bytes: float = 0.0,
     ) -> list[str]:
         """Why workers' host tiers of so many bytes do not fit: which limit, by how much, what to
         change. mapped_bytes: of them, what vLLM maps in /dev/shm. persistent: they lie in the
-        folder."""
+        folder. engines_bytes: that the engines take besides, if that is known and not little."""
         tiers = [tier for tier in tiers if tier]
-        whole, count, engines = sum(tiers), len(tiers), len(tiers) * _ENGINE_BYTES
+        whole, count = sum(tiers), len(tiers)
+        engines = max(engines_bytes, count * _ENGINE_BYTES)
         what, who = f"engine.host_bytes is {_gib(whole)}", "the engine itself needs"
         if count > 1:
             what = f"engine.host_bytes of {count} workers on a machine are {_gib(whole)} together"
@@ -133,9 +130,9 @@ class HostBudget:
         )
         return [
             f"{what}, and {whose} has {_gib(free)} left, of which {who} {_gib(engines)}: lower "
-            "engine.host_bytes or raise the limit"
+            "engine.host_bytes, raise the limit, or serve fewer workers"
             for whose, free in limits
-            if whole and free is not None and whole + engines > free
+            if free is not None and whole + engines > free
         ] + [
             f"{what}, and {place} has {_gib(free)} left: mount a larger shared memory there "
             "(Kubernetes: an emptyDir of medium Memory with a sizeLimit; Docker: --shm-size), or "
@@ -149,16 +146,6 @@ class HostBudget:
         `mapped`: vLLM maps it in /dev/shm."""
         for fault in self.faults([host_bytes], host_bytes * mapped, persistent=persistent):
             raise HostBudgetError(fault)
-
-    def warning(self, host_bytes: int, *, pinned: bool) -> str:
-        """What will slow a tier of pinned memory down without failing it; empty: nothing."""
-        if not pinned or self.locked_bytes is None or host_bytes <= self.locked_bytes:
-            return ""
-        return (
-            f"engine.host_bytes is {_gib(host_bytes)}, and this process may lock "
-            f"{_gib(self.locked_bytes)} (ulimit -l): memory that is locked by mlock stays "
-            "below that; CUDA's own pinning is not bound by it"
-        )
 
 
 def host_budget(
@@ -177,15 +164,13 @@ def host_budget(
     shm_free = None
     with contextlib.suppress(OSError):
         shm_free = shutil.disk_usage(_SHM).free
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostBudget(
         cgroup_bytes=cgroup_free(held, cgroups, proc),
         machine_bytes=machine_free(held, proc),
-        locked_bytes=None if locked in (resource.RLIM_INFINITY, -1) else locked,
         folder_bytes=folder_free,
         shm_bytes=shm_free,
     )
 
 
-def _gib(count: int) -> str:
+def _gib(count: float) -> str:
     return f"{count / (1 << 30):.3g} GiB"

@@ -46,11 +46,12 @@ _LINE_ERROR = 0.1
 class SparsePlan:
     """How requests that may be answered approximately decode. heads: scores of their importance, as
     numbers since the file need not be on the worker's machine. persistent_heads: most heads that
-    keep their KV on the device."""
+    keep their KV on the device. loss: of perplexity, where it was measured."""
 
     settings: SparseSettings = field(default_factory=SparseSettings)
     heads: HeadProfile | None = None
     persistent_heads: int | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +303,8 @@ def announce(
             load_plan["cpu_room_share"] = plan.cpu_room_share
         if plan.approx != "never":
             load_plan["approx"] = plan.approx
+            if plan.sparse.loss:
+                load_plan["loss"] = plan.sparse.loss
     else:
         step = step_model(shape, node)
         if not paced:

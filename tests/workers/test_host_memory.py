@@ -1,7 +1,6 @@
 """Host memory before an engine's start: what is left, whose folder it is, refusals in time."""
 
 import os
-import resource
 from dataclasses import replace
 
 import pytest
@@ -129,13 +128,13 @@ def test_a_worker_whose_tier_vllm_maps_looks_there_before_its_engine_starts(
             prepare_host_memory(plan)
 
 
-def test_a_pinned_tier_beyond_the_lock_limit_is_warned_of(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
-    budget = host_budget()
-    assert "may lock 6.1e-05 GiB (ulimit -l)" in budget.warning((64 << 10) + 1, pinned=True)
-    assert budget.warning(64 << 10, pinned=True) == budget.warning(GIB, pinned=False) == ""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert host_budget().warning(GIB, pinned=True) == ""
+def test_what_engines_take_besides_counts_where_it_is_known():
+    budget = HostBudget(machine_bytes=10 * GIB)
+    assert budget.faults([2 * GIB], engines_bytes=8 * GIB) == []
+    (fault,) = budget.faults([2 * GIB], engines_bytes=8 * GIB + 1)
+    assert "the engine itself needs 8 GiB" in fault
+    (fault,) = budget.faults([0], engines_bytes=11 * GIB)
+    assert "is 0 GiB, and the machine has 10 GiB left" in fault
 
 
 def test_without_a_folder_nothing_counts_as_held(machine):

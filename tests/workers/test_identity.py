@@ -10,12 +10,15 @@ import pytest
 from kappa.cost import StepModel, kappa_crit, step_model
 from kappa.hardware import NodeProfile, node_profile
 from kappa.model import kv_bytes_per_token
+from kappa.plans.measured import as_measured
+from kappa.plans.rates import rates_from_law
 from kappa.protocol import Announcement
 from kappa.settings.engine import EngineSettings
 from kappa.shapes import model_shape
 from workers.identity import (
     Profile,
     ReplicaId,
+    SparsePlan,
     WorkerPlan,
     announce,
     configure_vllm,
@@ -243,3 +246,16 @@ def test_an_engine_serves_its_peers_where_the_announcement_says():
     announced = announce(of, replica, Profile({}))
     assert announced.peer == "10.0.0.1:4711/secret" and announced.net_bytes_per_s == 12.5e9
     assert said(of).net_bytes_per_s == 0.0
+
+
+@pytest.mark.parametrize(("loss", "said"), [(0.06, {"loss": 0.06}), (None, {})])
+def test_who_answers_approximately_says_so_with_its_loss_if_that_is_known(loss, said):
+    of = dataclasses.replace(plan(paced("pcie")), approx="ask", sparse=SparsePlan(loss=loss))
+    rates = as_measured(rates_from_law(model_shape("opt-6.7b"), node_profile("pcie")), "m", "d")
+    announced = announce(of, ReplicaId("w", 0, "m", "e", "s"), Profile({}), rates).load_plan
+    assert {key: announced[key] for key in ("approx", "loss") if key in announced} == {
+        "approx": "ask", **said,
+    }  # fmt: skip
+    exact = announce(dataclasses.replace(of, approx="never"), ReplicaId("w", 0, "m", "e", "s"),
+                     Profile({}), rates)  # fmt: skip
+    assert not {"approx", "loss"} & set(exact.load_plan)

@@ -6,11 +6,14 @@ stores that were given up to the scheduler, where vLLM knows success only."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import structlog
+import torch
 from vllm.distributed.kv_events import MEDIUM_CPU
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
@@ -30,7 +33,7 @@ from workers.stats_channel import StatsSender
 from workers.vllm.disk_tier import DiskNews, DiskTierManager, DiskWrite
 from workers.vllm.host_tier import TierWorker
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
-from workers.vllm.options import PEERS_KEY, STATS_KEY, read_options
+from workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkRules, read_options
 from workers.vllm.peer_fetch import HostTierFetches
 from workers.vllm.peer_server import HostRows, PeerOptions, PeerServer, mapped_rows
 from workers.vllm.persistent_tier import announcement, record_stores
@@ -70,9 +73,11 @@ class HostTierWorkerMetadata(OffloadingWorkerMetadata):
 
 @dataclass
 class HostTierMetadata(OffloadingConnectorMetadata):
-    """What the scheduler sends the workers of one step."""
+    """What the scheduler sends the workers of one step. by_layer: requests that load in it, layer
+    by layer, by job."""
 
     disk_write: DiskWrite | None = None
+    by_layer: dict[int, str] = field(default_factory=dict)
 
 
 class HostTierConnector(OffloadingConnector):
@@ -80,6 +85,10 @@ class HostTierConnector(OffloadingConnector):
 
     _kappa_peers: HostTierFetches | None = None
     _kappa_server: PeerServer | None = None
+    _kappa_in_step = ""
+    """The request that was last looked up, if it loads in its prompt's own step."""
+    _kappa_waiting: Mapping[int, str] = MappingProxyType({})
+    """Requests whose loads the step under way waits for, by job."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -90,6 +99,9 @@ class HostTierConnector(OffloadingConnector):
         self._kappa_may_shorten = all(
             isinstance(g.kv_cache_spec, FullAttentionSpec) for g in groups
         )
+        # Of several groups of layers vLLM cannot compute anew what did not come.
+        self._kappa_by_layer = self._kappa_may_shorten and len(groups) == 1
+        self._kappa_by_layer &= read_options(extra, LINK_KEY, LinkRules).by_layer
         if role == KVConnectorRole.SCHEDULER:
             stats = StatsSender(extra.get(STATS_KEY, ""))
             tail = TailRecompute.from_config(extra, self._kappa_block_tokens)
@@ -181,22 +193,45 @@ class HostTierConnector(OffloadingConnector):
             if self._kappa_peers.under_way(request.request_id):
                 return None, False
         hit, loads_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        loaded = self._kappa_admissions.loaded_tokens(request, num_computed_tokens, hit or 0)
+        found, by_layer = hit or 0, self._kappa_by_layer and self._kappa_alone(request)
+        if by_layer:  # a step computes the last token at least, hence its block
+            last = (request.num_tokens - 1) // self._kappa_block_tokens * self._kappa_block_tokens
+            found = max(min(found, last - num_computed_tokens), 0)
+        loaded = self._kappa_admissions.loaded_tokens(
+            request, num_computed_tokens, found, by_layer=by_layer
+        )
+        self._kappa_in_step = request.request_id if by_layer and loaded else ""
         if not hit or not self._kappa_may_shorten:
             return hit, loads_async
         if loaded < hit:
             status = self._kappa_status(request)
             status.partial_tail_boundary = None
             status.update_num_hit_chunks(num_computed_tokens + loaded)
-        return loaded, loads_async and bool(loaded)
+        return loaded, loads_async and bool(loaded) and not by_layer
+
+    def _kappa_alone(self, request: Request) -> bool:
+        """Whether a step that waits for this request's load holds nobody else up."""
+        assert self.connector_scheduler is not None
+        others = self.connector_scheduler._req_status.values()
+        return all(each.req is request or each.req.is_finished() for each in others)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        if num_external_tokens and request.request_id == self._kappa_in_step:
+            blocks = self._kappa_unloaded(request, blocks)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         manager = self._kappa_disk_manager()
         from_disk = 0 if manager is None else manager.take_loaded() * self._kappa_block_tokens
         self._kappa_admissions.admitted(request, num_external_tokens, from_disk)
+
+    def _kappa_unloaded(self, request: Request, blocks: KVCacheBlocks) -> KVCacheBlocks:
+        """Blocks of a request that loads in this step, as they are before that. vLLM lists them in
+        its prefix cache at once, which its connector takes for being there: it would load none."""
+        here = self._kappa_status(request).num_locally_computed_tokens // self._kappa_block_tokens
+        (ours,) = blocks.blocks
+        rest = [KVCacheBlock(block.block_id) for block in ours[here:]]
+        return type(blocks)(([*ours[:here], *rest],))
 
     def _kappa_disk_manager(self) -> DiskTierManager | None:
         manager = getattr(self.connector_scheduler, "manager", None)
@@ -207,9 +242,21 @@ class HostTierConnector(OffloadingConnector):
             if not scheduler_output.total_num_scheduled_tokens:
                 self._kappa_peers.wait(_FETCH_POLL_S)
             self._kappa_peers.settle()
+        assert self.connector_scheduler is not None
+        jobs = self.connector_scheduler._current_batch_load_jobs
+        by_layer = {n: job.req_id for n, job in jobs.items() if job.req_id == self._kappa_in_step}
+        statuses = [self.connector_scheduler._req_status[name] for name in by_layer.values()]
+        limits = [status.max_offload_tokens for status in statuses]
+        for status in statuses:
+            # vLLM wants one load of a request or its stores; what is computed may yet be wrong.
+            status.max_offload_tokens = 0
         meta, manager = super().build_connector_meta(scheduler_output), self._kappa_disk_manager()
+        for status, limit in zip(statuses, limits, strict=True):
+            status.max_offload_tokens = limit
         write = None if manager is None else manager.take_write()
-        return meta if write is None else HostTierMetadata(**vars(meta), disk_write=write)
+        if write is None and not by_layer:
+            return meta
+        return HostTierMetadata(**vars(meta), disk_write=write, by_layer=by_layer)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's; the manager first learns which of the stores that ended have failed."""
@@ -258,17 +305,43 @@ class HostTierConnector(OffloadingConnector):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         tier = self._kappa_tier()
+        self._kappa_waiting = getattr(connector_metadata, "by_layer", {})
         if tier is not None:
+            if self._kappa_waiting:
+                tier.begin_step(self._kappa_waiting)
             for job_id, job in getattr(connector_metadata, "load_jobs", {}).items():
-                tier.loading(job_id, job.req_id)
+                if job_id not in self._kappa_waiting:
+                    tier.loading(job_id, job.req_id)
             write = getattr(connector_metadata, "disk_write", None)
             if write is not None and tier.disk is not None:
                 tier.disk.submit(write)
 
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As vLLM's; finds out which of the tier's tensors is which layer's."""
+        super().register_kv_caches(kv_caches)
+        if (tier := self._kappa_tier()) is not None:
+            places = {tensor.data_ptr(): number for number, tensor in enumerate(tier.device)}
+            last = len(places) - 1
+            # What lies elsewhere, as where layers share blocks, is there once all is.
+            tier.layer_numbers = {n: places.get(t.data_ptr(), last) for n, t in kv_caches.items()}
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """vLLM is about to attend to a layer."""
+        if self._kappa_waiting and (tier := self._kappa_tier()) is not None:
+            tier.wait_for_layer(tier.layer_numbers[layer_name])
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """As vLLM's; who loaded in this step waits for nothing."""
+        tier, waiting = self._kappa_tier(), self._kappa_waiting
+        if waiting and tier is not None:
+            tier.wait_for_layer(len(tier.device))  # none may go on behind the step
+        sent, received = super().get_finished(finished_req_ids)
+        return sent, received.difference(waiting.values())
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """As vLLM's, with the blocks that a disk did not bring: vLLM computes them."""
+        """As vLLM's, with the blocks that did not come: vLLM computes them."""
         tier, lost = self._kappa_tier(), super().get_block_ids_with_load_errors()
-        return lost if tier is None or tier.disk is None else lost | tier.disk.take_lost()
+        return lost if tier is None else lost | tier.take_lost()
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         meta, tier = super().build_connector_worker_meta(), self._kappa_tier()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from workers.disk_file import DiskFile, row_bytes
 from workers.stats_channel import StatsSender
 from workers.vllm.disk_tier import DiskRoute, DiskTierManager
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
-from workers.vllm.link import LOAD, STORE, Link, LoadSource, Route
+from workers.vllm.link import LOAD, STORE, Link, LoadSource, Route, exposed_s
 from workers.vllm.options import (
     DISK_KEY,
     LINK_KEY,
@@ -84,6 +85,9 @@ class TierWorker(OffloadingWorker, LoadSource):
         self._stats = stats
         self._report_lock = threading.Lock()
         self._loading: dict[int, str] = {}
+        self._by_layer: Mapping[int, str] = {}
+        self.layer_numbers: dict[str, int] = {}
+        """In which of the device's tensors each layer lies."""
 
     @property
     def store_block_s(self) -> float:
@@ -94,6 +98,17 @@ class TierWorker(OffloadingWorker, LoadSource):
         """A load that is about to be submitted is this request's (vLLM's id)."""
         with self._report_lock:
             self._loading[job_id] = request
+
+    def begin_step(self, by_layer: Mapping[int, str]) -> None:
+        """Of the loads submitted from now on, these of requests are brought layer by layer."""
+        self._by_layer = by_layer
+
+    def wait_for_layer(self, number: int) -> None:
+        """Block until tensors up to this of all loads by layers are there, or will not come."""
+
+    def take_lost(self) -> set[int]:
+        """The device's blocks whose load failed since the last call: vLLM computes them."""
+        return set()
 
     def take_dropped(self) -> set[int]:
         """Stores given up since the last call; at the latest when `get_finished` names them."""
@@ -115,7 +130,7 @@ class TierWorker(OffloadingWorker, LoadSource):
             return
         with self._report_lock:
             request = self._loading.pop(message.pop("job", -1), None)
-            if request is not None:
+            if request is not None and "took_s" in message:
                 self.add_load_s(request, message["took_s"])
             self._stats.send(message)
 
@@ -151,6 +166,7 @@ class HostTierWorker(TierWorker):
         shares = [routes] if rules.duplex == HALF else [{key: routes[key]} for key in routes]
         self.links = [Link(share, rules, self._pace_s, self._ended) for share in shares]
         self._loads, self._stores = self.links[0], self.links[-1]
+        self._held_s = 0.0
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -167,11 +183,34 @@ class HostTierWorker(TierWorker):
     ) -> bool:
         """As vLLM's; loads come in the link's order, which `expedited` (0.33) does not change."""
         assert isinstance(src_spec, BlockIDsLoadStoreSpec)
-        return self._loads.submit(LOAD, job_id, src_spec.block_ids, dst_spec.block_ids)
+        ids = src_spec.block_ids, dst_spec.block_ids
+        return self._loads.submit(LOAD, job_id, *ids, by_layer=job_id in self._by_layer)
 
     def get_finished(self) -> list[TransferResult]:
         """Transfers of both directions that ended since the last call, dropped stores too."""
         return [result for link in self.links for result in link.take_finished()]
+
+    def begin_step(self, by_layer: Mapping[int, str]) -> None:
+        self._loads.take_layered()  # those of a step that nobody measured
+        super().begin_step(by_layer)
+
+    def wait_for_layer(self, number: int) -> None:
+        start_s = time.monotonic()
+        self._loads.wait_layer(number)
+        self._held_s += time.monotonic() - start_s
+
+    def take_waits(self, start_s: float, compute_s: float) -> tuple[float, float]:
+        """As `LoadSource`'s; what a load adds to its step is what its request waited for it."""
+        held_s, self._held_s = self._held_s, 0.0
+        landed_s = [max(layer) for layer in zip(*self._loads.take_layered(), strict=False)]
+        beyond_s = exposed_s(landed_s, start_s, compute_s) if compute_s else held_s
+        for request in self._by_layer.values():
+            self.add_load_s(request, beyond_s)
+        self._by_layer = {}
+        return held_s, beyond_s
+
+    def take_lost(self) -> set[int]:
+        return self._loads.take_lost() | (set() if self.disk is None else self.disk.take_lost())
 
     def take_dropped(self) -> set[int]:
         return set().union(*(link.take_dropped() for link in self.links))

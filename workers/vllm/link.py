@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ LOAD, STORE = "load", "store"
 # A transfer gives way only between pieces of about so many seconds (of one block at least).
 PIECE_S = 0.02
 _POLL_S = 0.2
+# A layer that is waited for longer never comes; less than vLLM waits for a step.
+_STUCK_S = 120.0
 # Of a new measurement of seconds per block, against those before it.
 _RATE_WEIGHT = 0.2
 
@@ -63,9 +65,23 @@ class LoadSource:
         with self._load_lock:
             return self._load_s.pop(request, 0.0)
 
+    def take_waits(self, _start_s: float, _compute_s: float) -> tuple[float, float]:
+        """A step that began then and computes for so long (0: as long as it takes) has ended: how
+        long it was held up, and how much longer it lasts, for loads that came layer by layer."""
+        return 0.0, 0.0
+
     def leave(self) -> None:
         if self in LOAD_SOURCES:
             LOAD_SOURCES.remove(self)
+
+
+def exposed_s(landed_s: Sequence[float], start_s: float, compute_s: float) -> float:
+    """Seconds of a load that its step does not hide: its layers, of `compute_s` together, are
+    computed one after the other, each once it has landed (paper 001, Eq. 4)."""
+    end_s, layer_s = start_s, compute_s / max(len(landed_s), 1)
+    for landed in landed_s:
+        end_s = max(end_s, landed) + layer_s
+    return end_s - start_s - compute_s if landed_s else 0.0
 
 
 LOAD_SOURCES: list[LoadSource] = []
@@ -74,8 +90,9 @@ LOAD_SOURCES: list[LoadSource] = []
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One job: blocks `src_ids` to `dst_ids`. done: blocks handed out so far; took_s: its share of
-    the link's time so far. dropped: give it up after the piece under way."""
+    """One job: blocks `src_ids` to `dst_ids`, some of them at a time, or `layers` one by one. done:
+    blocks (or layers) handed out so far; took_s: its share of the link's time so far. landed_s:
+    when each layer was there. dropped: give it up after the piece under way."""
 
     job_id: int
     direction: str
@@ -87,14 +104,21 @@ class Transfer:
     copy_s: float = 0.0
     queued_s: float = 0.0
     dropped: bool = False
+    layers: int = 0
+    landed_s: list[float] = field(default_factory=list)
 
     @property
     def blocks(self) -> int:
         return len(self.src_ids)
 
+    @property
+    def units(self) -> int:
+        """What it is made of: layers, or blocks."""
+        return self.layers or self.blocks
+
 
 class Piece(NamedTuple):
-    """Blocks `start` to `stop` of a transfer, and what the link should take for them."""
+    """Blocks (or layers) `start` to `stop` of a transfer, and what the link should take for it."""
 
     transfer: Transfer
     start: int
@@ -103,7 +127,7 @@ class Piece(NamedTuple):
 
     @property
     def last(self) -> bool:
-        return self.stop == self.transfer.blocks
+        return self.stop == self.transfer.units
 
 
 class LinkQueue:
@@ -138,7 +162,7 @@ class LinkQueue:
         dropped: list[Transfer] = []
         for queue in (self.order.urgent, self.order.stores):
             for transfer in [t for t in queue if t.job_id in job_ids]:
-                seconds = self._span_s(transfer, transfer.done, transfer.blocks)
+                seconds = self._span_s(transfer, transfer.done, transfer.units)
                 fits = seconds <= budget_s
                 if fits:
                     budget_s -= seconds
@@ -159,13 +183,18 @@ class LinkQueue:
                 queue.remove(transfer)
 
     def _piece(self, transfer: Transfer) -> Piece:
-        start, stop = transfer.done, transfer.blocks
+        start, stop = transfer.done, transfer.units
+        if transfer.layers:
+            return Piece(transfer, start, start + 1, self._span_s(transfer, start, start + 1))
         block_s = self._seconds(transfer.direction, 2) - self._seconds(transfer.direction, 1)
         if self._in_pieces and block_s > 0:
             stop = min(stop, start + max(int(PIECE_S / block_s + 1e-6), 1))
         return Piece(transfer, start, stop, self._span_s(transfer, start, stop))
 
     def _span_s(self, transfer: Transfer, start: int, stop: int) -> float:
+        if transfer.layers:  # all last alike
+            whole_s = self._seconds(transfer.direction, transfer.blocks)
+            return whole_s * (stop - start) / transfer.layers
         before_s = self._seconds(transfer.direction, start) if start else 0.0
         return self._seconds(transfer.direction, stop) - before_s
 
@@ -185,9 +214,13 @@ class Route:
         """Raises:
         IndexError, RuntimeError: there is no such block.
         """
+        for number in range(len(self.src)):
+            self.copy_layer(number, src_ids, dst_ids)
+
+    def copy_layer(self, number: int, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
+        """The blocks' part in one pair of tensors; raises as `copy`."""
         take, put = torch.from_numpy(src_ids), torch.from_numpy(dst_ids)
-        for src, dst in zip(self.src, self.dst, strict=True):
-            dst.index_copy_(0, put, src.index_select(0, take))
+        self.dst[number].index_copy_(0, put, self.src[number].index_select(0, take))
 
 
 class Link:
@@ -213,7 +246,9 @@ class Link:
         self._serving: Transfer | None = None
         self._done: list[TransferResult] = []
         self._dropped: set[int] = set()
+        self._lost: set[int] = set()
         self._unfinished: dict[int, str] = {}
+        self._layered: list[Transfer] = []
         self._changed = threading.Condition()
         self._closed = False
         self._free_at_s = 0.0
@@ -221,7 +256,14 @@ class Link:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, direction: str, job_id: int, src_ids: np.ndarray, dst_ids: np.ndarray) -> bool:
+    def submit(
+        self,
+        direction: str,
+        job_id: int,
+        src_ids: np.ndarray,
+        dst_ids: np.ndarray,
+        by_layer: bool = False,
+    ) -> bool:
         """Queue one transfer of blocks `src_ids` to `dst_ids` (equal lengths)."""
         if len(src_ids) != len(dst_ids):
             raise ValueError(
@@ -231,7 +273,11 @@ class Link:
             self._unfinished[job_id] = direction
             # Indices of tensors are 64 bits wide; vLLM's ids are 32 from 0.31 on.
             ids = src_ids.astype(np.int64, copy=False), dst_ids.astype(np.int64, copy=False)
-            self._queue.add(Transfer(job_id, direction, *ids, time.monotonic()))
+            transfer = Transfer(job_id, direction, *ids, time.monotonic())
+            if by_layer:
+                transfer.layers = len(self._routes[direction].src)
+                self._layered.append(transfer)
+            self._queue.add(transfer)
             self._changed.notify_all()
         return True
 
@@ -246,6 +292,12 @@ class Link:
         with self._changed:
             dropped, self._dropped = self._dropped, set()
         return dropped
+
+    def take_lost(self) -> set[int]:
+        """Return and forget the device's blocks whose load failed: they hold nothing."""
+        with self._changed:
+            lost, self._lost = self._lost, set()
+        return lost
 
     def has_unfinished(self, direction: str = "") -> bool:
         """Whether a transfer (in this direction) is queued or running."""
@@ -269,6 +321,29 @@ class Link:
             self._changed.notify_all()
             while not self._unfinished.keys().isdisjoint(job_ids) and not self._closed:
                 self._changed.wait(_POLL_S)
+
+    def wait_layer(self, layer: int) -> None:
+        """Block until this layer, and all before it, of every transfer by layers is there or will
+        not come.
+
+        Raises:
+            TimeoutError: nothing moves; no memory may hold an engine up for ever.
+        """
+
+        def there() -> bool:
+            moving = (t for t in self._layered if t.job_id in self._unfinished)
+            return self._closed or all(len(t.landed_s) > layer for t in moving)
+
+        with self._changed:
+            if not self._changed.wait_for(there, _STUCK_S):
+                raise TimeoutError(f"no layer came from the host tier for {_STUCK_S:.0f} s")
+
+    def take_layered(self) -> list[list[float]]:
+        """When the layers of each transfer by layers were there; forgets those that ended."""
+        with self._changed:
+            ended = [t for t in self._layered if t.job_id not in self._unfinished]
+            self._layered = [t for t in self._layered if t.job_id in self._unfinished]
+        return [transfer.landed_s for transfer in ended]
 
     def close(self) -> None:
         """Stop the thread; queued transfers are dropped."""
@@ -310,34 +385,48 @@ class Link:
             self._queue.served(piece, end_s - start_s)
             if not copied:
                 self._queue.forget(transfer)
-                if transfer.direction == STORE and self._loads_first:
-                    self._drop(transfer, "failed")
-                else:
-                    # vLLM fails loudly on this. With its own order nothing may be dropped: nobody
-                    # listens.
-                    self._end(TransferResult(transfer.job_id, False))
-            elif piece.last:
-                self._finish(transfer)
-            elif transfer.dropped:
-                self._drop(transfer, "late")
+                self._fail(transfer)
+            else:
+                if transfer.layers:
+                    transfer.landed_s.append(self._free_at_s)
+                if piece.last:
+                    self._finish(transfer)
+                elif transfer.dropped:
+                    self._drop(transfer, "late")
             self._changed.notify_all()
 
     def _copy(self, piece: Piece) -> bool:
         transfer, route = piece.transfer, self._routes[piece.transfer.direction]
-        src_ids = transfer.src_ids[piece.start : piece.stop]
-        dst_ids = transfer.dst_ids[piece.start : piece.stop]
         start_s = time.monotonic()
         try:
-            route.copy(src_ids, dst_ids)
+            if transfer.layers:
+                route.copy_layer(piece.start, transfer.src_ids, transfer.dst_ids)
+            else:
+                span = slice(piece.start, piece.stop)
+                route.copy(transfer.src_ids[span], transfer.dst_ids[span])
         except (IndexError, RuntimeError):
             # A dead thread would leave the engine waiting for ever.
             log.exception("transfer_failed", direction=transfer.direction, job_id=transfer.job_id)
             return False
         seconds = time.monotonic() - start_s
         transfer.copy_s += seconds
-        known_s, latest_s = self.block_s[transfer.direction], seconds / max(len(src_ids), 1)
+        blocks = transfer.blocks * (piece.stop - piece.start) / max(transfer.units, 1)
+        known_s, latest_s = self.block_s[transfer.direction], seconds / max(blocks, 1e-9)
         self.block_s[transfer.direction] = averaged_s(known_s, latest_s)
         return True
+
+    def _fail(self, transfer: Transfer) -> None:
+        if transfer.direction == LOAD:
+            # vLLM knows success only, and computes the blocks that are named as lost.
+            self._lost.update(transfer.dst_ids.tolist())
+            self._end(TransferResult(transfer.job_id, True))
+            failed = {"job": transfer.job_id, "blocks": transfer.blocks}
+            self._report({"kind": "tier_failed", "why": "load", **failed})
+        elif self._loads_first:
+            self._drop(transfer, "failed")
+        else:
+            # With its own order nothing may be dropped, since nobody listens: vLLM fails loudly.
+            self._end(TransferResult(transfer.job_id, False))
 
     def _drop(self, transfer: Transfer, why: str) -> None:
         # For vLLM a dropped store has ended like any other; the connector informs its manager.

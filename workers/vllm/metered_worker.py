@@ -225,13 +225,15 @@ class Metered:
         with self._kappa_lock:
             message, pace_s = step.message, step.message["pace_s"]
             start_s = max(step.start_s, self._kappa_last_end_s)
-            real_s = time.monotonic() - start_s
-            if real_s < pace_s:
-                time.sleep(pace_s - real_s)
+            waits = [source.take_waits(start_s, pace_s) for source in LOAD_SOURCES]
+            held_s, beyond_s = sum(held for held, _ in waits), sum(more for _, more in waits)
+            passed_s, lasts_s = time.monotonic() - start_s, pace_s + beyond_s
+            if passed_s < lasts_s:
+                time.sleep(lasts_s - passed_s)
             end_s = time.monotonic()
-            self._kappa_last_end_s = start_s + pace_s if real_s < pace_s else end_s
-            device_s = step.device_s()
-            took_s = end_s - start_s if device_s is None else device_s
+            self._kappa_last_end_s = start_s + lasts_s if passed_s < lasts_s else end_s
+            device_s, real_s = step.device_s(), passed_s - held_s
+            took_s = end_s - start_s - beyond_s if device_s is None else device_s
             message.update(
                 took_s=took_s,
                 real_s=real_s if device_s is None else device_s,

@@ -134,14 +134,16 @@ class LinkRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the host tier shares its link; seconds are the node's own. duplex: a server per
     direction, or one for both. order "fifo" is vLLM's own, and drops nothing. store_backlog_s: new
     stores are dropped while so many seconds of them are queued. late_wait_s: by how much one call
-    may hold the engine up for stores whose blocks it wants to reuse; those beyond are dropped."""
+    may hold the engine up for stores whose blocks it wants to reuse; those beyond are dropped.
+    by_layer: the only request of an engine loads in its prompt's own step, layer by layer."""
 
     duplex: Literal["full", "half"] = "full"
     order: Literal["loads_first", "fifo"] = "loads_first"
     store_backlog_s: Seconds = 10.0
     late_wait_s: Seconds = 0.01
+    by_layer: bool = False
 
     def dilated(self, dilation: float) -> LinkRules:
         """The same in real seconds."""
         backlog_s, late_s = self.store_backlog_s * dilation, self.late_wait_s * dilation
-        return LinkRules(self.duplex, self.order, backlog_s, late_s)
+        return msgspec.structs.replace(self, store_backlog_s=backlog_s, late_wait_s=late_s)

@@ -127,6 +127,23 @@ class FairScheduler(SchedulerNames):
         work.preempted()
         self._rule.preempted(work, time.monotonic())
 
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
+        """As vLLM's, which has a running request compute anew what did not come; nobody else may
+        find its blocks meanwhile, and no token of the step is to come. vLLM leaves the blocks in
+        its prefix cache, and of an `AsyncScheduler` waits for that token."""
+        for request in self.running:
+            (ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            lost = (place for place, block in enumerate(ids) if block in invalid_block_ids)
+            self.kv_cache_manager.evict_blocks(set(ids[next(lost, len(ids)) :]))
+        rescheduled: set[str] = super()._handle_invalid_blocks(
+            invalid_block_ids, num_scheduled_tokens
+        )
+        for request_id in rescheduled & self.requests.keys():
+            self.requests[request_id].num_output_placeholders = 0
+        return rescheduled
+
     def shutdown(self) -> None:
         self._log.close()
         super().shutdown()

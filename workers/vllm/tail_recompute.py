@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +17,7 @@ import structlog
 
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
+from kappa.plans.load_plan import LoadPlan
 from kappa.plans.measured import as_measured, rates_from_measured
 from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import rates_from_law
@@ -55,19 +57,24 @@ class TailRecompute:
     """
 
     def __init__(self, options: TailOptions, block_tokens: int) -> None:
-        self._plan, self._block_tokens = None, block_tokens
+        self._block_tokens = block_tokens
+        self._plans: list[Callable[[Cached], int]] = []
         if options.planner == TAIL and options.rates is not None:
-            rates = rates_from_measured(options.rates)
-            plan = Planning(block_tokens, rates, activations=False).named(TAIL)
-            self._plan = lru_cache(_MAX_REMEMBERED)(lambda cached: plan(cached).crossing_tokens)
+            ahead = rates_from_measured(options.rates)
+            for rates in (ahead, replace(ahead, overlap=None)):
+                plan = Planning(block_tokens, rates, activations=False).named(TAIL)
+                self._plans.append(lru_cache(_MAX_REMEMBERED)(partial(_crossing, plan)))
 
     @classmethod
     def from_config(cls, extra: Mapping[str, Any], block_tokens: int) -> TailRecompute:
         return cls(read_options(extra, TAIL_KEY, TailOptions), block_tokens)
 
-    def loaded_tokens(self, device: int, hit: int, new: int, asked_for: str = "") -> int:
+    def loaded_tokens(
+        self, device: int, hit: int, new: int, asked_for: str = "", *, by_layer: bool = False
+    ) -> int:
         """Of `hit` tokens that could be loaded behind `device` ones, how many to load; `new` are to
-        be computed in any case. asked_for: what the request itself asks
+        be computed in any case. by_layer: each layer hides behind the one before, so that a tail
+        pays wherever κ exceeds κ_eff. asked_for: what the request itself asks
         (`kappa.protocol.PLAN_KEY`), for experiments: "kv" loads all, "load=640" so many at most."""
         if hit <= 0 or asked_for == LOAD_ALL:
             return hit
@@ -75,7 +82,11 @@ class TailRecompute:
             count = _LOAD_AT_MOST.fullmatch(asked_for)
             most = int(count[1]) // self._block_tokens * self._block_tokens if count else hit
             return min(hit, most)
-        return self._plan(Cached(hit, max(new, 1), device)) if self._plan is not None else hit
+        return self._plans[by_layer](Cached(hit, max(new, 1), device)) if self._plans else hit
+
+
+def _crossing(plan: Callable[[Cached], LoadPlan], cached: Cached) -> int:
+    return plan(cached).crossing_tokens
 
 
 def ignore_malformed_params(request: Any) -> None:
@@ -101,14 +112,17 @@ class AdmissionReports:
         self._stats, self._tail = stats, tail
         self._device_tokens: dict[str, int] = {}
 
-    def loaded_tokens(self, request: Any, device_tokens: int, hit: int) -> int:
+    def loaded_tokens(
+        self, request: Any, device_tokens: int, hit: int, *, by_layer: bool = False
+    ) -> int:
         """The scheduler asked what to load behind so many device tokens: of `hit` tokens, how
         many."""
         self._device_tokens[request.request_id] = device_tokens
         if not hit:
             return 0
         new = request.num_tokens - device_tokens - hit
-        return self._tail.loaded_tokens(device_tokens, hit, new, plan_of(request.sampling_params))
+        plan = plan_of(request.sampling_params)
+        return self._tail.loaded_tokens(device_tokens, hit, new, plan, by_layer=by_layer)
 
     def admitted(self, request: Any, host_tokens: int, disk_tokens: int = 0) -> int:
         """Blocks are allocated, `host_tokens` will be loaded, of which so many come from disk;

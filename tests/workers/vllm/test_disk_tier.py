@@ -272,6 +272,7 @@ def test_the_connector_carries_a_write_to_the_worker_and_back_what_became_of_it(
     scheduler, there = (object.__new__(HostTierConnector) for _ in range(2))
     scheduler.connector_scheduler = SimpleNamespace(
         manager=scene.manager, _jobs={}, update_connector_output=lambda _: None,
+        _current_batch_load_jobs={},
         build_connector_meta=lambda _: OffloadingConnectorMetadata({}, {}),
     )  # fmt: skip
     there.connector_worker = SimpleNamespace(

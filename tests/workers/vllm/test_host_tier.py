@@ -1,5 +1,6 @@
 """The host tier's copy engine and manager: bytes, order, waiting and pace, on real tensors."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -161,11 +162,32 @@ def test_an_engine_that_only_stores_naps_but_learns_that_no_load_is_there(tier):
     assert copies.worker.wait_for_load(60.0) is False
 
 
-def test_a_transfer_that_cannot_be_made_is_reported_as_failed(tier):
+def test_a_load_that_cannot_be_made_is_reported_with_its_blocks(tier, stats):
     copies = tier(host_blocks=4)
     copies.load(1, [400], [0])
     copies.load(2, [1], [1])
-    assert {job: d.success for job, d in copies.finished(1, 2).items()} == {1: False, 2: True}
+    assert set(copies.finished(1, 2)) == {1, 2}
+    assert copies.worker.take_lost() == {0}
+    failed = next(m for m in iter(stats[1], None) if m["kind"] == "tier_failed")
+    assert failed["why"] == "load"
+
+
+def test_what_a_load_by_layers_adds_to_its_step_is_what_its_request_waited(tier):
+    copies = tier(LinkPace(token_s=1e-5))
+    before = [tensor.clone() for tensor in copies.device]
+    copies.store(1, [0, 1], [5, 6])
+    copies.finished(1)
+    copies.worker.begin_step({2: "a"})
+    copies.load(2, [5, 6], [8, 9])
+    copies.worker.wait_for_layer(len(WIDTHS))
+    assert [done.job_id for done in copies.worker.get_finished()] == [2]
+    for tensor, old in zip(copies.device, before, strict=True):
+        assert torch.equal(tensor[8:10], old[:2])
+    # Of a step that began long ago, and computes for a second in all.
+    held_s, beyond_s = copies.worker.take_waits(time.monotonic() - 1000.0, 1.0)
+    assert held_s > 0 and 990.0 < beyond_s < 1000.0
+    assert copies.worker.take_load_s("a") == beyond_s
+    assert copies.worker.take_waits(0.0, 1.0) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("duplex", "links"), [(FULL, 2), (HALF, 1)])

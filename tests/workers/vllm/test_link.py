@@ -19,11 +19,12 @@ PATIENCE_S = 20
 class Bench:
     """A link whose paced pieces last until they are let go, one `step()` each."""
 
-    def __init__(self, order=LOADS_FIRST, late_wait_s=0.0, paced=True):
+    def __init__(self, order=LOADS_FIRST, late_wait_s=0.0, paced=True, layers=1):
         generator = torch.Generator().manual_seed(1)
         self.host = torch.zeros(BLOCKS, 8, dtype=torch.int8)
         self.device = torch.randint(-128, 128, (BLOCKS, 8), dtype=torch.int8, generator=generator)
-        there, back = Route([self.host], [self.device]), Route([self.device], [self.host])
+        host, device = [self.host] * layers, [self.device] * layers
+        there, back = Route(host, device), Route(device, host)
         self.reports = []
         self._asleep, self._go = threading.Semaphore(0), threading.Semaphore(0)
         self.link = Link(
@@ -47,8 +48,8 @@ class Bench:
             self.busy()
         self._go.release()
 
-    def submit(self, direction, job_id, *ids):
-        self.link.submit(direction, job_id, np.array(ids), np.array(ids))
+    def submit(self, direction, job_id, *ids, by_layer=False):
+        self.link.submit(direction, job_id, np.array(ids), np.array(ids), by_layer)
 
     def finished(self, count):
         """Jobs in the order in which they ended, whether each succeeded."""
@@ -58,8 +59,11 @@ class Bench:
             results += self.link.take_finished()
         return [(result.job_id, result.success) for result in results]
 
-    def wait_in_thread(self, *job_ids):
-        waiter = threading.Thread(target=self.link.wait, args=(set(job_ids),), daemon=True)
+    def wait_in_thread(self, *job_ids, layer=None):
+        wait, for_what = self.link.wait, set(job_ids)
+        if layer is not None:
+            wait, for_what = self.link.wait_layer, layer
+        waiter = threading.Thread(target=wait, args=(for_what,), daemon=True)
         waiter.start()
         return waiter
 
@@ -176,15 +180,54 @@ def test_sources_and_targets_must_pair_up(make):
     assert not bench.link.has_unfinished(LOAD)
 
 
+def test_who_waits_for_a_layer_goes_on_when_it_is_there_and_the_rest_is_not(make):
+    bench = make(layers=3)
+    bench.submit(LOAD, 1, 0, 1, by_layer=True)
+    bench.busy()
+    waiter = bench.wait_in_thread(layer=1)
+    bench.step()
+    bench.busy()  # the first is there, the second under way
+    assert waiter.is_alive() and not bench.link.take_finished()
+    bench.step()
+    waiter.join(PATIENCE_S)
+    assert not waiter.is_alive() and not bench.link.take_finished()
+    assert bench.link.take_layered() == [], "it has not ended"
+    whole = bench.wait_in_thread(layer=3)
+    bench.busy()
+    bench.step()
+    whole.join(PATIENCE_S)
+    assert bench.finished(1) == [(1, True)]
+    ((*landed_s,),) = bench.link.take_layered()
+    assert len(landed_s) == 3 and bench.link.take_layered() == []
+
+
+def test_who_waits_for_a_layer_that_cannot_come_goes_on_and_learns_it(make):
+    bench = make(paced=False, layers=2)
+    bench.submit(LOAD, 1, 0, 400, by_layer=True)
+    bench.link.wait_layer(1)
+    assert bench.finished(1) == [(1, True)]
+    assert bench.link.take_lost() == {0, 400} and bench.link.take_lost() == set()
+    assert [r["kind"] for r in bench.reports] == ["tier_failed"]
+
+
+def test_nobody_waits_for_a_layer_for_ever(make, monkeypatch):
+    monkeypatch.setattr("workers.vllm.link._STUCK_S", 0.01)
+    bench = make()
+    bench.submit(LOAD, 1, 0, by_layer=True)
+    with pytest.raises(TimeoutError, match="no layer came from the host tier"):
+        bench.link.wait_layer(0)
+
+
 @pytest.mark.parametrize(("order", "dropped"), [(LOADS_FIRST, {2}), (FIFO, set())])
-def test_a_load_that_cannot_be_made_fails_and_a_store_is_dropped_where_vllm_learns_it(
+def test_a_load_that_cannot_be_made_is_lost_and_a_store_is_dropped_where_vllm_learns_it(
     make, order, dropped
 ):
     bench = make(order, paced=False)
     bench.submit(LOAD, 1, 400)
     bench.submit(STORE, 2, 400)
     bench.submit(LOAD, 3, 1)
-    assert dict(bench.finished(3)) == {1: False, 2: bool(dropped), 3: True}
+    assert dict(bench.finished(3)) == {1: True, 2: bool(dropped), 3: True}
+    assert bench.link.take_lost() == {400}
     assert bench.link.take_dropped() == dropped
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scheduler.link_order import FIFO, LOADS_FIRST, STORE_SHARE
-from workers.vllm.link import LOAD, PIECE_S, STORE, LinkQueue, Transfer
+from workers.vllm.link import LOAD, PIECE_S, STORE, LinkQueue, Transfer, exposed_s
 from workers.vllm.options import LINK_KEY, LinkPace, LinkRules, read_options
 
 pytestmark = pytest.mark.vllm
@@ -69,6 +69,27 @@ def test_what_a_transfer_costs_besides_counts_in_its_first_piece_only():
     assert first.seconds == pytest.approx(0.5 + 4 * BLOCK_S)
     assert second.seconds == pytest.approx(4 * BLOCK_S)
     assert (first.last, second.last) == (False, True)
+
+
+def test_by_layers_every_piece_is_a_layer_of_all_blocks_and_all_last_alike():
+    queue, ids = queue_of(fixed_s=2.0, block_s=3.0), np.arange(4)
+    queue.add(Transfer(1, LOAD, ids, ids, 0.0, layers=7))
+    assert queue.next().seconds == pytest.approx((2.0 + 4 * 3.0) / 7)
+    assert play(queue) == [(1, layer, layer + 1) for layer in range(1, 7)]
+
+
+@pytest.mark.parametrize(
+    ("landed_s", "start_s", "compute_s", "beyond_s"),
+    [
+        ([], 5.0, 6.0, 0.0),
+        ([1.0, 2.0, 3.0], 5.0, 6.0, 0.0),  # all was there
+        ([1.0, 2.0, 3.0], 0.0, 6.0, 1.0),  # computing is longer: the first layer is waited for
+        ([4.0, 8.0, 12.0], 0.0, 3.0, 10.0),  # the load is: behind it one layer is computed
+        ([0.0, 5.0, 5.0], 0.0, 6.0, 3.0),  # 2, then 5 to 7, then 7 to 9
+    ],
+)
+def test_of_a_load_a_step_hides_what_its_layers_take(landed_s, start_s, compute_s, beyond_s):
+    assert exposed_s(landed_s, start_s, compute_s) == pytest.approx(beyond_s)
 
 
 def test_under_a_steady_stream_of_loads_stores_get_their_share_and_no_more():
@@ -155,7 +176,8 @@ def test_rules_are_read_from_the_extra_configuration_and_dilated():
     rules = read_options({LINK_KEY: given}, LINK_KEY, LinkRules)
     assert rules == LinkRules("half", "fifo", 2.0, 0.01)
     assert read_options({}, LINK_KEY, LinkRules) == LinkRules("full", "loads_first", 10.0, 0.01)
-    dilated = LinkRules(store_backlog_s=10.0, late_wait_s=0.01).dilated(30.0)
+    dilated = LinkRules(store_backlog_s=10.0, late_wait_s=0.01, by_layer=True).dilated(30.0)
+    assert dilated.by_layer and not rules.by_layer
     assert (dilated.store_backlog_s, dilated.late_wait_s) == pytest.approx((300.0, 0.3))
     assert (dilated.duplex, dilated.order) == ("full", LOADS_FIRST)
 

@@ -231,6 +231,9 @@ class Clock:
     def time(self):
         return self.now_s
 
+    def sleep(self, seconds):
+        self.now_s += seconds
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -254,6 +257,38 @@ def test_a_step_that_is_handed_out_early_lasts_from_the_end_of_the_one_before(cl
     one, two = worker._kappa_stats.sent
     assert (one["took_s"], two["took_s"]) == (3.0, 0.5)
     assert (one["spent"], two["spent"]) == ([("ours-a", 0, 3.0)], [("ours-b", 0, 0.5)])
+
+
+@pytest.mark.parametrize(
+    ("token_s", "beyond_s", "took_s", "end_s"),
+    [
+        (0.0, 2.0, 1.0, 103.0),  # as long as it took, less what it waited
+        (0.5, 2.5, 4.0, 106.5),  # its pace, and what of the load is not hidden behind it
+    ],
+)
+def test_a_step_that_waits_for_a_load_by_layers_has_computed_less_long(
+    clock, monkeypatch, token_s, beyond_s, took_s, end_s
+):
+    asked = []
+
+    class Source:
+        def take_waits(self, *step):
+            asked.append(step)
+            return 2.0, beyond_s
+
+        def take_load_s(self, _):
+            return beyond_s
+
+    monkeypatch.setattr(metered_worker, "LOAD_SOURCES", [Source()])
+    model = StepModel(token_s, 0.0, 0.0, 0.0) if token_s else None
+    worker = metered(MeteredCPUWorker, model, Reports())
+    worker._kappa_begin(scheduled({"a": 8}, new("a", 8)))
+    clock.now_s = 103.0
+    worker._kappa_end(None)
+    (step,) = worker._kappa_stats.sent
+    assert asked == [(100.0, 8 * token_s)] and clock.now_s == end_s
+    assert (step["took_s"], step["real_s"], step["overrun"]) == (took_s, 1.0, False)
+    assert step["spent"] == [("ours-a", beyond_s, took_s)]
 
 
 def test_after_a_pause_a_step_lasts_from_its_hand_out(clock):

@@ -36,6 +36,7 @@ CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
 VOCABULARY = 2000
 MOST_STEPS = 3000
 VLLMS_OWN = "vLLM's own order"
+COPY = "workers.vllm.link.Route.copy_layer"
 
 
 class Fifo:
@@ -315,6 +316,116 @@ def test_what_the_host_tier_holds_is_loaded_and_gives_the_same_tokens(engine):
     assert [answer.num_cached_tokens for answer in answers.values()] == [480] * 3
     assert list(tokens_of(answers).values()) == list(cold.values())
     assert rule.events.count("landed") == 3
+
+
+@pytest.fixture
+def layered(engine, monkeypatch):
+    """The engine, loading by layers; and a function that has it compute a prompt, and the device
+    forget it (what its blocks hold, too)."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from workers.vllm.link import Route
+
+    monkeypatch.setattr(engine.scheduler.connector, "_kappa_by_layer", True)
+    engine.use("fair")
+    engine.tier, engine.copy = get_kv_transfer_group()._kappa_tier(), Route.copy_layer
+
+    def known(text):
+        engine.add("cold", text)
+        (tokens,) = tokens_of(engine.run()).values()
+        engine.forget(host=False)
+        for tensor in engine.tier.device:
+            tensor.fill_(1)
+        return tokens
+
+    engine.known = known
+    return engine
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(500, 480), (480, 448)])
+def test_each_layer_is_waited_for_and_the_tokens_are_the_same(layered, monkeypatch, tokens, cached):
+    text = prompt(61, tokens)
+    cold, tier, events = layered.known(text), layered.tier, []
+    waits = [threading.Event() for _ in range(3)]
+    wait, copy = tier.wait_for_layer, layered.copy
+
+    def waited(number):
+        events.append(f"wait {number}")
+        waits[number].set()
+        wait(number)
+        events.append(f"go on {number}")
+
+    def copied(route, number, *ids):
+        assert waits[number].wait(20.0)  # none comes before somebody wants it
+        copy(route, number, *ids)
+        events.append(f"copy {number}")
+
+    monkeypatch.setattr(tier, "wait_for_layer", waited)
+    monkeypatch.setattr(COPY, copied)
+    layered.add("warm", text)
+    layered.step()
+    assert layered.scheduler._counts() == (0, 0, 1), "its load takes no step of its own"
+    # vLLM attends to a layer once it may go on; behind the last, the step ends.
+    ends = ["wait 2", "go on 2"]
+    assert events == [f"{what} {n}" for n in (0, 1) for what in ("wait", "copy", "go on")] + ends
+    (answer,) = layered.run().values()
+    assert list(answer.outputs[0].token_ids) == cold
+    assert answer.num_cached_tokens == cached
+
+
+def test_a_layer_that_does_not_come_is_computed_and_nobody_finds_it_before(layered, monkeypatch):
+    text = prompt(62, 560)  # more than two steps compute
+    cold, copy, failures = layered.known(text), layered.copy, []
+
+    def copied(route, number, *ids):
+        if number == 1 and not failures:
+            failures.append(number)
+            raise RuntimeError("no such memory")
+        copy(route, number, *ids)
+
+    monkeypatch.setattr(COPY, copied)
+    layered.add("warm", text)
+    layered.step()
+    (warm,) = layered.scheduler.requests.values()
+    assert failures and warm.num_computed_tokens == 0
+    (blocks,) = layered.scheduler.kv_cache_manager.get_blocks(warm.request_id).blocks
+    assert blocks and not any(block.block_hash for block in blocks)
+    layered.add("same", text)
+    layered.step()
+    assert 0 < warm.num_computed_tokens < 544, "it is under way"
+    assert tokens_of(layered.run()) == {"warm": cold, "same": cold}
+    layered.add("again", text)
+    assert tokens_of(layered.run()) == {"again": cold}
+
+
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(layered, monkeypatch):
+    text = prompt(63, 500)
+    cold, wait = layered.known(text), layered.tier.wait_for_layer
+
+    def waited(number):
+        if number == 1:
+            layered.engine.abort_request(["warm"])
+        wait(number)
+
+    monkeypatch.setattr(layered.tier, "wait_for_layer", waited)
+    layered.add("warm", text)
+    layered.step()
+    monkeypatch.undo()
+    assert not layered.engine.has_unfinished_requests()
+    layered.assert_empty()
+    layered.add("again", text)
+    assert tokens_of(layered.run()) == {"again": cold}
+
+
+def test_who_is_not_alone_loads_ahead_of_its_prompt(layered):
+    texts = [prompt(64 + i, 480 + i) for i in range(2)]
+    cold = [layered.known(text) for text in texts]
+    for i, text in enumerate(texts):
+        layered.add(f"{i}", text)
+    layered.step()
+    _, loading, running = layered.scheduler._counts()
+    assert loading and not running
+    assert tokens_of(layered.run()) == {"0": cold[0], "1": cold[1]}
 
 
 def test_no_newcomer_starts_while_a_loaded_request_lacks_blocks(engine, monkeypatch):

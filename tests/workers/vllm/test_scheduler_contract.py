@@ -28,7 +28,10 @@ pytestmark = pytest.mark.vllm
         (Scheduler._enqueue_waiting_request, "request"),
         (Scheduler._free_request, "request delay_free_blocks"),
         (Scheduler._preempt_request, "request timestamp drop_stale_output"),
+        (Scheduler._handle_invalid_blocks, "invalid_block_ids num_scheduled_tokens"),
         # ... and that we call
+        (KVCacheManager.evict_blocks, "block_ids"),
+        (KVCacheManager.get_block_ids, "request_id"),
         (Scheduler._is_blocked_waiting_status, "status"),
         (Scheduler._try_promote_blocked_waiting_request, "request"),
         (Scheduler._request_remaining_blocks, "request"),

@@ -64,6 +64,22 @@ def test_answers_are_whole_blocks_of_the_hit_and_never_predicted_later(critical,
             assert chosen.ttft_s <= everything.ttft_s
 
 
+@pytest.mark.parametrize(("critical", "loaded"), [(1.0, 2048), (10.0, 3712)])
+def test_by_layers_a_tail_is_computed_while_the_rest_is_loaded(critical, loaded):
+    planner = tail(critical)
+    assert planner.loaded_tokens(0, 4096, 16) == 4096
+    # Loading one takes as long as computing `critical`; attention and a floor move the crossing.
+    crossing = planner.loaded_tokens(0, 4096, 16, by_layer=True)
+    assert abs(crossing - loaded) <= 8 * BLOCK
+    layered = rates_from_law(SHAPE, node(critical))
+    assert (
+        crossing
+        == Planning(BLOCK, layered, activations=False)
+        .named("tail")(Cached(4096, 16))
+        .crossing_tokens
+    )
+
+
 def test_without_rates_and_for_those_who_ask_so_all_is_loaded():
     assert TailRecompute(TailOptions("tail"), BLOCK).loaded_tokens(0, 640, 5) == 640
     assert tail(0.2, "kv").loaded_tokens(0, 640, 5) == 640

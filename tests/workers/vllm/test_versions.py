@@ -41,10 +41,12 @@ SHARED = {
     _SCHEDULER: "running requests policy block_size connector kv_cache_manager schedule "
     "max_num_scheduled_tokens num_waiting_for_streaming_input _inflight_prefills _free_request "
     "_preempt_request _request_remaining_blocks _inflight_prefill_reserved_blocks shutdown "
-    "update_from_output add_request pause_state",
-    f"{_OFFLOADING}:OffloadingConnectorScheduler": "manager _req_status _jobs _events_tracker",
+    "update_from_output add_request pause_state _handle_invalid_blocks",
+    f"{_OFFLOADING}:OffloadingConnectorScheduler": "manager _req_status _jobs "
+    "_events_tracker _current_batch_load_jobs",
     f"{_OFFLOADING}:RequestOffloadState": (
-        "partial_tail_boundary update_num_hit_chunks update_offload_keys group_states"
+        "partial_tail_boundary update_num_hit_chunks update_offload_keys group_states req "
+        "max_offload_tokens num_locally_computed_tokens"
     ),
     f"{_EVENTS}:OffloadingEventsTracker": "_pending_event_metadata record_store",
     _MANAGER: "prepare_store complete_store reset_cache _get_load_store_spec touch",
