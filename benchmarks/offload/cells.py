@@ -4,22 +4,27 @@ A cell is one point of an experiment: requests that decode behind prompts (paper
 with room in host memory for all or for some; a prompt whose first part is cached (paper 001); or
 sparse decoding (paper 004). In `*-paced` settings the link is emulated: copies take as long as on a
 link of the given bandwidth, asleep, so that they leave the processor to the computation, as a GPU's
-copies do. Weights are random, from a seed; hit rates of sparse decoding are injected.
+copies do. Weights are random, from a seed, but for those of a trained model, which sparse decoding
+needs.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from deploy.app.smollm2 import folder_of
 from engine.arena import ArenaSize
 from engine.config import ModelConfig, read_config
 from engine.profile import ProfileSettings
 from kappa.plans.clo import CloConfig
+from kappa.settings.cluster import home
 
-PAPER_HITS = 0.79
-"""Mean hit rate that paper 004 reports (79.2 %); its range is 0.65 to 0.90."""
+TEXT = Path(__file__).parents[2] / "docs" / "adr"
+"""What a trained model reads: this project's decisions, all of 2026."""
+SMOLLM2 = "smollm2-135m"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +72,28 @@ class PrefixCell:
 
 @dataclass(frozen=True, slots=True)
 class SparseCell:
-    """`batch` sequences of `context` tokens each that decode. hits: rates that are injected."""
+    """`texts` of which `context` tokens are computed exactly and `steps` read one by one.
 
-    batch: int
+    shares: of the context that is chosen. depths: where numbers are hidden, each in a context of
+    its own: the cell is about answers; none: about seconds. ways: as `benchmarks.offload.sparse`
+    names them.
+    """
+
+    texts: int
     context: int
-    hits: tuple[float, ...] = (0.65, PAPER_HITS, 0.9)
-    system = "decode-sparse"
+    steps: int = 17
+    shares: tuple[float, ...] = (1 / 8,)
+    depths: tuple[float, ...] = ()
+    ways: tuple[str, ...] = ("clo", "lru")
+
+    @property
+    def system(self) -> str:
+        return "sparse-answers" if self.depths else "sparse-seconds"
 
     @property
     def name(self) -> str:
         """As `--only` finds it: 4x8192."""
-        return f"{self.batch}x{self.context}"
+        return f"{self.texts}x{self.context}"
 
 
 Cell = DecodeCell | PrefixCell | SparseCell
@@ -108,8 +124,8 @@ class Setting:
     """Groups of cells on a CPU with one computing thread, or on a GPU.
 
     link_bytes_per_s: of an emulated link; 0: the machine's own. profile: how the rates are
-    measured. clo, steps: of sparse decoding, what is chosen, and for how many steps. device: "cpu",
-    or "cuda", whose link is never emulated.
+    measured. clo: the numbers of sparse decoding but for the share. device: "cpu", or "cuda", whose
+    link is never emulated.
     """
 
     name: str
@@ -118,7 +134,6 @@ class Setting:
     block_tokens: int = 16
     profile: ProfileSettings = _SMALL
     clo: CloConfig = field(default_factory=CloConfig)
-    steps: int = 16
     device: str = "cpu"
     dtype: str = "float32"
 
@@ -157,10 +172,21 @@ def _on_cpu(name: str, link_bytes_per_s: float) -> Setting:
 
 
 def _sparse(name: str, link_bytes_per_s: float) -> Setting:
-    """Paper 004."""
-    groups = (Group("llama-small", (SparseCell(1, 4096), SparseCell(4, 2048))),)
-    return Setting(name, groups, link_bytes_per_s)
+    """Paper 004, its seconds."""
+    return Setting(
+        name, (Group(SMOLLM2, (SparseCell(2, 2_048, shares=(1 / 8, 1 / 4)),)),), link_bytes_per_s
+    )
 
+
+_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+_EVERY_WAY = ("clo", "clo-waited", "clo-oracle", "clo-anew", "lru")
+_SHARES_READ = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+# Paper 004, what it does to answers.
+_ANSWERS = Setting(
+    "clo-answers",
+    (Group(SMOLLM2, (SparseCell(8, 1_024, 128, _SHARES_READ, _DEPTHS),
+                     SparseCell(4, 2_048, 128, (1 / 8,), _DEPTHS, _EVERY_WAY))),),
+)  # fmt: skip
 
 _SMALLEST = Setting(
     "smallest",
@@ -168,9 +194,9 @@ _SMALLEST = Setting(
         Group("opt-tiny", (DecodeCell(2, 24, 4, ("host-kv", "host-kvpr")), PrefixCell(64, 8, ()))),
         Group("opt-tiny", (DecodeCell(8, 24, 9, ("host-kv", "hybrid-100"), held=2),)),
         Group("opt-tiny", (DecodeCell(2, 33, 4, ("host-kv", "cpu-50")),), cpu_threads=1),
-        Group("llama-tiny", (SparseCell(2, 256, (PAPER_HITS,)),)),
+        Group("llama-tiny", (SparseCell(2, 256, 5), SparseCell(2, 64, 5, (0.5, 1.0), (0.5,)))),
     ),
-    40e6, block_tokens=8, profile=_TINY, clo=CloConfig(recent_tokens=16), steps=4,
+    40e6, block_tokens=8, profile=_TINY, clo=CloConfig(recent_tokens=16),
 )  # fmt: skip
 
 # The shapes of OPT-1.3B and of a Llama of as many parameters: a minute on a GPU, with its rates.
@@ -182,7 +208,7 @@ _GPU = Setting(
         Group("opt-1b", (DecodeCell(24, 512, 9, ("host-kv", "host-hybrid", "hybrid-75"), held=8),)),
         Group("llama-1b", (DecodeCell(8, 1_024, 9, ("host-kv", "cpu-25", "cpu-50", "device")),),
               cpu_threads=4),
-        Group("llama-1b", (SparseCell(4, 8_192, (PAPER_HITS,)),)),
+        Group("llama-1b", (SparseCell(4, 8_192),)),
     ),
     profile=ProfileSettings(), device="cuda", dtype="bfloat16",
 )  # fmt: skip
@@ -193,7 +219,7 @@ SETTINGS: dict[str, Setting] = {
         _plans("cpu-small", 0.0), _plans("cpu-paced", 80e6, short=True),
         _plans("cpu-paced-fast", 600e6), _on_cpu("cpu-offload-small", 0.0),
         _on_cpu("cpu-offload-paced", 600e6), _sparse("clo-cpu", 0.0),
-        _sparse("clo-cpu-paced", 100e6), _SMALLEST, _GPU,
+        _sparse("clo-cpu-paced", 200e6), _ANSWERS, _SMALLEST, _GPU,
     )
 }  # fmt: skip
 
@@ -237,7 +263,22 @@ _MODELS = {
 
 def model(name: str, dtype: str = "float32") -> ModelConfig:
     """Shapes by name: `*-small` and smaller are what a slow core can compute."""
-    return read_config(model_data(name, dtype), name)
+    folder = trained_folder(name)
+    return read_config(folder) if folder else read_config(model_data(name, dtype), name)
+
+
+def trained_folder(name: str) -> Path | None:
+    """Where a trained model lies; None: it is one of random weights.
+
+    Raises:
+        FileNotFoundError: it was not fetched.
+    """
+    if name != SMOLLM2:
+        return None
+    folder = folder_of(home() / "models")
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder}: {name} is not here: `kappa serve` fetches it once")
+    return folder
 
 
 def model_data(name: str, dtype: str) -> dict[str, Any]:

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from benchmarks import harness
-from benchmarks.offload.cells import Group, Setting, arena_size, model
+from benchmarks.offload.cells import Group, Setting, arena_size, model, trained_folder
 from engine.arena import Arena, ArenaSize
 from engine.blocks import Ids
 from engine.config import ModelConfig
 from engine.forward import Forward
 from engine.profile import ProfileSettings, profile
 from engine.transfer import Copies, CpuMover, CudaMover, Direction, Event
-from engine.weights import DTYPES, Weights, random_weights
+from engine.weights import DTYPES, Weights, load_weights, random_weights
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.rates import PlanRates
 
@@ -231,13 +231,17 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
 
 @contextmanager
 def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Forward]:
-    """A forward pass with random weights; all is closed behind it. A CPU computes in one thread."""
+    """A forward pass, closed behind it, over random or trained weights; a CPU has one thread."""
     config, threads = model(group.model, setting.dtype), torch.get_num_threads()
     device, dtype = torch.device(setting.device), DTYPES[setting.dtype]
     torch.set_num_threads(1)
     with ExitStack() as closing:
         closing.callback(torch.set_num_threads, threads)
-        weights: Weights = random_weights(config, seed=_SEED, dtype=dtype, device=device)
+        folder = trained_folder(group.model)
+        weights: Weights = (
+            load_weights(folder, config, dtype=dtype, device=device) if folder
+            else random_weights(config, seed=_SEED, dtype=dtype, device=device)
+        )  # fmt: skip
         arena = Arena(config.shape, size, dtype=dtype, device=device)
         closing.callback(arena.close)
         cuda = device.type == "cuda"

@@ -24,7 +24,7 @@ from benchmarks.harness import note, quartiles, result, save_json, table
 from benchmarks.offload import policies, prefixes
 from benchmarks.offload.cells import Cell, DecodeCell, Group, PrefixCell, Setting, SparseCell
 from benchmarks.offload.rig import LINK, Arm, Sample, Unsteady, alternate, leaders, ratios, rig
-from benchmarks.offload.sparse import sparse_arms, sparse_rig, sparse_rows
+from benchmarks.offload.sparse import answer_rows, sparse_arms, sparse_rig, sparse_rows
 from engine.arena import ArenaTooLarge
 from engine.blocks import OutOfBlocks
 
@@ -47,7 +47,7 @@ class Run:
             for group in setting.groups:
                 try:
                     self._group(setting, group)
-                except (ArenaTooLarge, OutOfBlocks, Unsteady) as error:
+                except (ArenaTooLarge, OutOfBlocks, Unsteady, FileNotFoundError) as error:
                     self._leave_out(f"{setting.name} {group.model}: all", str(error))
         return self.result()
 
@@ -68,6 +68,11 @@ class Run:
         for cell in group.cells:
             if isinstance(cell, SparseCell):
                 with sparse_rig(setting, group, cell) as made:
+                    if cell.depths:
+                        for row in answer_rows(made):
+                            note(f"{setting.name} {group.model} {cell.name}: {row['policy']}")
+                            self._add(setting, group, cell, [row])
+                        continue
                     arms = sparse_arms(made)
                     samples = self._samples(setting, group, cell, arms)
                     self._add(setting, group, cell, sparse_rows(made, arms, samples))
@@ -197,6 +202,9 @@ _COLUMNS: tuple[tuple[str, str, float | str], ...] = (
     ("busy", "gpu_busy", ".0%"), ("MB to device", "bytes_h2d", 1e-6),
     ("GB/s, copying", "link_gbps", 1.0), ("at once", "held", 1.0), ("speed-up", "speedup", 1.0),
     ("IQR", "speedup_iqr", 1.0), ("same tokens", "tokens_equal", ".0%"),
+    ("perplexity", "perplexity", 1.0), ("more", "perplexity_loss", ".1%"),
+    ("from", "perplexity_loss_low", ".1%"), ("to", "perplexity_loss_high", ".1%"),
+    ("numbers found", "found", ".0%"),
 )  # fmt: skip
 """Heading, key, and a format or a factor."""
 
@@ -220,8 +228,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
              *(text(row.get(key), form) for _, key, form in columns))
             for row in rows
         ]  # fmt: skip
-        injected = "; hit rates injected" if "hits" in rows[0] else ""
-        title = f"{setting}: {system} {cell}, {model}, link {link}{injected}"
+        title = f"{setting}: {system} {cell}, {model}, link {link}"
         console.print(table(title, ("policy", *(name for name, _, _ in columns)), lines))
     for one in facts["left_out"]:
         console.print(f"left out: {one['what']}: {one['why']}", highlight=False)

@@ -1,72 +1,105 @@
-"""Decoding with a sparse choice of a cache in host memory (paper 004), one arm per way.
+"""Decoding with a sparse choice of a cache in host memory (paper 004): what it takes and costs.
 
-CLO with injected hit rates beside what it is compared with: the whole choice loaded each step one
-layer ahead ("prefetch-all"), and the gather of rows beside a plain copy of as many bytes. Keys and
-values are zeros and codes random: with injected hit rates seconds and bytes do not depend on them.
+A model reads on in texts whose contexts were computed exactly, one token a step, as every way has
+it: exactly, by CLO as it is served and otherwise, and by an LRU cache of blocks in as much memory.
+Queries, hits and misses are the model's own. With `depths` the cell is about answers: perplexity of
+the tokens read, and numbers hidden in a context that the model is asked for; else about seconds.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import quartiles
-from benchmarks.offload.cells import PAPER_HITS, Group, Setting, SparseCell
-from benchmarks.offload.injected import InjectedCache
+from benchmarks.harness import half_width, paired, quartiles
+from benchmarks.offload.cells import TEXT, Group, Setting, SparseCell, model, trained_folder
+from benchmarks.offload.lru import LruCache
 from benchmarks.offload.rig import Arm, Loaded, Sample, loaded, ratios
 from engine.arena import ArenaSize
 from engine.blocks import Ids
-from engine.sparse.cache import HeadQueries, PendingGather
+from engine.sparse.cache import SimilarityCache
 from engine.sparse.forward import SparseForward
-from engine.sparse.gather import Gather, pairs
-from engine.sparse.slots import Slots, View
-from kappa.plans.clo import Persistent, SparseSettings, equal_heads, sparse_step_s
+from engine.sparse.serving import promote_from_device
+from engine.sparse.slots import Slots
+from engine.step import Pages, prompt_row
+from kappa.plans.clo import SparseSettings, equal_heads
 
-PREFETCH_ALL, NO_LOADS, NO_COPIES = "prefetch-all", "clo-100", "choose-only"
-GATHER, COPY = "gather-alone", "copy-alone"
-WAITED = "clo-79-waited"
-
-
-class _NoCopies(InjectedCache):
-    """Chooses anew as often as it misses, and copies nothing: what choosing takes."""
-
-    def _gather(
-        self, queried: HeadQueries, positions: Tensor, wanted: Tensor, view: View
-    ) -> PendingGather:
-        return PendingGather(self.slots.mover.mark(), [])
+EXACT, LRU = "exact", "lru"
+_CLO: dict[str, dict[str, Any]] = {
+    "clo": {},
+    "clo-waited": {"prefetch": False},
+    "clo-oracle": {"retriever": "oracle"},
+    "clo-anew": {"max_age": 1},
+}
+"""As it is served; choosing by the actual query; by the keys themselves; anew for every step."""
+_CHUNK_TOKENS = 512
+_ANSWER_TOKENS = 8
+_NEEDLE = " The secret number is {}."
+_QUESTION = (
+    "\n\nQuestion: What is the secret number in the text above?\nAnswer: The secret number is"
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class SparseRig(Loaded):
-    """Slots that are open for a cell. host_blocks (batch, blocks): of each sequence; hit_ratios: as
-    they were found by the arms."""
+    """Sequences whose contexts are on the device and in host memory; `texts` of them, then those
+    with a number in it.
+
+    following (sequences, tokens): what comes behind the contexts. numbers: that are to be found.
+    hits: of a way's last run. words: of token ids.
+    """
 
     setting: Setting
     cell: SparseCell
-    slots: Slots
-    host_blocks: Ids
-    persistent: Persistent
-    hit_ratios: dict[str, float] = field(default_factory=dict)
+    following: Tensor
+    device_blocks: list[list[int]]
+    host_blocks: list[list[int]]
+    numbers: list[str]
+    facts: dict[str, Any]
+    words: Callable[[list[int]], str] = str
+    hits: dict[str, float | None] = field(default_factory=dict)
 
-    def reopen(self) -> None:
-        """Every slot as at the start: `context` tokens each, nothing chosen."""
-        needed = self.slots.host_part(self.cell.context) // self.arena.block_tokens
-        for slot in range(self.cell.batch):
-            taken = self.slots.close(slot)[needed:]
-            self.arena.pools["kv", "host"].free(taken)
-        self.prepare()
+    @contextmanager
+    def opened(self, way: str, share: float, which: range) -> Iterator[SparseForward]:
+        """The model with a slot for each of these sequences, as after its context."""
+        config, context = self.config, self.cell.context
+        every = tuple(range(config.kv_heads))
+        # Nothing comes before the first layer that could predict its queries.
+        whole = config.layers if way == EXACT else 1
+        persistent = (every,) * whole + ((),) * (config.layers - whole)
+        longest = context + self.following.shape[1] + _ANSWER_TOKENS
+        settings = SparseSettings(
+            replace(self.setting.clo, share=share), len(which), longest, chunk_tokens=1
+        )
+        settings = replace(settings, **_CLO.get(way, {"prefetch": False}))
+        slots = Slots(config, self.arena, self.mover, settings, persistent)
+        kind = LruCache if way == LRU else SimilarityCache
+        for slot, index in enumerate(which):
+            blocks = self.host_blocks[index]
+            promote_from_device(slots, slot, context, self.device_blocks[index], blocks, [])
+        yield SparseForward(self.forward, kind(slots, equal_heads(config.shape)))
+        self.mover.drain()
+        for slot, index in enumerate(which):
+            grown = slots.close(slot)[len(self.host_blocks[index]) :]
+            self.arena.pools["kv", "host"].free(grown)
 
-    def prepare(self) -> None:
-        """Fill slots that are closed."""
-        for slot, blocks in enumerate(self.host_blocks.tolist()):
-            self.slots.prepare(slot, self.cell.context, blocks)
+    def read(self, sparse: SparseForward, tokens: Tensor) -> Tensor:
+        """Each column of tokens (slots, n) as a step; logits (slots, vocabulary) of the last."""
+        for column in tokens.T:
+            logits = sparse.run(range(len(column)), column[:, None], self.take_block)
+        return logits
 
     def take_block(self) -> int:
         """A host block for what gets old."""
@@ -79,125 +112,192 @@ def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[Spa
 
     Raises:
         ArenaTooLarge: it does not fit.
+        ValueError: the trained model, or the text, is not here.
     """
-    # The step before a round included.
-    longest, size = cell.context + setting.steps + 2, setting.block_tokens
-    blocks = cell.batch * -(-longest // size)
-    with loaded(setting, group, ArenaSize(1, blocks, block_tokens=size)) as forward:
-        config, arena = forward.config, forward.arena
-        # All heads of the first layer: no similarities are known of random weights.
-        persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
-        settings = SparseSettings(setting.clo, cell.batch, longest, chunk_tokens=1)
-        slots = Slots(config, arena, forward.mover, settings, persistent)
-        for codes in slots.codes:
-            codes.random_()
-        needed = slots.host_part(cell.context) // size
-        taken = arena.pools["kv", "host"].allocate(cell.batch * needed)
-        made = SparseRig(
-            forward=forward, setting=setting, cell=cell, slots=slots, persistent=persistent,
-            host_blocks=np.array(taken, np.int64).reshape(cell.batch, needed),
+    contexts, following, numbers, facts, words = _sequences(group, cell)
+    size, count = setting.block_tokens, len(contexts)
+    longest = cell.context + following.shape[1] + _ANSWER_TOKENS
+    device, host = -(-cell.context // size), -(-longest // size)
+    with loaded(setting, group, ArenaSize(count * device, count * host, block_tokens=size)) as made:
+        on_device, in_host = [], []
+        pools = made.arena.pools
+        for tokens in contexts:
+            mine = pools["kv", "device"].allocate(device)
+            for stop in range(_CHUNK_TOKENS, cell.context + _CHUNK_TOKENS, _CHUNK_TOKENS):
+                row = prompt_row(tokens[:stop], Pages(np.array(mine)), start=stop - _CHUNK_TOKENS)
+                made.compute([row])
+            whole = max(0, cell.context - setting.clo.recent_tokens) // size
+            kept = pools["kv", "host"].allocate(whole)
+            made.mover.d2h(made.arena.copies("kv", "host", kept, mine[:whole])).block()
+            on_device.append(mine)
+            in_host.append(kept)
+        yield SparseRig(
+            forward=made, setting=setting, cell=cell, following=following.to(made.arena.device),
+            device_blocks=on_device, host_blocks=in_host, numbers=numbers, facts=facts, words=words,
         )  # fmt: skip
-        made.prepare()
-        yield made
+
+
+def _sequences(
+    group: Group, cell: SparseCell
+) -> tuple[list[Ids], Tensor, list[str], dict[str, Any], Callable[[list[int]], str]]:
+    """Contexts, what follows them, hidden numbers, what they are made of, and words of ids."""
+    rng, steps = np.random.default_rng(5), cell.steps + 1
+    folder = trained_folder(group.model)
+    if folder is None:
+        drawn = rng.integers(3, model(group.model).vocab, (cell.texts, cell.context + steps))
+        ids = torch.from_numpy(drawn)
+        return list(drawn[:, : cell.context]), ids[:, cell.context :], [], {"text": "random"}, str
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(TEXT.glob("[0-9]*.md")))
+
+    def ids_of(words: str) -> list[int]:
+        return list(tokenizer(words, verbose=False)["input_ids"])
+
+    every, longest = np.array(ids_of(text)), cell.context + steps
+    if len(every) < (cell.texts + 1) * longest:
+        raise ValueError(
+            f"{TEXT} has {len(every)} tokens of text: {cell.texts} texts of {longest} and one to "
+            "hide numbers in need more; run from a checkout, or name fewer"
+        )
+    pieces = every[: cell.texts * longest].reshape(cell.texts, longest)
+    contexts, following = (
+        list(pieces[:, : cell.context]),
+        torch.from_numpy(pieces[:, cell.context :]),
+    )
+    filler, numbers = every[cell.texts * longest :], []
+    for depth in cell.depths:
+        numbers.append(str(rng.integers(10_000, 100_000)))
+        needle = ids_of(_NEEDLE.format(numbers[-1]))
+        room = cell.context - len(needle)
+        at = int(depth * room)
+        contexts.append(np.concatenate((filler[:at], needle, filler[at:room])))
+    question = torch.tensor(ids_of(_QUESTION))
+    if numbers:
+        longer = max(steps, len(question))
+        held = torch.zeros((len(contexts), longer), dtype=torch.int64)
+        held[: cell.texts, :steps], held[cell.texts :, : len(question)] = following, question
+        following = held
+    facts = {"text": str(TEXT.name), "text_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return (
+        contexts,
+        following,
+        numbers,
+        {**facts, "question_tokens": len(ids_of(_QUESTION))},
+        tokenizer.decode,
+    )
+
+
+# Answers ------------------------------------------------------------------------------------------
+
+
+def answer_rows(rig: SparseRig) -> Iterator[dict[str, Any]]:
+    """Perplexity and hidden numbers found, by way and share, beside exact attention."""
+    exact = _losses(rig, EXACT, 1.0)
+    for way, share in ((EXACT, 1.0), *((w, s) for s in rig.cell.shares for w in rig.cell.ways)):
+        losses, hits, moved = exact if way == EXACT else _losses(rig, way, share)
+        more = (losses - exact[0]).mean(dim=1).tolist()
+        mean, half = math.fsum(more) / len(more), half_width(more)
+        found = _found(rig, way, share)
+        yield {
+            "batch": rig.cell.texts, "context": rig.cell.context, "share": share,
+            "policy": label(way, share), "hits": hits, "bytes_h2d": moved,
+            "tokens_scored": losses.numel(), "perplexity": math.exp(float(losses.mean())),
+            "perplexity_loss": math.expm1(mean), "perplexity_loss_low": math.expm1(mean - half),
+            "perplexity_loss_high": math.expm1(mean + half),
+            "found": sum(found) / len(found) if found else None, "found_by_depth": found,
+            "depths": rig.cell.depths, **rig.facts,
+        }  # fmt: skip
+
+
+def label(way: str, share: float) -> str:
+    """A way and its share as rows name them: "clo 1/8"."""
+    return way if way == EXACT else f"{way} {Fraction(share).limit_denominator(64)}"
+
+
+def _losses(rig: SparseRig, way: str, share: float) -> tuple[Tensor, float | None, float]:
+    """-ln p of each token read (texts, steps); hits of all look-ups, and bytes of a step."""
+    which = range(rig.cell.texts)
+    tokens = rig.following[: len(which), : rig.cell.steps + 1]
+    found = []
+    with rig.opened(way, share, which) as sparse:
+        for step in range(rig.cell.steps):
+            logits = rig.read(sparse, tokens[:, step : step + 1])
+            found.append(F.cross_entropy(logits.float(), tokens[:, step + 1], reduction="none"))
+        counts = sparse.cache.counts()
+    hits = counts.hits / counts.lookups if counts.lookups else None
+    return torch.stack(found, dim=1), hits, counts.gathered_bytes / rig.cell.steps
+
+
+def _found(rig: SparseRig, way: str, share: float) -> list[bool]:
+    """Of each hidden number, whether it is the answer; question and answer are read sparsely."""
+    which = range(rig.cell.texts, rig.cell.texts + len(rig.numbers))
+    if not which:
+        return []
+    question = rig.following[which.start :, : rig.facts["question_tokens"]]
+    with rig.opened(way, share, which) as sparse:
+        logits = rig.read(sparse, question)
+        tokens = [logits.argmax(dim=-1)]
+        for _ in range(_ANSWER_TOKENS - 1):
+            tokens.append(rig.read(sparse, tokens[-1][:, None]).argmax(dim=-1))
+    answers = [rig.words(one.tolist()) for one in torch.stack(tokens, dim=1)]
+    return [
+        re.findall(r"\d+", answer)[:1] == [number]
+        for answer, number in zip(answers, rig.numbers, strict=True)
+    ]
+
+
+# Seconds ------------------------------------------------------------------------------------------
 
 
 def sparse_arms(rig: SparseRig) -> list[Arm]:
-    """All ways of decoding, and the two copies."""
-    hits = {PREFETCH_ALL: 0.0, **{f"clo-{round(100 * share)}": share for share in rig.cell.hits}}
-    hits |= {WAITED: PAPER_HITS, NO_LOADS: 1.0, NO_COPIES: 0.0}
-    decoding = [Arm(name, partial(_decoded, rig, name, share)) for name, share in hits.items()]
-    return [*decoding, Arm(GATHER, lambda: _gathered(rig)), Arm(COPY, lambda: _copied(rig))]
+    """All ways at all shares."""
+    ways = [(EXACT, 1.0), *((way, share) for share in rig.cell.shares for way in rig.cell.ways)]
+    return [Arm(label(*one), partial(_timed, rig, *one)) for one in ways]
 
 
-def _decoded(rig: SparseRig, name: str, hits: float) -> Sample:
-    """All steps from a fresh start."""
-    rig.reopen()
-    kind = _NoCopies if name == NO_COPIES else InjectedCache
-    cache = kind(rig.slots, equal_heads(rig.config.shape), hits)
-    sparse = SparseForward(rig.forward, cache, name != WAITED)
-    slots = range(rig.cell.batch)
-    first = torch.zeros((rig.cell.batch, 1), dtype=torch.int64, device=rig.arena.device)
-    # The first step has nothing to hit.
-    sparse.run(slots, first, rig.take_block)
-    before = cache.counts()
-
-    def steps() -> None:
-        last = first
-        for _ in range(rig.setting.steps):
-            last = sparse.run(slots, last, rig.take_block).argmax(dim=-1)[:, None]
-
-    sample, counts = rig.timed(steps), cache.counts()
-    rig.hit_ratios[name] = (counts.hits - before.hits) / (counts.lookups - before.lookups)
+def _timed(rig: SparseRig, way: str, share: float) -> Sample:
+    """The steps of all texts together."""
+    which = range(rig.cell.texts)
+    with rig.opened(way, share, which) as sparse:
+        # The first step has nothing to hit.
+        rig.read(sparse, rig.following[:, :1])
+        before = sparse.cache.counts()
+        steps = rig.following[:, 1 : rig.cell.steps]
+        sample, counts = rig.timed(lambda: rig.read(sparse, steps)), sparse.cache.counts()
+    looked = counts.lookups - before.lookups
+    rig.hits[label(way, share)] = (counts.hits - before.hits) / looked if looked else None
     return replace(sample, h2d_bytes=counts.gathered_bytes - before.gathered_bytes)
-
-
-def _gathered(rig: SparseRig) -> Sample:
-    """The choice of every head of a layer, at random places, a few times."""
-    rows, target, source = _choice(rig)
-    wanted = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
-    sample = _repeated(rig, lambda: pairs([Gather(target, source, rows, wanted, None)]))
-    return replace(sample, h2d_bytes=rig.setting.steps * target.nbytes)
-
-
-def _copied(rig: SparseRig) -> Sample:
-    """As many bytes in one piece."""
-    _, target, source = _choice(rig)
-    flat = source.flatten()[: target.numel()].view(target.shape)
-    return _repeated(rig, lambda: [(target, flat)])
-
-
-def _repeated(rig: SparseRig, copies: Callable[[], Any]) -> Sample:
-    return rig.timed(lambda: [rig.mover.h2d(copies()) for _ in range(rig.setting.steps)])
-
-
-def _choice(rig: SparseRig) -> tuple[Tensor, Tensor, Tensor]:
-    slots = rig.slots
-    source = slots.rows(1)
-    chosen = slots.settings.clo.chosen_tokens(rig.cell.context)
-    shape = (rig.cell.batch, 2 * slots.config.kv_heads, chosen)
-    device = rig.arena.device
-    rows = torch.randint(0, len(source), shape, generator=torch.Generator().manual_seed(3))
-    return rows.to(device), source.new_empty((*shape, source.shape[1]), device=device), source
 
 
 def sparse_rows(
     rig: SparseRig, arms: Sequence[Arm], samples: dict[str, list[Sample]]
 ) -> list[dict[str, Any]]:
-    """One per arm, seconds of a step, predicted beside measured; speed-ups over `prefetch-all`."""
-    steps = rig.setting.steps
-    _, link, _ = quartiles([s.h2d_bytes / s.link_s for s in samples[GATHER]])
-    # Other work on the machine only adds: of what plans are made of, the least counts.
-    idle_s, choosing_s = (
-        min(s.latency_s for s in samples[n]) / steps for n in (NO_LOADS, NO_COPIES)
-    )
-    found = []
+    """One per arm, seconds of a step; speed-ups over the LRU cache of the same share.
+
+    ranked: whether the quartiles of both do not overlap; speedup_low, _high: of the mean of ratios
+    within a round, by Student's t.
+    """
+    rows, steps = [], rig.cell.steps - 1
     for arm in arms:
-        mine, hits = samples[arm.name], rig.hit_ratios.get(arm.name)
-        low, latency_s, high = quartiles([s.latency_s / steps for s in mine])
-        gain_low, gain, gain_high = quartiles(ratios(samples, PREFETCH_ALL, arm.name))
-        rates = [s.h2d_bytes / s.link_s / 1e9 for s in mine if s.link_s]
-        predicted_s = None
-        if hits is not None and arm.name not in (NO_LOADS, NO_COPIES):
-            # What a step takes that loads nothing, and where choices are only made for what misses
-            # (a CPU knows), their part of what choosing takes.
-            layer_s = idle_s + (1.0 - hits) * max(0.0, choosing_s - idle_s)
-            predicted_s = sparse_step_s(
-                rig.config.shape, rig.setting.clo, rig.persistent, rig.cell.context,
-                miss=1.0 - hits, link=link, layer_s=layer_s / rig.config.layers,
-                batch=rig.cell.batch, ahead=arm.name != WAITED,
-            )  # fmt: skip
-        decodes = arm.name not in (GATHER, COPY)
-        found.append({
-            "batch": rig.cell.batch, "context": rig.cell.context, "share": rig.setting.clo.share,
-            "policy": arm.name, "hits": hits, "hits_are": "injected" if decodes else None,
-            "latency_s": latency_s, "latency_iqr_s": high - low,
-            "latency_least_s": min(s.latency_s for s in mine) / steps, "repeats": len(mine),
-            "tokens_per_s": rig.cell.batch / latency_s if decodes else None,
-            "bytes_h2d": quartiles([s.h2d_bytes for s in mine])[1] / steps,
-            "link_gbps": quartiles(rates)[1] if rates else None,
-            "predicted_s": predicted_s,
-            "predicted_error": None if predicted_s is None else predicted_s / latency_s - 1.0,
-            "baseline": PREFETCH_ALL, "speedup": gain if decodes else None,
-            "speedup_iqr": gain_high - gain_low if decodes else None,
+        share = arm.name.rpartition(" ")[2]
+        base = f"{LRU} {share}" if f"{LRU} {share}" in samples else arm.name
+        low, latency_s, high = quartiles([s.latency_s / steps for s in samples[arm.name]])
+        base_low, _, base_high = quartiles([s.latency_s / steps for s in samples[base]])
+        gain_low, gain, gain_high = quartiles(ratios(samples, base, arm.name))
+        mean = paired(*([s.latency_s for s in samples[name]] for name in (base, arm.name)))
+        rates = [s.h2d_bytes / s.link_s / 1e9 for s in samples[arm.name] if s.link_s]
+        rows.append({
+            "batch": rig.cell.texts, "context": rig.cell.context, "policy": arm.name,
+            "hits": rig.hits[arm.name], "latency_s": latency_s, "latency_iqr_s": high - low,
+            "latency_least_s": min(s.latency_s for s in samples[arm.name]) / steps,
+            "latencies_s": [s.latency_s / steps for s in samples[arm.name]],
+            "repeats": len(samples[arm.name]), "tokens_per_s": rig.cell.texts / latency_s,
+            "bytes_h2d": quartiles([s.h2d_bytes for s in samples[arm.name]])[1] / steps,
+            "link_gbps": quartiles(rates)[1] if rates else None, "predicted_s": None,
+            "baseline": base, "speedup": gain, "speedup_iqr": gain_high - gain_low,
+            "speedup_low": mean.low, "speedup_high": mean.high,
+            "ranked": high < base_low or base_high < low, **rig.facts,
         })  # fmt: skip
-    return found
+    return rows

@@ -1,9 +1,10 @@
 """CLO's cache at work: look up, choose anew what missed, and have it gathered into its places.
 
 One look-up per layer and step: heads whose query is still like the one their choice was made for
-keep it; for the others label and choice are replaced, and their keys and values are gathered from
-host memory straight into the places that attention reads. The gather is begun here and waited for
-by `arrived`, so that a layer computes in between. Nothing asks the device for an answer.
+keep it; for the others label and choice are replaced. What is newly chosen takes the places of what
+is not chosen again: of all heads in one gather from host memory, straight to where attention reads.
+It is begun here and waited for by `arrived`, so that a layer computes in between. Nothing asks the
+device for an answer.
 
 A choice are the k tokens of a context in host memory with the highest scores: by the keys
 themselves (`oracle_scores`), all of which are brought over the link, so that is for tests, for the
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.sparse.gather import Gather, pairs
@@ -26,18 +28,16 @@ from kappa.plans.clo import LEAST_SIMILARITY, HeadProfile, thresholds
 
 def cosines(queries: Tensor, labels: Tensor) -> Tensor:
     """Cosine of each query (..., d) with its label (..., d), in float32 at least; 0 for none."""
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    q, c = queries.to(wide), labels.to(wide)
-    norms = q.norm(dim=-1) * c.norm(dim=-1)
-    return (q * c).sum(dim=-1) / norms.clamp_min(torch.finfo(wide).tiny)
+    if queries.dtype in (torch.float16, torch.bfloat16):
+        queries, labels = queries.float(), labels.float()
+    return F.cosine_similarity(queries, labels, dim=-1, eps=torch.finfo(torch.float32).tiny)
 
 
-def aggregate(similarity: Tensor, importance: Tensor) -> Tensor:
-    """Eq. 10 over the last axis, the query heads of a group; all of importance 0: the mean."""
+def alike(similarity: Tensor, importance: Tensor, tau: Tensor) -> Tensor:
+    """Whether the mean of Eq. 10 over the last axis, the query heads of a group, is at least tau:
+    Σs / Σ(s / cosine) ≥ τ. All of importance 0: they are, as such heads' τ is -1."""
     shares = (importance / similarity.clamp_min(LEAST_SIMILARITY)).sum(dim=-1)
-    total = importance.sum(dim=-1)
-    weighted = total / torch.where(shares > 0, shares, torch.ones_like(shares))
-    return torch.where(total > 0, weighted, similarity.mean(dim=-1))
+    return importance.sum(dim=-1) >= tau * shares
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class HeadQueries:
 def oracle_scores(slots: Slots, view: View, queried: HeadQueries) -> Tensor:
     """(pairs, host tokens): the share of attention that each token would get among all candidates,
     summed over queries. With one query per head that orders tokens as their scores do."""
-    positions = torch.arange(view.candidates.shape[1], device=view.index.device)
+    positions = torch.arange(view.outside.shape[1], device=view.index.device)
     blocks = view.table[queried.batch][:, positions // slots.arena.block_tokens]
     heads = slots.offloaded[queried.layer][queried.heads]
     rows = slots.key_rows(blocks, positions, heads[:, None])[None]
@@ -65,7 +65,7 @@ def oracle_scores(slots: Slots, view: View, queried: HeadQueries) -> Tensor:
     products = torch.matmul(queried.queries.to(wide), keys.to(wide).transpose(1, 2))
     products *= slots.config.head_dim**-0.5
     # Finite, for slots that have no candidate at all.
-    outside = ~view.candidates[queried.batch][:, None]
+    outside = view.outside[queried.batch][:, None]
     return products.masked_fill(outside, torch.finfo(wide).min).softmax(dim=-1).sum(dim=1)
 
 
@@ -106,10 +106,12 @@ class SimilarityCache:
             most = heads.kv_importance(config.kv_heads)
             tau = torch.from_numpy(thresholds(most, settings.clo.eta, settings.clo.power))
         scores = torch.from_numpy(heads.importance).view(config.layers, config.kv_heads, -1)
-        self._tau = [tau[i].to(device)[mine] for i, mine in enumerate(slots.offloaded)]
-        self._importance = [scores[i].to(device)[mine] for i, mine in enumerate(slots.offloaded)]
+        self._tau, self._importance = (
+            [of[layer].float().to(device)[mine] for layer, mine in enumerate(slots.offloaded)]
+            for of in (tau, scores)
+        )
         self._lookups = self._moved_bytes = 0
-        self._hits = torch.zeros((), dtype=torch.int64, device=device)
+        self._hits: Tensor | int = 0
         self._moved_rows = None
         if device.type == "cuda":
             self._moved_rows = torch.zeros(1, dtype=torch.int64, device=device)
@@ -128,33 +130,42 @@ class SimilarityCache:
         None: nothing is chosen yet, or nothing is missing as far as the host knows.
         """
         slots, offloaded = self.slots, self.slots.offloaded[layer]
-        if not len(offloaded) or not view.chosen:
+        count = offloaded.shape[0]
+        if not count or not view.chosen:
             return None
         shape = (len(view.slots), view.new, slots.config.kv_heads, slots.layout.group, -1)
-        mine = queries.view(shape)[:, :, offloaded]
+        mine = queries.view(shape)
+        if count < slots.config.kv_heads:
+            mine = mine[:, :, offloaded]
         last = mine[:, -1]
-        wanted = ~self._hits_of(layer, last, view)
-        self._lookups += wanted.numel()
-        self._hits += (~wanted).sum()
+        hits = self._hits_of(layer, last, view)
+        wanted = ~hits
         # Labels of what missed are those of now; choices are a step older.
         labels = view.of(slots.labels[layer])
-        slots.labels[layer][view.index] = torch.where(wanted[..., None, None], last, labels)
+        view.put(slots.labels[layer], torch.where(wanted[..., None, None], last, labels))
         if slots.settings.max_age:
             ages = view.of(slots.ages[layer]) + 1
-            slots.ages[layer][view.index] = torch.where(wanted, torch.ones_like(ages), ages)
-        if wanted.device.type == "cpu":
+            view.put(slots.ages[layer], torch.where(wanted, torch.ones_like(ages), ages))
+        self._lookups += hits.numel()
+        if hits.device.type == "cpu":
             # Here the answer costs nothing, and nothing need be chosen for those that hit.
             batch, heads = wanted.nonzero(as_tuple=True)
-            if not len(batch):
+            self._hits += hits.numel() - batch.shape[0]
+            if not batch.shape[0]:
                 return None
         else:
-            every = torch.arange(wanted.numel(), device=wanted.device)
-            batch, heads = every // len(offloaded), every % len(offloaded)
+            self._hits = self._hits + hits.sum()
+            every = torch.arange(hits.numel(), device=hits.device)
+            batch, heads = every // count, every % count
         queried = HeadQueries(layer, batch, heads, mine[batch, :, heads].flatten(1, 2))
-        # A slot with fewer candidates than the longest choice gets any tokens behind its own.
-        scores = self._scores(slots, view, queried)
-        best = scores.masked_fill(~view.candidates[batch], -torch.inf).topk(view.chosen, dim=-1)
-        return self._gather(queried, best.indices, wanted, view)
+        scores = self._scores(slots, view, queried).masked_fill(view.outside[batch], -torch.inf)
+        # A slot whose choice is shorter than the longest one gets any tokens behind its own.
+        chosen = scores.topk(view.chosen, dim=-1, sorted=view.inside is not None).indices
+        best = chosen.new_empty((*hits.shape, view.chosen))
+        # Of heads that hit, what they have.
+        best.copy_(view.of(slots.held[layer])[..., : view.chosen])
+        best[batch, heads] = chosen
+        return self._gather(layer, best, wanted, view)
 
     def arrived(self, pending: PendingGather | None) -> None:
         """What is computed next comes after the gather.
@@ -181,33 +192,56 @@ class SimilarityCache:
     def _similar(self, layer: int, last: Tensor, view: View) -> Tensor:
         """(batch, heads) bool: queries like those that the choices were made for."""
         similarity = cosines(last, view.of(self.slots.labels[layer]))
-        likeness = aggregate(similarity, self._importance[layer].to(similarity.dtype))
-        return likeness >= self._tau[layer].to(similarity.dtype)
+        return alike(similarity, self._importance[layer], self._tau[layer])
 
-    def _gather(
-        self, queried: HeadQueries, positions: Tensor, wanted: Tensor, view: View
-    ) -> PendingGather:
-        """Positions (pairs, chosen) of the heads that are wanted, into their places."""
-        slots, layer = self.slots, queried.layer
-        heads = slots.offloaded[layer]
-        blocks = view.table[queried.batch[:, None], positions // slots.arena.block_tokens]
-        keys = slots.key_rows(blocks, positions, heads[queried.heads][:, None])
-        first, last = min(view.slots), max(view.slots)
-        # All slots between: a gather has one target, and leaves alone what is not wanted.
-        shape = (last - first + 1, 2, len(heads))
-        rows = keys.new_zeros((*shape, view.chosen))
-        needed = torch.zeros(shape, dtype=torch.bool, device=rows.device)
-        at = view.index - first
-        rows[at[queried.batch], 0, queried.heads] = keys
-        rows[at[queried.batch], 1, queried.heads] = keys + slots.value_step
-        needed[at] = wanted[:, None]
+    def _gather(self, layer: int, best: Tensor, wanted: Tensor, view: View) -> PendingGather:
+        """Of the positions (batch, heads, chosen) of heads that are wanted (batch, heads), those
+        that are not in place, to where others were."""
+        slots = self.slots
+        held = view.of(slots.held[layer])[..., : view.chosen]
+        after, moved = replaced(held, best, wanted, view.inside, slots.settings.max_tokens)
+        view.put(slots.held[layer][..., : view.chosen], after)
+        # A place that holds nothing is not moved either.
+        positions = after.clamp_max(view.outside.shape[1] - 1)
+        blocks = (positions // slots.arena.block_tokens).flatten(1)
+        blocks = view.table.gather(1, blocks).view(positions.shape)
+        keys = slots.key_rows(blocks, positions, slots.offloaded[layer][:, None])
+        rows = torch.stack((keys, keys + slots.value_step), dim=1).where(moved[:, None], -1)
+        first, last = view.slots[0], view.slots[-1]
+        if last - first >= len(view.slots):
+            # All slots between: a gather has one target, and leaves alone what is not wanted.
+            apart = rows.new_full((last - first + 1, *rows.shape[1:]), -1)
+            rows = apart.index_copy(0, view.index - first, rows)
         start = slots.layout.choice_start
         target = slots.store[layer][first : last + 1, :, :, start : start + view.chosen]
         gather = Gather(
-            target.flatten(1, 2), slots.rows(layer), rows.flatten(1, 2), needed.flatten(1, 2),
-            self._moved_rows,
-        )  # fmt: skip
+            target.flatten(1, 2), slots.rows(layer), rows.flatten(1, 2), self._moved_rows
+        )
         self._moved_bytes += gather.nbytes
         # Behind the last attention to these places.
         event = slots.mover.h2d(pairs([gather]), slots.mover.mark())
         return PendingGather(event, [gather])
+
+
+def replaced(
+    held: Tensor, best: Tensor, wanted: Tensor, inside: Tensor | None, none: int
+) -> tuple[Tensor, Tensor]:
+    """Positions (batch, heads, places) once those of `best` are there, and which places got others.
+
+    wanted (batch, heads): the rest stays as it is. inside (batch, places): places that there are.
+    none: of places that hold nothing, above every position.
+    """
+    nobody = held.new_zeros((*wanted.shape, none + 1), dtype=torch.bool)
+    if inside is not None:
+        best = best.where(inside[:, None], none)
+    chosen = nobody.scatter(2, best, True)
+    chosen[..., none] = False
+    free = ~chosen.gather(2, held) & wanted[..., None]
+    fresh = ~nobody.scatter(2, held, True).gather(2, best)
+    if inside is not None:
+        free &= inside[:, None]
+        fresh &= inside[:, None]
+    # The n-th that is new goes to the n-th place that is free: there are as many.
+    queue = held.new_zeros((*wanted.shape, held.shape[2] + 1))
+    queue.scatter_(2, fresh.cumsum(dim=2) * fresh, best)
+    return torch.where(free, queue.gather(2, free.cumsum(dim=2)), held), free

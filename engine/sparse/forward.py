@@ -103,10 +103,10 @@ def attend(slots: Slots, index: int, queries: Tensor, view: View) -> Tensor:
         (slots.offloaded[index], slots.store[index], view.seen),
         (slots.persistent[index], slots.full[index], view.all_seen),
     ):
-        if not len(heads):
+        if not heads.shape[0]:
             continue
         kv = view.of(held)[:, :, :, : seen.shape[-1]]
-        whole = len(heads) == config.kv_heads
+        whole = heads.shape[0] == config.kv_heads
         mine = q if whole else q[:, heads]
         scale = config.head_dim**-0.5
         got = F.scaled_dot_product_attention(mine, kv[:, 0], kv[:, 1], seen, scale=scale)

@@ -1,10 +1,10 @@
 """Rows gathered from host memory into their last place on the device, as a copy of a mover.
 
-On a GPU one Triton kernel reads pinned host memory: which rows, and whether a head needs any, is
-known to the device alone, so the host neither waits nor gathers. A program copies some rows of one
-head; heads that hit end at once. Rows are of one key or value (256 bytes at 128 half-precision
-elements), read whole, so that the link carries full lines. On the CPU it is a plain copy of the
-heads that need one. `Gather` passes through `Mover.h2d` like any other copy: counted, ordered by
+On a GPU one Triton kernel reads pinned host memory: which rows is known to the device alone, so the
+host neither waits nor gathers. A program copies some rows of one head, and reads nothing for places
+that need none. Rows are of one key or value (256 bytes at 128 half-precision elements), read whole,
+so that the link carries full lines. On the CPU it is one plain copy of the rows that are needed, of
+all heads. `Gather` passes through `Mover.h2d` like any other copy: counted, ordered by
 events, failing or paced as the mover does.
 """
 
@@ -30,12 +30,12 @@ _KERNEL: Any = None
 
 @dataclass(slots=True)
 class Gather:
-    """A copy of rows of `source` into `target`, for those of its heads that are wanted.
+    """A copy of rows of `source` into `target`.
 
     target (batch, heads, n, d), perhaps a view with strides; its last axis is dense. source (rows,
-    d): host memory. rows (batch, heads, n) int64: which row of `source` comes where. wanted (batch,
-    heads) bool: heads that are left as they are where False. Stands for a target in `Mover.h2d`
-    (`shape`, `dtype`, `nbytes`, `copy_`).
+    d): host memory. rows (batch, heads, n) int64: which row of `source` comes where; below 0: the
+    place is left as it is. Stands for a target in `Mover.h2d` (`shape`, `dtype`, `nbytes`,
+    `copy_`).
 
     counted: of the bytes that a device alone knows of, as a tensor of one int64 that the kernel
     adds rows to; None on the CPU, where `nbytes` says it.
@@ -44,24 +44,20 @@ class Gather:
     target: Tensor
     source: Tensor
     rows: Tensor
-    wanted: Tensor
     counted: Tensor | None = None
-    # Of the heads that are wanted, on the CPU: (batch index, head index).
-    _picked: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    # On the CPU: places that get a row, as indices.
+    _picked: tuple[Tensor, ...] | None = field(default=None, repr=False)
 
     @classmethod
     def whole(cls, source: Tensor, rows: Tensor) -> Gather:
         """All of these rows, into memory of their own."""
         target = source.new_empty((*rows.shape, source.shape[1]), device=rows.device)
-        wanted = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
-        return cls(target, source, rows, wanted)
+        return cls(target, source, rows)
 
     def __post_init__(self) -> None:
-        shape = self.target.shape[:3]
-        if self.rows.shape != shape or self.wanted.shape != shape[:2]:
+        if self.rows.shape != self.target.shape[:3]:
             raise ValueError(
-                f"cannot gather rows {tuple(self.rows.shape)} of heads {tuple(self.wanted.shape)} "
-                f"to {tuple(self.target.shape)}"
+                f"cannot gather rows {tuple(self.rows.shape)} to {tuple(self.target.shape)}"
             )
         if self.source.shape[1] != self.target.shape[3] or self.target.stride(3) != 1:
             raise ValueError(
@@ -69,7 +65,7 @@ class Gather:
                 f"{tuple(self.target.shape)} with strides {self.target.stride()}"
             )
         if self.target.device.type == "cpu":
-            self._picked = self.wanted.nonzero(as_tuple=True)
+            self._picked = (self.rows >= 0).nonzero(as_tuple=True)
 
     @property
     def shape(self) -> torch.Size:
@@ -86,20 +82,14 @@ class Gather:
         """Bytes that are copied; 0 where only the device knows (`counted`)."""
         if self._picked is None:
             return 0
-        rows = len(self._picked[0]) * self.rows.shape[2]
-        return rows * self.target.shape[3] * self.target.dtype.itemsize
+        return len(self._picked[0]) * self.target.shape[3] * self.target.dtype.itemsize
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
         """Do it, on the current stream."""
         if self._picked is None:
-            gather_rows(self.target, source, self.rows, self.wanted, self.counted)
-            return
-        batch, head = self._picked
-        if not len(batch):
-            return
-        wanted = self.rows[batch, head]
-        moved = source.index_select(0, wanted.reshape(-1))
-        self.target[batch, head] = moved.view(*wanted.shape, -1)
+            gather_rows(self.target, source, self.rows, self.counted)
+        elif len(self._picked[0]):
+            self.target[self._picked] = source.index_select(0, self.rows[self._picked])
 
 
 def pairs(gathers: Sequence[Gather]) -> list[tuple[Tensor, Tensor]]:
@@ -107,9 +97,7 @@ def pairs(gathers: Sequence[Gather]) -> list[tuple[Tensor, Tensor]]:
     return [(one, one.source) for one in gathers]  # type: ignore[misc]
 
 
-def gather_rows(
-    target: Tensor, source: Tensor, rows: Tensor, wanted: Tensor, counted: Tensor | None
-) -> None:
+def gather_rows(target: Tensor, source: Tensor, rows: Tensor, counted: Tensor | None) -> None:
     """Copy as a `Gather` of these says, by the kernel; source may lie on the device as well.
 
     Raises:
@@ -126,9 +114,8 @@ def gather_rows(
         return
     # At first use, as its decorator needs Triton.
     _KERNEL = _KERNEL or triton.jit(_gather)
-    flags = wanted.contiguous().view(-1)
     _KERNEL[batch * heads, triton.cdiv(count, _ROWS)](
-        target, source, rows, flags, counted if counted is not None else flags,
+        target, source, rows, counted if counted is not None else rows,
         heads, count,
         target.stride(0), target.stride(1), target.stride(2),
         rows.stride(0), rows.stride(1),
@@ -138,20 +125,19 @@ def gather_rows(
 
 
 def _gather(
-    target, source, rows, flags, counted, heads, count,
+    target, source, rows, counted, heads, count,
     target_batch, target_head, target_row, rows_batch, rows_head,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of one head."""
     which = tl.program_id(0)
-    if tl.load(flags + which) == 0:
-        return
     batch = (which // heads).to(tl.int64)
     head = (which % heads).to(tl.int64)
     first = tl.program_id(1) * ROWS
     at = first + tl.arange(0, ROWS)
     there = at < count
-    row = tl.load(rows + batch * rows_batch + head * rows_head + at, mask=there, other=0)
+    row = tl.load(rows + batch * rows_batch + head * rows_head + at, mask=there, other=-1)
+    there = row >= 0
     column = tl.arange(0, PADDED)
     mask = there[:, None] & (column < WIDTH)[None, :]
     values = tl.load(source + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)

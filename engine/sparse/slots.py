@@ -87,8 +87,9 @@ class View:
 
     index (batch,): slots. positions (batch, new). places (batch, new): where new tokens go. seen
     (batch, 1, new·group, places used), all_seen (…, tokens): what each query may attend to, of
-    places and of persistent heads. candidates (batch, host tokens): what may be chosen. chosen:
-    places of the longest choice. forced (batch,): slots that have looked nothing up.
+    places and of persistent heads. outside (batch, host tokens): what must not be chosen. chosen:
+    places of the longest choice; inside (batch, chosen): those of each slot, None where all are as
+    long. forced (batch,): slots that have looked nothing up.
     """
 
     slots: list[int]
@@ -98,9 +99,10 @@ class View:
     places: Tensor
     seen: Tensor
     all_seen: Tensor
-    candidates: Tensor
+    outside: Tensor
     table: Tensor
     chosen: int
+    inside: Tensor | None
     forced: Tensor | None
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -109,6 +111,14 @@ class View:
         if self.slots == list(range(first, last + 1)):
             return tensor[first : last + 1]
         return tensor.index_select(0, self.index)
+
+    def put(self, tensor: Tensor, values: Tensor) -> None:
+        """Values (batch, ...) to these slots of a tensor (slots, ...)."""
+        first, last = self.slots[0], self.slots[-1]
+        if self.slots == list(range(first, last + 1)):
+            tensor[first : last + 1].copy_(values)
+        else:
+            tensor.index_copy_(0, self.index, values)
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -158,7 +168,8 @@ class Slots:
             [torch.tensor(sorted(heads), dtype=torch.int64, device=device) for heads in layers]
             for layers in (persistent, [every.difference(heads) for heads in persistent])
         )
-        # Of each layer: places, all tokens of persistent heads, labels, ages, and codes.
+        # Of each layer: places, whose positions are in those of the choice (max_tokens: nobody's),
+        # all tokens of persistent heads, labels, ages, and codes.
         wanted = sum(tensor.nbytes for each in self._tensors("meta") for tensor in each)
         cuda = device.type == "cuda"
         free = torch.cuda.mem_get_info(device)[0] if cuda else free_host_bytes()
@@ -168,7 +179,7 @@ class Slots:
                 f"{arena.size.kv_host} host blocks need {wanted} bytes of device memory, but only "
                 f"{free} are free: give fewer slots, a smaller share, or less host memory"
             )
-        self.store, self.full, self.labels, self.ages, self.codes = self._tensors(device)
+        self.store, self.held, self.full, self.labels, self.ages, self.codes = self._tensors(device)
         most_blocks = -(-settings.max_tokens // block)
         self.table = torch.zeros((settings.slots, most_blocks), dtype=torch.int64, device=device)
         # Blocks on their way to host memory, with what they are copied from, and whose they are.
@@ -187,6 +198,7 @@ class Slots:
         host, block = arena.size.kv_host, arena.block_tokens
         return [
             [zeros(dtype, slots, 2, n, places, width) for n in counts],
+            [zeros(torch.int64, slots, n, self.most_chosen) for n in counts],
             [zeros(dtype, slots, 2, len(n), settings.max_tokens, width) for n in self.persistent],
             [zeros(dtype, slots, n, layout.group, width) for n in counts],
             [zeros(torch.int32, slots, n) for n in counts],
@@ -242,8 +254,8 @@ class Slots:
         state = self.states[slot] = Slot(tokens, host_tokens, chosen, list(blocks))
         if blocks:
             self.table[slot, :needed] = to_device(np.array(blocks), self.table.device)
-        for ages in self.ages:
-            ages[slot] = 0
+        for ages, held in zip(self.ages, self.held, strict=True):
+            ages[slot], held[slot] = 0, self.settings.max_tokens
         return state
 
     def fill(self, slot: int, layer: int, positions: Tensor, kv: Tensor) -> None:
@@ -319,9 +331,12 @@ class Slots:
             places=layout.place(where),
             seen=for_queries(layout.seen(positions, host, chosen)),
             all_seen=for_queries(np.arange(positions.max() + 1) <= positions[..., None]),
-            candidates=send((there >= layout.sinks) & (there < host[:, None])),
+            outside=send((there < layout.sinks) | (there >= host[:, None])),
             table=self.table[index, : len(there) // self.arena.block_tokens],
             chosen=int(chosen.max()),
+            inside=None
+            if chosen.min() == chosen.max()
+            else send(np.arange(chosen.max()) < chosen[:, None]),
             forced=send(fresh) if fresh.any() else None,
         )
 
@@ -330,9 +345,9 @@ class Slots:
         shape = (len(view.slots), view.new, 2, self.config.kv_heads, self.config.head_dim)
         rows, at = kv.view(shape), view.index[:, None]
         offloaded, persistent = self.offloaded[layer], self.persistent[layer]
-        if len(offloaded):
+        if offloaded.shape[0]:
             self.store[layer][at, :, :, view.places] = rows[:, :, :, offloaded]
-        if len(persistent):
+        if persistent.shape[0]:
             self.full[layer][at, :, :, view.positions] = rows[:, :, :, persistent]
 
     def end(self, view: View, take_block: Callable[[], int | None]) -> None:
@@ -378,6 +393,8 @@ class Slots:
                 if kept:
                     first = self.layout.choice_start + state.chosen
                     mine[:, :, first : first + kept] = mine[:, :, places[len(places) - kept :]]
+                    held = self.held[layer][slot, :, state.chosen : chosen]
+                    held.copy_(torch.arange(stop - kept, stop, device=arena.device))
             if len(always):
                 rows[:, :, always] = self.full[layer][slot][:, :, start:stop].transpose(1, 2)
             self.hash_blocks(layer, named, rows[None, 0])

@@ -1,4 +1,4 @@
-"""CLO's budgets and seconds: how many heads stay on the device, and what a decoding step loads.
+"""CLO's budgets: how many heads stay on the device, and what a prefix left in host memory costs.
 
 Of a context in host memory each KV head of each layer attends to a choice of k tokens, which stay
 on the device until its query has moved too far (paper 004). What is missed is loaded one layer
@@ -246,31 +246,6 @@ def persistent_share(shape: ModelShape, persistent: Persistent) -> float:
 
 
 # --- Seconds -------------------------------------------------------------------------------------
-
-
-def sparse_step_s(
-    shape: ModelShape, config: CloConfig, persistent: Persistent, context_tokens: int, *,
-    miss: float, link: float, layer_s: float, batch: int = 1, ahead: bool = True,
-) -> float:  # fmt: skip
-    """Seconds of a decoding step: its layers, and what of the misses' loads they do not hide.
-
-    TBT_load = Σ_l max(0, miss·k·m·(1 - persist_l)·batch/B - T_comp). miss: share of the heads that
-    are not persistent whose choice is loaded anew; link: B in bytes/s; layer_s: T_comp of the whole
-    batch. ahead: a layer's choice is loaded while the layer before computes; else all is waited
-    for.
-
-    Raises:
-        ValueError: `miss` is no share, or no sequence.
-    """
-    if not 0.0 <= miss <= 1.0 or batch < 1:
-        raise ValueError(f"miss {miss}, batch {batch}: give a share in [0, 1], and 1 or more")
-    head_s = batch * miss * head_bytes(shape, config.chosen_tokens(context_tokens)) / link
-    waited_s = 0.0
-    for layer, heads in enumerate(persistent):
-        # Nothing is computed before the first layer that could hide its load.
-        hidden_s = layer_s if ahead and layer else 0.0
-        waited_s += max(0.0, head_s * (shape.kv_heads - len(heads)) - hidden_s)
-    return layer_s * shape.layers + waited_s
 
 
 def layer_seconds(rates: PlanRates, config: CloConfig, batch: int, context_tokens: int) -> float:

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.offload.injected import InjectedHits
 from engine.layers import angles, frequencies, rotate
 from kappa.plans.clo import CloConfig, SparseSettings
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
-from tests.engine.sparse.sparse_decoder import SparseDecoder
+from tests.engine.sparse.sparse_decoder import InjectedHits, SparseDecoder
 from tests.engine.sparse.sparse_reference import Choice, logits
 
 LENGTHS = (19, 40, 61)
@@ -224,7 +223,29 @@ def test_only_what_missed_crosses_the_link():
     # 36 look-ups, of which the first four miss in any case.
     choice = SMALL.chosen_tokens(60) * 2 * 8 * 8
     assert moved[1.0] == 4 * choice
-    assert moved[0.75] < moved[0.0] and moved[0.0] >= 36 * choice
+    # Who chooses anew keeps what is chosen again.
+    assert 4 * choice < moved[0.75] < moved[0.0] < 36 * choice
+
+
+def test_of_what_is_chosen_anew_only_what_was_not_there_crosses():
+    with rig("llama", blocks=200) as r:
+        decoder = SparseDecoder(r.forward, settings(retriever="hash"), tau=NEVER[:, :2])
+        # No block leaves the recent tokens in three steps.
+        decoder.prefill([prompt(60), prompt(40)])
+        held = decoder.slots.held
+        for _ in range(3):
+            before = [each.clone() for each in held]
+            counted = decoder.cache.counts().gathered_bytes
+            decoder.step()
+            new = 0
+            for old, now in zip(before, held, strict=True):
+                heads = (each[:2].flatten(0, 1).tolist() for each in (old, now))
+                for one, other in zip(*heads, strict=True):
+                    here = [token for token in other if token < 128]
+                    assert len(set(here)) == len(here)
+                    new += len(set(here) - set(one))
+            assert decoder.cache.counts().gathered_bytes - counted == new * 2 * 8 * 8
+        decoder.close()
 
 
 def test_injected_hits_are_as_many_as_asked_and_the_same_on_every_run():

@@ -13,8 +13,8 @@ import torch
 
 from engine.arena import ArenaTooLarge
 from engine.sparse import gather as gather_module
-from engine.sparse.cache import aggregate, cosines
-from engine.sparse.codes import Hasher, popcount
+from engine.sparse.cache import alike, cosines, replaced
+from engine.sparse.codes import Hasher, _bits_by_halves, popcount
 from engine.sparse.forward import sparse_forward
 from engine.sparse.gather import Gather, pairs
 from engine.transfer import CpuMover
@@ -31,8 +31,10 @@ def randn(*shape, seed=0):
 def test_bits_are_counted_in_every_word():
     rng = np.random.default_rng(0)
     words = [*rng.integers(-(2**63), 2**63 - 1, 500).tolist(), 0, -1, 1, -(2**63), 2**63 - 1]
-    counted = popcount(torch.tensor(words)).tolist()
-    assert counted == [bin(word & (2**64 - 1)).count("1") for word in words]
+    want = [bin(word & (2**64 - 1)).count("1") for word in words]
+    # As a CPU counts them, and as a device does.
+    for count in (popcount, _bits_by_halves):
+        assert count(torch.tensor(words)).tolist() == want
 
 
 def test_codes_are_the_signs_and_are_the_same_every_time():
@@ -75,12 +77,13 @@ def test_look_ups_follow_the_plain_formulas():
     rng = np.random.default_rng(4)
     similarity, importance = rng.uniform(-1, 1, (5, 3, 4)), rng.random((3, 4))
     importance[2] = 0.0
-    got = aggregate(torch.from_numpy(similarity), torch.from_numpy(importance)).numpy()
+    tau = np.array([0.1, -0.2, -1.0])
+    got = alike(*(torch.from_numpy(x) for x in (similarity, importance, tau))).numpy()
     # Eq. 10: the harmonic mean by importance, cosines below a thousandth counting as that.
-    shares = (importance / np.maximum(similarity, 1e-3)).sum(axis=-1)
-    expected = importance.sum(axis=-1) / np.where(shares > 0, shares, 1.0)
-    expected[:, 2] = similarity[:, 2].mean(axis=-1)
-    assert got == pytest.approx(expected)
+    shares = (importance[:2] / np.maximum(similarity[:, :2], 1e-3)).sum(axis=-1)
+    assert (got[:, :2] == (importance[:2].sum(axis=-1) / shares >= tau[:2])).all()
+    # A head that does not matter keeps its choice.
+    assert got[:, 2].all() and 0 < got[:, :2].sum() < got[:, :2].size
 
 
 def test_cosines_do_not_depend_on_length_and_nothing_is_like_nothing():
@@ -96,23 +99,23 @@ def gather_case(seed=0):
     source = randn(90, 8, seed=seed)
     store = torch.full((3, 4, 20, 8), -7.0, dtype=torch.float64)
     rows = torch.from_numpy(rng.integers(0, 90, (3, 4, 6)))
-    wanted = torch.from_numpy(rng.random((3, 4)) < 0.5)
+    rows[torch.from_numpy(rng.random((3, 4, 6)) < 0.5)] = -1
     want = store.clone()
-    for b, h in wanted.nonzero().tolist():
-        want[b, h, 5:11] = source[rows[b, h]]
-    return store, source, rows, wanted, want
+    for b, h, n in (rows >= 0).nonzero().tolist():
+        want[b, h, 5 + n] = source[rows[b, h, n]]
+    return store, source, rows, want
 
 
 def test_a_gather_puts_wanted_rows_in_place_and_leaves_the_rest():
-    store, source, rows, wanted, want = gather_case()
+    store, source, rows, want = gather_case()
     mover = CpuMover()
     try:
-        gather = Gather(store[:, :, 5:11], source, rows, wanted)
-        assert gather.nbytes == int(wanted.sum()) * 6 * 8 * 8
+        gather = Gather(store[:, :, 5:11], source, rows)
+        assert gather.nbytes == int((rows >= 0).sum()) * 8 * 8
         mover.h2d(pairs([gather])).block()
         assert torch.equal(store, want)
         assert mover.counters["h2d"].copied_bytes == gather.nbytes
-        nothing = Gather(store[:, :, 5:11], source, rows, torch.zeros_like(wanted))
+        nothing = Gather(store[:, :, 5:11], source, torch.full_like(rows, -1))
         mover.h2d(pairs([nothing])).block()
         assert torch.equal(store, want) and nothing.nbytes == 0
     finally:
@@ -120,20 +123,34 @@ def test_a_gather_puts_wanted_rows_in_place_and_leaves_the_rest():
 
 
 def test_a_gather_that_cannot_be_is_refused():
-    store, source, rows, wanted, _ = gather_case()
+    store, source, rows, _ = gather_case()
     with pytest.raises(ValueError, match="cannot gather rows"):
-        Gather(store, source, rows, wanted)
+        Gather(store, source, rows)
     with pytest.raises(ValueError, match="rows of 4 elements"):
-        Gather(store[:, :, 5:11], source[:, :4], rows, wanted)
+        Gather(store[:, :, 5:11], source[:, :4], rows)
     with pytest.raises(ValueError, match="with strides"):
-        Gather(store.transpose(2, 3)[:, :, :6, :8], source, rows, wanted)
+        Gather(store.transpose(2, 3)[:, :, :6, :8], source, rows)
 
 
 def test_without_triton_a_gpu_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr(gather_module, "triton", None)
-    store, source, rows, wanted, _ = gather_case()
+    store, source, rows, _ = gather_case()
     with pytest.raises(RuntimeError, match="triton is not installed"):
-        gather_module.gather_rows(store[:, :, 5:11], source, rows, wanted, None)
+        gather_module.gather_rows(store[:, :, 5:11], source, rows, None)
+
+
+def test_new_tokens_take_the_places_of_those_that_are_not_chosen_again():
+    # Of two slots, the second with two places: heads that keep 4 and 9; have nothing yet; hit.
+    held = torch.tensor([[[4, 7, 9, 2], [1, 2, 3, 4]], [[9, 9, 9, 9], [0, 3, 9, 9]]])
+    best = torch.tensor([[[8, 5, 4, 6], [5, 6, 7, 8]], [[6, 3, 8, 1], [3, 0, 1, 2]]])
+    inside = torch.tensor([[True] * 4, [True, True, False, False]])
+    wanted = torch.tensor([[True, False], [True, True]])
+    after, moved = replaced(held, best, wanted, inside, 9)
+    assert after.tolist() == [[[4, 8, 5, 6], [1, 2, 3, 4]], [[6, 3, 9, 9], [0, 3, 9, 9]]]
+    assert moved.tolist() == [
+        [[False, True, True, True], [False] * 4],
+        [[True, True, False, False], [False] * 4],
+    ]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -177,7 +194,7 @@ def test_slots_fit_where_there_is_exactly_what_they_take(retriever, monkeypatch)
     with rig("llama", blocks=40) as r:
         settings = SparseSettings(CloConfig(), slots=3, max_tokens=1000, retriever=retriever)
         made = sparse_forward(r.forward, settings).slots
-        tensors = (made.store, made.full, made.labels, made.ages, made.codes)
+        tensors = made.store, made.held, made.full, made.labels, made.ages, made.codes
         taken = sum(tensor.nbytes for each in tensors for tensor in each)
         monkeypatch.setattr("engine.sparse.slots.free_host_bytes", lambda: taken)
         sparse_forward(r.forward, settings)

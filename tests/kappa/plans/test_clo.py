@@ -21,7 +21,6 @@ from kappa.plans.clo import (
     prefetchable_heads,
     read_heads,
     sparse_plan,
-    sparse_step_s,
     thresholds,
 )
 from kappa.plans.rates import rates_from_law
@@ -177,38 +176,6 @@ def test_without_measured_similarities_no_head_is_known_to_be_hard():
     assert persistent_heads(LLAMA, CLO, equal_heads(LLAMA), 0.0) == FIRST
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_seconds_of_a_step_are_what_a_simulated_pipeline_takes(seed):
-    rng = np.random.default_rng(seed)
-    persistent = persistent_heads(LLAMA, CLO, profile(rng), 2.0)
-    miss, link, layer_s = rng.random(), rng.uniform(5e9, 60e9), rng.uniform(5e-5, 1e-3)
-    context, batch = int(rng.integers(1_000, 130_000)), int(rng.integers(1, 9))
-    got = sparse_step_s(
-        LLAMA, CLO, persistent, context, miss=miss, link=link, layer_s=layer_s, batch=batch
-    )
-    # Layer by layer: the load of the next one begins with this one's computation.
-    now = 0.0
-    chosen = CLO.chosen_tokens(context)
-    loads = [batch * miss * (8 - len(heads)) * chosen * 2 * 128 * 2 / link for heads in persistent]
-    for layer in range(32):
-        ahead = loads[layer + 1] if layer + 1 < 32 else 0.0
-        now += max(layer_s, ahead)
-    now += loads[0]
-    assert got == pytest.approx(now)
-    waited = sparse_step_s(
-        LLAMA, CLO, persistent, context, miss=miss, link=link, layer_s=layer_s, batch=batch,
-        ahead=False,
-    )  # fmt: skip
-    assert waited == pytest.approx(32 * layer_s + sum(loads))
-    assert waited >= got
-
-
-def test_nothing_is_waited_for_where_all_hits_or_all_persists():
-    for persistent, miss in ((FIRST, 0.0), (((tuple(range(8)),) * 32), 1.0)):
-        got = sparse_step_s(LLAMA, CLO, persistent, 60_000, miss=miss, link=1e9, layer_s=1e-4)
-        assert got == pytest.approx(32 * 1e-4)
-
-
 def test_the_choice_is_a_share_rounded_up_and_never_more_than_there_is():
     assert CLO.chosen_tokens(100) == 10 and CLO.chosen_tokens(101) == 11
     whole = replace(CLO, share=1.0)
@@ -257,7 +224,5 @@ def test_questions_that_make_no_sense_are_refused():
     rates = rates_from_law(LLAMA, node_profile("h100-pcie5"))
     with pytest.raises(ValueError, match="context_tokens 0"):
         prefetchable_heads(LLAMA, CLO, 0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="miss 2"):
-        sparse_step_s(LLAMA, CLO, FIRST, 100, miss=2.0, link=1.0, layer_s=1.0)
     with pytest.raises(ValueError, match="give 1 or more of each"):
         sparse_plan(rates, CLO, 0.0, 100, 0, 128)
