@@ -7,18 +7,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from benchmarks.routing.peers import dynamo
-from benchmarks.routing.peers.dynamo import (
-    HarnessLoad,
-    Sent,
-    announcement,
-    figures,
-    frontend_options,
-    summary,
-    tuned,
-)
+from benchmarks.routing.peers.dynamo import HarnessLoad, announcement, frontend_options
 from benchmarks.routing.peers.dynamo_cluster import CLUSTERS, Emulation, step_of, step_tables
 from benchmarks.routing.peers.dynamo_proxy import apply, block_hashes, tier_events
+from benchmarks.routing.peers.dynamo_rows import TUNING_SEED, Sent, figures, summary, tuned
 from benchmarks.routing.peers.routers import PeerError
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
@@ -158,7 +150,7 @@ def test_the_summary_pairs_ours_with_each_arm_by_seed():
 
 
 def test_the_tuned_arm_is_the_least_mean_of_the_tuning_runs_that_failed_nothing():
-    def row(arm, mean, seed=dynamo.TUNING_SEED, failed=None, cluster="unlike"):
+    def row(arm, mean, seed=TUNING_SEED, failed=None, cluster="unlike"):
         return {
             "trace": "miniswe", "cluster": cluster, "arm": arm, "seed": seed,
             "failed": failed or {}, "ttft_s": {"mean": mean},
