@@ -1,9 +1,8 @@
 """Sends every query of every panel to a live Prometheus, and reports which return nothing.
 
-`python -m dashboards.check --prometheus URL [--window S] [--picture FILE]`: queries are read from
-the committed JSON, with the dashboards' variables filled in as Grafana would. The picture
-(`dashboards.sheet`) draws the answers; it is no Grafana screenshot and says so. Exits with 1 if a
-panel that must show something shows nothing.
+`python -m dashboards.check --prometheus URL [--window S]`: queries are read from the committed
+JSON, with the dashboards' variables filled in as Grafana would. Exits with 1 if a panel that must
+show something shows nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,37 +22,21 @@ from dashboards.build import DASHBOARDS, FOLDER
 
 _TIMEOUT_S = 30.0
 _POINTS = 120
-_ALLOWED_ABSENT = {
-    (board.uid, panel.title): panel.absent
-    for board in DASHBOARDS
-    for panel in board.panels
-    if panel.absent
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line of a panel: its name, and its points (seconds since the epoch, value)."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-    bucket: str = ""
 
 
 @dataclass(slots=True)
 class PanelAnswer:
     """What Prometheus says to one panel.
 
-    empty: the panel's queries that returned no series with a number. absent: why that may be so.
+    values: the last of each series with a number. empty: the queries that returned no such series.
+    absent: why that may be so.
     """
 
     dashboard: str
     title: str
-    kind: str
-    unit: str
-    series: list[Series] = field(default_factory=list)
+    absent: str
+    values: list[float] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
-    absent: str = ""
 
     @property
     def is_missing(self) -> bool:
@@ -103,30 +85,23 @@ def ask(
     answers = []
     with httpx.Client(base_url=url, timeout=_TIMEOUT_S) as client:
         for built in DASHBOARDS:
+            absent = {panel.title: panel.absent for panel in built.panels}
             board = json.loads((folder / f"{built.uid}.json").read_text(encoding="utf-8"))
             variables = variables_of(board, rate_window_s)
             for panel in panels_of(board):
-                answer = PanelAnswer(
-                    built.uid,
-                    panel["title"],
-                    panel["type"],
-                    panel["fieldConfig"]["defaults"]["unit"],
-                    absent=_ALLOWED_ABSENT.get((built.uid, panel["title"]), ""),
-                )
+                answer = PanelAnswer(built.uid, panel["title"], absent[panel["title"]])
                 for target in panel["targets"]:
                     expr = fill(target["expr"], variables)
-                    found = _range(client, expr, target["legendFormat"], end_s, window_s)
-                    answer.series += found
+                    found = _range(client, expr, end_s, window_s)
+                    answer.values += found
                     if not found:
                         answer.empty.append(expr)
                 answers.append(answer)
     return answers
 
 
-def _range(
-    client: httpx.Client, expr: str, legend: str, end_s: float, window_s: float
-) -> list[Series]:
-    """The series with at least one number that a query returns over the window."""
+def _range(client: httpx.Client, expr: str, end_s: float, window_s: float) -> list[float]:
+    """The last number of each series of a query over the window that has one."""
     form = {
         "query": expr,
         "start": f"{end_s - window_s:.3f}",
@@ -140,23 +115,14 @@ def _range(
         raise CheckError(f"{client.base_url}: no Prometheus answers: {error!r}") from None
     if data.get("status") != "success":
         raise CheckError(f"{client.base_url} refuses {expr}: {data.get('error', got.text[:200])}")
-    found = []
-    for row in data["data"]["result"]:
-        points = [(float(when), float(value)) for when, value in row["values"]]
-        numbers = tuple(point for point in points if math.isfinite(point[1]))
-        if numbers:
-            labels = row["metric"]
-            found.append(Series(_name(legend, labels), numbers, labels.get("le", "")))
-    return found
-
-
-def _name(legend: str, labels: dict[str, str]) -> str:
-    return re.sub(r"{{\s*(\w+)\s*}}", lambda match: labels.get(match[1], ""), legend).strip()
+    series = ([float(v) for _, v in row["values"]] for row in data["data"]["result"])
+    numbers = (list(filter(math.isfinite, values)) for values in series)
+    return [values[-1] for values in numbers if values]
 
 
 def report(answers: Sequence[PanelAnswer]) -> str:
     """Which panels returned nothing, and why that may be so."""
-    lines = [f"{len(answers)} panels, {sum(len(a.series) for a in answers)} series"]
+    lines = [f"{len(answers)} panels, {sum(len(a.values) for a in answers)} series"]
     for answer in answers:
         if answer.empty:
             state = f"may be empty: {answer.absent}" if answer.absent else "MISSING"
@@ -166,14 +132,13 @@ def report(answers: Sequence[PanelAnswer]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask, report, draw."""
+    """Ask and report."""
     parser = argparse.ArgumentParser(prog="python -m dashboards.check", description=__doc__)
     parser.add_argument("--prometheus", required=True, metavar="URL")
     parser.add_argument("--window", type=float, default=300.0, metavar="S", help="look back, in s")
     parser.add_argument(
         "--rate-window", type=float, default=60.0, metavar="S", help="window of the rates, in s"
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the answers (PNG)")
     options = parser.parse_args(arguments)
     if options.window <= 0 or options.rate_window <= 0:
         parser.error("--window and --rate-window are seconds, above 0")
@@ -185,11 +150,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(report(answers))
-    if options.picture:
-        from dashboards.sheet import draw
-
-        draw(answers, options.picture)
-        print(f"drawn: {options.picture}")
     return 1 if any(answer.is_missing for answer in answers) else 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,6 @@ _STYLE: dict[str, Any] = {
 }  # fmt: skip
 _WIDTH_IN = 10.5
 _LEAST_S = 1e-4
-_MOST_ROWS = 16
 _LEGEND_LETTERS = 90
 _POINTS, _MOST_FAILED = 4000, 1000
 
@@ -52,8 +51,6 @@ def pictures(table: pl.DataFrame, summary: Summary) -> dict[str, str]:
         ("cdf", _latency_cdfs, "Cumulative shares of TTFT, inter-token and end-to-end times"),
         ("time", _ttft_over_time, "Time to first token against time, with failed requests"),
         ("rates", _rates_over_time, "Throughput and requests in flight over time"),
-        ("nodes", partial(_ttft_by_owner, "node"), "Time to first token by node"),
-        ("tenants", partial(_ttft_by_owner, "tenant"), "Time to first token by tenant"),
         ("ratio", _ratio_by_node, "Ratio of cached to new tokens against the chosen node"),
     ):
         if drawn := picture(name, partial(draw, table=table, summary=summary), title):
@@ -161,23 +158,6 @@ def _rates_over_time(figure: Figure, table: pl.DataFrame, summary: Summary) -> N
         _legend_above(axes)
 
 
-def _ttft_by_owner(what: str, figure: Figure, table: pl.DataFrame, summary: Summary) -> None:
-    """Median, 90th and 99th percentile of TTFT of each owner."""
-    rows = [row for row in summary[f"{what}s"] if row["ttft_s"]["p50"] is not None][:_MOST_ROWS]
-    if not rows:
-        return
-    figure.set_size_inches(5.1, 0.9 + 0.3 * len(rows))
-    axes = figure.subplots()
-    for place, row in enumerate(rows):
-        p50, p90, p99 = (max(row["ttft_s"][q], _LEAST_S) for q in ("p50", "p90", "p99"))
-        axes.plot([p50, p99], [place, place], color=COLOURS[0], linewidth=2.5, alpha=0.5)
-        axes.plot([p50], [place], "o", color=COLOURS[0], markersize=6)
-        axes.plot([p90], [place], "|", color=COLOURS[0], markersize=10)
-        axes.plot([p99], [place], "|", color=_FAILED, markersize=10)
-    _named_rows(axes, [row["name"] for row in rows])
-    axes.set(xlabel="TTFT, s: median (dot), p90, p99 (red)", title=f"by {what}")
-
-
 def _ratio_by_node(figure: Figure, table: pl.DataFrame, summary: Summary) -> None:
     """κ of the sampled requests against the node that served them, with each node's κ_crit."""
     done = table.drop_nulls(["ttft_s", "ratio"])
@@ -196,7 +176,9 @@ def _ratio_by_node(figure: Figure, table: pl.DataFrame, summary: Summary) -> Non
         if len(known):
             crit = known[-1]
             axes.plot([crit, crit], [place - 0.42, place + 0.42], color=_FAILED, linewidth=1.6)
-    _named_rows(axes, [node for node, _ in by_node])
+    axes.set_yticks(range(len(by_node)), [_short(node) for node, _ in by_node])
+    logarithmic(axes, "x")
+    axes.set_ylim(len(by_node) - 0.4, -0.6)
     axes.set(xlabel="κ = cached / new tokens (0 at 0.01); red: the node's κ_crit")
 
 
@@ -237,13 +219,6 @@ def logarithmic(axes: Any, name: str) -> None:
     axis.set_major_locator(LogLocator(subs=steps if decades > 0.5 else tuple(range(1, 10))))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _named_rows(axes: Any, names: Sequence[str]) -> None:
-    """A row per name from the top, against a logarithmic scale."""
-    axes.set_yticks(range(len(names)), [_short(name) for name in names])
-    logarithmic(axes, "x")
-    axes.set_ylim(len(names) - 0.4, -0.6)
 
 
 def _legend_above(axes: Any, **options: Any) -> None:

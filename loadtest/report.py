@@ -32,7 +32,7 @@ _PARTS = {
     "late": "sent late", "queue": "queue", "load": "load", "compute": "compute",
     "way": "between client and router", "unknown": "not split",
 }  # fmt: skip
-_PICTURES = ("cdf", "time", "rates", "nodes", "tenants", "ratio")
+_PICTURES = ("cdf", "time", "rates", "ratio")
 
 
 def write_report(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import Any
 from workload import chats, finqa, miniswe, narrativeqa, sharegpt
 from workload.arrivals import ArrivalProcess, poisson, servegen
 from workload.azure import read_azure
-from workload.documents import Reading
 from workload.mooncake import read_mooncake
 from workload.reading import DEFAULT, ReadAs, WorkloadError, json_items, json_lines, open_table
 from workload.shapes import Workload
@@ -57,20 +56,19 @@ def _narrativeqa(
     questions: Path, how: ReadAs, readers: int, documents: Path | None = None
 ) -> Workload:
     summaries = _beside(questions, ("summaries.jsonl.gz", "summaries.jsonl"))
-    read = _documents_read(how, readers)
-    return narrativeqa.read_narrativeqa(questions, documents, summaries=summaries, reading=read)
-
-
-def _documents_read(how: ReadAs, readers: int) -> Reading:
-    """By `readers` each, unless chosen."""
-    return Reading(
-        max_context_tokens=how.max_context_tokens, readers=how.readers or readers, seed=how.seed
+    return narrativeqa.read_narrativeqa(
+        questions, documents, summaries=summaries, how=_of_documents(how, readers)
     )
 
 
+def _of_documents(how: ReadAs, readers: int) -> ReadAs:
+    """By `readers` each, unless chosen; documents keep their blocks."""
+    return replace(how, readers=how.readers or readers, block_tokens=None)
+
+
 def _json_workload(path: Path, how: ReadAs) -> Workload:
-    first = next(json_items(path), None)
-    if isinstance(first, dict) and "dialogue_break" in (first.get("annotation") or ()):
+    _, first = next(json_items(path, dict[str, Any]), ("", {}))
+    if "dialogue_break" in (first.get("annotation") or ()):
         return finqa.read_convfinqa(path, how)
     return sharegpt.read_sharegpt_texts(path, how)
 
@@ -107,7 +105,7 @@ def _table_workload(path: Path, how: ReadAs) -> Workload:
         return _narrativeqa(questions, how, readers=1, documents=path)
     if "doc_name" in columns:
         questions = _needed_beside(path, ("finqa_question_lengths.parquet", _FINQA_QUESTIONS))
-        return finqa.read_finqa(path, questions, _documents_read(how, readers=1))
+        return finqa.read_finqa(path, questions, _of_documents(how, readers=1))
     if "rate_rps" in columns:
         raise WorkloadError(f"{path}: holds rates of arrivals, no requests: choose another file")
     if columns == ["question_tokens"]:
@@ -140,7 +138,7 @@ _BUILT_IN: dict[str, Callable[[ReadAs], Workload]] = {
     "finqa": lambda how: finqa.read_finqa(
         _DATA / "finqa_filings.parquet",
         _DATA / _FINQA_QUESTIONS,
-        _documents_read(how, finqa.READERS),
+        _of_documents(how, finqa.READERS),
     ),
 }
 

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from workload.reading import MAX_CONTEXT_TOKENS, WorkloadError
+from workload.reading import ReadAs, WorkloadError
 from workload.shapes import BlockIds, SessionShape, TurnShape, key_of, stream_ids, turn_of
 
 # An assumption, since the sources have no times: mean pause of a reader between an answer and the
 # next question.
 MEAN_THINK_S = 20.0
+
+BLOCK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +33,6 @@ class Question:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How documents are read.
-
-    max_context_tokens: longest prompt and answer together; longer documents lose their end. None
-    for no limit. readers: sessions a document; each asks all its questions, beginning with another
-    one. seed: of the pauses, exponential with mean `MEAN_THINK_S`.
-    """
-
-    block_tokens: int = 256
-    max_context_tokens: int | None = MAX_CONTEXT_TOKENS
-    readers: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.block_tokens < 1:
-            raise ValueError(f"block_tokens is {self.block_tokens}: give at least 1")
-        if self.readers < 1:
-            raise ValueError(f"readers is {self.readers}: give at least 1")
-
-
-DEFAULT = Reading()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadDocuments:
     """Sessions, the questions of each in order, and what had to be cut."""
@@ -65,31 +43,32 @@ class ReadDocuments:
 
 
 def document_sessions(
-    name: str, path: Path, groups: Mapping[str, Sequence[Question]], reading: Reading
+    name: str, path: Path, groups: Mapping[str, Sequence[Question]], how: ReadAs
 ) -> ReadDocuments:
-    """Sessions of the readers of each document; `groups` are its questions, in order. Documents of
-    workloads of different names share nothing.
+    """Sessions of the readers of each document, each of whom asks all its questions, beginning with
+    another one; `groups` are its questions, in order. Pauses are exponential with mean
+    `MEAN_THINK_S`. Documents of workloads of different names share nothing.
 
     Raises:
         WorkloadError: a question of `path` does not fit beside any document.
     """
-    rng = np.random.default_rng(reading.seed)
+    rng, readers = np.random.default_rng(how.seed), how.readers or 1
     sessions: list[SessionShape] = []
     asked: list[tuple[Question, ...]] = []
     cut = 0
     for document, questions in groups.items():
-        tokens = _fitting_tokens(path, questions, reading.max_context_tokens)
+        tokens = _fitting_tokens(path, questions, how.max_context_tokens)
         cut += tokens < questions[0].document_tokens
-        for reader in range(reading.readers):
-            first = reader * len(questions) // reading.readers
+        for reader in range(readers):
+            first = reader * len(questions) // readers
             own = (*questions[first:], *questions[:first])
             think_s = rng.exponential(MEAN_THINK_S, len(own))
             think_s[0] = 0.0
             session = f"{document}/{reader}"
-            turns = _turns((name, session), tokens, own, think_s.tolist(), reading.block_tokens)
+            turns = _turns((name, session), tokens, own, think_s.tolist(), how.blocks(BLOCK_TOKENS))
             sessions.append(SessionShape(session, turns, document_tokens=tokens))
             asked.append(own)
-    notes = [f"{cut} of {len(groups)} documents cut to {reading.max_context_tokens} tokens"]
+    notes = [f"{cut} of {len(groups)} documents cut to {how.max_context_tokens} tokens"]
     return ReadDocuments(tuple(sessions), tuple(asked), notes if cut else [])
 
 

@@ -8,20 +8,18 @@ page each, as JSON lines or a JSON list. Sources: patronus-ai/financebench, czys
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from workload import reading
-from workload.documents import DEFAULT, MEAN_THINK_S, Question, Reading, document_sessions
+from workload.documents import BLOCK_TOKENS, MEAN_THINK_S, Question, document_sessions
 from workload.reading import (
+    DEFAULT,
     ReadAs,
     TokenCounter,
     WorkloadError,
-    at,
     json_items,
     json_lines,
     read_table,
@@ -60,14 +58,14 @@ _FILING_COLUMNS: dict[str, type] = {
 }
 
 
-def read_finqa(filings: Path, questions: Path, reading: Reading = DEFAULT) -> Workload:
-    """Read the two tables of lengths; each filing is dealt questions at random, by the seed of
-    `reading`; `notes` counts the filings that it cuts."""
+def read_finqa(filings: Path, questions: Path, how: ReadAs = DEFAULT) -> Workload:
+    """Read the two tables of lengths; each filing is dealt questions at random, by the seed
+    of `how`; `notes` counts those that are cut."""
     table = read_table(filings, _FILING_COLUMNS, lengths={"llama2_tokens": 1})
     refuse_repeated(filings, table["doc_name"])
     column = "question_tokens"
     asked = read_table(questions, {column: int}, lengths={column: 1})[column].to_list()
-    places = np.random.default_rng((reading.seed, 1)).permutation(len(asked))
+    places = np.random.default_rng((how.seed, 1)).permutation(len(asked))
     dealt = np.resize(places, (table.height, QUESTIONS_PER_FILING)).tolist()
     groups = {
         name: [Question(name, tokens, asked[place], OUTPUT_TOKENS) for place in own]
@@ -75,9 +73,9 @@ def read_finqa(filings: Path, questions: Path, reading: Reading = DEFAULT) -> Wo
             table.select("doc_name", "llama2_tokens").iter_rows(), dealt, strict=True
         )
     }
-    read = document_sessions("finqa", filings, groups, reading)
+    read = document_sessions("finqa", filings, groups, how)
     notes = [*read.notes, "which question goes with which filing is drawn, not recorded"]
-    return Workload("finqa", reading.block_tokens, read.sessions, SOURCE, tuple(notes))
+    return Workload("finqa", how.blocks(BLOCK_TOKENS), read.sessions, SOURCE, tuple(notes))
 
 
 class _Annotation(msgspec.Struct):
@@ -103,14 +101,15 @@ class _Item(msgspec.Struct):
         return "\n\n".join([self.text, *self.annotation.dialogue_break[: turn + 1]])
 
 
-def read_convfinqa(path: Path, how: ReadAs = reading.DEFAULT) -> Workload:
+def read_convfinqa(path: Path, how: ReadAs = DEFAULT) -> Workload:
     """Read ConvFinQA's items: JSON lines, or a JSON list if the name does not end in `.jsonl` or
     `.jsonl.gz`.
 
     A session is one page and the dialogue on it. Each prompt is the page and the questions so far,
     and so extends the one before; answers are no part of it, since the test set has none.
     """
-    pages = list(_items(path))
+    read = json_lines if path.name.endswith((".jsonl", ".jsonl.gz")) else json_items
+    pages = [page for _, page in read(path, _Item)]
     if not pages:
         raise WorkloadError(f"{path}: holds no questions")
     block_tokens, rng = how.blocks(PAGE_BLOCK_TOKENS), np.random.default_rng(how.seed)
@@ -143,13 +142,3 @@ def _turns(
         new = max(tokens - before[turn], 1)
         turns.append(turn_of(after_s, tokens, OUTPUT_TOKENS, ids, block_tokens, new))
     return tuple(turns)
-
-
-def _items(path: Path) -> Iterator[_Item]:
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        for _, item in json_lines(path, _Item):
-            yield item
-        return
-    for number, data in enumerate(json_items(path), start=1):
-        with at(f"{path}: item {number}"):
-            yield msgspec.convert(data, _Item)

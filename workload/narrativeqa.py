@@ -15,9 +15,18 @@ from typing import Annotated
 
 import msgspec
 
-from workload.documents import DEFAULT, Question, Reading, document_sessions
+from workload.documents import BLOCK_TOKENS, Question, document_sessions
 from workload.prompts import filler
-from workload.reading import SomeTokens, Tokens, at, json_lines, read_table, refuse_repeated
+from workload.reading import (
+    DEFAULT,
+    ReadAs,
+    SomeTokens,
+    Tokens,
+    at,
+    json_lines,
+    read_table,
+    refuse_repeated,
+)
 from workload.shapes import Message, Texts, Workload, of_user
 
 SOURCE = "NarrativeQA lengths, google-deepmind/narrativeqa, Apache-2.0"
@@ -46,7 +55,7 @@ def read_narrativeqa(
     documents: Path | None = None,
     *,
     summaries: Path | None = None,
-    reading: Reading = DEFAULT,
+    how: ReadAs = DEFAULT,
 ) -> Workload:
     """Read questions with the lengths of their documents; `notes` counts those that are cut.
 
@@ -57,7 +66,7 @@ def read_narrativeqa(
     lengths = None if documents is None else _document_tokens(documents)
     described = None if summaries is None else _summaries(summaries)
     groups = _read(path, lengths)
-    read = document_sessions("narrativeqa", path, groups, reading)
+    read = document_sessions("narrativeqa", path, groups, how)
     notes = list(read.notes)
     if lengths and len(lengths) > len(groups):
         notes.append(f"{len(lengths) - len(groups)} of {len(lengths)} documents have no question")
@@ -68,7 +77,9 @@ def read_narrativeqa(
         texts = document_texts(read.questions, tokens, described)
         notes.append("story bodies are not in the source: a summary, then plain words")
     source = SOURCE if texts is None else SUMMARY_SOURCE
-    return Workload("narrativeqa", reading.block_tokens, read.sessions, source, tuple(notes), texts)
+    return Workload(
+        "narrativeqa", how.blocks(BLOCK_TOKENS), read.sessions, source, tuple(notes), texts
+    )
 
 
 def document_texts(

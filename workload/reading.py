@@ -7,7 +7,6 @@ Parquet files tables with checked columns. Text files may be gzipped (`.gz`).
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import re
 import zlib
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 
@@ -42,7 +41,6 @@ TokenCounter = Callable[[str], int]
 T = TypeVar("T")
 
 _KINDS = {str: "text", int: "integers", float: "numbers"}
-_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def estimated_tokens(text: str) -> int:
@@ -73,6 +71,8 @@ class ReadAs:
     def __post_init__(self) -> None:
         if self.block_tokens is not None and self.block_tokens < 1:
             raise ValueError(f"block_tokens is {self.block_tokens}: give at least 1")
+        if self.readers is not None and self.readers < 1:
+            raise ValueError(f"readers is {self.readers}: give at least 1")
 
     def blocks(self, own: int) -> int:
         """The block size to read with, where the reader's own is `own`."""
@@ -147,46 +147,29 @@ def json_lines(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
         raise WorkloadError(f"{path}: holds no records")
 
 
-def json_items(path: Path) -> Iterator[Any]:
-    """The items of the JSON list that a file holds, one at a time.
+def json_items(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """The records of the JSON list that a file holds, each with its place.
 
     Raises:
-        WorkloadError: the file is absent or damaged, or holds no list; what comes before the damage
-            is given first.
+        WorkloadError: the file is absent or damaged, holds no list, or an item is no such record.
     """
-    text = "".join(line for _, line in numbered_lines(path))
-    decoder = json.JSONDecoder()
+    text = "".join(line for _, line in numbered_lines(path)).encode()
     try:
-        place = _skip(text, 0)
-        if text[place : place + 1] != "[":
-            found_here = type(decoder.raw_decode(text, place)[0]).__name__
-            raise WorkloadError(f"{path}: expected a list, found {found_here}")
-        place = _skip(text, place + 1)
-        last = text[place : place + 1]
-        while last != "]":
-            item, place = decoder.raw_decode(text, place)
-            yield item
-            place = _skip(text, place)
-            last = text[place : place + 1]
-            if last not in (",", "]"):
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, place)
-            if last == ",":
-                place = _skip(text, place + 1)
-        rest = _skip(text, place + 1)
-        if rest < len(text):
-            raise json.JSONDecodeError("Extra data", text, rest)
-    except json.JSONDecodeError as error:
-        raise WorkloadError(
-            f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno})"
-        ) from error
+        items = msgspec.json.decode(text, type=list[msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise WorkloadError(f"{path}: expected a list: {error}") from error
+    except msgspec.DecodeError as error:
+        place = re.search(r"byte (\d+)", str(error))
+        line = 1 + text.count(b"\n", 0, int(place[1]) if place else len(text))
+        raise WorkloadError(f"{path}:{line}: not JSON ({error})") from error
     except RecursionError:
         raise WorkloadError(f"{path}: not JSON of any known format (nested too deep)") from None
-
-
-def _skip(text: str, place: int) -> int:
-    """Past white space."""
-    match = _BLANKS.match(text, place)
-    return place if match is None else match.end()
+    decode = msgspec.json.Decoder(kind).decode
+    for number, item in enumerate(items, start=1):
+        where = f"{path}: item {number}"
+        with at(where):
+            record = decode(item)
+        yield where, record
 
 
 def open_table(path: Path) -> pl.DataFrame:

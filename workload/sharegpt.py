@@ -116,9 +116,8 @@ def read_sharegpt_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
     talks: list[tuple[Message, ...]] = []
     prompts: list[tuple[int, ...]] = []
     number = 0
-    for number, item in enumerate(islice(json_items(path), how.limit), start=1):
-        with at(f"{path}: conversation {number}"):
-            conversation = msgspec.convert(item, _Conversation)
+    items = islice(json_items(path, _Conversation), how.limit)
+    for number, (_, conversation) in enumerate(items, start=1):
         talk = conversation.as_chat()
         sent, lengths = _measured(talk, how.count_tokens)
         if lengths:

@@ -2,7 +2,7 @@
 
 Recorded sessions are replayed over and over, in groups that take turns, while Prometheus scrapes
 the router and Ray. There is no Grafana here: the JSON files are for yours. With `--for` it ends by
-itself, prints which panels had data, and draws them. Everything started here ends with it.
+itself and prints which panels had data. Everything started here ends with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -48,13 +47,8 @@ def dashboards(
         float | None,
         typer.Option("--for", min=_LEAST_S, help="End after so many seconds; default: Ctrl-C."),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw what the panels showed (PNG); needs --for.")
-    ] = None,
 ) -> None:
     """Start a cluster, Prometheus and traffic, to look at the dashboards."""
-    if picture is not None and seconds is None:
-        raise typer.BadParameter("--picture is drawn at the end: say when with --for")
     settings = settings_or_exit(config, policy, port)
     engine = settings.engine.model_copy(update={"metrics": True})
     settings = settings.model_copy(update={"engine": engine})
@@ -81,7 +75,7 @@ def dashboards(
                 )
                 asyncio.run(_traffic(cluster.url, sessions, seconds))
                 if seconds is not None:
-                    raise typer.Exit(_evaluate(prometheus_url, seconds, picture))
+                    raise typer.Exit(_evaluate(prometheus_url, seconds))
     except (PrometheusError, EndpointError) as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -109,14 +103,10 @@ async def _traffic(url: str, count: int, seconds: float | None) -> None:
             warn(f"requests that failed: {dict(errors)}")
 
 
-def _evaluate(prometheus_url: str, seconds: float, picture: Path | None) -> int:
-    """Print which panels had data, draw them; 1 if one that must have some had none."""
+def _evaluate(prometheus_url: str, seconds: float) -> int:
+    """Print which panels had data; 1 if one that must have some had none."""
     from dashboards.check import ask, report
-    from dashboards.sheet import draw
 
     answers = ask(prometheus_url, seconds, _RATE_WINDOW_S, time.time())
     print(report(answers))
-    if picture is not None:
-        draw(answers, picture)
-        print(f"drawn: {picture}")
     return 1 if any(answer.is_missing for answer in answers) else 0

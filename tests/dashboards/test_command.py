@@ -31,12 +31,6 @@ def program(folder, name, text):
     path.chmod(0o755)
 
 
-def test_a_picture_needs_an_end(run):
-    done = run("--picture", "sheet.png")
-    assert done.exit_code == 2
-    assert "--for" in done.output
-
-
 @pytest.mark.parametrize("seconds", ["1", "-5", "soon"])
 def test_too_short_a_time_is_refused(run, seconds):
     assert run("--for", seconds).exit_code == 2

@@ -66,7 +66,7 @@ def test_a_report_is_one_page_without_network_or_script(drawn):
     page = Page(drawn)
     assert page.outside == []
     assert not {"script", "link", "img"} & set(page.tags)
-    assert page.tags.count("svg") == 6
+    assert page.tags.count("svg") == 4
     assert "url(http" not in page.text and "@import" not in page.text
     assert "queue &lt;full&gt;" in drawn and "kappa &lt;x&gt;" in drawn
 

@@ -258,7 +258,7 @@ async def test_endless_workloads_are_read_no_further_than_needed() -> None:
 async def test_many_wait_for_prompts_that_take_long_to_make() -> None:
     def slow() -> Iterator[ReplaySession]:
         for i in range(6):
-            time.sleep(0.03)  # longer than one visit of the thread that makes them
+            time.sleep(0.03)  # in the thread that makes them, while eight clients wait
             yield session(f"s{i}", f"well s{i}")
 
     async with rude() as server:

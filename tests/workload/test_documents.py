@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from workload.documents import Question, Reading, document_sessions
-from workload.reading import WorkloadError
+from workload.documents import Question, document_sessions
+from workload.reading import ReadAs, WorkloadError
 
 ASKED = {
     "d": [Question("d", 500, tokens, 8) for tokens in (10, 20, 30)],
@@ -14,7 +14,7 @@ ASKED = {
 
 
 def sessions(**reading):
-    return document_sessions("toy", Path("file"), ASKED, Reading(100, **reading))
+    return document_sessions("toy", Path("file"), ASKED, ReadAs(block_tokens=100, **reading))
 
 
 def test_every_prompt_is_the_document_and_one_question():
@@ -50,4 +50,4 @@ def test_a_document_loses_its_end_so_that_its_longest_question_fits():
 @pytest.mark.parametrize("wrong", [{"readers": 0}, {"block_tokens": 0}])
 def test_nobody_reads_nothing(wrong):
     with pytest.raises(ValueError, match="give at least 1"):
-        Reading(**({"block_tokens": 100} | wrong))
+        ReadAs(**({"block_tokens": 100} | wrong))

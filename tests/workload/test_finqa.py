@@ -8,7 +8,6 @@ import pytest
 
 from workload.analysis import source_ratios
 from workload.catalogue import workload_named
-from workload.documents import Reading
 from workload.finqa import (
     OUTPUT_TOKENS,
     QUESTIONS_PER_FILING,
@@ -55,9 +54,7 @@ def lines(tmp_path, *items, name="convfinqa.jsonl"):
 
 def test_each_filing_is_dealt_its_questions(tmp_path):
     asked = questions(tmp_path, *range(10, 40))
-    workload = read_finqa(
-        filings(tmp_path, 1000, 2000, 700), asked, reading=Reading(block_tokens=100)
-    )
+    workload = read_finqa(filings(tmp_path, 1000, 2000, 700), asked, how=ReadAs(block_tokens=100))
 
     assert [session.document_tokens for session in workload.sessions] == [1000, 2000, 700]
     for session in workload.sessions:
@@ -67,7 +64,7 @@ def test_each_filing_is_dealt_its_questions(tmp_path):
             assert turn.output_tokens == OUTPUT_TOKENS
     dealt = sorted(turn.new_tokens for s in workload.sessions for turn in s.turns)
     assert len(set(dealt)) == 27  # no question twice while there are enough
-    again = read_finqa(filings(tmp_path, 1000, 2000, 700), asked, reading=Reading(block_tokens=100))
+    again = read_finqa(filings(tmp_path, 1000, 2000, 700), asked, how=ReadAs(block_tokens=100))
     assert [t.new_tokens for t in again.sessions[0].turns] == [
         t.new_tokens for t in workload.sessions[0].turns
     ]
@@ -75,16 +72,16 @@ def test_each_filing_is_dealt_its_questions(tmp_path):
 
 def test_long_filings_are_cut_and_counted_unless_there_is_no_limit(tmp_path):
     paths = filings(tmp_path, 1000, 5000), questions(tmp_path, 20)
-    cut = read_finqa(*paths, reading=Reading(max_context_tokens=3000))
+    cut = read_finqa(*paths, how=ReadAs(max_context_tokens=3000))
     assert [s.document_tokens for s in cut.sessions] == [1000, 3000 - 20 - OUTPUT_TOKENS]
     assert "1 of 2 documents cut to 3000 tokens" in cut.notes
-    whole = read_finqa(*paths, reading=Reading(max_context_tokens=None))
+    whole = read_finqa(*paths, how=ReadAs(max_context_tokens=None))
     assert [s.document_tokens for s in whole.sessions] == [1000, 5000]
 
 
 def test_readers_of_one_filing_share_it_and_ask_the_same_in_another_order(tmp_path):
     paths = filings(tmp_path, 1000), questions(tmp_path, *range(10, 19))
-    one, other = read_finqa(*paths, reading=Reading(block_tokens=100, readers=2)).sessions
+    one, other = read_finqa(*paths, how=ReadAs(block_tokens=100, readers=2)).sessions
     assert one.turns[0].blocks[:10].tolist() == other.turns[0].blocks[:10].tolist()
     asked = [[turn.new_tokens for turn in session.turns] for session in (one, other)]
     assert asked[0] != asked[1]

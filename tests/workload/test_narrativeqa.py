@@ -5,9 +5,9 @@ import json
 import polars as pl
 import pytest
 
-from workload.documents import MEAN_THINK_S, Reading
+from workload.documents import MEAN_THINK_S
 from workload.narrativeqa import read_narrativeqa
-from workload.reading import WorkloadError
+from workload.reading import ReadAs, WorkloadError
 
 
 def line(document="d", tokens=1000, question=20, **more):
@@ -42,7 +42,7 @@ def documents(tmp_path, **est_tokens):
 
 def test_questions_share_their_document_and_nothing_else(tmp_path):
     path = written(tmp_path, line(), line("e"), line(question=300), line(question=700))
-    workload = read_narrativeqa(path, reading=Reading(block_tokens=100))
+    workload = read_narrativeqa(path, how=ReadAs(block_tokens=100))
 
     assert [len(session.turns) for session in workload.sessions] == [3, 1]
     turns = workload.sessions[0].turns
@@ -70,7 +70,7 @@ def test_the_length_of_answers_counts_and_not_their_text(tmp_path):
 
 def test_long_documents_are_cut_and_counted(tmp_path):
     path = written(tmp_path, line(tokens=5000), line(tokens=5000, question=91), line("e", 900))
-    workload = read_narrativeqa(path, reading=Reading(max_context_tokens=1000))
+    workload = read_narrativeqa(path, how=ReadAs(max_context_tokens=1000))
 
     assert [turn.input_tokens for turn in workload.sessions[0].turns] == [920, 991]
     assert workload.sessions[1].turns[0].input_tokens == 920
@@ -92,7 +92,7 @@ def test_a_table_of_documents_gives_the_lengths(tmp_path):
 
 def test_several_readers_share_a_document_and_ask_all_its_questions(tmp_path):
     path = written(tmp_path, *(line(question=20 + k) for k in range(5)), line("e"))
-    workload = read_narrativeqa(path, reading=Reading(readers=2))
+    workload = read_narrativeqa(path, how=ReadAs(readers=2))
 
     assert [s.id for s in workload.sessions] == ["d/0", "d/1", "e/0", "e/1"]
     assert [[t.input_tokens - 1020 for t in s.turns] for s in workload.sessions] == [
@@ -109,7 +109,7 @@ def test_pauses_are_drawn_from_the_seed(tmp_path):
     path = written(tmp_path, *(line(f"d{k % 40}") for k in range(1000)))
 
     def pauses(seed):
-        workload = read_narrativeqa(path, reading=Reading(seed=seed))
+        workload = read_narrativeqa(path, how=ReadAs(seed=seed))
         assert all(session.turns[0].after_s == 0 for session in workload.sessions)
         return [t.after_s for session in workload.sessions for t in session.turns[1:]]
 
@@ -149,11 +149,11 @@ def test_a_bad_line_is_named_with_its_reason(tmp_path, bad, reason):
 def test_what_cannot_be_is_refused(tmp_path):
     path = written(tmp_path, line(question=500))
     with pytest.raises(WorkloadError, match=r"takes 509 tokens with its answer.*raise it"):
-        read_narrativeqa(path, reading=Reading(max_context_tokens=509))
+        read_narrativeqa(path, how=ReadAs(max_context_tokens=509))
     with pytest.raises(ValueError, match="readers is 0"):
-        read_narrativeqa(path, reading=Reading(readers=0))
+        read_narrativeqa(path, how=ReadAs(readers=0))
     with pytest.raises(ValueError, match="block_tokens is 0"):
-        read_narrativeqa(path, reading=Reading(block_tokens=0))
+        read_narrativeqa(path, how=ReadAs(block_tokens=0))
     with pytest.raises(WorkloadError, match="holds no records"):
         read_narrativeqa(written(tmp_path, "\n"))
 
@@ -208,10 +208,9 @@ def test_bad_summaries_name_file_line_and_field(tmp_path, line, reason):
 def test_documents_are_whole_without_a_limit(tmp_path):
     path, _ = with_texts(tmp_path, SUMMARY)
     assert (
-        read_narrativeqa(path, reading=Reading(max_context_tokens=30)).sessions[0].document_tokens
-        == 21
+        read_narrativeqa(path, how=ReadAs(max_context_tokens=30)).sessions[0].document_tokens == 21
     )
     assert (
-        read_narrativeqa(path, reading=Reading(max_context_tokens=None)).sessions[0].document_tokens
+        read_narrativeqa(path, how=ReadAs(max_context_tokens=None)).sessions[0].document_tokens
         == 60
     )

@@ -131,10 +131,10 @@ def test_texts_are_measured_and_accumulate(tmp_path):
     [
         ('[\n{"id": 1,\n oops}]', ":3: not JSON"),
         ("[" * 200_000, "nested too deep"),
-        ({"id": "a"}, "expected a list, found dict"),
+        ({"id": "a"}, "expected a list: Expected `array`, got `object`"),
         ([], "holds no conversation with an answer"),
         ([talk("a", ("gpt", "x"))], "holds no conversation with an answer"),
-        ([7], "conversation 1: Expected `object`, got `int`"),
+        ([7], "item 1: Expected `object`, got `int`"),
         ([{"id": "a"}], "missing required field `conversations`"),
         (
             [{"id": "a", "conversations": ["x"]}],
@@ -170,10 +170,9 @@ def test_texts_become_chats_in_the_words_of_the_api(tmp_path):
 
 
 def test_no_more_conversations_are_read_than_asked_for(tmp_path):
-    path = texts(tmp_path, '[{"id": "a", "conversations": [{"from": "human", "value": "x"},'
-                 ' {"from": "gpt", "value": "y"}]},\n broken')  # fmt: skip
+    path = texts(tmp_path, [talk("a", ("human", "x"), ("gpt", "y")), talk("b", ("gpt", 7))])
     assert len(read_sharegpt_texts(path, ReadAs(len, limit=1)).sessions) == 1
-    with pytest.raises(WorkloadError, match=r"sharegpt.json:2: not JSON"):
+    with pytest.raises(WorkloadError, match="item 2: Expected `str`"):
         read_sharegpt_texts(path, ReadAs(len))
 
 
