@@ -1,16 +1,17 @@
 """The service objective, the same live and simulated.
 
 A request meets it if its first token comes within 0.5 s (times the dilation) or five times its idle
-TTFT, whichever is longer, and its later tokens within three times the idle time per token. Idle
-figures are those of the pool's median node with nothing else to do and the request's reusable
-prefix in the host tier. A rejected request misses. Figures are vectors over requests, in seconds.
+TTFT, whichever is longer, and its later tokens within three times the idle time per token; an
+operator may set other figures (`ServiceObjective`). Idle figures are those of the pool's median
+node with nothing else to do and the request's reusable prefix in the host tier. A rejected request
+misses. Figures are vectors over requests, in seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +23,19 @@ Floats = NDArray[np.float64]
 TTFT_FLOOR_S = 0.5
 TTFT_IDLE_FACTOR = 5.0
 TPOT_IDLE_FACTOR = 3.0
+
+
+class ServiceObjective(NamedTuple):
+    """What a first token, and each later one, may take: so many seconds of the node's own time, or
+    so many times what an idle node takes, whichever is longer."""
+
+    ttft_s: float = TTFT_FLOOR_S
+    ttft_idle_factor: float = TTFT_IDLE_FACTOR
+    tpot_s: float = 0.0
+    tpot_idle_factor: float = TPOT_IDLE_FACTOR
+
+
+OBJECTIVE = ServiceObjective()
 
 
 @dataclass(frozen=True, slots=True)

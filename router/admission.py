@@ -3,7 +3,9 @@
 Past saturation a queue only grows, and work on requests whose clients have given up is lost to the
 others. So a request that no worker is expected to serve within its objective (`kappa.slo`: TTFT
 within a floor or a multiple of what an idle, typical node would take) is rejected, with a time to
-retry. What is expected is the prediction, corrected by recent outcomes (`Lateness`).
+retry. What is expected is the prediction, corrected by recent outcomes (`Lateness`). When not all
+can be served, later classes of priority wait first, then tenants over their share, then costly
+requests (`Standing`): that refuses new sessions rather than turns, whose prefixes are cached.
 
 Engines serve first come, first served, so a prompt that computes for long blocks all who come
 meanwhile and cannot wait as long. One that makes more than one other late so is rejected, though it
@@ -21,8 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
-from router.decision import Estimates, Floats
+from router.decision import Estimates, Floats, RouteRequest
 from router.fleet import Fleet, Flight
 from router.pricing import MOST_USE
 
@@ -37,7 +38,9 @@ BLOCKING_SHARE = 0.05
 _LONG_PROMPT_S = 0.25
 
 _REQUESTS_KEPT = 128
-_NONE_REJECTED = 1e-6
+# Those refused are to come back one by one, each when the last has had time to be admitted; at most
+# so much later than there may be room.
+_MOST_SPREAD_S = 30.0
 
 _OUTCOMES_KEPT = 16
 _LATE_QUANTILE = 0.8
@@ -55,8 +58,7 @@ class Evaluation:
     token. Negative where there is room. token_s: expected seconds per token. full: no slot is free.
     idle: nothing is in flight there, so that nobody who is there gains if it waits. blocked: how
     many others its prompt would make late. budget_wait_s: seconds until the budget allows one that
-    blocks others. slack_s: how long the request could have waited; work_s: gpu seconds that it
-    takes where it takes the fewest.
+    blocks others.
     """
 
     late_s: Floats
@@ -66,8 +68,6 @@ class Evaluation:
     idle: NDArray[np.bool_]
     blocked: Floats
     budget_wait_s: float
-    slack_s: float
-    work_s: float
     output_tokens: int
 
     @property
@@ -103,58 +103,88 @@ class Evaluation:
         return why, float(wait_s[soonest])
 
 
+class Standing(NamedTuple):
+    """Who goes first when not all can, the least first: class of priority, whether its tenant has
+    had more than its share, gpu seconds where it takes the fewest."""
+
+    priority: int = 0
+    over_share: bool = False
+    work_s: float = 0.0
+
+    @property
+    def words(self) -> str:
+        """What puts it behind others, for the refused."""
+        found = [f"it is of class {self.priority}"] if self.priority else []
+        found += ["its tenant has had more than its share"] if self.over_share else []
+        return f" ({', '.join(found)})" if found else ""
+
+
 class RequestLimits(NamedTuple):
     """TTFT on the median worker with nothing else to do; the latest TTFT, and the longest time per
-    output token, within the objective."""
+    output token, within the objective; and within what of it the request may use."""
 
     idle_s: float
     ttft_s: float
     tpot_s: float
+    usable_ttft_s: float
+    usable_tpot_s: float
+
+    @property
+    def slack_s(self) -> float:
+        """How long the request could wait."""
+        return max(self.ttft_s - self.idle_s, 0.0)
 
 
-def limits(fleet: Fleet, estimates: Estimates) -> RequestLimits:
+def limits(fleet: Fleet, estimates: Estimates, share: float = 1.0) -> RequestLimits:
     """The objective of one request, by the median over the workers of loading what the best holder
-    has and computing the rest."""
+    has and computing the rest; it may use `share` of what lies between that and the limit."""
     held = float((estimates.device_tokens + estimates.cached_tokens).max())
     ttft_s, tpot_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, held)
-    idle_s = float(np.median(ttft_s))
-    floor_s = TTFT_FLOOR_S * float(np.median(fleet.of_each(estimates.slots, "dilation")))
-    limit_s = max(floor_s, TTFT_IDLE_FACTOR * idle_s)
-    return RequestLimits(idle_s, limit_s, TPOT_IDLE_FACTOR * float(np.median(tpot_s)))
+    idle_s, token_s, dilation = map(
+        _median, (ttft_s, tpot_s, fleet.of_each(estimates.slots, "dilation"))
+    )
+    allowed = fleet.objective
+    limit_s = max(allowed.ttft_s * dilation, allowed.ttft_idle_factor * idle_s)
+    each_s = max(allowed.tpot_s * dilation, allowed.tpot_idle_factor * token_s)
+    return RequestLimits(
+        idle_s, limit_s, each_s,
+        limit_s - (1 - share) * (limit_s * (1 - 1 / max(allowed.ttft_idle_factor, 1.0))),
+        each_s - (1 - share) * max(each_s - token_s, 0.0),
+    )  # fmt: skip
 
 
-def evaluate(fleet: Fleet, estimates: Estimates, lateness: Lateness, demand: Demand) -> Evaluation:
-    """Each worker against the request's limits."""
-    now_s, slots = estimates.now_s, estimates.slots
-    late_s = np.array([lateness.late_s(worker, now_s) for worker in estimates.workers])
+def _median(figures: Floats) -> float:
+    """The least figure that half of them reach, as `kappa.slo.median_node` has it."""
+    return float(np.sort(figures)[(len(figures) - 1) // 2])
+
+
+def evaluate(
+    fleet: Fleet, estimates: Estimates, lateness: Lateness, demand: Demand, limit: RequestLimits,
+    rows: slice = slice(None),
+) -> Evaluation:  # fmt: skip
+    """`rows` of the workers against the request's limits."""
+    now_s, count = estimates.now_s, len(estimates)
+    estimates = estimates.only(rows)
+    slots, workers = estimates.slots, estimates.workers
+    late_s = np.array([lateness.late_s(worker, now_s) for worker in workers])
     long = estimates.work_s > _LONG_PROMPT_S * fleet.of_each(slots, "dilation")
     # Prompts delay the tokens of what decodes beside them: by how much they did is how much they
     # will.
-    rows = zip(estimates.workers, alone_s(estimates), long, strict=True)
+    each = zip(workers, alone_s(estimates), long, strict=True)
     expected_s = np.array(
-        [lateness.token_s(w, now_s, float(alone), long=bool(is_long)) for w, alone, is_long in rows]
+        [lateness.token_s(w, now_s, float(alone), long=bool(is_long)) for w, alone, is_long in each]
     )
-    work_s = float(estimates.work_s.min())
-    share = demand.slack_share(work_s)
-    limit = limits(fleet, estimates)
     return Evaluation(
-        late_s=estimates.ttft_s + late_s - _within(limit.ttft_s, TTFT_IDLE_FACTOR, share),
-        slow_s=expected_s - _within(limit.tpot_s, TPOT_IDLE_FACTOR, share),
+        late_s=estimates.ttft_s + late_s - limit.usable_ttft_s,
+        slow_s=expected_s - limit.usable_tpot_s,
         token_s=expected_s,
         # Without a free slot it waits until another ends, which no prediction has priced.
         full=estimates.in_flight >= fleet.of_each(slots, "max_sequences"),
         idle=estimates.in_flight == 0,
-        blocked=demand.blocked(now_s, estimates.compute_s),
-        budget_wait_s=demand.budget_wait_s(now_s, BLOCKING_SHARE * len(estimates)),
-        slack_s=max(limit.ttft_s - limit.idle_s, 0.0),
-        work_s=work_s,
+        blocked=demand.blocked(now_s, estimates.compute_s, count),
+        budget_wait_s=demand.budget_wait_s(now_s, BLOCKING_SHARE * count),
         output_tokens=estimates.expected_output_tokens,
     )
-
-
-def _within(limit_s: float, factor: float, share: float) -> float:
-    """A limit of `factor` times idle, for one that may use a share of what is beyond idle."""
-    return limit_s - (1 - share) * (limit_s * (1 - 1 / factor))
 
 
 def delay_s(estimates: Estimates) -> Floats:
@@ -179,48 +209,91 @@ def alone_s(estimates: Estimates) -> Floats:
 
 class _Evaluated(NamedTuple):
     at_s: float
-    work_s: float
+    standing: Standing
     slack_s: float
+    tenant: str
+    weight: float
     admitted: bool
 
 
 class Demand:
-    """The last requests that admission evaluated: what each would have cost, and whether it was
-    admitted."""
+    """The last requests that admission evaluated: how each stood, and whether it was admitted."""
 
     def __init__(self) -> None:
         self._last: deque[_Evaluated] = deque(maxlen=_REQUESTS_KEPT)
+        self._rejected = 0
         self._owed_s = 0.0
         self._owed_at_s = 0.0
+        self._next_s = -math.inf
 
-    def evaluated(self, at_s: float, work_s: float, slack_s: float, *, admitted: bool) -> None:
-        """A request of so many gpu seconds, that could have waited for `slack_s`, came."""
-        self._last.append(_Evaluated(at_s, work_s, slack_s, admitted))
+    def standing(self, request: RouteRequest, work_s: float) -> Standing:
+        """How a request of so many gpu seconds stands; shares matter where some are rejected."""
+        over = self._rejected > 0 and self._over_share(request, work_s)
+        return Standing(request.priority, over, work_s)
 
-    def cost_rank(self, work_s: float) -> float:
-        """The share of them that were cheaper than this; those that cost the same count half."""
-        cheaper = sum(other.work_s < work_s for other in self._last)
-        alike = sum(other.work_s == work_s for other in self._last)
-        return (cheaper + 0.5 * alike) / max(len(self._last), 1)
+    def _over_share(self, request: RouteRequest, work_s: float) -> bool:
+        """Whether with this its tenant had more of what was admitted than its weight among those
+        who came."""
+        tenant, total_s, own_s = request.tenant, work_s, work_s
+        weights = {other.tenant: other.weight for other in self._last}
+        weights[tenant] = request.weight
+        for other in self._last:
+            if other.admitted:
+                total_s += other.standing.work_s
+                own_s += other.standing.work_s if other.tenant == tenant else 0.0
+        return own_s * sum(weights.values()) > total_s * request.weight * (1 + 1e-9)
 
-    def slack_share(self, work_s: float) -> float:
-        """What a request of this cost may use of the slack between idle and its limit, 0 to 1.
+    def evaluated(
+        self, now_s: float, request: RouteRequest, standing: Standing, slack_s: float, *,
+        admitted: bool,
+    ) -> None:  # fmt: skip
+        """A request came that stands so and could wait for `slack_s`."""
+        if len(self._last) == _REQUESTS_KEPT:
+            self._rejected -= not self._last[0].admitted
+        self._rejected += not admitted
+        who = request.tenant, request.weight
+        self._last.append(_Evaluated(now_s, standing, slack_s, *who, admitted))
 
-        While nobody is rejected, all of it. The fewer are admitted, the sooner it falls with the
-        cost rank, down to `LEAST_SLACK` for the costliest: so the cheapest are admitted, as many as
-        there is room for. (A threshold at the share that is admitted would hold itself down; a
-        power does not.)
+    def rank(self, standing: Standing) -> float:
+        """The share of them that go before this one; those that stand the same count half."""
+        before = sum(other.standing < standing for other in self._last)
+        alike = sum(other.standing == standing for other in self._last)
+        return (before + 0.5 * alike) / max(len(self._last), 1)
+
+    def slack_share(self, standing: Standing) -> float:
+        """What a request may use of the slack between idle and its limit, 0 to 1.
+
+        While nobody is rejected, all of it, but for one that stands behind all the last. The fewer
+        are admitted, the sooner it falls with the rank, down to `LEAST_SLACK` for the last: so the
+        first are admitted, as many as there is room for. (A threshold at the share that is admitted
+        would hold itself down; a power does not.)
         """
-        rejected = sum(not other.admitted for other in self._last) / max(len(self._last), 1)
-        power = 1.0 / max(rejected, _NONE_REJECTED)
-        return 1.0 - (1.0 - LEAST_SLACK) * self.cost_rank(work_s) ** power
+        if not self._rejected:
+            behind = self._last and all(other.standing < standing for other in self._last)
+            return LEAST_SLACK if behind else 1.0
+        power = len(self._last) / self._rejected
+        return 1.0 - (1.0 - LEAST_SLACK) * self.rank(standing) ** power
 
-    def blocked(self, now_s: float, block_s: Floats) -> Floats:
+    def come_back_s(self, now_s: float, wait_s: float) -> float:
+        """Seconds until one that is refused should come again, if there may be room in `wait_s`:
+        all at once would be refused again, so each comes after the last."""
+        room_s = now_s + wait_s
+        at_s = max(room_s, min(self._next_s, room_s + _MOST_SPREAD_S))
+        admitted = len(self._last) - self._rejected
+        since_s = now_s - self._last[0].at_s if self._last else 0.0
+        self._next_s = at_s + max(since_s, 0.0) / max(admitted, 1)
+        return at_s - now_s
+
+    def blocked(self, now_s: float, block_s: Floats, workers: int) -> Floats:
         """Requests that would be late for one that computes for `block_s` before them.
 
-        block_s: shape (workers,), as long as each would be busy. They come as recently, evenly to
-        the workers; who comes sooner than its slack before the end waits no longer than it may.
+        block_s: as long as each of some of the `workers` would be busy. They come as recently,
+        evenly to the workers; who comes sooner than its slack before the end waits no longer than
+        it may.
         """
+        least_s = min((other.slack_s for other in self._last), default=math.inf)
+        if float(block_s.max()) <= least_s:
+            return np.zeros_like(block_s)
         slack_s = np.sort([other.slack_s for other in self._last])
         total_s = np.concatenate(([0.0], np.cumsum(slack_s)))
         fewer = np.searchsorted(slack_s, block_s)
@@ -228,9 +301,9 @@ class Demand:
         # What came in less time than that shows a burst, not of what comes while it computes.
         since_s = now_s - self._last[0].at_s if self._last else 0.0
         window_s = np.maximum(block_s, since_s)
-        counts: Floats = np.divide(
-            over_s, window_s, out=np.zeros_like(over_s), where=window_s > 0
-        ) / len(block_s)
+        counts: Floats = (
+            np.divide(over_s, window_s, out=np.zeros_like(over_s), where=window_s > 0) / workers
+        )
         return counts
 
     def spend(self, work_s: float) -> None:

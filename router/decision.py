@@ -50,7 +50,8 @@ class RouteRequest:
     prompt_tokens alone is the most that a prompt which could not be tokenized comes to.
     session: what the client calls its conversation, for policies that stick to it.
     handed_tokens: of the prompt, computed already and on their way to whichever worker is chosen.
-    model: that its worker must serve; empty: the only one that there is.
+    model: that its worker must serve; empty: the only one that there is. tenant, weight: who is
+    charged, and its share; priority: its class, lower first.
     """
 
     request_id: str
@@ -64,6 +65,9 @@ class RouteRequest:
     retry: bool = False
     handed_tokens: int = 0
     model: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
 
     @property
     def informed(self) -> bool:
@@ -178,7 +182,8 @@ class Estimates:
     # Total delay that its prefill puts on those that decode there.
     tpot_impact_s = Column()
     # What it costs all in flight beside it, whose tokens its prompt and its own tokens delay: by
-    # the share of their objective that this uses up, as seconds of the objective of a first token.
+    # the share of their objective that this uses up, as seconds of the objective of a first token;
+    # and those who come while its prompt is computed.
     interference_s = Column()
     # Recent seconds of prefill per second (over 1: more than it can do), recent requests a second.
     gpu_use = Column()
@@ -208,6 +213,13 @@ class Estimates:
     def backlog_s(self) -> Floats:
         """Queued work on the busier of link and gpu."""
         return np.maximum(self.link_backlog_s, self.gpu_backlog_s)
+
+    def only(self, rows: slice) -> Estimates:
+        """Some of the workers, without what they could fetch; rows are shared."""
+        return replace(
+            self, workers=self.workers[rows], slots=self.slots[rows], rows=self.rows[rows],
+            nodes=self.nodes[rows], fetching=None,
+        )  # fmt: skip
 
     def candidate(self, index: int) -> PricedWorker:
         """Row `index`, as plain numbers."""

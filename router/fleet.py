@@ -15,14 +15,13 @@ import numpy as np
 
 from kappa.hardware import NodeProfile
 from kappa.protocol import Announcement
-from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
+from kappa.slo import OBJECTIVE, ServiceObjective
 from router import pricing
 from router.decision import ESTIMATE, Estimates, Floats, Held, PricedPrompt, PricedWorker, Slots
 from router.engine_queue import EngineSpeed
 
 USE_WINDOW_S = 20.0
 _MORE_RECORDS = 8
-_SLO = (TTFT_FLOOR_S, TTFT_IDLE_FACTOR, TPOT_IDLE_FACTOR)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +81,18 @@ class Fleet:
 
     first: at which share of all workers the order begins in which they are listed, and so which one
     wins a tie; routers that share workers take different ones lest all send their next request to
-    the same idle worker.
+    the same idle worker. objective: what workers are priced by, and requests are admitted by.
     """
 
-    def __init__(self, first: float = 0.0) -> None:
+    def __init__(self, first: float = 0.0, objective: ServiceObjective = OBJECTIVE) -> None:
         if not 0 <= first < 1:
             raise ValueError(f"first is {first}; give a share of the workers, from 0 to below 1")
-        self._first = first
+        self._first, self.objective = first, objective
+        # A plain tuple, as compiled loops take one soonest.
+        self._slo = (
+            objective.ttft_s, objective.ttft_idle_factor, objective.tpot_s,
+            objective.tpot_idle_factor,
+        )  # fmt: skip
         self.names: list[str] = []
         """Of the worker in each place; empty where there is none."""
         self._slots: dict[str, int] = {}
@@ -319,7 +323,7 @@ class Fleet:
             fetch_from, rows["fetch_tokens"] = fetch
             source = self._slots[fetch_from]
         request = now_s, USE_WINDOW_S, float(prompt.tokens), float(prompt.output_tokens)
-        pricing.price(self._records, slots, rows, request, source, _SLO)
+        pricing.price(self._records, slots, rows, request, source, self._slo)
         names, nodes = self._active_names, self._active_nodes
         if len(slots) < len(names):
             names = [self.names[slot] for slot in slots]

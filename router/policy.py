@@ -86,7 +86,9 @@ class Priced(Stateless):
     the steps there and the prompts of all in flight use a share u. Misses rise the faster the
     nearer u is to 1, so it is the square of u that is kept small: d more of it cost each answer
     2 u d, a share of the TTFT limit, neither u nor d above 1: what is late is missed once
-    (docs/adr/0107-the-objective-in-the-price.md).
+    (docs/adr/0107-the-objective-in-the-price.md). And while the node is busy for longer than the
+    least TTFT objective, who comes to it is late: for what the prompt adds to that time, each
+    arrival of the node's own rate loses a TTFT limit (docs/adr/0129).
     """
 
     def __init__(self, name: str = "priced", *, fetches: bool = False) -> None:

@@ -51,8 +51,8 @@ Workers = NDArray[np.void]
 Rows = NDArray[np.void]
 Prompt = tuple[float, float, int]
 """What a prompt put on its worker: seconds of link and gpu, tokens to compute."""
-Slo = tuple[float, float, float]
-"""Least TTFT objective in seconds, and what TTFT and TPOT may be of an idle worker's."""
+Slo = tuple[float, float, float, float]
+"""As `kappa.slo.ServiceObjective`."""
 
 
 @compiled
@@ -274,7 +274,7 @@ def objective(
     """
     if not len(slots):
         return math.inf, math.inf
-    ttft_floor_s, ttft_factor, tpot_factor = slo
+    ttft_floor_s, ttft_factor, tpot_floor_s, tpot_factor = slo
     alone_s = np.empty(len(slots))
     idle_s, dilation = math.inf, 0.0
     for i in range(len(slots)):
@@ -284,6 +284,7 @@ def objective(
         idle_s = min(idle_s, worker.overhead_s + row.load_s + compute_s)
         dilation = max(dilation, worker.dilation)
     tpot_limit_s = tpot_factor * np.sort(alone_s)[len(alone_s) // 2]
+    tpot_limit_s = max(tpot_limit_s, tpot_floor_s * dilation)
     if tpot_limit_s <= 0:
         return math.inf, math.inf
     return max(ttft_floor_s * dilation, ttft_factor * idle_s), tpot_limit_s
@@ -371,7 +372,11 @@ def price(
         added = row.interference_s / answer_s + token_s / tpot_limit_s
         # The growth of the square of what is used; what is late already counts as just late.
         each = 2 * min(used, 1.0) * min(added, 1.0)
-        row.interference_s = share * ttft_limit_s * worker.in_flight * each
+        # For so much longer who comes waits past the least objective of a first token.
+        least_s, queue_s = slo[0] * worker.dilation, row.gpu_backlog_s
+        late_s = max(queue_s + row.work_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
+        lost = worker.in_flight * each + row.prefills_per_s * late_s
+        row.interference_s = share * ttft_limit_s * lost
 
 
 @compiled

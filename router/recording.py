@@ -36,6 +36,7 @@ _EVENTS: dict[str, type] = {
 _REQUEST_FIELDS = (
     "request_id", "max_tokens", "salt", "exclude", "retry", "handed_tokens", "prompt_tokens",
 )  # fmt: skip
+_LATER_FIELDS, _PLAIN = ("model", "tenant", "weight", "priority"), RouteRequest("")
 # Calls whose name in the log, by which recorded logs have them, is another.
 _LOGGED_AS = {"invalidate": "void"}
 
@@ -140,13 +141,14 @@ def replay(entries: Iterable[Mapping[str, Any]], router: Router) -> list[tuple[A
 def _request_out(request: RouteRequest) -> Entry:
     fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     tokens = None if request.token_ids is None else [int(t) for t in request.token_ids]
-    # As logs have it that were written before there were several models.
-    model = {"model": request.model} if request.model else {}
+    # As logs have it that were written before there were several models, or standings.
+    named = {name: getattr(request, name) for name in _LATER_FIELDS}
+    model = {name: value for name, value in named.items() if value != getattr(_PLAIN, name)}
     return {**fields, **model, "token_ids": tokens, "exclude": sorted(request.exclude)}
 
 
 def _request_in(data: Mapping[str, Any]) -> RouteRequest:
-    fields = {name: data[name] for name in (*_REQUEST_FIELDS, "model") if name in data}
+    fields = {name: data[name] for name in (*_REQUEST_FIELDS, *_LATER_FIELDS) if name in data}
     tokens = data["token_ids"]
     ids = None if tokens is None else np.asarray(tokens, dtype=np.int64)
     return RouteRequest(**{**fields, "token_ids": ids, "exclude": frozenset(data["exclude"])})

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.protocol import Announcement, Arrival, WorkerReport
+from kappa.slo import OBJECTIVE, ServiceObjective
 from router import pricing
-from router.admission import Demand, Lateness, alone_s, delay_s, evaluate
+from router.admission import Demand, Lateness, alone_s, delay_s, evaluate, limits
 from router.calibration import Calibration, OutputLengths
 from router.decision import (
     NO_HASHES,
@@ -79,8 +80,9 @@ class RouterConfig:
     forecast_workers: up to so many workers are forecast step by step for every decision; of more,
     queues are arithmetic (`router.pricing`), which costs microseconds. calibrate_requests: after so
     many first tokens nothing is learnt any more. admission: reject requests that would miss their
-    objective (`router.admission`). first: where the order of workers begins, from 0 to below 1;
-    ingresses that share workers take different ones, so that ties are broken differently.
+    objective (`router.admission`). objective: that, and what workers are priced by. first: where
+    the order of workers begins, from 0 to below 1; ingresses that share workers take different
+    ones, so that ties are broken differently.
     planner_of: makes the load planner that a worker announces; without one such workers are
     refused.
     """
@@ -93,6 +95,7 @@ class RouterConfig:
     calibrate_requests: int | None = None
     forecast_workers: int = 4
     admission: bool = False
+    objective: ServiceObjective = OBJECTIVE
     first: float = 0.0
     planner_of: PlannerOf = no_planner
 
@@ -141,7 +144,7 @@ class Router:
         self.workers: dict[str, WorkerState] = {}
         self.flights: dict[str, Flight] = {}
         self.reservations = 0
-        self.fleet = Fleet(config.first)
+        self.fleet = Fleet(config.first, config.objective)
         self.models: dict[str, ModelState] = {}
         self.calibrating = config.calibrate
         self._first_tokens = 0
@@ -475,8 +478,9 @@ class Router:
         if decision.informed:
             self.config.policy.routed(estimates, index, decision.request_id)
         if self.config.admission:
-            flight.tpot_s = float(alone_s(estimates)[index])
-            self._lateness.sent(flight, now_s, float(delay_s(estimates)[index]))
+            chosen = estimates.only(slice(index, index + 1))
+            flight.tpot_s = float(alone_s(chosen)[0])
+            self._lateness.sent(flight, now_s, float(delay_s(chosen)[0]))
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
@@ -526,17 +530,27 @@ class Router:
         are."""
         estimates = decision.priced
         now_s, demand = estimates.now_s, self.workers[decision.worker].model.demand
-        found = evaluate(self.fleet, estimates, self._lateness, demand)
-        rejected = found.rejected
-        demand.evaluated(now_s, found.work_s, found.slack_s, admitted=not rejected.all())
-        if rejected.all():
-            why, retry_after_s = found.why()
-            raise OverloadedError(f"the cluster is full: {why}", retry_after_s)
-        if rejected[decision.index]:
-            late = frozenset(estimates.workers[row] for row in np.flatnonzero(rejected))
+        standing = demand.standing(request, float(estimates.work_s.min()))
+        limit = limits(self.fleet, estimates, demand.slack_share(standing))
+        known = self.fleet, estimates, self._lateness, demand, limit
+        # The others matter where the chosen one would be late.
+        row, found = decision.index, evaluate(*known, slice(decision.index, decision.index + 1))
+        blocks = bool(found.blocks[0])
+        if found.rejected[0]:
+            found = evaluate(*known)
+            rejected = found.rejected
+            if rejected.all():
+                demand.evaluated(now_s, request, standing, limit.slack_s, admitted=False)
+                why, wait_s = found.why()
+                raise OverloadedError(
+                    f"the cluster is full: {why}{standing.words}", demand.come_back_s(now_s, wait_s)
+                )
+            late = frozenset(estimates.workers[at] for at in np.flatnonzero(rejected))
             decision = self._decide(replace(request, exclude=request.exclude | late), now_s)
-        row = estimates.workers.index(decision.worker)
-        if found.blocks[row]:
+            row = estimates.workers.index(decision.worker)
+            blocks = bool(found.blocks[row])
+        demand.evaluated(now_s, request, standing, limit.slack_s, admitted=True)
+        if blocks:
             demand.spend(float(estimates.compute_s[row]))
         return decision
 

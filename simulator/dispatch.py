@@ -34,7 +34,8 @@ class Dispatcher:
     """Decides, and receives what a router receives in a live cluster, if it `listens`.
 
     decision_s: real seconds of each decision, where they are measured. predicted: of a request, the
-    TTFT that the router expected and what it is mostly made of.
+    TTFT that the router expected and what it is mostly made of. retry_after_s: when the
+    latest refusal asks its client to come back.
     """
 
     listens = False
@@ -42,6 +43,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self.decision_s: list[float] = []
         self.predicted: dict[int, tuple[float, str]] = {}
+        self.retry_after_s = 0.0
 
     def choose(
         self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
@@ -63,6 +65,9 @@ class Dispatcher:
 
     def finished(self, job: SimulatedJob, now_s: float) -> None:
         """A request ended."""
+
+    def left(self, job: SimulatedJob, now_s: float) -> None:
+        """The client of a request that had not begun is gone."""
 
     def lost(self, node: int) -> None:
         """A node is gone, and with it what it had."""
@@ -148,7 +153,8 @@ class RouterDispatch(Dispatcher):
                 start_s = timer()
                 decision = self._router.route(request, now_s)
                 self.decision_s.append(timer() - start_s)
-        except NoWorkerError:
+        except NoWorkerError as error:
+            self.retry_after_s = getattr(error, "retry_after_s", 0.0)
             return None
         self.predicted[key] = decision.chosen.ttft_s, decision.kind
         node = self._index[decision.worker]
@@ -185,6 +191,9 @@ class RouterDispatch(Dispatcher):
         name = str(job.key)
         self._router.tokens(name, job.output_tokens)
         self._router.release(name, now_s + self._clock_s)
+
+    def left(self, job: SimulatedJob, now_s: float) -> None:
+        self._router.release(str(job.key), now_s + self._clock_s, complete=False)
 
     def lost(self, node: int) -> None:
         self._admissions[node].clear()

@@ -160,6 +160,15 @@ class Node:
         if self.scheduler.add(job, self._loop.now_s):
             self._poke()
 
+    def leave(self, job: SimulatedJob) -> bool:
+        """Drop a request whose client is gone, if it still waits; whether it did."""
+        rule = self.scheduler
+        if job not in self.jobs or job in rule.running or job in rule.loading or job in rule.ready:
+            return False
+        rule.abort(job, 0, self._loop.now_s)
+        del self.jobs[job]
+        return True
+
     def fail(self) -> list[SimulatedJob]:
         """The node dies: all it held is gone; returns the requests it had."""
         lost = list(self.jobs)

@@ -68,7 +68,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A finished run."""
+    """A finished run. refusals: of requests, each as often as it was refused."""
 
     policy: str
     scheduler: str
@@ -80,6 +80,7 @@ class Outcome:
     seed: int
     end_s: float
     retried: int
+    refusals: int
     records: RequestRecords
     limits: Limits
     nodes: tuple[NodeRecord, ...]

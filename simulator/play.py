@@ -7,7 +7,7 @@ the run raises instead. A request whose node dies is sent once more; lost twice,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import nan
+from math import inf, nan
 
 import numpy as np
 
@@ -52,13 +52,15 @@ class Play:
         self.device_tokens = [0] * total
         self.cached_tokens = [0] * total
         self.new_tokens = [0] * total
-        self.retried = 0
+        self.retried = self.refusals = 0
         self.end_s = 0.0
         self._starts = iter(sorted(zip(traffic.first_s, traffic.base, strict=True)))
         self._left = total
         self._progress: Callable[[int, int], None] | None = None
         self._jobs: dict[int, SimulatedJob] = {}
         self._again: set[int] = set()
+        self._tries: dict[int, int] = {}
+        self._rng = np.random.default_rng((seed, 5))
         self._reported = [(-1, 0, 0, 0)] * len(models)
         self._session_of = np.repeat(
             np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns]
@@ -149,7 +151,10 @@ class Play:
         self._arrive(key)
 
     def _arrive(self, key: int) -> None:
-        self.arrival_s[key] = self._loop.now_s
+        now_s, patience_s = self._loop.now_s, self.traffic.clients.patience_s
+        self.arrival_s[key] = now_s
+        if patience_s < inf:
+            self._loop.at(now_s + patience_s, self._leave, key)
         self._send(key)
 
     def _send(self, key: int, lost_on: int = -1) -> None:
@@ -159,6 +164,8 @@ class Play:
         route: SimulatedRoute | None = None
         if turn.input_tokens + turn.output_tokens <= self._most:
             route = self.dispatcher.choose(key, turn, traffic.ids[session], now_s, lost_on)
+            if route is None and self._comes_again(key):
+                return
         job = SimulatedJob(
             key, turn.input_tokens, turn.output_tokens, turn.kept_blocks, now_s,
             max_tokens=self._max_tokens, tenant=traffic.tenants[session],
@@ -177,6 +184,25 @@ class Play:
             self.fetches.fetch(job, route.fetch_from, route.node, route.fetch_tokens)
         else:
             self.fetches.submit(job, route.node)
+
+    def _comes_again(self, key: int) -> bool:
+        """A request was refused: whether its client will try again."""
+        now_s, clients = self._loop.now_s, self.traffic.clients
+        tries = self._tries[key] = self._tries.get(key, 0) + 1
+        self.refusals += 1
+        pause_s = clients.again_s(tries, self.dispatcher.retry_after_s, self._rng.random())
+        if now_s + pause_s - self.arrival_s[key] >= clients.patience_s or pause_s == inf:
+            return False
+        self._loop.at(now_s + pause_s, self._send, key)
+        return True
+
+    def _leave(self, key: int) -> None:
+        """Its client's patience is over: who still waits in an engine's queue leaves."""
+        job = self._jobs.get(key)
+        if job is not None and job.first_s < 0 and self.nodes[self.node[key]].leave(job):
+            del self._jobs[key]
+            self.dispatcher.left(job, self._loop.now_s)
+            self._reject(key)
 
     def _reject(self, key: int) -> None:
         self.node[key] = -1

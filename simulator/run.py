@@ -29,7 +29,7 @@ from simulator.faults import Faults, announced
 from simulator.node import Node
 from simulator.outcome import NodeRecord, Outcome, RequestRecords
 from simulator.play import Play
-from simulator.traffic import Traffic, build_traffic
+from simulator.traffic import Clients, Traffic, build_traffic
 from workload.shapes import Workload
 
 _UNKNOWN = np.nan, ""
@@ -42,9 +42,10 @@ class SimulationConfig:
     policy: as `router.policy.policy_named` takes it, or a fresh one. load: fraction of the capacity
     bound, or rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known.
     warm: host tiers hold documents and histories at the start. faults: what goes wrong.
-    admission: the router rejects what would be late. scheduler: the rule of every node. laws: how
-    the nodes' steps last, in turn (none: as `kappa.cost` has it). foreign: engines report neither
-    steps nor loads. calibrate: the router learns.
+    admission: the router rejects what would be late (off here, where policies are compared, and on
+    by default live). clients: what those do who are refused or wait. scheduler: the rule of every
+    node. laws: how the nodes' steps last, in turn (none: as `kappa.cost` has it). foreign: engines
+    report neither steps nor loads. calibrate: the router learns.
     """
 
     cluster: SimulatedCluster
@@ -60,6 +61,7 @@ class SimulationConfig:
     warm: bool = True
     faults: Faults = field(default_factory=Faults)
     admission: bool = False
+    clients: Clients = field(default_factory=Clients)
     laws: tuple[EngineLaw, ...] = ()
     foreign: bool = False
     calibrate: bool = True
@@ -146,7 +148,7 @@ def traffic_of(config: SimulationConfig) -> Traffic:
         rate_rps = config.load * capacity_of(config)
     speeds = [idle_speed(node, config.shape) for node in config.cluster.nodes]
     typical = sorted(speeds, key=lambda s: s.step.token_s)[(len(speeds) - 1) // 2]
-    return build_traffic(
+    traffic = build_traffic(
         config.workload,
         typical,
         rate_rps=rate_rps,
@@ -154,6 +156,8 @@ def traffic_of(config: SimulationConfig) -> Traffic:
         seed=config.seed,
         warm=config.warm,
     )
+    traffic.clients = config.clients
+    return traffic
 
 
 def capacity_of(config: SimulationConfig) -> float:
@@ -206,28 +210,16 @@ def announcements_of(config: SimulationConfig, models: Sequence[NodeModel]) -> l
     found: list[Announcement] = []
     for index, (node, model) in enumerate(zip(config.cluster.nodes, models, strict=True)):
         profile, step = announced(index, node.profile, model.step, config.faults.misprofiles)
-        found.append(
-            Announcement(
-                worker=node.name,
-                model=config.shape.name,
-                node=profile,
-                step=step,
-                kv_bytes_per_token=kv_bytes_per_token(config.shape),
-                emulated_model="",
-                fingerprint=config.shape.name,
-                block_tokens=model.block_tokens,
-                device_blocks=model.device_blocks,
-                host_blocks=model.host_blocks,
-                disk_blocks=model.disk_blocks,
-                max_batch_tokens=model.budget_tokens,
-                max_context_tokens=model.device_blocks * model.block_tokens,
-                max_sequences=model.max_running,
-                events_endpoint="",
-                snapshot_endpoint="",
-                net_bytes_per_s=node.network_bytes_per_s,
-                packs=packs(model.rule),
-            )
-        )
+        found.append(Announcement(
+            worker=node.name, model=config.shape.name, node=profile, step=step,
+            kv_bytes_per_token=kv_bytes_per_token(config.shape), emulated_model="",
+            fingerprint=config.shape.name, block_tokens=model.block_tokens,
+            device_blocks=model.device_blocks, host_blocks=model.host_blocks,
+            disk_blocks=model.disk_blocks, max_batch_tokens=model.budget_tokens,
+            max_context_tokens=model.device_blocks * model.block_tokens,
+            max_sequences=model.max_running, events_endpoint="", snapshot_endpoint="",
+            net_bytes_per_s=node.network_bytes_per_s, packs=packs(model.rule),
+        ))  # fmt: skip
     return found
 
 
@@ -278,6 +270,7 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
         seed=config.seed,
         end_s=play.end_s,
         retried=play.retried,
+        refusals=play.refusals,
         records=records,
         limits=allowed,
         nodes=tuple(

@@ -9,9 +9,11 @@ began before it and are not over come in with the turns that they have left.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, takewhile
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,44 @@ _COPIES_BEFORE = 1 << 40
 _EARLY_SHARE = 5  # the first fifth of the requests is not measured
 
 
+Retry = Literal["never", "at_once", "backoff", "retry_after"]
+_AT_ONCE_S, _BACKOFF_S, _LONGEST_S, _MOST_TRIES = 0.1, 0.5, 30.0, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """What clients do who are refused or wait.
+
+    retry: `at_once`, 0.1 s later; `backoff`, from 0.5 s twice as long each time, 0.5 to 1.5 times
+    that, 30 s at most; `retry_after`, when the refusal says, in whole seconds; 8 times in all.
+    patience_s: since the first try, after which who still waits leaves (an engine drops it if it
+    has not begun). A turn that was given up is followed by the next after its pause.
+    """
+
+    retry: Retry = "never"
+    patience_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        """ValueError says what to give instead."""
+        if self.retry not in get_args(Retry):
+            raise ValueError(f"retry {self.retry!r}: choose one of {', '.join(get_args(Retry))}")
+        if not self.patience_s > 0:
+            raise ValueError(f"the patience is {self.patience_s} s: give seconds above zero")
+
+    def again_s(self, tries: int, refusal_s: float, drawn: float) -> float:
+        """Seconds from a refusal, the `tries`th, to the next try; for ever: there is none.
+
+        refusal_s: what the refusal says; drawn: evenly from 0 to 1.
+        """
+        if self.retry == "never" or tries >= _MOST_TRIES:
+            return math.inf
+        if self.retry == "retry_after":
+            return float(max(math.ceil(refusal_s), 1))
+        if self.retry == "at_once":
+            return _AT_ONCE_S
+        return min(_BACKOFF_S * 2.0 ** (tries - 1) * (0.5 + drawn), _LONGEST_S)
+
+
 @dataclass(slots=True, eq=False)
 class Traffic:
     """The requests of a run, numbered session by session, turn by turn.
@@ -36,7 +76,8 @@ class Traffic:
     first; ids, tenants: its names. turns_done: turns it had before the run.
     Per request: planned_s, when it would come if nobody queued; measured; reuse_tokens, leading
     tokens that an earlier request of the run (or the warm caches) left behind somewhere.
-    warm: prefixes that host tiers hold at the start, least recently used first.
+    warm: prefixes that host tiers hold at the start, least recently used first. clients: whose
+    requests they are.
     """
 
     workload: Workload
@@ -47,6 +88,7 @@ class Traffic:
     ids: list[str] = field(default_factory=list)
     tenants: list[str] = field(default_factory=list)
     warm: list[Ids] = field(default_factory=list)
+    clients: Clients = field(default_factory=Clients)
     planned_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     measured: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     reuse_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))

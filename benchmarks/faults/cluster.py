@@ -41,14 +41,14 @@ nodes:
   - {name: pcie-2, profile: pcie}
   - {name: c2c-1, profile: c2c}
   - {name: c2c-2, profile: c2c}
-router: {max_queue: 800, request_timeout_s: 60}
+router: {max_queue: 800, request_timeout_s: 60, admission: false}
 """
 """Four emulated workers, two of a kind."""
 
 VLLM = """
 engine: {device_blocks: 200, max_context_tokens: 4096}
 dilation: 5
-router: {max_queue: 200, request_timeout_s: 60}
+router: {max_queue: 200, request_timeout_s: 60, admission: false}
 """
 """Two vLLM workers, paced."""
 

@@ -1,8 +1,9 @@
 """`kappa bench capacity`: the highest request rate at which enough requests meet the objective.
 
-Of a policy, on a simulated cluster and a trace: bisection over a ladder of loads, each seed by
-itself. The ladder and the seeds are the same for all policies, so that each rung is the same
-arrivals. A request meets the objective (`kappa.slo`) if its TTFT and its TPOT do.
+Of a policy, on a simulated cluster and a trace: a search over a ladder of loads, by the mean of the
+seeds, as neighbouring rungs are other draws of a trace's bursts, that starts where the first
+policy's ended. The ladder and the seeds are the same for all policies, so that each rung is the
+same arrivals. A request meets the objective (`kappa.slo`) if its TTFT and its TPOT do.
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ import typer
 
 from benchmarks.harness import (
     Json,
-    finite,
-    half_width,
     note,
-    paired,
     publish,
     result,
     table,
@@ -33,15 +31,18 @@ from benchmarks.harness import (
 from benchmarks.routing import grid
 from benchmarks.routing.grid import Row
 
-US = "priced"
-# Loads from 0.0084 of the capacity bound to 1.28 times it: eight bisections settle one of them.
+US, FETCHING = "priced", "priced_fetch"
+# Loads from 0.0084 of the capacity bound to 1.28 times it: eight bisections settle one of them, and
+# about five runs from near it.
 _STEP = 1.02
 _ROUNDS = 8
 _RUNGS = 2**_ROUNDS - 1
 _MOST_LOAD = 1.28
 
-Key = tuple[str, str, str, int]
-"""Cluster, trace, policy, seed."""
+Key = tuple[str, str, str]
+"""Cluster, trace, policy."""
+Each = tuple[grid.Cell, str]
+"""The same, of the lowest rung."""
 
 
 def load_of(rung: int) -> float:
@@ -51,17 +52,28 @@ def load_of(rung: int) -> float:
 
 @dataclass(slots=True)
 class Search:
-    """Bisection for the last rung that holds; `held` and `failed` enclose what is not known yet.
+    """A search for the last rung that holds; `held` and `failed` enclose what is not known yet.
 
+    From `near`, if given, in steps of 4, 16, 64 until the crossing is enclosed; then bisection.
     It finds one crossing: attainment that rises again at a higher rate is not looked for.
     """
 
+    near: int | None = None
     held: int = -1
     failed: int = _RUNGS
+    step: int = 4
 
     def rung(self) -> int | None:
         """The rung to try next; None where the last that holds is known."""
-        return None if self.failed - self.held == 1 else (self.held + self.failed) // 2
+        if self.failed - self.held == 1:
+            return None
+        below, above = self.held < 0, self.failed == _RUNGS
+        if self.near is None or not (below or above):
+            return (self.held + self.failed) // 2
+        if below and above:
+            return max(self.near, 0)
+        step, self.step = self.step, 4 * self.step
+        return min(self.held + step, _RUNGS - 1) if above else max(self.failed - step, 0)
 
     def tried(self, rung: int, holds: bool) -> None:
         if holds:
@@ -119,7 +131,7 @@ def capacity(
             note(f"stopped; the same command goes on from {out}" if out else "stopped")
             raise typer.Exit(130) from None
     rows = [
-        summary(place, policy, [found[(*place, policy, seed)] for seed in seen])
+        summary(place, policy, *found[(*place, policy)])
         for place, policy in product(places, chosen)
     ]  # fmt: skip
     facts = result(
@@ -131,64 +143,64 @@ def capacity(
 def search(
     runs: grid.Grid, cells: Sequence[grid.Cell], policies: Sequence[str], seeds: Sequence[int],
     attainment: float,
-) -> dict[Key, tuple[Row | None, Row | None]]:  # fmt: skip
-    """Of each cell, policy and seed the run at the last rung that holds and at the next; None
-    beyond the ladder's ends."""
-    searches = {each: Search() for each in product(cells, policies, seeds)}
-    tried: dict[tuple[grid.Cell, str, int], dict[int, Row]] = {each: {} for each in searches}
-    runs.total = _ROUNDS * len(searches)
-    while open_ := {each: at for each, one in searches.items() if (at := one.rung()) is not None}:
-        wanted = [
-            grid.Run(replace(cell, load=load_of(rung)), policy, seed)
-            for (cell, policy, seed), rung in open_.items()
-        ]
-        for (each, rung), row in zip(open_.items(), runs.rows(wanted), strict=True):
-            tried[each][rung] = row
-            searches[each].tried(rung, row["slo"]["met"] >= attainment)
+) -> dict[Key, tuple[list[Row], list[Row]]]:  # fmt: skip
+    """Of each cell and policy the runs, one a seed, at the last rung that holds and at the next;
+    none beyond the ladder's ends.
+
+    Where the first policy's search ends the other policies' begin.
+    """
+    done: dict[Each, Search] = {}
+    tried: dict[tuple[Each, int], list[Row]] = {}
+    runs.total = _ROUNDS * len(cells) * len(policies) * len(seeds)
+    for wave in (policies[:1], policies[1:]):
+        searches: dict[Each, Search] = {}
+        for cell, policy in product(cells, wave):
+            first = done.get((cell, policies[0]))
+            searches[cell, policy] = Search(first.held if first else None)
+        while open_ := {e: rung for e, one in searches.items() if (rung := one.rung()) is not None}:
+            wanted = [
+                grid.Run(replace(cell, load=load_of(rung)), policy, seed)
+                for ((cell, policy), rung), seed in product(open_.items(), seeds)
+            ]
+            found = iter(runs.rows(wanted))
+            for each, rung in open_.items():
+                rows = tried[each, rung] = [next(found) for _ in seeds]
+                met = float(np.mean([row["slo"]["met"] for row in rows]))
+                searches[each].tried(rung, met >= attainment)
+        done |= searches
     return {
-        (cell.cluster, cell.trace, policy, seed): (
-            tried[cell, policy, seed].get(one.held), tried[cell, policy, seed].get(one.failed)
+        (each[0].cluster, each[0].trace, each[1]): (
+            tried.get((each, one.held), []), tried.get((each, one.failed), []),
         )
-        for (cell, policy, seed), one in searches.items()
+        for each, one in done.items()
     }  # fmt: skip
 
 
-def summary(
-    place: tuple[str, str], policy: str, ends: Sequence[tuple[Row | None, Row | None]]
-) -> Row:
+def summary(place: tuple[str, str], policy: str, held: Sequence[Row], failed: Sequence[Row]) -> Row:
     """One row of the result.
 
-    capacity_rps: mean over seeds of the highest rate that held (0 where none did); low, high: its
-    95 % interval over seeds, widened at the top to the rate that failed next; of one seed these two
-    rates. missed: at those next rates, which part of the objective how many requests missed.
+    capacity_rps: the highest rate that held in the mean of the seeds (0: none did), high: the one
+    that failed next. met: at the former, by seed, the share within the objective. missed: at the
+    latter, which part of the objective how many requests missed.
     """
-    held = [0.0 if row is None else float(row["rate_rps"]) for row, _ in ends]
-    # Where nothing failed the ladder ended: the interval is open there.
-    failed = [float("inf") if row is None else float(row["rate_rps"]) for _, row in ends]
-    low, high = mean_interval(held)[0], mean_interval(failed)[1]
-    beyond = [row["slo"] for _, row in ends if row is not None]
+    slos = [row["slo"] for row in failed]
     missed = {
-        part: float(np.mean([1 - slo[f"{part}_met"] for slo in beyond])) if beyond else None
+        part: float(np.mean([1 - slo[f"{part}_met"] for slo in slos])) if slos else None
         for part in ("ttft", "tpot")
     }
     return {
         "trace": place[1], "cluster": place[0], "policy": policy,
-        "capacity_rps": float(np.mean(held)), "low": low, "high": finite(high), "seeds": len(ends),
-        "by_seed_rps": held, "missed": missed,
+        "capacity_rps": _rate(held) or 0.0, "high": _rate(failed), "seeds": len(held or failed),
+        "met": [row["slo"]["met"] for row in held], "missed": missed,
     }  # fmt: skip
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean that cannot be below 0, Student's t; the value itself of one."""
-    mean = float(np.mean(values))
-    if len(values) < 2 or not np.isfinite(mean):
-        return mean, mean
-    half = half_width(values)
-    return max(mean - half, 0.0), mean + half
+def _rate(rows: Sequence[Row]) -> float | None:
+    return float(rows[0]["rate_rps"]) if rows else None
 
 
 def against(rows: Sequence[Row]) -> list[Row]:
-    """Our capacity over the best other system's, paired by seed; the worst first."""
+    """Our capacity over the best other policy's; the worst first."""
     places: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         places.setdefault((row["trace"], row["cluster"]), {})[row["policy"]] = row
@@ -197,42 +209,42 @@ def against(rows: Sequence[Row]) -> list[Row]:
 
 
 def _against(place: tuple[str, str], named: Mapping[str, Row]) -> Row | None:
-    peers = [row for name, row in named.items() if name not in grid.OURS]
+    peers = [row for name, row in named.items() if name not in (US, FETCHING)]
     if US not in named or not peers:
         return None
     best = max(peers, key=lambda row: row["capacity_rps"])
-    ours, theirs = named[US]["by_seed_rps"], best["by_seed_rps"]
-    if min(*ours, *theirs) <= 0:
+    if min(named[US]["capacity_rps"], best["capacity_rps"]) <= 0:
         return None
-    ratio = paired(ours, theirs)
-    return {
-        "trace": place[0], "cluster": place[1], "peer": best["policy"], "ratio": ratio.mean,
-        "low": finite(ratio.low), "high": finite(ratio.high), "seeds": ratio.count,
-    }  # fmt: skip
+    ratio = named[US]["capacity_rps"] / best["capacity_rps"]
+    return {"trace": place[0], "cluster": place[1], "peer": best["policy"], "ratio": ratio}
 
 
 def show(facts: Mapping[str, Any], console: Any) -> None:
-    """Print a result: each policy's capacity, then ours over the best other system's."""
+    """Print a result: each policy's capacity, then ours over the best other."""
     rows, ratios = facts["rows"], facts["against"]
     shown = [
         (
             row["trace"], row["cluster"], row["policy"], f"{row['capacity_rps']:.4g}/s",
-            f"{row['low']:.4g} to {_number(row['high'], '.4g')}",
+            _number(row["high"], ".4g"),
             *(_number(row["missed"][part], ".0%") for part in ("ttft", "tpot")),
         )
         for row in sorted(rows, key=lambda r: (r["trace"], r["cluster"], -r["capacity_rps"]))
     ]  # fmt: skip
-    columns = ("trace", "cluster", "policy", "capacity", "95 %", "next: TTFT missed", "TPOT missed")
+    columns = (
+        "trace",
+        "cluster",
+        "policy",
+        "capacity",
+        "next",
+        "there: TTFT missed",
+        "TPOT missed",
+    )
     console.print(table("", columns, shown, left=("cluster", "policy")))
     compared = [
-        (
-            one["trace"], one["cluster"], one["peer"], f"{one['ratio']:.2f}",
-            f"{_number(one['low'], '.2f')} to {_number(one['high'], '.2f')}",
-        )
-        for one in ratios
-    ]  # fmt: skip
+        (one["trace"], one["cluster"], one["peer"], f"{one['ratio']:.2f}") for one in ratios
+    ]
     if compared:
-        heads = ("trace", "cluster", "best peer", f"{US} / peer", "95 %")
+        heads = ("trace", "cluster", "best peer", f"{US} / peer")
         console.print(table("", heads, compared, left=("cluster", "best peer")))
 
 

@@ -5,7 +5,8 @@
 Simulated, two unlike nodes. Each announces one constant 3 times too long or too short, or runs by
 a law that is not ours; they report steps and loads, or (foreign) nothing. Errors are of the TTFT
 that the router predicted, from the 200th request on, beside the announced speeds unlearnt and
-beside a running median by node and length.
+beside a running median by node and length. And on four nodes, the p99 TTFT of requests that come
+after one of them has halved its speed, over that of a run in which it always was so slow.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from kappa.shapes import model_shape
-from simulator.clusters import KINDS, SimulatedCluster, numbered
+from simulator.clusters import KINDS, SimulatedCluster, cluster_named, numbered
 from simulator.decode import EngineLaw
 from simulator.faults import Faults, Misprofile, Resource, Straggler
 from simulator.outcome import Outcome
@@ -26,6 +27,7 @@ from workload.catalogue import workload_named
 
 _REQUESTS, _LEARNT_AFTER = 600, 200
 _KEPT = 16
+_HALVED_AT_S, _WINDOW_S, _SEEDS = 40.0, 10, 5
 _CONSTANTS: tuple[Resource, ...] = (
     "token", "pair", "weights", "context_token", "fixed", "link", "load_fixed", "compute",
 )  # fmt: skip
@@ -72,6 +74,10 @@ def main(trace: str, load: float) -> None:
         run = simulate(plain.replaced(faults=slow, foreign=foreign), traffic=traffic)
         who = "foreign" if foreign else "reporting"
         print(f"speed halved, {who}: within 15 % after {recovered(run, middle_s)} requests")
+    for from_s, ratio in after_halving(plain.replaced(cluster=cluster_named("small"))).items():
+        print(
+            f"{from_s} to {from_s + _WINDOW_S} s after one of four nodes halves: p99 x {ratio:.2f}"
+        )
 
 
 def running_median(run: Outcome) -> np.ndarray:
@@ -94,6 +100,30 @@ def _errors(run: Outcome, predicted: np.ndarray | None = None) -> tuple[float, f
     late = off[np.argsort(records.arrival_s)[_LEARNT_AFTER:]]
     late = late[~np.isnan(late)]
     return float(np.median(late)), float(np.quantile(late, 0.9))
+
+
+def after_halving(plain: SimulationConfig) -> dict[int, float]:
+    """By seconds since one node halved its speed: p99 TTFT over that of a node that always was so
+    slow, the same requests; windows over all seeds, geometric means over which node it is."""
+    capacity_rps = capacity_of(plain)
+    assert plain.load is not None
+    count = int(capacity_rps * plain.load * (_HALVED_AT_S + 6 * _WINDOW_S))
+    logs: dict[int, list[float]] = defaultdict(list)
+    for node in range(len(plain.cluster.nodes)):
+        windows: dict[tuple[int, float], list[np.ndarray]] = defaultdict(list)
+        for seed in range(_SEEDS):
+            config = plain.replaced(capacity_rps=capacity_rps, seed=seed, requests=count)
+            traffic = traffic_of(config)
+            for start_s in (0.0, _HALVED_AT_S):
+                slow = Faults(stragglers=(Straggler(node, start_s, 1e9, 2.0),))
+                records = simulate(config.replaced(faults=slow), traffic=traffic).records
+                since_s = (records.arrival_s - _HALVED_AT_S) // _WINDOW_S * _WINDOW_S
+                for from_s in range(0, 6 * _WINDOW_S, _WINDOW_S):
+                    windows[from_s, start_s].append(records.ttft_s[since_s == from_s])
+        p99 = {key: np.nanquantile(np.concatenate(of), 0.99) for key, of in windows.items()}
+        for from_s in range(0, 6 * _WINDOW_S, _WINDOW_S):
+            logs[from_s].append(float(np.log(p99[from_s, _HALVED_AT_S] / p99[from_s, 0.0])))
+    return {from_s: float(np.exp(np.mean(of))) for from_s, of in logs.items()}
 
 
 def recovered(run: Outcome, since_s: float) -> int:

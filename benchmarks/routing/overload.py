@@ -1,21 +1,25 @@
 """`kappa bench overload`: how much of its peak goodput a simulated cluster keeps past saturation.
 
 The same traffic at rising loads, with admission and without. Goodput counts requests within their
-objective; the peak is the best load of the same column. Simulated, as by `kappa simulate`.
+objective, since their first try; the peak is the best load of the same column. Simulated, as by
+`kappa simulate`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from benchmarks.harness import Json, note, numbers, publish, result, table, usage_errors
+from deploy.commands.console import Patience, RefusedClients
 from kappa.shapes import model_shape
 from router.policy import policy_named
 from simulator.clusters import cluster_named
 from simulator.run import SimulationConfig, capacity_of, simulate
+from simulator.traffic import Clients, Retry
 from workload.catalogue import workload_named
 
 MODEL = "llama-3.1-8b"
@@ -29,6 +33,8 @@ def overload(
     loads: Annotated[
         str, typer.Option(help="Fractions of the capacity bound, with commas.")
     ] = "0.6,0.8,1.0,3.0",
+    retry: RefusedClients = "never",
+    patience: Patience = math.inf,
     seconds: Annotated[float, typer.Option(min=1.0, help="Of arrivals, at each load.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     json_output: Json = False,
@@ -40,19 +46,26 @@ def overload(
         config = SimulationConfig(
             cluster=cluster_named(cluster), workload=workload_named(trace),
             shape=model_shape(MODEL), policy=policy, load=chosen[0], seed=seed,
+            clients=Clients(cast(Retry, retry), patience),
         )  # fmt: skip
     rows = measure(config, chosen, seconds)
     shown = [
         (
             "on" if row["admission"] else "off", f"{row['load']:g}", f"{row['rate_rps']:.3g}/s",
             f"{row['goodput_rps']:.3g}/s", f"{row['of_peak']:.0%}", f"{row['let_in']:.0%}",
-            f"{row['met_of_let_in']:.0%}",
+            f"{row['met_of_let_in']:.0%}", f"{row['tries']:.2f}",
         )
         for row in rows
     ]  # fmt: skip
-    columns = ("admission", "load", "rate", "goodput", "of its peak", "admitted", "met of those")
+    columns = (
+        "admission", "load", "rate", "goodput", "of its peak", "admitted", "met of those", "tries",
+    )  # fmt: skip
+    facts = result(
+        trace=trace, cluster=cluster, policy=policy, seed=seed, seconds=seconds, retry=retry,
+        patience_s=patience if patience < math.inf else None, rows=rows,
+    )  # fmt: skip
     publish(
-        result(trace=trace, cluster=cluster, policy=policy, rows=rows),
+        facts,
         lambda console: console.print(table("", columns, shown)),
         json_output=json_output,
     )
@@ -73,12 +86,14 @@ def measure(
             run = config.replaced(
                 load=load, capacity_rps=capacity_rps, admission=admission, requests=requests
             )
-            summary = simulate(run).summary()
+            outcome = simulate(run)
+            summary = outcome.summary()
             let_in, met = 1 - summary["rejected"] / summary["requests"], summary["slo"]["met"]
             column.append({
                 "admission": admission, "load": summary["load"],
                 "rate_rps": summary["rate_rps"], "goodput_rps": summary["goodput_rps"],
                 "let_in": let_in, "met": met, "met_of_let_in": met / let_in if let_in else 0.0,
+                "tries": 1 + outcome.refusals / requests,
             })  # fmt: skip
         peak_rps = max(row["goodput_rps"] for row in column)
         rows += [{**row, "of_peak": row["goodput_rps"] / max(peak_rps, 1e-9)} for row in column]

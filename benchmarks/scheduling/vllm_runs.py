@@ -174,7 +174,12 @@ class Engine:
         self._stats.set_hwm(1_000_000)
         self._stats.bind(f"ipc://{folder}/stats")
         arguments = engine_arguments(policy, setting, serving, folder, self._workload.blocks)
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except BaseException:
+            # A context that is collected with a message left in it blocks for ever.
+            self._context.destroy(linger=0)
+            raise
 
     def close(self) -> None:
         self._llm.shutdown()

@@ -35,6 +35,8 @@ def bench_settings(
 ) -> ClusterSettings:
     """The cluster to measure, on a free port; `sections` of its settings are updated by key."""
     settings = settings_or_exit(config, port=0, unpaced=unpaced)
+    # All systems and policies that are compared serve the same requests.
+    sections["router"] = {"admission": False} | sections.get("router", {})
     if model is not None:
         served = {"id": Path(model).name, "source": model}
         sections["model"] = served | sections.get("model", {})

@@ -104,6 +104,11 @@ def _of_tiers(settings: ClusterSettings) -> Iterator[str]:
                 f"{who}host_tier own copies between tensors of a CPU and cannot reach a GPU's: say "
                 "auto or native, with which vLLM copies"
             )
+        if engine.load == "layers" and (gpus or link.name == "stock"):
+            yield (
+                f"{who}load layers is of host_tier own, on CPUs, under a scheduling rule of ours, "
+                f"and placement.gpus is {gpus}, scheduler.name {link.name}: say ahead"
+            )
         if tier == "native" and not gpus:
             yield f"{who}host_tier native needs a GPU, and placement.gpus is 0: say auto or own"
         if tier == "native" and link.duplex == "half":

@@ -222,11 +222,6 @@ def autoscaling(scaling: ScalingSettings) -> dict[str, Any]:
 # -- its workers ----------------------------------------------------------------------------------
 
 
-def worker_nodes(settings: ClusterSettings) -> tuple[NodeProfile, ...]:
-    """One profile per worker, pool by pool: paced ones in dilated time, others as priors."""
-    return tuple(node for pool in settings.all_pools for node in pool_nodes(settings, pool))
-
-
 def pool_nodes(settings: ClusterSettings, pool: PoolSettings) -> tuple[NodeProfile, ...]:
     """One profile per worker that the pool may have, in rank order."""
     profile = replace(node_profile(pool.profile), source="catalogue")
@@ -264,7 +259,9 @@ def worker_plan(
         cache_dir=str(home()),
         stream_host=stream_host,
         scheduler=engine_scheduler(settings),
-        link=LinkRules(s.duplex, s.link_order, s.store_backlog_s),
+        link=LinkRules(
+            s.duplex, s.link_order, s.store_backlog_s, by_layer=e.load == "layers"
+        ),
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
         act_share=_act_share(e, model),
@@ -320,7 +317,7 @@ def _sparse(engine: EngineSettings, model: Model) -> Any:
         method, s.lanes, retriever=s.retriever, prefetch=s.prefetch, max_age=s.max_age,
         chunk_tokens=s.chunk_tokens,
     )  # fmt: skip
-    return SparsePlan(settings, heads, s.persistent_heads)
+    return SparsePlan(settings, heads, s.persistent_heads, s.loss)
 
 
 def engine_scheduler(settings: ClusterSettings) -> Any:

@@ -206,25 +206,14 @@ def _bytes_per_gpu(shape: ModelShape, tokens: int, gpus: int) -> tuple[float, fl
 def _of_memory(
     settings: ClusterSettings, pool: PoolSettings, model: Model | None, machine: Machine
 ) -> Iterator[str]:
-    engine, free = pool.engine_settings(settings.engine), machine.memory_bytes
-    if free is None or settings.engine.kind == "emulated":
+    if settings.engine.kind == "emulated":
         return
-    tier, _ = _tier(settings, pool, machine)
-    beside = 0.0 if model is None else _engine_bytes(engine, pool, model.shape)
-    if tier + beside > free:
-        yield (
-            f"pool {pool.name}: engine.host_bytes of {_gb(tier)}, and {_gb(beside)} for weights "
-            f"and device cache, are more than the {_gb(free)} of memory that {machine.name} has "
-            "left: lower engine.host_bytes, or take a machine with more"
-        )
-
-
-def _of_shared_memory(
-    settings: ClusterSettings, pool: PoolSettings, _model: Model | None, machine: Machine
-) -> Iterator[str]:
     tier, mapped = _tier(settings, pool, machine)
-    budget = HostBudget(shm_bytes=machine.shm_bytes)
-    yield from (f"pool {pool.name}: {fault}" for fault in budget.faults([tier], tier * mapped))
+    engine, beside = pool.engine_settings(settings.engine), 0.0
+    if model is not None:
+        beside = _engine_bytes(engine, pool, model.shape)
+    faults = _budget(machine).faults([tier], tier * mapped, engines_bytes=beside)
+    yield from (f"pool {pool.name} on {machine.name}: {fault}" for fault in faults)
 
 
 def _of_disk(
@@ -241,24 +230,20 @@ def _of_disk(
 
 
 def _together(settings: ClusterSettings, machine: Machine, engines_bytes: float) -> list[str]:
-    """Why the host tiers of all workers, or these and what their engines hold in its memory beside
-    them, do not fit the only machine of a cluster."""
+    """Why the host tiers of all workers, and what their engines hold in its memory beside them, do
+    not fit the only machine of a cluster."""
     tiers = [
         _tier(settings, pool, machine) for pool in settings.all_pools for _ in range(pool.least)
     ]
     if len(tiers) == 1:
         return []
-    budget = HostBudget(machine_bytes=machine.memory_bytes, shm_bytes=machine.shm_bytes)
     mapped_bytes = sum(tier for tier, mapped in tiers if mapped)
-    faults = budget.faults([tier for tier, _ in tiers], mapped_bytes)
-    whole, free = sum(tier for tier, _ in tiers), machine.memory_bytes
-    if not faults and free is not None and whole + engines_bytes > free:
-        faults.append(
-            f"the {len(tiers)} workers need {_gb(engines_bytes)} for weights and device caches and "
-            f"{_gb(whole)} for host tiers, and {machine.name} has {_gb(free)} of memory left: "
-            "serve fewer workers or models, or lower engine.host_bytes"
-        )
-    return faults
+    sizes = [tier for tier, _ in tiers]
+    return _budget(machine).faults(sizes, mapped_bytes, engines_bytes=engines_bytes)
+
+
+def _budget(machine: Machine) -> HostBudget:
+    return HostBudget(machine_bytes=machine.memory_bytes, shm_bytes=machine.shm_bytes)
 
 
 def _tier(settings: ClusterSettings, pool: PoolSettings, machine: Machine) -> tuple[int, bool]:
@@ -312,6 +297,5 @@ _CHECKS: tuple[Check, ...] = (
     _of_the_weights,
     _of_gpu_memory,
     _of_memory,
-    _of_shared_memory,
     _of_disk,
 )

@@ -31,6 +31,12 @@ ClusterName = Annotated[
 ]
 ModelName = Annotated[str, typer.Option(help="Built-in name or config.json.")]
 KvDtype = Annotated[str, typer.Option(help="Of the KV cache, such as fp8; auto: the model's own.")]
+RefusedClients = Annotated[
+    str, typer.Option(help="Refused clients: never, at_once, backoff or retry_after.")
+]
+Patience = Annotated[
+    float, typer.Option(help="Seconds after which who still waits in a queue leaves.")
+]
 ApiKey = Annotated[
     str | None, typer.Option(help="API key; default: $KAPPA_API_KEY or $OPENAI_API_KEY.")
 ]

@@ -82,6 +82,9 @@ def demo(
         show(url.rstrip("/"), chats, max_tokens, json_output)
         return
     settings = settings_or_exit(config, policy, port=0)
+    # Every policy serves all of the requests.
+    router = settings.router.model_copy(update={"admission": False})
+    settings = settings.model_copy(update={"router": router})
     # A log of decisions replays under one policy; of several ingresses one alone would change.
     compare = compare and settings.router.record is None and settings.http.replicas == 1
     with running(settings) as cluster:

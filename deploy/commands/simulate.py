@@ -7,15 +7,16 @@ thousand nodes and a million requests is `--trace mooncake --nodes 1000 --reques
 
 from __future__ import annotations
 
-import difflib
+import math
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from deploy.commands import console
+from kappa.checks import unknown_name
 from kappa.shapes import model_shape
 from router.policy import policy_named
 from scheduler.catalogue import SCHEDULERS
@@ -31,6 +32,7 @@ from simulator.faults import (
 )
 from simulator.run import SimulationConfig, capacity_of, traffic_of
 from simulator.run import simulate as run
+from simulator.traffic import Clients, Retry
 from workload.catalogue import workload_named
 
 MISPROFILES: dict[str, tuple[Resource, ...]] = {
@@ -76,6 +78,8 @@ def simulate(
     admission: Annotated[
         bool, typer.Option("--admission", help="Refuse what would start too late.")
     ] = False,
+    retry: console.RefusedClients = "never",
+    patience: console.Patience = math.inf,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="As many nodes of the cluster's mix.")
     ] = None,
@@ -83,8 +87,11 @@ def simulate(
 ) -> None:
     """Play a workload on a simulated cluster and measure it."""
     with console.bad_parameter():
-        known("scheduler", scheduler, SCHEDULERS)
-        known("misprofile", misprofile, MISPROFILES)
+        for what, name, names in (
+            ("scheduler", scheduler, SCHEDULERS), ("misprofile", misprofile, MISPROFILES),
+        ):  # fmt: skip
+            if name not in names:
+                raise unknown_name(what, name, names, "choose one of these")
         policy_named(policy, seed=seed)
         where = cluster_named(cluster)
         config = SimulationConfig(
@@ -99,6 +106,7 @@ def simulate(
             seed=seed,
             warm=warm,
             admission=admission,
+            clients=Clients(cast(Retry, retry), patience),
         )
         if config.load is not None:
             config = config.replaced(capacity_rps=capacity_of(config))
@@ -123,18 +131,6 @@ def simulate(
         console.print_json(summary)
     else:
         _print(summary)
-
-
-def known(what: str, name: str, names: Any) -> None:
-    """Refuse a name that is not there, with the one that was probably meant.
-
-    Raises:
-        ValueError: lists the names.
-    """
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}")
 
 
 def _print(summary: dict[str, Any]) -> None:

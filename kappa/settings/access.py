@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 
-from kappa.keys import entry_digest, entry_fault, is_hashed, read_entries
+from kappa.keys import entry_digest, entry_fault, is_hashed, read_digests, read_entries
 from kappa.protocol import MAX_TENANTS, MOST_PRIORITY
-from kappa.settings.base import Finite, Section, TenantName, checked
+from kappa.settings.base import Finite, Section, TenantName
 
 PriorityClass = Annotated[int, Field(ge=0, le=MOST_PRIORITY)]
 
@@ -73,29 +66,8 @@ class TenantSettings(Section):
         False, description="tenants reuse each other's cached prefixes, and may notice by timing"
     )
 
-    _fixed: frozenset[bytes] = PrivateAttr(default=frozenset())
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _with_the_file(
-        cls, data: Any, handler: ModelWrapValidatorHandler[TenantSettings]
-    ) -> TenantSettings:
-        """Keys of the file join those given here, which the file cannot take back later."""
-        path = data.get("keys_file") if isinstance(data, dict) else None
-        given = data.get("by_key") or {} if isinstance(data, dict) else {}
-        if isinstance(path, str) and isinstance(given, dict):
-            try:
-                more = read_entries(path)
-            except ValueError as error:
-                # Reported beside the section's other faults, not instead of them.
-                return checked(handler, data, [((), str(error))], rules=False)
-            if any(given[key] != more[key] for key in given.keys() & more.keys()):
-                raise ValueError(f"by_key and {path} give one key to two tenants: drop it from one")
-            data = {**data, "by_key": {**given, **more}}
-        made = handler(data)
-        if isinstance(given, dict) and isinstance(data, dict):
-            made._fixed = frozenset(entry_digest(_text(key)) for key in given)
-        return made
+    _of_file: dict[bytes, str] = PrivateAttr(default_factory=dict)
+    _in_clear: int = PrivateAttr(default=0)
 
     @field_validator("by_key")
     @classmethod
@@ -112,8 +84,18 @@ class TenantSettings(Section):
         return value
 
     @model_validator(mode="after")
-    def _names_known(self) -> TenantSettings:
-        known = {*self.by_key.values(), self.default_name}
+    def _with_the_file(self) -> TenantSettings:
+        entries = [key.get_secret_value() for key in self.by_key]
+        if self.keys_file is not None:
+            self._of_file = read_digests(self.keys_file)
+            entries += read_entries(self.keys_file)
+        self._in_clear = sum(not is_hashed(entry) for entry in set(entries))
+        given = self._given()
+        if any(given[key] != self._of_file[key] for key in given.keys() & self._of_file.keys()):
+            raise ValueError(
+                f"by_key and {self.keys_file} give one key to two tenants: drop it from one"
+            )
+        known = {*self.digests.values(), self.default_name}
         if len(known) > MAX_TENANTS:
             raise ValueError(f"{len(known)} tenants: at most {MAX_TENANTS} are kept apart")
         for field in ("weights", "limits", "priorities", "operators"):
@@ -122,9 +104,12 @@ class TenantSettings(Section):
                 raise ValueError(
                     f"{field} names {strangers}, who have no key; known are {sorted(known)[:20]}"
                 )
-        if self.unknown == "refuse" and not self.by_key:
+        if self.unknown == "refuse" and not self.digests:
             raise ValueError("unknown: refuse needs keys: give by_key or keys_file")
         return self
+
+    def _given(self) -> dict[bytes, str]:
+        return {entry_digest(key.get_secret_value()): name for key, name in self.by_key.items()}
 
     def weight(self, tenant: str) -> float:
         """A tenant's share, 1 unless set."""
@@ -138,21 +123,17 @@ class TenantSettings(Section):
     @property
     def digests(self) -> Mapping[bytes, str]:
         """Digest of each key -> tenant, the file's keys among them as they were when read."""
-        return {entry_digest(_text(key)): tenant for key, tenant in self.by_key.items()}
+        return self._of_file | self._given()
 
     @property
     def fixed_digests(self) -> frozenset[bytes]:
         """Digests of the keys in the settings themselves: valid whatever the file says later."""
-        return self._fixed
+        return frozenset(self._given())
 
     @property
     def keys_in_clear(self) -> int:
         """How many keys stand somewhere as clients send them; worth a warning."""
-        return sum(not is_hashed(_text(key)) for key in self.by_key)
-
-
-def _text(key: object) -> str:
-    return key.get_secret_value() if isinstance(key, SecretStr) else str(key)
+        return self._in_clear
 
 
 class AccessSettings(Section):

@@ -1,12 +1,12 @@
 """What every section of the settings shares: strict, frozen, and the types of its values.
 
-`checked` is for rules that pydantic would look at only once everything else is right: it reports
-their faults beside the others, so that a file is mended in one go.
+Pydantic reports all that is wrong with single values at once; `refuse` does so for what is wrong
+between sections, which is looked at when each of them is sound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -34,37 +34,25 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def checked(
-    handler: Callable[[Any], Any], value: Any, faults: Iterable[Fault], *, rules: bool = True
-) -> Any:
-    """`handler(value)`, for a validator of mode "wrap"; `faults` are reported beside what it finds.
-
-    rules: whether what `handler` finds of the whole section counts; not so where it was shown only
-    a part, and would blame what is missing.
-
-    Raises:
-        ValidationError: with every fault; none of them repeats the value, which may hold a key.
-    """
-    found = list(faults)
-    made = None
-    try:
-        made = handler(value)
-    except ValidationError as error:
-        found = [one for one in faults_in(error) if rules or one[0]] + found
+def refuse(faults: Iterable[Fault]) -> None:
+    """Raises ValidationError with every fault, if there is one; none of them repeats a value, which
+    may hold a key."""
+    found = [
+        InitErrorDetails(
+            type=PydanticCustomError("settings", "{reason}", {"reason": reason}),
+            loc=loc,
+            input=None,
+        )
+        for loc, reason in faults
+    ]
     if found:
-        raise ValidationError.from_exception_data("settings", [_details(*one) for one in found])
-    return made
+        raise ValidationError.from_exception_data("settings", found)
 
 
 def faults_in(error: ValidationError) -> list[Fault]:
     """What pydantic found, without the values."""
     found = error.errors(include_input=False, include_url=False)
     return [(one["loc"], one["msg"]) for one in found]
-
-
-def _details(loc: tuple[int | str, ...], reason: str) -> InitErrorDetails:
-    kind = PydanticCustomError("settings", "{reason}", {"reason": reason})
-    return InitErrorDetails(type=kind, loc=loc, input=None)
 
 
 AnySection = TypeVar("AnySection", bound=Section)

@@ -1,31 +1,28 @@
 """A whole cluster: every section with its defaults, and the reader of its YAML file.
 
-`load_settings` reports each fault with file, key and reason, all at once.
+`load_settings` reports each fault with file, key and reason: all of single values at once, then all
+between sections.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
-from kappa.settings.base import Fault, Section, checked, settings_from
+from kappa.settings.base import Fault, Section, refuse, settings_from
 from kappa.settings.engine import EngineSettings, SchedulerSettings, TransferSettings
 from kappa.settings.pools import (
     ModelSettings,
     NodeSettings,
     PoolSettings,
     engine_faults,
-    node_faults,
     pool_faults,
 )
 from kappa.settings.routing import ObservingSettings, RouterSettings
-
-Handler = Callable[[Any], Any]
 
 # The short form is for clusters that are tried out: a Ctrl-C should not take long.
 _NODE_DRAIN_S = 5.0
@@ -61,34 +58,26 @@ class ClusterSettings(Section):
     def _engine_by_its_kind(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value
 
-    @field_validator("nodes", "pools", mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _agree(cls, value: Any, handler: Handler, info: ValidationInfo) -> Any:
-        if info.field_name == "nodes":
-            return checked(handler, value, node_faults(value))
-        return checked(handler, value, pool_faults(value, info.data.get("model")))
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _sections_agree(cls, data: Any, handler: Handler) -> ClusterSettings:
-        faults: list[Fault] = []
-        if isinstance(data, dict) and data.get("pools"):
-            if data.get("nodes"):
-                faults.append((("nodes",), "pools are given, too: drop one of the two"))
-            data = {**data, "nodes": ()}
-            faults += engine_faults(data["pools"], data.get("engine"))
-        elif isinstance(data, dict):
-            if not data.get("nodes", True):
-                faults.append((("nodes",), "give at least one node, or pools"))
-            faults += engine_faults((), data.get("engine"))
-        made: ClusterSettings = checked(handler, data, faults)
-        return made
+    def _pools_stand_for_nodes(cls, data: Any) -> Any:
+        is_given = isinstance(data, dict) and data.get("pools")
+        return {"nodes": (), **data} if is_given else data
 
     @model_validator(mode="after")
-    def _door_closed(self) -> ClusterSettings:
-        fault = open_door(self.tenants, self.access, self.http)
-        if fault is not None:
-            raise ValueError(f"http.host {fault}")
+    def _sections_agree(self) -> ClusterSettings:
+        faults: list[Fault] = []
+        names = [node.name for node in self.nodes]
+        if self.pools and self.nodes:
+            faults.append((("nodes",), "pools are given, too: drop one of the two"))
+        if not self.pools and not self.nodes:
+            faults.append((("nodes",), "give at least one node, or pools"))
+        if len(set(names)) < len(names):
+            faults.append((("nodes",), f"two nodes share a name among {names}: names must differ"))
+        faults += pool_faults(self.pools, self.model)
+        faults += engine_faults(self.pools, self.engine)
+        door = open_door(self.tenants, self.access, self.http)
+        refuse([*faults, *([((), f"http.host {door}")] if door else [])])
         return self
 
     @property

@@ -40,6 +40,10 @@ class SparseSection(Section):
     chunk_tokens: int = Field(
         64, ge=1, le=4096, description="new tokens at a time behind a prefix that is not loaded"
     )
+    loss: Finite | None = Field(
+        None, gt=0, le=10, description="of perplexity with these numbers, as a share, as measured "
+        "(kappa bench offload); a client may name the most it takes; none: unknown",
+    )  # fmt: skip
     heads: str | None = Field(
         None, description="file of head importance (JSON); none: all heads count alike"
     )
@@ -239,8 +243,9 @@ class EngineSettings(Section):
     )
     load: Literal["ahead", "layers"] = Field(
         "ahead",
-        description="ahead: before the prompt, beside others' steps; layers: in the prompt's own "
-        "step, each layer while the one before is computed (host_tier own)",
+        description="ahead: before the prompt, beside others' steps; layers: where a request has "
+        "the engine to itself, in its prompt's own step, each layer while the one before is "
+        "computed (host_tier own)",
     )
     lmcache: LmcacheSettings = LmcacheSettings()
     act_share: float = Field(
@@ -350,8 +355,12 @@ class EngineSettings(Section):
             raise ValueError(f"host_tier {tier} needs kind vllm, and this is {self.kind}")
         if self.handover_dir and (self.kind != "vllm" or tier in ("lmcache", "stock")):
             raise ValueError("handover_dir needs kind vllm and host_tier auto or own")
-        if self.load == "layers":
-            raise ValueError("load layers is not proven inside vLLM and is not served: use ahead")
+        if self.load == "layers" and (
+            self.kind != "vllm" or tier not in ("auto", "own") or self.host_bytes == 0
+        ):
+            raise ValueError("load layers needs kind vllm, host_tier auto or own, and host_bytes")
+        if self.load == "layers" and self.disk_bytes:
+            raise ValueError("load layers needs disk_bytes 0: a row on disk holds all layers")
         if elsewhere and self.host_bytes == 0:
             raise ValueError(f"host_tier {tier} needs host_bytes above zero")
         return self

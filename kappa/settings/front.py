@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -12,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from kappa.checks import http_parts
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
-from kappa.settings.base import Finite, Section, checked, settings_from
+from kappa.settings.base import Finite, Section, settings_from
 from kappa.settings.pools import Name, ProfileName, ShapeName
 from kappa.settings.routing import ObservingSettings, RouterSettings
 
@@ -50,7 +49,7 @@ class BackendSettings(Section):
     host_tokens: int = Field(0, ge=0, description="KV cache in its host tier; 0: it has none")
     events: str | None = Field(
         None,
-        description="where it publishes KV events (vLLM's --kv-events-config), tcp://HOST:PORT",
+        description="where it publishes KV events, tcp://HOST:PORT (vLLM: endpoint tcp://*:PORT)",
     )
     key_env: str | None = Field(
         None, description="environment variable with the key that it wants; none: the client's own"
@@ -95,6 +94,9 @@ class RoutingSettings(RouterSettings):
 
     max_body_bytes: int = Field(64 << 20, ge=1024)
     max_queue: int = Field(4096, ge=1, description="requests in flight before 429")
+    admission: bool = Field(
+        False, description="refuse (429) what is predicted to miss its objective"
+    )
 
 
 class ListenSettings(HttpSettings):
@@ -144,29 +146,27 @@ class FrontSettings(Section):
             raise ValueError(f"{value!r}: give {', '.join(_PRESENT)}, or the url of your balancer")
         return _server_url(value)
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _unlike(cls, data: Any, handler: Callable[[Any], Any]) -> FrontSettings:
-        made: FrontSettings = checked(handler, data, ())
-        if not made.backends:
+    @model_validator(mode="after")
+    def _unlike(self) -> FrontSettings:
+        if not self.backends:
             raise ValueError("backends: give at least one server")
         for what in ("url", "worker"):
-            seen = [getattr(one, what) for one in made.backends]
+            seen = [getattr(one, what) for one in self.backends]
             twice = sorted({one for one in seen if seen.count(one) > 1})
             if twice:
                 where = "url" if what == "url" else "name"
                 raise ValueError(f"two backends have the {where} {twice[0]}: drop or change one")
-        if made.router.mode == "ray":
+        if self.router.mode == "ray":
             raise ValueError("router.mode ray: there is no Ray here; give shadow, canary:N or on")
-        if made.router.mode != "on" and made.journal is None:
+        if self.router.mode != "on" and self.journal is None:
             raise ValueError(
-                f"router.mode {made.router.mode}: name a journal (--journal FILE), from which "
+                f"router.mode {self.router.mode}: name a journal (--journal FILE), from which "
                 "kappa route report says what ours would save"
             )
-        fault = open_door(made.tenants, made.access, made.http)
+        fault = open_door(self.tenants, self.access, self.http)
         if fault is not None:
             raise ValueError(f"http.host {fault}")
-        return made
+        return self
 
 
 def backend_of(text: str) -> dict[str, str]:

@@ -7,13 +7,13 @@ becomes a pool of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from kappa.hardware import NodeProfile, node_profile
+from kappa.hardware import node_profile
 from kappa.model import ModelShape
 from kappa.settings.base import Fault, Finite, Section, faults_in
 from kappa.settings.engine import EngineSettings
@@ -160,133 +160,87 @@ class PoolSettings(Section):
         return changed.on(self.placement.gpus)
 
 
-def pool_faults(pools: Any, shared: ModelSettings | None = None) -> list[Fault]:
-    """What is wrong between pools, as they stand in the file: some may be misshapen themselves.
-
-    shared: the cluster's model, of pools that name none.
-    """
-    if not isinstance(pools, list | tuple):
-        return []
-    names = [value_of(pool, "name") for pool in pools]
+def pool_faults(pools: Sequence[PoolSettings], shared: ModelSettings) -> list[Fault]:
+    """What is wrong between pools; shared: the cluster's model, of those that name none."""
+    names = [pool.name for pool in pools]
     found: list[Fault] = [
-        ((number, "name"), f"pool {names.index(name)} is called {name!r}, too: names must differ")
+        (
+            ("pools", number, "name"),
+            f"pool {names.index(name)} is called {name!r}, too: names must differ",
+        )
         for number, name in enumerate(names)
-        if isinstance(name, str) and names.index(name) < number
+        if names.index(name) < number
     ]
-    models = [_model_of(pool, shared) for pool in pools]
-    for served in dict.fromkeys(model and model.id for model in models):
-        of_it = [
-            p for p, model in zip(pools, models, strict=True) if (model and model.id) == served
-        ]
-        roles = {value_of(pool, "role") or "both" for pool in of_it}
-        whose = f" of model {served}" if len(of_it) < len(pools) else ""
-        if roles == {"prefill"}:
-            why = f"every pool's role{whose} is prefill, and nobody would decode: make one both"
-            found.append(((), why))
-        if roles == {"decode"}:
-            why = f"every pool's role{whose} is decode, and nobody hands over: make one both"
-            found.append(((), why))
+    models = [pool.model or shared for pool in pools]
+    for served in dict.fromkeys(model.id for model in models):
+        roles = [p.role for p, model in zip(pools, models, strict=True) if model.id == served]
+        whose = f" of model {served}" if len(roles) < len(pools) else ""
+        lacking = {"prefill": "nobody would decode", "decode": "nobody hands over"}.get(roles[0])
+        if lacking and set(roles) == {roles[0]}:
+            why = f"every pool's role{whose} is {roles[0]}, and {lacking}: make one both"
+            found.append((("pools",), why))
     return found + _model_faults(models)
 
 
-def _model_of(pool: Any, shared: ModelSettings | None) -> ModelSettings | None:
-    """The model that a pool serves; None if what it says of it is misshapen, or nothing is said."""
-    try:
-        given = value_of(pool, "model")
-        return shared if given is None else ModelSettings.model_validate(given)
-    except ValidationError:
-        return None
-
-
-def _model_faults(models: Sequence[ModelSettings | None]) -> list[Fault]:
+def _model_faults(models: Sequence[ModelSettings]) -> list[Fault]:
     """Of pools, by number: two models under one name, or an adapter under another's name."""
     found: list[Fault] = []
     first: dict[str, tuple[int, ModelSettings]] = {}
     for number, model in enumerate(models):
-        if model is None:
-            continue
         other, same = first.setdefault(model.id, (number, model))
         for name in ModelSettings.model_fields:
             here, there = getattr(model, name), getattr(same, name)
             if here != there:
                 why = f"pool {other} calls its model {model.id!r}, too, and there {name} is "
                 why += f"{there!r}, here {here!r}: one name is one model"
-                found.append(((number, "model", name), why))
+                found.append((("pools", number, "model", name), why))
     taken = {name: f"model {name!r}" for name in first}
     for number, model in first.values():
         for adapter in model.adapters:
             if adapter in taken:
                 why = f"adapter {adapter!r} has the name of {taken[adapter]}: give it another"
-                found.append(((number, "model", "adapters"), why))
+                found.append((("pools", number, "model", "adapters"), why))
             taken[adapter] = f"an adapter of model {model.id!r}"
     return found
 
 
-def engine_faults(pools: Any, shared: Any) -> list[Fault]:
+def engine_faults(pools: Sequence[PoolSettings], shared: EngineSettings) -> list[Fault]:
     """What is wrong with pools' own engine arguments, beside the cluster's `engine` section, and
     with that section on the machines where it is used."""
-    base: Any = {"kind": shared} if isinstance(shared, str) else shared or {}
-    base = base.model_dump() if isinstance(base, EngineSettings) else base
-    if not isinstance(base, dict):
-        return []
-    listed = pools if isinstance(pools, list | tuple) else ()
-    here = [_gpus_of(pool) for pool in listed if not value_of(pool, "engine")]
-    # What is wrong wherever it runs, pydantic finds itself.
-    anywhere, unfit = _engine_faults(base, 1), []
-    if not anywhere and (0 in here or not listed):
-        unfit = _engine_faults(base, 0)
+    if not pools or any(not pool.engine and not pool.placement.gpus for pool in pools):
+        unfit = _faults_of(partial(shared.on, 0))
+    else:
+        unfit = []
     found: list[Fault] = [(("engine", *loc), reason) for loc, reason in unfit]
-    known = {loc[0] for loc, _ in anywhere + unfit if loc}
-    for number, pool in enumerate(listed):
-        own = value_of(pool, "engine")
-        if not isinstance(own, dict):
-            continue
+    for number, pool in enumerate(pools):
         where = ("pools", number, "engine")
         found += [
             ((*where, key), "is the same in all pools, or their blocks would not match: give it "
              "in the section engine")
-            for key in sorted(own.keys() & SHARED_ENGINE_KEYS)
-            if key == "kind" or not _all_of_its_model_give(key, pool, listed)
+            for key in sorted(pool.engine.keys() & SHARED_ENGINE_KEYS)
+            if key == "kind" or not _all_of_its_model_give(key, pool, pools)
         ]  # fmt: skip
-        found += [
-            ((*where, *loc), reason)
-            for loc, reason in _engine_faults({**base, **own}, _gpus_of(pool))
-            if (loc and loc[0] in own) or (not loc and not known)
-        ]
+        if pool.engine:
+            own = _faults_of(partial(pool.engine_settings, shared))
+            found += [((*where, *loc), reason) for loc, reason in own if loc or not unfit]
     return found
 
 
-def _all_of_its_model_give(key: str, pool: Any, pools: Sequence[Any]) -> bool:
+def _all_of_its_model_give(key: str, pool: PoolSettings, pools: Sequence[PoolSettings]) -> bool:
     """Whether a pool names its model, and every pool that names it has the same value of `key`."""
-    name = _named_model(pool)
-    values = {
-        str(value_of(value_of(other, "engine") or {}, key))
-        for other in pools
-        if _named_model(other) == name
-    }
-    return name is not None and len(values) == 1
+    if pool.model is None:
+        return False
+    served = pool.model.id
+    values = {str(p.engine.get(key)) for p in pools if p.model and p.model.id == served}
+    return len(values) == 1
 
 
-def _named_model(pool: Any) -> Any:
-    return value_of(value_of(pool, "model") or {}, "id")
-
-
-def _gpus_of(pool: Any) -> int:
-    gpus = value_of(value_of(pool, "placement") or {}, "gpus")
-    return gpus if isinstance(gpus, int) else 0
-
-
-def _engine_faults(data: dict[str, Any], gpus: int) -> list[Fault]:
+def _faults_of(made: Callable[[], EngineSettings]) -> list[Fault]:
     try:
-        EngineSettings.model_validate(data).on(gpus)
+        made()
     except ValidationError as error:
         return faults_in(error)
     return []
-
-
-def value_of(part: Any, key: str) -> Any:
-    """A part's value, whether it is validated already or not."""
-    return part.get(key) if isinstance(part, dict) else getattr(part, key, None)
 
 
 class NodeSettings(Section):
@@ -295,18 +249,3 @@ class NodeSettings(Section):
     name: Name
     profile: ProfileName = Field(description="catalogue name or profile JSON")
     paced: bool = True
-
-    def node(self, dilation: float) -> NodeProfile:
-        """The profile to pace by, in dilated time."""
-        profile = node_profile(self.profile)
-        return replace(profile, name=self.name, source="paced", dilation=dilation)
-
-
-def node_faults(nodes: Any) -> list[Fault]:
-    """What is wrong between nodes, as they stand in the file."""
-    if not isinstance(nodes, list | tuple):
-        return []
-    names = [str(value_of(node, "name")) for node in nodes]
-    if len(set(names)) < len(names):
-        return [((), f"two nodes share a name among {names}: names must differ")]
-    return []

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kappa.checks import http_parts
 from kappa.settings.base import Finite, Section
+from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 
 PolicyName = Literal[
     "priced", "priced_fetch", "threshold", "threshold_literal", "ttft", "least_backlog"
@@ -44,6 +45,33 @@ class FailoverSettings(Section):
         return self
 
 
+class ObjectiveSettings(Section):
+    """What a request may take (`kappa.slo.ServiceObjective`): admission refuses what would
+    take longer, and the policy prices by it. Seconds are dilated, as the engines' time is."""
+
+    ttft_s: Finite = Field(
+        TTFT_FLOOR_S, ge=0, description="of a first token; or the next, if that is longer"
+    )
+    ttft_idle_factor: Finite = Field(
+        TTFT_IDLE_FACTOR, ge=0, description="times what the median node takes with nothing to do"
+    )
+    tpot_s: Finite = Field(
+        0.0, ge=0, description="per token after the first; or the next, if that is longer"
+    )
+    tpot_idle_factor: Finite = Field(TPOT_IDLE_FACTOR, ge=0)
+
+    @model_validator(mode="after")
+    def _can_be_met(self) -> ObjectiveSettings:
+        for name in ("ttft", "tpot"):
+            factor = getattr(self, f"{name}_idle_factor")
+            if factor < 1 and not (factor == 0 and getattr(self, f"{name}_s") > 0):
+                raise ValueError(
+                    f"{name}_idle_factor = {factor:g}: no idle node is that fast; give 1 or more, "
+                    f"or 0 and {name}_s above 0 for a limit in seconds alone"
+                )
+        return self
+
+
 class RouterSettings(Section):
     """How requests are routed, and the limits of the ingress."""
 
@@ -64,8 +92,9 @@ class RouterSettings(Section):
         4, ge=0, description="pools up to this size are forecast step by step, larger ones not"
     )
     admission: bool = Field(
-        False, description="refuse (429) what is predicted to miss its objective"
+        True, description="refuse (429) what is predicted to miss its objective"
     )
+    objective: ObjectiveSettings = ObjectiveSettings()
     request_timeout_s: float = Field(600.0, gt=0)
     failover: FailoverSettings = FailoverSettings()
     record: str | None = Field(

@@ -140,8 +140,8 @@ UNKNOWN_FIELD = Fault(  # The name is the client's text, and no parameter for th
     400, "unknown_parameter", "Unrecognized request argument supplied: {name}; leave it out.")
 NO_APPROXIMATION = Fault(
     400, "approx_not_allowed",
-    "x-kappa-approx: no worker here gives approximate answers; leave it out, or serve with "
-    "'engine: {{kind: torch, approx: ask}}'.",
+    "x-kappa-approx: no worker here gives approximate answers of so little stated loss; leave it "
+    "out, or serve with 'engine: {{kind: torch, approx: ask, sparse: {{loss: 0.06}}}}'.",
     "x-kappa-approx")
 NO_LOAD_PLANS = Fault(
     400, "no_load_plans",

@@ -18,6 +18,7 @@ PIN_HEADER = "x-kappa-pin"
 POOL_HEADER = "x-kappa-pool"
 # What a client calls its conversation: this header, else one of these fields of its body.
 SESSION_HEADER = "x-session-id"
+DEADLINE_HEADER = "x-kappa-deadline-ms"
 CONVERSATION_KEYS = ("prompt_cache_key", "user")
 PLAN_HEADER = "x-kappa-plan"
 APPROX_HEADER = "x-kappa-approx"

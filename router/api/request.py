@@ -7,6 +7,8 @@ that every request is served only for those that fit.
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from router.api.fields import choices_in
 from router.api.metadata import (
     APPROX_HEADER,
     CONVERSATION_KEYS,
+    DEADLINE_HEADER,
     PLAN_HEADER,
     SESSION_HEADER,
 )
@@ -33,11 +36,9 @@ from router.index.prefix_hash import salt_of
 from router.live.suspects import content_digest
 from router.telemetry import RequestTimeline
 
-DEADLINE_HEADER = "x-kappa-deadline-ms"
-
 _LONGEST_DEADLINE_MS = 24 * 3600 * 1000
 _CLOCK_SLACK_S = 0.005
-_APPROX_VALUES = {"ok": True, "no": False, "": None}
+_APPROX_VALUES = {"ok": math.inf, "no": 0.0, "": None}
 _GIVEN_UP = ("client_gone", "deadline")
 
 
@@ -148,8 +149,8 @@ class ApiRequest:
         return self.headers.get(PLAN_HEADER, "").strip()
 
     @property
-    def approx(self) -> bool | None:
-        """Whether its client takes an approximate answer; ApiError 400 if that cannot be read."""
+    def approx(self) -> float | None:
+        """As `approx_allowed`."""
         fields = self.body.model_extra or {}
         return approx_allowed(self.headers.get(APPROX_HEADER), fields.get("approx"))
 
@@ -312,27 +313,36 @@ def unfit_workers(
     )  # fmt: skip
 
 
-def approx_allowed(header: str | None, field: object) -> bool | None:
-    """Whether a client takes an approximate answer, by the header `x-kappa-approx`, else the body's
-    "approx"; None: it does not say. Raises ApiError 400 for anything but ok and no."""
+def approx_allowed(header: str | None, field: object) -> float | None:
+    """The most loss of perplexity that a client takes, as a share, by the header `x-kappa-approx`,
+    else the body's "approx"; 0: none, infinite: any, None: it does not say. Raises ApiError 400 for
+    anything but ok, no and a number above 0 and at most 1."""
     given = field if header is None else header
     value = "" if given is None else str(given).strip().lower()
-    if value not in _APPROX_VALUES:
+    if value in _APPROX_VALUES:
+        return _APPROX_VALUES[value]
+    if not re.fullmatch(r"[01]?\.?[0-9]{1,6}", value) or not 0.0 < float(value) <= 1.0:
         raise errors.bad_field(
-            APPROX_HEADER, "give 'ok' where the answer may be approximate, or 'no'"
-        )
-    return _APPROX_VALUES[value]
+            APPROX_HEADER, "give 'ok' where the answer may be approximate, or 'no', or the most "
+            "loss of perplexity, such as 0.05",
+        )  # fmt: skip
+    return float(value)
 
 
-def is_approximate(worker: Announcement, allowed: bool | None) -> bool:
-    """Whether this worker is to answer a request approximately."""
+def is_approximate(worker: Announcement, most_loss: float | None) -> bool:
+    """Whether this worker is to answer a request approximately. A loss that its configuration does
+    not state counts as any."""
     policy = worker.load_plan.get("approx", "never")
-    return allowed is not False and (policy == "always" or (policy == "ask" and allowed is True))
+    if most_loss is None:
+        return bool(policy == "always")
+    loss = float(worker.load_plan.get("loss", math.inf))
+    return policy != "never" and loss <= most_loss
 
 
-def exact_workers(workers: Collection[Announcement], allowed: bool | None) -> frozenset[str]:
-    """Workers that a request which asks for an approximate answer is kept from; raises ApiError 400
-    if that is all: rather than be answered exactly, at a cost that it did not ask for."""
+def exact_workers(workers: Collection[Announcement], allowed: float | None) -> frozenset[str]:
+    """Workers that a request which asks for an approximate answer is kept from, as exact or of more
+    loss than it takes; raises ApiError 400 if that is all: rather than be answered exactly, at a
+    cost that it did not ask for."""
     if not allowed:
         return frozenset()
     exact = frozenset(one.worker for one in workers if not is_approximate(one, allowed))

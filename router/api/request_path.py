@@ -184,5 +184,6 @@ def _route_request(
 ) -> RouteRequest:
     return RouteRequest(
         request.request_id, prompt.token_ids, request.max_tokens, request.salt, exclude=exclude,
-        prompt_tokens=prompt.tokens, model=request.model.name,
+        prompt_tokens=prompt.tokens, model=request.model.name, tenant=request.tenant.name,
+        weight=request.tenant.weight, priority=request.body.priority or 0,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Protocol
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings, RouterSettings
+from kappa.slo import ServiceObjective
 from router.api.app import Access
 from router.api.request import EndpointModel
 from router.api.tenants import Allowance, Tenants
@@ -74,8 +75,8 @@ def tenants_table(t: TenantSettings, own: Mapping[bytes, str] | None = None) -> 
         weights=dict(t.weights),
         priorities={name: (one.own, one.may_ask) for name, one in t.priorities.items()},
         # Without keys nobody can be distinguished from an operator.
-        operators=frozenset({*t.operators, *own.values()}) if t.by_key else None,
-        own_caches=bool(t.by_key) and not t.share_cache,
+        operators=frozenset({*t.operators, *own.values()}) if t.digests else None,
+        own_caches=bool(t.digests) and not t.share_cache,
         blind=secrets.token_bytes(32),
     )
     return table.with_digests({**t.digests, **own}, t.default_name, t.fixed_digests | own.keys())
@@ -115,6 +116,7 @@ def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
         calibrate_requests=given.calibrate_requests,
         forecast_workers=given.forecast_workers,
         admission=given.admission,
+        objective=ServiceObjective(**given.objective.model_dump()),
         first=rank % settings.replicas / settings.replicas,
         planner_of=planner_of,
     )

@@ -27,15 +27,17 @@ SHOWN = [
     ("2026-11-23-bench-predict-real-disk.json", predict.show, "queue +0.018"),
     ("2026-11-23-bench-serve.json", serve.show, "stock_no_batching"),
     ("2026-11-21-bench-validate.json", validate.show, "least_backlog"),
-    ("2026-11-23-bench-dynamo.json", dynamo.show, "host-cache-hit-weight"),
+    ("2026-11-23-bench-dynamo-1000.json", dynamo.show, "two-tier"),
     ("2026-11-23-bench-faithful.json", faithful.show, "SelectionService"),
     ("2026-11-22-bench-peers.json", peers.show, "ray-prefix"),
     ("2026-11-23-bench-scenario.json", scenarios.show, "fair in the engine"),
-    ("2026-11-23-bench-capacity.json", capacity.show, "priced / peer"),
+    ("2026-11-23-bench-capacity-peers.json", capacity.show, "priced / peer"),
     ("2026-11-22-bench-router.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
     ("2026-11-21-bench-offload-cpu.json", offload.show, "kvpr-ahead"),
     ("2026-11-23-bench-offload-served.json", offload.show, "host-hybrid"),
+    ("2026-11-23-bench-offload-sparse-answers.json", offload.show, "lru 1/16"),
+    ("2026-11-23-bench-offload-sparse-seconds.json", offload.show, "clo 1/8"),
 ]
 
 

@@ -252,10 +252,11 @@ def heads(tmp_path, layers):
 
 
 def test_the_settings_arrive_at_the_worker_with_the_scores_themselves(tmp_path):
-    sparse = {"share": 0.2, "lanes": 7, "max_age": 5, "heads": heads(tmp_path, 32)}
+    sparse = {"share": 0.2, "lanes": 7, "max_age": 5, "loss": 0.03, "heads": heads(tmp_path, 32)}
     plan = planned(tmp_path, {"kind": "torch", "approx": "ask", "sparse": sparse})
     assert (plan.approx, plan.sparse.settings.slots, plan.sparse.settings.max_age) == ("ask", 7, 5)
     assert plan.sparse.settings.clo.share == 0.2 and plan.sparse.settings.clo.eta == 0.8
+    assert plan.sparse.loss == 0.03
     assert np.array_equal(plan.sparse.heads.importance, np.full((32, 32), 0.25))
 
 

@@ -21,7 +21,7 @@ from deploy.app.model import (
     model_here,
     prepare_model,
 )
-from deploy.app.plan import pool_config, worker_nodes
+from deploy.app.plan import pool_config, pool_nodes
 from deploy.app.ray_cluster import check_port
 from deploy.cli import _COMMANDS, app, summary
 from deploy.commands.serve import settings_or_exit, with_a_model
@@ -163,7 +163,10 @@ def test_a_model_that_is_not_there_is_a_start_error(tmp_path, monkeypatch):
 
 def test_nodes_are_paced_or_priors():
     settings = load_settings()
-    paced, unpaced = worker_nodes(settings), worker_nodes(settings.unpaced())
+    paced, unpaced = (
+        [node for pool in each.all_pools for node in pool_nodes(each, pool)]
+        for each in (settings, settings.unpaced())
+    )
     assert {(n.source, n.dilation) for n in paced} == {("paced", settings.dilation)}
     assert {(n.source, n.dilation) for n in unpaced} == {("catalogue", 1.0)}
     assert [n.name for n in paced] == [n.name for n in unpaced] == ["pcie", "c2c"]

@@ -114,6 +114,13 @@ def test_the_host_tier_follows_the_device_and_its_size_the_machine(gpus, engine,
     assert pool["host_tier"] == ("native" if gpus else "own")
 
 
+@pytest.mark.parametrize("load", ["ahead", "layers"])
+def test_how_prefixes_are_loaded_reaches_the_host_tier(load):
+    (pool,) = tried(cluster(0, LLAMA_70B, engine={"load": load}), FOUR)["pools"]
+    extra = pool["engine_args"]["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["kappa_link"]["by_layer"] == (load == "layers")
+
+
 def test_fp8_reaches_vllm_as_it_is_given():
     extra = {"quantization": "fp8", "kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.9}
     (pool,) = tried(cluster(engine={"extra": extra}), H100)["pools"]

@@ -103,6 +103,12 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
             "host_tier own copies between tensors of a CPU",
         ),
         ([{"name": "a"}], {"engine": {"host_tier": "native"}}, "native needs a GPU, and placement"),
+        (A_GPU_POOL, {"engine": {"load": "layers"}}, "placement.gpus is 1, scheduler.name fair"),
+        (
+            [{"name": "a"}],
+            {"engine": {"load": "layers"}, "scheduler": {"name": "stock"}},
+            "placement.gpus is 0, scheduler.name stock: say ahead",
+        ),
         (A_GPU_POOL, {"scheduler": {"duplex": "half"}}, "scheduler.duplex is half: say full"),
         (A_GPU_POOL, {"engine": STOCK}, "scheduler.name is fair: say stock, too"),
         ([{"name": "a", "paced": True}], STOCK_CLUSTER, "cannot be paced: say 'paced: false'"),

@@ -128,15 +128,14 @@ def test_vllm_takes_the_share_of_a_gpu_that_we_count_with():
 
 def test_a_tier_larger_than_memory_is_refused_with_both_figures():
     (fault,) = found(cluster(host_bytes=2 * 10**12), LLAMA_8B)
-    assert "engine.host_bytes of 2,000 GB" in fault
-    assert "the 1,000 GB of memory that m has left" in fault
+    assert "pool a on m: engine.host_bytes is 1.86e+03 GiB, and the machine has 931 GiB" in fault
 
 
 def test_a_tier_that_vllm_maps_must_fit_dev_shm():
     settings = cluster(host_bytes=96 << 30)
     assert found(settings, LLAMA_8B, replace(machine(), shm_bytes=96 << 30)) == []
     (fault,) = found(settings, LLAMA_8B, replace(machine(), shm_bytes=16 << 30))
-    assert "pool a: engine.host_bytes is 96 GiB, and /dev/shm has 16 GiB left" in fault
+    assert "pool a on m: engine.host_bytes is 96 GiB, and /dev/shm has 16 GiB left" in fault
     on_a_cpu = cluster(gpus=0, host_bytes=96 << 30)
     assert found(on_a_cpu, LLAMA_8B, replace(machine(0), shm_bytes=0)) == []
 
@@ -164,7 +163,8 @@ def test_a_cpu_engine_takes_weights_and_device_cache_from_the_same_memory():
     # 16.06 GB of weights, 264 blocks of 32 tokens of 131,072 bytes: 1.107 GB.
     tight = replace(machine(0), memory_bytes=18 * 10**9)
     (fault,) = found(settings, LLAMA_8B, tight)
-    assert "engine.host_bytes of 1.074 GB, and 17.17 GB for weights and device cache" in fault
+    assert "engine.host_bytes is 1 GiB, and the machine has 16.8 GiB left, of which the" in fault
+    assert "engine itself needs 16 GiB" in fault
     assert found(settings, LLAMA_8B, replace(tight, memory_bytes=19 * 10**9)) == []
 
 
@@ -364,7 +364,8 @@ def test_models_that_fit_a_machine_one_by_one_are_added_up():
         problems(part, part.all_pools[0], LLAMA_8B, tight) for part in settings.by_model()
     ), "each has room"
     (fault,) = all_problems(settings, [LLAMA_8B, LLAMA_8B], [tight])[""]
-    assert "the 2 workers need" in fault and "2 GB for host tiers" in fault
-    assert "m has 30 GB of memory left: serve fewer workers or models" in fault
+    assert "engine.host_bytes of 2 workers on a machine are 1.86 GiB together, and the" in fault
+    assert "27.9 GiB left, of which the engines themselves need 32 GiB" in fault
+    assert "serve fewer workers" in fault
     # Of a model that is not on disk nothing is known.
     assert all_problems(settings, [LLAMA_8B, None], [tight]) == {}

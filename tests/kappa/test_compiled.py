@@ -85,7 +85,7 @@ def test_the_prices_are_those_that_python_gives(source):
     estimates["device_tokens"], estimates["cached_tokens"] = rng.uniform(0, 100, (2, 4))
     estimates["cached_tokens"][0] = 0.0
     estimates["fetch_tokens"] = estimates["cached_tokens"] / 100
-    rest = (3.0, 20.0, 1000.0, 50.0), source, (0.5, 5.0, 3.0)
+    rest = (3.0, 20.0, 1000.0, 50.0), source, (0.5, 5.0, 0.1, 3.0)
     slots, got, expected = np.array([4, 0, 1, 2]), estimates.copy(), estimates.copy()
     pricing.price(workers, slots, got, *rest)
     # Without a compiler only record arrays have their fields as attributes.

@@ -9,8 +9,18 @@ import pytest
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
+from kappa.slo import ServiceObjective
 from router import admission
-from router.admission import Demand, Evaluation, Lateness, alone_s, delay_s, evaluate, limits
+from router.admission import (
+    Demand,
+    Evaluation,
+    Lateness,
+    Standing,
+    alone_s,
+    delay_s,
+    evaluate,
+    limits,
+)
 from router.decision import Choice, NoWorkerError, OverloadedError
 from router.fleet import Fleet
 from router.policy import LeastTtft
@@ -18,22 +28,13 @@ from router.router import Router, RouterConfig
 from tests.router import building
 from tests.router.building import SHAPE, announcement, ask, estimate, fleet_of, join
 from tests.router.offering import estimates
-from tests.router.test_lateness import sent
+from tests.router.test_lateness import came, sent
 
 
-@pytest.fixture
-def factors(monkeypatch):
-    """Sets what the objective allows: `factors(TTFT_FLOOR_S=9.0)`."""
-
-    def change(**values):
-        for name, value in values.items():
-            monkeypatch.setattr(admission, name, value)
-
-    return change
-
-
-def router(*workers, admission=True):
-    return building.router(*workers, admission=admission, stale_after_s=1e9)
+def router(*workers, admission=True, **options):
+    """Workers that are taken at their word."""
+    options = {"calibrate": False, **options}
+    return building.router(*workers, admission=admission, stale_after_s=1e9, **options)
 
 
 def flood(made, limit=200):
@@ -59,11 +60,9 @@ def test_a_queue_longer_than_the_objective_is_rejected_with_a_time_to_come_back(
     assert isinstance(error, NoWorkerError) and made.reservations == count
 
 
-def test_the_floor_admits_short_prompts_whatever_their_multiple(factors):
-    factors(TTFT_FLOOR_S=0.0, TTFT_IDLE_FACTOR=1.5)
-    strict = flood(router())[0]
-    factors(TTFT_FLOOR_S=10.0)
-    assert strict < flood(router())[0]
+def test_the_floor_admits_short_prompts_whatever_their_multiple():
+    strict = flood(router(objective=ServiceObjective(ttft_s=0.0, ttft_idle_factor=1.5)))[0]
+    assert strict < flood(router(objective=ServiceObjective(ttft_s=10.0, ttft_idle_factor=1.5)))[0]
 
 
 def test_one_that_was_admitted_and_lost_its_worker_is_not_rejected():
@@ -88,9 +87,8 @@ def test_the_floor_is_in_dilated_time(dilation):
     assert limits(fleet, estimates).ttft_s == max(0.5 * dilation, 5 * idle_s)
 
 
-def test_a_node_with_many_streams_is_too_slow_per_token(factors):
-    factors(TTFT_IDLE_FACTOR=1e9)
-    made = router("a")
+def test_a_node_with_many_streams_is_too_slow_per_token():
+    made = router("a", objective=ServiceObjective(ttft_idle_factor=1e9))
     admitted, error = 0, None
     for i in range(2000):
         try:
@@ -136,9 +134,8 @@ def test_one_that_goes_elsewhere_stays_away_from_workers_that_it_excludes():
     assert made.route(ask("r", exclude=frozenset("b")), 1.0).worker == "c"
 
 
-def test_no_more_are_admitted_than_a_worker_runs_at_a_time(factors):
-    factors(TTFT_IDLE_FACTOR=1e9, TPOT_IDLE_FACTOR=1e9)
-    made = router("a")
+def test_no_more_are_admitted_than_a_worker_runs_at_a_time():
+    made = router("a", objective=ServiceObjective(ttft_idle_factor=1e9, tpot_idle_factor=1e9))
     made.join(replace(announcement("a"), max_sequences=3), 0.0)
     for i in range(3):
         made.route(ask(f"r{i}", tokens=100, seed=i), 20.0 * i)
@@ -164,16 +161,17 @@ def test_cheap_requests_are_admitted_where_costly_ones_are_not():
     flood(made)
     demand = Demand()
     for i in range(100):
-        demand.evaluated(59.0, i * 1e-3, 1.0, admitted=i % 2 == 0)
+        came(demand, i * 1e-3, 59.0, admitted=i % 2 == 0)
     fleet = made.fleet
     allowed = {}
     for name, tokens in (("cheap", 10), ("costly", 20_000)):
         estimates = made.explain(ask("x", tokens=tokens, seed=9), 60.0).estimates
-        found = evaluate(fleet, estimates, made._lateness, demand)
-        limit_s = limits(fleet, estimates).tpot_s
-        allowed[name] = float((found.token_s - found.slow_s)[0]) / limit_s
+        share = demand.slack_share(Standing(work_s=float(estimates.work_s[0])))
+        limit = limits(fleet, estimates, share)
+        found = evaluate(fleet, estimates, made._lateness, demand, limit)
+        allowed[name] = float((found.token_s - found.slow_s)[0]) / limit.tpot_s
     assert allowed["cheap"] == pytest.approx(1.0, abs=0.05)
-    assert 1 / admission.TPOT_IDLE_FACTOR < allowed["costly"] < 0.7
+    assert 1 / 3 < allowed["costly"] < 0.7
 
 
 @pytest.mark.parametrize("tokens", [100, 20_000])
@@ -183,7 +181,7 @@ def test_an_idle_cluster_admits_anything_whatever_came_of_others(tokens):
     made.first_token("slow", 99.0)
     made.release("slow", 100.0)
     for _ in range(128):
-        made.models["m"].demand.evaluated(100.0, 1e-9, 1e9, admitted=False)
+        came(made.models["m"].demand, 1e-9, 100.0, 1e9, admitted=False)
     assert made._lateness.late_s("a", 100.0) > 3
     made.route(ask("costly", tokens=tokens, seed=3), 100.0)
     with pytest.raises(OverloadedError):
@@ -224,7 +222,7 @@ def test_long_prompts_that_come_alone_are_admitted():
         made.release(f"long{i}", 10.0 * i + 1.1)
 
 
-def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host(factors):
+def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host():
     # 4,000 tokens, of which one worker has 1,000 on the device and 2,000 in host: the idle TTFT is
     # that of loading 3,000 (131,072 bytes each at 63 GB/s, 6.2 ms) and computing 1,000 behind them.
     fleet = fleet_of("h100-pcie5", "h100-pcie5")
@@ -232,12 +230,18 @@ def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host(fa
     estimates.device_tokens[1], estimates.cached_tokens[1] = 1000.0, 2000.0
     step = step_model(SHAPE, node_profile("h100-pcie5"))
     expected_s = 3000 * 131072 / 63e9 + step.step_s([(1000, 3000)])
-    factors(TTFT_FLOOR_S=0.0, TTFT_IDLE_FACTOR=4.0)
-    idle_s, limit_s, _ = limits(fleet, estimates)
-    assert idle_s == pytest.approx(expected_s)
-    assert limit_s == pytest.approx(4 * expected_s)
-    factors(TTFT_FLOOR_S=9.0)
-    assert limits(fleet, estimates).ttft_s == 9.0
+    fleet.objective = ServiceObjective(
+        ttft_s=0.0, ttft_idle_factor=4.0, tpot_s=0.0, tpot_idle_factor=3.0
+    )
+    found = limits(fleet, estimates, 0.25)
+    assert found.idle_s == pytest.approx(expected_s)
+    assert found.ttft_s == pytest.approx(4 * expected_s)
+    assert found.slack_s == pytest.approx(3 * expected_s)
+    # A quarter of what lies between idle and the limit.
+    assert found.usable_ttft_s == pytest.approx(1.75 * expected_s)
+    assert found.usable_tpot_s == pytest.approx(0.5 * found.tpot_s)
+    fleet.objective = ServiceObjective(ttft_s=9.0, tpot_s=2.0)
+    assert limits(fleet, estimates)[1:3] == (9.0, 2.0)
 
 
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
@@ -253,13 +257,13 @@ def test_a_long_prompt_is_evaluated_by_the_long_view_in_dilated_time(dilation):
         estimates = estimate(fleet, now_s=1.0)
         estimates.work_s[:] = work_s * dilation
         alone_s = float(estimates.tpot_s[0])
-        found = evaluate(fleet, estimates, lateness, Demand())
+        found = evaluate(fleet, estimates, lateness, Demand(), limits(fleet, estimates))
         stretched[work_s] = float(found.token_s[0]) / alone_s
     assert stretched == pytest.approx({0.24: 1 / 0.6, 0.26: 1 / 0.9})
 
 
-def test_an_evaluation_by_hand(factors):
-    fleet = Fleet()
+def test_an_evaluation_by_hand():
+    fleet = Fleet(objective=ServiceObjective(ttft_s=0.0))
     join(fleet, announcement("w0", max_sequences=4))
     estimates = estimate(fleet, tokens=4000)
     estimates.ttft_s[0], estimates.tpot_s[0], estimates.gpu_use[0] = 7.0, 0.5, 0.2
@@ -267,15 +271,12 @@ def test_an_evaluation_by_hand(factors):
     step = step_model(SHAPE, node_profile("h100-pcie5"))
     idle_s = step.step_s([(4000, 0)])
     idle_token_s = step.weights_s + 4000 * step.context_token_s + step.fixed_s
-    # Nobody was rejected before, so it may use all of the slack: up to 5 and 3 times idle.
-    factors(TTFT_FLOOR_S=0.0, TTFT_IDLE_FACTOR=5.0, TPOT_IDLE_FACTOR=3.0)
-    found = evaluate(fleet, estimates, Lateness(), Demand())
+    # It may use all of the slack: up to 5 and 3 times idle.
+    found = evaluate(fleet, estimates, Lateness(), Demand(), limits(fleet, estimates))
     assert found.late_s == pytest.approx([7.0 - 5 * idle_s])
     # Prompts take 0.2 of the time: 0.5 s a token are 0.4 s without them; none were sent lately.
     assert found.token_s == pytest.approx([0.4])
     assert found.slow_s == pytest.approx([0.4 - 3 * idle_token_s])
-    assert found.slack_s == pytest.approx(4 * idle_s)
-    assert found.work_s == estimates.work_s[0]
     assert found.full.tolist() == [True] and found.idle.tolist() == [False]
 
 
@@ -304,9 +305,7 @@ def evaluation(*workers, budget_wait_s=0.0):
     flags = {
         name: np.array([bool(worker.get(name)) for worker in workers]) for name in ("full", "idle")
     }
-    return Evaluation(
-        **rows, **flags, budget_wait_s=budget_wait_s, slack_s=1.0, work_s=0.1, output_tokens=50
-    )
+    return Evaluation(**rows, **flags, budget_wait_s=budget_wait_s, output_tokens=50)
 
 
 def test_who_is_rejected_and_where():

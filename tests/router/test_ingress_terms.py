@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
+from router.api.metadata import DEADLINE_HEADER as DEADLINE
 from router.api.render import SHORT_BYTES
-from router.api.request import DEADLINE_HEADER as DEADLINE
 from router.api.request import cache_salt
 from router.api.tenants import Allowance, Tenant
 from router.index.prefix_hash import salt_of

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission import Demand, Lateness
+from router.admission import Demand, Lateness, Standing
+from router.decision import RouteRequest
 from router.fleet import Flight
 
 
@@ -33,32 +34,47 @@ def first_token(lateness, flight, now_s):
 _works = st.floats(0.0, 1e3, allow_nan=False)
 
 
+def came(made, work_s=1.0, at_s=0.0, slack_s=1.0, admitted=True, **who):
+    """A request was evaluated, and admitted or not."""
+    request = RouteRequest("r", **who)
+    standing = made.standing(request, work_s)
+    made.evaluated(at_s, request, standing, slack_s, admitted=admitted)
+
+
+def of(work_s, **who):
+    return Standing(work_s=work_s, **who)
+
+
 def demand(works, admitted):
     made = Demand()
     for work_s, inside in zip(works, admitted, strict=True):
-        made.evaluated(0.0, work_s, 1.0, admitted=inside)
+        request = RouteRequest("r")
+        made.evaluated(0.0, request, of(work_s), 1.0, admitted=inside)
     return made
 
 
 def test_before_any_request_nothing_is_costly():
-    assert Demand().cost_rank(5.0) == 0.0 and Demand().slack_share(5.0) == 1.0
+    assert Demand().rank(of(5.0)) == 0.0 and Demand().slack_share(of(5.0)) == 1.0
 
 
 def test_the_cost_rank_counts_equals_half():
     made = demand([1.0, 2.0, 2.0, 9.0], [True] * 4)
-    assert [made.cost_rank(w) for w in (0.5, 1.0, 2.0, 5.0, 99.0)] == [0.0, 0.125, 0.5, 0.75, 1.0]
+    assert [made.rank(of(w)) for w in (0.5, 1.0, 2.0, 5.0, 99.0)] == [0.0, 0.125, 0.5, 0.75, 1.0]
 
 
-def test_while_nothing_is_rejected_only_the_costliest_have_less_than_all_the_slack():
+def test_while_nothing_is_rejected_only_the_costliest_has_less_than_all_the_slack():
     made = demand(range(100), [True] * 100)
-    assert made.slack_share(99.0) > 0.99
-    assert made.slack_share(1e9) == pytest.approx(0.2), "costlier than any that came"
+    assert made.slack_share(of(99.0)) == 1.0
+    assert made.slack_share(of(1e9)) == pytest.approx(0.2), "costlier than any that came"
+    came(made, admitted=False)
+    assert made.slack_share(of(1e9)) == pytest.approx(0.2)
+    assert made.slack_share(of(0.5)) > 0.99
 
 
 @given(st.lists(st.tuples(_works, st.booleans()), max_size=200), _works, _works)
 def test_the_slack_share_is_bounded_and_never_larger_for_the_costlier(history, one, other):
     made = demand(*zip(*history, strict=True)) if history else Demand()
-    shares = [made.slack_share(w) for w in sorted((one, other))]
+    shares = [made.slack_share(of(w)) for w in sorted((one, other))]
     assert 0.2 - 1e-9 <= shares[1] <= shares[0] <= 1.0
 
 
@@ -80,8 +96,8 @@ def test_blocking_is_the_plain_sum(requests, blocks_s):
     requests = sorted(requests)
     made = Demand()
     for at_s, slack_s in requests:
-        made.evaluated(at_s, 1.0, slack_s, admitted=True)
-    got = made.blocked(50.0, np.array(blocks_s))
+        came(made, 1.0, at_s, slack_s)
+    got = made.blocked(50.0, np.array(blocks_s), len(blocks_s))
     for block_s, count in zip(blocks_s, got, strict=True):
         window_s = max(block_s, 50.0 - requests[0][0] if requests else 0.0)
         over_s = sum(max(block_s - slack_s, 0.0) for _, slack_s in requests)
@@ -102,15 +118,60 @@ def test_blocking_is_the_plain_sum(requests, blocks_s):
 )
 def test_the_slack_share_by_hand(rejected, work_s, share):
     made = demand([1.0, 2.0, 3.0, 4.0], [i >= rejected for i in range(4)])
-    assert made.slack_share(work_s) == pytest.approx(share)
+    assert made.slack_share(of(work_s)) == pytest.approx(share)
 
 
 def test_the_last_128_count_and_not_one_more():
     made = demand([1.0] * 128, [True] * 128)
-    assert made.cost_rank(2.0) == 1.0
+    assert made.rank(of(2.0)) == 1.0
     for count in range(1, 65):
-        made.evaluated(0.0, 9.0, 1.0, admitted=True)
-        assert made.cost_rank(2.0) == (128 - count) / 128
+        came(made, 9.0)
+        assert made.rank(of(2.0)) == (128 - count) / 128
+
+
+def test_later_classes_wait_before_tenants_over_their_share_and_these_before_costly_requests():
+    order = [of(9.0), of(1.0, over_share=True), of(9.0, over_share=True), of(1.0, priority=1)]
+    assert sorted(reversed(order)) == order
+    made = demand([1.0] * 4, [True, True, False, False])
+    shares = [made.slack_share(each) for each in order]
+    assert shares == [pytest.approx(0.2)] * 4, "all stand behind the four that came"
+    made = Demand()
+    for each in order:
+        made.evaluated(0.0, RouteRequest("r"), each, 1.0, admitted=False)
+    shares = [made.slack_share(each) for each in order]
+    assert shares == pytest.approx([1 - 0.8 * rank for rank in (1 / 8, 3 / 8, 5 / 8, 7 / 8)])
+
+
+@pytest.mark.parametrize(("weight", "over"), [(1.0, True), (2.0, True), (3.0, False)])
+def test_a_tenants_share_is_of_the_work_that_was_admitted_by_weight(weight, over):
+    made = Demand()
+    for tenant, weighs, work_s in (("a", weight, 1.9), ("b", 1.0, 1.0)):
+        came(made, work_s, tenant=tenant, weight=weighs)
+    # Nobody is refused: shares do not matter. What is refused counts for nobody.
+    assert not made.standing(RouteRequest("r", tenant="a", weight=weight), 1.0).over_share
+    came(made, 50.0, tenant="b", admitted=False)
+    # With 1.1 s more `a` has 3 of 4 s: over a half, over two thirds, not over three quarters.
+    assert made.standing(RouteRequest("r", tenant="a", weight=weight), 1.1).over_share is over
+    assert not made.standing(RouteRequest("r", tenant="new", weight=1.0), 0.01).over_share
+
+
+def test_a_tenant_alone_is_never_over_its_share():
+    made = demand([1.0, 2.0], [True, False])
+    assert not made.standing(RouteRequest("r"), 99.0).over_share
+
+
+def test_who_is_refused_is_to_come_back_one_after_the_other():
+    made = Demand()
+    for at_s in (0.0, 1.0, 2.0, 3.0):
+        came(made, at_s=at_s)
+    came(made, at_s=4.0, admitted=False)
+    # Four were admitted in 4 s, so there is room for one each second from 4 + 2.5 on.
+    assert [made.come_back_s(4.0, 2.5) for _ in range(3)] == [2.5, 3.5, 4.5]
+    assert made.come_back_s(5.0, 0.5) == 4.5
+    for _ in range(100):
+        latest_s = made.come_back_s(5.0, 0.5)
+    assert latest_s == 30.5, "no later than 30 s after there may be room"
+    assert made.come_back_s(99.0, 1.0) == 1.0
 
 
 # -- recent outcomes -----------------------------------------------------------------------------

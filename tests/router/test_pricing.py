@@ -20,7 +20,7 @@ WORKER = {
     "context_token_s": 0.001, "step_fixed_s": 0.2, "budget_tokens": 100.0, "overhead_s": 0.05,
     "dilation": 1.0,
 }  # fmt: skip
-SLO = (0.5, 5.0, 3.0)
+SLO = (0.5, 5.0, 0.0, 3.0)
 """TTFT within the longer of 0.5 s and 5 times idle, TPOT within 3 times idle."""
 
 
@@ -138,10 +138,10 @@ def test_nobody_waits_for_a_step_where_nothing_decodes():
 # -- what a delay weighs ------------------------------------------------------------------------
 
 
-def objective(made, work_s, load_s):
+def objective(made, work_s, load_s, slo=SLO):
     rows = np.zeros(len(made), dtype=ESTIMATE)
     rows["work_s"], rows["load_s"] = work_s, load_s
-    return pricing.objective(made, np.arange(len(made)), rows, 300.0, SLO)
+    return pricing.objective(made, np.arange(len(made)), rows, 300.0, slo)
 
 
 def three_workers(dilation=1.0):
@@ -163,6 +163,10 @@ def three_workers(dilation=1.0):
 def test_the_best_idle_worker_limits_the_first_token_and_the_middle_one_the_others(dilation, found):
     made = objective(three_workers(dilation), [0.9, 1.6, 1.0], [0.0, 0.35, 5.0])
     assert made == pytest.approx(found)
+    floors = objective(
+        three_workers(dilation), [0.9, 1.6, 1.0], [0.0, 0.35, 5.0], (99.0, 5, 0.5, 3)
+    )
+    assert floors == pytest.approx((99.0 * dilation, max(6.0, 0.5 * dilation)))
 
 
 def test_without_workers_or_times_there_is_no_objective():
@@ -237,7 +241,8 @@ def test_a_request_on_a_busy_worker():
     # of those in flight 20 s. This one holds each of 6 up for 5.68 - 3.5 s, its tokens for
     # 50 x (0.01 + 0.25) s.
     used, added = 2.15 / 2.85 + 20 / 142.5, (2.18 + 13) / 142.5
-    assert row["interference_s"] == pytest.approx(25.85 * 6 * 2 * used * added)
+    # Of 5 s of its prompt behind 2.5 s of others', who comes, one a second, is late in all.
+    assert row["interference_s"] == pytest.approx(25.85 * (6 * 2 * used * added + 5))
     rest = values(row, "fixed_s", "in_flight", "waiting", "queued_tokens", "resident_tokens")
     assert rest == [0.05, 6, 2, 300, 1200]
     assert values(row, "fetch_s", "load_token_s") == [0.0, 0.001]
@@ -259,6 +264,7 @@ def test_a_request_that_fetches_waits_for_the_network_of_both_ends():
 
 def test_later_tokens_count_less_where_the_queue_outlasts_the_objective():
     # 50 s of prompts: TTFT = 0.05 + 50 + 2.55 + 5.68 = 58.28 against a limit of 25.85.
+    # In both the queue alone lasts longer than the least objective: 5 s more are late.
     soon, late = (priced(workers({**BUSY, "gpu_reserved_s": s})) for s in (3.0, 50.5))
     share = 0.5 * 25.85 / 58.28
     assert late["interference_s"] == pytest.approx(share * soon["interference_s"])
@@ -267,14 +273,33 @@ def test_later_tokens_count_less_where_the_queue_outlasts_the_objective():
 def test_an_answer_is_missed_once_however_late_it_gets():
     # Prompts of 200 s in an answer that may take 142.5 s count as all of it.
     row = priced(workers({**BUSY, "prompts_s": 200.0}))
-    assert row["interference_s"] == pytest.approx(25.85 * 6 * 2 * 1 * (2.18 + 13) / 142.5)
+    others = 25.85 * 6 * 2 * 1 * (2.18 + 13) / 142.5
+    assert row["interference_s"] == pytest.approx(others + 25.85 * 5)
     # One token of 2.85 s, held up for 2.18 s and slower by 0.26: 0.856. A third slower step: all.
     for slower, added in ((0.0, 0.8561), (0.01, 1.0)):
         made = workers({**BUSY, "prompts_s": 200.0, "token_s": 0.01 + slower})
         row = priced(made, output_tokens=1.0)
         assert row["interference_s"] == pytest.approx(
-            5 * (row["load_s"] + row["work_s"] + 0.05) * 6 * 2 * added, rel=1e-3
+            5 * (row["load_s"] + row["work_s"] + 0.05) * (6 * 2 * added + row["work_s"]), rel=1e-3
         )
+
+
+@pytest.mark.parametrize(
+    ("queue_s", "late_s"),
+    [
+        (0.0, 4.5),  # 5 s of prompt: who comes in its first 4.5 s waits for more than 0.5 s
+        (0.2, 4.7),
+        (0.5, 5.0),
+        (2.0, 5.0),  # who comes in the first 1.5 s is late already
+    ],
+)
+def test_who_comes_after_a_long_prompt_is_late(queue_s, late_s):
+    # Nobody is in flight; 3 come every 5 s.
+    made = workers({"prefills_per_s": 0.6, "used_s": 13.0, "gpu_reserved_s": queue_s,
+                    "gpu_since_s": 13.0})  # fmt: skip
+    row = priced(made)
+    assert row["work_s"] == pytest.approx(5.0)
+    assert row["interference_s"] == pytest.approx(25.85 * 0.6 * late_s)
 
 
 def test_a_request_that_left_holds_nobody_up():

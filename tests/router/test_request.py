@@ -1,6 +1,7 @@
 """What a request asks for and is held to: salts, deadlines, approximation, who can serve it."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -271,24 +272,28 @@ def test_a_worker_with_room_but_a_short_context_does_not_help_one_with_neither()
 # -- approximate answers ---------------------------------------------------------------------------
 
 
-def approx_worker(name, policy=None):
+def approx_worker(name, policy=None, loss=None):
     plan = {"planner": "auto", "rates": {}, **({"approx": policy} if policy else {})}
+    plan |= {"loss": loss} if loss else {}
     node = replace(node_profile("pcie"), name=name)
     return announcement(name, node, engine="torch", load_plan=plan)
 
 
 @pytest.mark.parametrize(
-    ("header", "field", "asked"),
+    ("header", "field", "most_loss"),
     [
-        ("ok", None, True), (" OK ", None, True), (None, "ok", True), ("no", "ok", False),
-        (None, None, None), ("", "ok", None), (None, "", None),
+        ("ok", None, math.inf), (" OK ", None, math.inf), (None, "ok", math.inf), ("no", "ok", 0.0),
+        (None, None, None), ("", "ok", None), (None, "", None), ("0.05", "ok", 0.05),
+        (None, ".5", 0.5), ("1", None, 1.0),
     ],
 )  # fmt: skip
-def test_a_request_says_ok_no_or_nothing_and_the_header_wins(header, field, asked):
-    assert approx_allowed(header, field) is asked
+def test_a_request_says_ok_no_a_loss_or_nothing_and_the_header_wins(header, field, most_loss):
+    assert approx_allowed(header, field) == most_loss
 
 
-@pytest.mark.parametrize("given", ["yes", "true", 1, True, "k=5", ["ok"]])
+@pytest.mark.parametrize(
+    "given", ["yes", "true", True, "k=5", ["ok"], "0", "0.0", "1.5", "-0.1", "nan", "inf", "1e-3"]
+)
 def test_another_word_is_refused(given):
     error = refused(approx_allowed, None, given)
     assert (error.status, error.param) == (400, "x-kappa-approx") and "give 'ok'" in error.message
@@ -297,18 +302,34 @@ def test_another_word_is_refused(given):
 def test_a_worker_answers_approximately_where_it_may_and_nobody_objects():
     policies = (None, "never", "ask", "always")
     assert {
-        (policy, asked)
-        for policy, asked in itertools.product(policies, (True, None, False))
-        if is_approximate(approx_worker("w", policy), asked)
-    } == {("ask", True), ("always", True), ("always", None)}
+        (policy, most_loss)
+        for policy, most_loss in itertools.product(policies, (math.inf, 0.05, None, 0.0))
+        if is_approximate(approx_worker("w", policy), most_loss)
+    } == {("ask", math.inf), ("always", math.inf), ("always", None)}
+
+
+def test_a_loss_that_no_worker_states_or_keeps_to_is_refused_and_one_that_some_keep_to_goes_there():
+    workers = [
+        approx_worker("unknown", "ask"), approx_worker("six", "ask", 0.06),
+        approx_worker("two", "always", 0.02), approx_worker("exact", None, 0.01),
+    ]  # fmt: skip
+    assert exact_workers(workers, 0.06) == {"unknown", "exact"}
+    assert exact_workers(workers, 0.05) == {"unknown", "six", "exact"}
+    assert exact_workers(workers, math.inf) == {"exact"}
+    error = refused(exact_workers, workers, 0.01)
+    assert (error.status, error.code) == (400, "approx_not_allowed")
+    assert "of so little stated loss" in error.message
+    # Who takes no loss at all is answered exactly everywhere.
+    assert exact_workers(workers, 0.0) == frozenset()
+    assert not any(is_approximate(worker, 0.0) for worker in workers)
 
 
 def test_who_asks_is_kept_from_exact_workers_and_refused_if_there_are_no_others():
     mixed = [approx_worker("a"), approx_worker("b", "ask"), approx_worker("c", "always")]
-    assert exact_workers(mixed, True) == {"a"}
-    assert exact_workers(mixed, None) == exact_workers(mixed, False) == frozenset()
-    error = refused(exact_workers, mixed[:1], True)
+    assert exact_workers(mixed, math.inf) == {"a"}
+    assert exact_workers(mixed, None) == exact_workers(mixed, 0.0) == frozenset()
+    error = refused(exact_workers, mixed[:1], math.inf)
     assert (error.status, error.code) == (400, "approx_not_allowed")
     assert "no worker here gives approximate" in error.message
     # Of workers that are not there yet nothing is known: that is another error.
-    assert exact_workers([], True) == frozenset()
+    assert exact_workers([], math.inf) == frozenset()

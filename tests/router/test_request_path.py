@@ -48,6 +48,7 @@ async def test_approximate_answers_are_for_workers_that_may_and_say_so(serve):
         answer = await post(app, stream=True, approx="ok")
         assert (answer.status_code, answer.headers["x-kappa-approx"]) == (200, "ok")
     assert ingress.sent == ["b"] * 3 and ingress.told[-1]["kappa_approx"] == "ok"
+    assert code(await post(app, approx="0.05"), 400) == "approx_not_allowed"
     # A client cannot set the mark itself, and who does not ask gets an exact answer.
     marked = await post(app, stream=True, vllm_xargs={"kappa_approx": "ok"})
     assert marked.status_code == 200 and "x-kappa-approx" not in marked.headers

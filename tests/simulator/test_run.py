@@ -10,6 +10,7 @@ from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import KINDS, ClusterError, SimulatedCluster, numbered
 from simulator.faults import Failure, Faults, Straggler, misprofiled_third
 from simulator.run import SimulationConfig, simulate, traffic_of
+from simulator.traffic import Clients
 from workload.shapes import SessionShape, Workload, turn_of
 
 
@@ -126,6 +127,32 @@ def test_admission_rejects_what_an_overloaded_cluster_would_serve_late(config):
     summary = guarded.summary()
     assert summary["completed"] + summary["rejected"] == summary["requests"] == 200
     assert summary["ttft_s"]["p99"] < unguarded["ttft_s"]["p99"]
+
+
+@pytest.mark.parametrize("retry", ["at_once", "backoff", "retry_after"])
+def test_refused_clients_come_again_and_a_seed_decides_when(config, retry):
+    flood = config.replaced(rate_rps=200.0, requests=250, admission=True, policy="priced")
+    refused = simulate(flood)
+    again = flood.replaced(clients=Clients(retry))
+    one, other = simulate(again), simulate(again)
+    same(one, other)
+    assert refused.refusals == 250 - ended_once(refused)
+    assert ended_once(one) > ended_once(refused) and one.refusals > 250 - ended_once(one)
+    # Who came again waited since its first try.
+    waits_s = {"at_once": 0.1, "backoff": 0.25, "retry_after": 1.0}
+    late = one.records.ttft_s[~np.isnan(one.records.e2e_s)]
+    assert late.max() > waits_s[retry]
+
+
+def test_a_client_without_patience_leaves_the_queue_that_it_waits_in(config):
+    flood = config.replaced(rate_rps=200.0, requests=250)
+    stayed = simulate(flood)
+    left = simulate(flood.replaced(clients=Clients(patience_s=2.0)))
+    done = ended_once(left)
+    assert ended_once(stayed) == 250 and 0 < done < 250 and left.refusals == 0
+    assert left.end_s < stayed.end_s, "nobody computes for who is gone"
+    # Who was in work already when its patience ended is served.
+    assert np.nanmedian(left.records.ttft_s) < np.nanmedian(stayed.records.ttft_s)
 
 
 def test_a_failure_loses_no_request(config):

@@ -1,11 +1,13 @@
 """The requests of a run: how many, how fast, from the middle of things, and what they can reuse."""
 
+import math
+
 import numpy as np
 import pytest
 
 from kappa.cost import StepModel
 from kappa.slo import IdleSpeed
-from simulator.traffic import build_traffic, document_blocks
+from simulator.traffic import Clients, build_traffic, document_blocks
 from workload.shapes import SessionShape, TurnShape, Workload
 
 SPEED = IdleSpeed(StepModel(1e-5, 1e-10, 5e-3, 1e-8, 1e-3), 1e-6, 1e-3)
@@ -125,3 +127,29 @@ def test_document_blocks_are_those_of_texts_and_not_of_talks(documents, chats):
     assert document_blocks(SessionShape("short questions", tuple(short))) == 4
     growing = [TurnShape(0.0, 256 + 6 * n, 5, text, text) for n in range(4)]
     assert document_blocks(SessionShape("short talk", tuple(growing))) == 0
+
+
+@pytest.mark.parametrize(
+    ("retry", "pauses_s"),
+    [
+        ("never", [math.inf] * 3),
+        ("at_once", [0.1, 0.1, math.inf]),
+        # Half as long to one and a half times: 0.5 and 1 s, here at 0.75 times.
+        ("backoff", [0.375, 0.75, math.inf]),
+        # In whole seconds, as the header has it, and at least one.
+        ("retry_after", [3.0, 3.0, math.inf]),
+    ],
+)
+def test_when_a_refused_client_comes_again(retry, pauses_s):
+    clients = Clients(retry)
+    assert [clients.again_s(tries, 2.2, 0.25) for tries in (1, 2, 8)] == pauses_s
+    assert Clients("retry_after").again_s(1, 0.0, 0.0) == 1.0
+    assert Clients("backoff").again_s(7, 0.0, 1.0) == 30.0
+
+
+def test_what_clients_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="choose one of never, at_once, backoff, retry_after"):
+        Clients("often")
+    for seconds in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="give seconds above zero"):
+            Clients(patience_s=seconds)

@@ -25,6 +25,7 @@ def test_each_load_is_measured_with_admission_and_without():
         (False, 0.5), (False, 4.0), (True, 0.5), (True, 4.0),
     ]  # fmt: skip
     off, on = rows[:2], rows[2:]
+    assert [row["tries"] for row in off] == [1.0, 1.0] and on[1]["tries"] > 1.0
     assert all(row["let_in"] == 1.0 for row in off) and on[1]["let_in"] < 1.0
     for column in (off, on):
         assert max(row["of_peak"] for row in column) == 1.0
@@ -32,7 +33,8 @@ def test_each_load_is_measured_with_admission_and_without():
 
 
 @pytest.mark.parametrize("options", [["--trace", "nowhere"], ["--cluster", "x"], ["--loads", "x"],
-                                     ["--policy", "x"], ["--seconds", "0"]])  # fmt: skip
+                                     ["--policy", "x"], ["--seconds", "0"], ["--retry", "x"],
+                                     ["--patience", "0"]])  # fmt: skip
 def test_a_wrong_option_is_refused(options):
     done = runner.invoke(app, options)
     assert done.exit_code == 2 and "Traceback" not in done.output

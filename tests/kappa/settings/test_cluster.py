@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kappa.keys import digest_of, hashed
 from kappa.protocol import MAX_TENANTS
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, home, load_settings
@@ -137,11 +138,6 @@ def test_unpaced_changes_the_nodes_only():
     assert unpaced.model_copy(update={"nodes": settings.nodes}) == settings
 
 
-def test_a_paced_node_carries_its_name_and_the_dilation():
-    node = load_settings().nodes[1].node(12.0)
-    assert (node.name, node.source, node.dilation) == ("c2c", "paced", 12.0)
-
-
 def test_home_follows_its_variable(monkeypatch):
     monkeypatch.setenv("KAPPA_HOME", "/somewhere")
     assert home() == Path("/somewhere")
@@ -155,34 +151,30 @@ def test_without_keys_there_is_one_tenant_and_nobody_is_refused():
     assert tenants.weight("default") == 1.0
 
 
-def keys(settings):
-    return {key.get_secret_value(): name for key, name in settings.tenants.by_key.items()}
-
-
 def test_keys_come_from_the_settings_or_from_a_file_of_their_own(written, tmp_path):
     more = tmp_path / "keys.yaml"
-    more.write_text("sk-b-0123456789a: bob\nsk-b2-0123456789: bob\nsk-a-0123456789a: alice\n")
-    settings = load_settings(
+    more.write_text(
+        f"sk-b-0123456789a: bob\n{hashed('sk-b2-0123456789')}: bob\nsk-a-0123456789a: alice\n"
+    )
+    tenants = load_settings(
         written(
             "tenants: {by_key: {sk-a-0123456789a: alice}, weights: {bob: 2}, "
             f"keys_file: {more}}}"
         )
-    )
-    assert keys(settings) == {
-        "sk-a-0123456789a": "alice",
-        "sk-b-0123456789a": "bob",
-        "sk-b2-0123456789": "bob",
-    }
-    assert settings.tenants.weight("bob") == 2.0 and settings.tenants.weight("alice") == 1.0
+    ).tenants
+    a, b, b2 = map(digest_of, ("sk-a-0123456789a", "sk-b-0123456789a", "sk-b2-0123456789"))
+    assert tenants.digests == {a: "alice", b: "bob", b2: "bob"}
+    assert tenants.fixed_digests == {a}
+    assert (tenants.keys_in_clear, tenants.weight("bob")) == (2, 2.0)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sk-hush2-0123456: 'a b'", "tenants.by_key.(key)"),
-        ("sk-hush2-0123456: [alice]", "tenants.by_key.(key)"),
-        ("12345678: alice", "tenants.by_key.(key)"),
-        ("'': alice", "a key of 'alice' is empty"),
+        ("sk-hush2-0123456: 'a b'", "entry 1: the tenant is no name"),
+        ("sk-hush2-0123456: [alice]", "entry 1: the tenant is no name"),
+        ("12345678: alice", "entry 1: the key is no text"),
+        ("'': alice", "entry 1: the key is empty"),
         ("'sk hush': alice", "without spaces"),
         ("sk-hüsh: alice", "not plain ASCII"),
         ("sk-hush-01234567: bob", "one key to two tenants"),

@@ -113,25 +113,30 @@ def test_each_fault_is_named_with_its_place(data, key, says):
     assert any(line.startswith(f"  {key}: ") and says in line for line in lines), lines
 
 
-def test_faults_of_every_kind_are_named_at_once():
+def test_all_faults_of_values_are_named_at_once_and_then_all_between_sections():
     message = fault(
-        pools=[
-            pool(replicas=-1),
-            pool(),
-            pool(name="b", wieght=1, engine={"dtype": "float16", "max_sequences": 0}),
-        ],
-        nodes=[{"name": "x", "profile": "pcie"}],
-        tenants={"keys_file": "/nowhere/keys.yaml", "weights": {"default": 0}},
+        pools=[pool(replicas=-1), pool(name="b", wieght=1)],
+        tenants={"keys_file": "/nowhere/keys.yaml"},
         router={"max_queue": 0},
         scedular={},
     )
     for named in (
-        "pools.0.replicas: ", "pools.1.name: ", "pools.2.wieght: ", "pools.2.engine.dtype: ",
-        "pools.2.engine.max_sequences: ", "nodes: ", "/nowhere/keys.yaml: cannot be read",
-        "tenants.weights.default: ", "router.max_queue: ", "scedular: ",
+        "pools.0.replicas: ", "pools.1.wieght: ", "/nowhere/keys.yaml: cannot be read",
+        "router.max_queue: ", "scedular: ",
     ):  # fmt: skip
         assert named in message, (named, message)
-    assert "10 fault(s)" in message
+    assert "5 fault(s)" in message
+    message = fault(
+        pools=[pool(), pool(), pool(name="b", engine={"dtype": "float16", "max_sequences": 0})],
+        nodes=[{"name": "x", "profile": "pcie"}],
+        http={"host": "0.0.0.0"},
+    )
+    for named in (
+        "pools.1.name: ", "pools.2.engine.dtype: ", "pools.2.engine.max_sequences: ", "nodes: ",
+        "(file): http.host listens on 0.0.0.0",
+    ):  # fmt: skip
+        assert named in message, (named, message)
+    assert "5 fault(s)" in message
 
 
 def test_an_unreadable_secret_brings_no_faults_of_its_own_making():
