@@ -35,6 +35,7 @@ engine:
   max_context_tokens: 6144
   tool_call_parser: hermes
 router:
+  admission: false  # bursts fill the queue to its bound
   max_queue: 40
   max_body_bytes: 131072
   record: {record}
