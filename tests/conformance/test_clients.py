@@ -19,7 +19,7 @@ from workers.own_engine.emulated import WORD
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 ROOT = Path(__file__).parents[2]
-LITELLM = Path(os.environ.get("KAPPA_LITELLM_PYTHON", ROOT / ".venv-litellm/bin/python"))
+LITELLM = Path(os.environ.get("KAPPA_LITELLM_PYTHON", ROOT / ".venv/litellm/bin/python"))
 MESSAGES = [{"role": "user", "content": "Hello hello"}]
 
 
