@@ -1,9 +1,10 @@
 """Which requests are sent, and when: the same for every policy under comparison.
 
 Sessions arrive at a given rate and run closed-loop: a turn waits for its predecessor's last token
-and its pause. Which requests belong to a run is fixed beforehand, by a schedule in which nobody
-queues: the first so many by that schedule. A run starts in the middle of things: sessions that
-began before it and are not over come in with the turns that they have left.
+and its pause. Another rate is the same sessions in the same order, nearer together or further
+apart. Which requests belong to a run is fixed beforehand, by a schedule in which nobody queues:
+the first so many by that schedule. A run starts in the middle of things: sessions that began
+before it and are not over come in with the turns that they have left.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from workload.shapes import SessionShape, TurnShape, Workload, salt_of
 # Copies of a workload from this number on are for sessions that began before the run.
 _COPIES_BEFORE = 1 << 40
 
+_DRAWS = 4096  # at a time
 _EARLY_SHARE = 5  # the first fifth of the requests is not measured
 
 
@@ -126,39 +128,32 @@ def build_traffic(
     facts = session_facts(workload, speed)
     turns_mean = sum(len(s.turns) for s in workload.sessions) / len(workload.sessions)
     session_rate = rate_rps / turns_mean
-    rng = np.random.default_rng((seed, 1))
-    under_way = _under_way(workload, facts, session_rate, rng)
-    later = zip(
-        arrivals_for(workload.name)(session_rate, np.random.default_rng((seed, 2))),
-        expand(workload, seed),
-        strict=False,
-    )
+    under_way = _under_way(workload, facts, session_rate, seed)
+    arrivals = arrivals_for(workload.name)(1.0, np.random.default_rng((seed, 2)))
+    later = zip((at / session_rate for at in arrivals), expand(workload, seed), strict=False)
     return _collect(Traffic(workload, rate_rps), facts, chain(under_way, later), requests, warm)
 
 
 def _under_way(
-    workload: Workload,
-    facts: dict[str, SessionFacts],
-    session_rate: float,
-    rng: np.random.Generator,
+    workload: Workload, facts: dict[str, SessionFacts], session_rate: float, seed: int
 ) -> list[tuple[float, SessionShape]]:
     """Sessions that began before time 0 and are not over, with when they began.
 
-    In a stationary stream their number is Poisson with mean rate times mean duration, long ones
-    are met in proportion to their duration, and each anywhere in its course.
+    The stream is followed back from time 0, as far as the longest session lasts; what is not over
+    by then is kept, so that long ones are met in proportion to their duration.
     """
     ends_s = np.array([facts[session.id].end_s for session in workload.sessions])
-    count = rng.poisson(session_rate * ends_s.mean())
-    if not count:
-        return []
-    drawn = rng.choice(len(ends_s), size=count, p=ends_s / ends_s.sum())
-    starts_s = -ends_s[drawn] * rng.uniform(size=count)
-    copies = [0] * len(ends_s)
+    gaps, picks = np.random.default_rng((seed, 1)), np.random.default_rng((seed, 3))
     found: list[tuple[float, SessionShape]] = []
-    for start_s, index in zip(starts_s.tolist(), drawn.tolist(), strict=True):
-        found.append((start_s, _copy(workload.sessions[index], _COPIES_BEFORE + copies[index])))
-        copies[index] += 1
-    return sorted(found, key=lambda pair: pair[0])
+    age_s, number = 0.0, 0
+    while age_s < ends_s.max():
+        ages_s = age_s + np.cumsum(gaps.exponential(size=_DRAWS)) / session_rate
+        drawn = picks.integers(len(ends_s), size=_DRAWS)
+        for at in np.flatnonzero(ends_s[drawn] > ages_s).tolist():
+            session = _copy(workload.sessions[drawn[at]], _COPIES_BEFORE + number + at)
+            found.append((-float(ages_s[at]), session))
+        age_s, number = float(ages_s[-1]), number + _DRAWS
+    return found[::-1]
 
 
 def _copy(session: SessionShape, copy: int) -> SessionShape:

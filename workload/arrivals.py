@@ -178,6 +178,7 @@ def servegen(
     *,
     rates: RateDay | None = None,
     window_s: float = REPLAY_WINDOW_S,
+    steady: bool = False,
 ) -> Iterator[float]:
     """Arrival times of many clients, each bursty and unsteady in its own way, for ever.
 
@@ -188,21 +189,24 @@ def servegen(
 
     rates: whose rates to use; those that ship with the package if None. window_s: seconds that a
     window of the source lasts here. A run of R seconds that should see a whole day, and so the
-    exact mean, wants R / len(rates.windows).
+    exact mean, wants R / len(rates.windows). steady: every window has the mean rate, with its own
+    clients and their bursts.
     """
     require_rate(rate_rps)
     _require("window_s", window_s, "seconds")
-    return _servegen(rate_rps, rng, rates or shipped_rates(), window_s)
+    return _servegen(rate_rps, rng, rates or shipped_rates(), window_s, steady)
 
 
 def _servegen(
-    rate_rps: float, rng: np.random.Generator, rates: RateDay, window_s: float
+    rate_rps: float, rng: np.random.Generator, rates: RateDay, window_s: float, steady: bool
 ) -> Iterator[float]:
-    expected = rate_rps / rates.mean_rps * window_s  # arrivals a window, per recorded rps
     index = int(rng.integers(len(rates.windows)))
     start_s = 0.0
     while True:
         clients = rates.windows[index]
+        recorded_rps = sum(client.rate_rps for client in clients if steady) or rates.mean_rps
+        # Arrivals in this window, per recorded rps.
+        expected = rate_rps / recorded_rps * window_s
         places = [_places(client, client.rate_rps * expected, rng) for client in clients]
         if places:
             yield from (start_s + window_s * np.sort(np.concatenate(places))).tolist()

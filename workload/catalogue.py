@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ def workload_named(name_or_path: str, how: ReadAs = DEFAULT) -> Workload:
 
 
 def arrivals_for(workload_name: str) -> ArrivalProcess:
-    """How sessions of a workload arrive: independent requests in bursts, sessions at random."""
-    return servegen if workload_name == "azure" else poisson
+    """How sessions of a workload arrive at one a second: independent requests in bursts, a thousand
+    in each window of the day that they are from; sessions at random."""
+    return partial(servegen, window_s=1_000.0, steady=True) if workload_name == "azure" else poisson
 
 
 def _narrativeqa(

@@ -90,7 +90,7 @@ def test_a_seed_decides_a_schedule_of_every_kind():
 
 
 # Drawn so that none is lost twice, which would be rejected.
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [9, 10])
 def test_every_request_is_answered_whatever_faults_are_drawn(many, documents, shape, seed):
     base = config(many, documents, shape, seed=seed)
     traffic = traffic_of(base)

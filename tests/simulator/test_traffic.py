@@ -73,6 +73,22 @@ def test_more_load_means_more_sessions_not_shorter_pauses(chats):
     assert pauses == {3.0}
 
 
+@pytest.mark.parametrize("which", ["chats", "documents"])
+def test_another_rate_is_the_same_sessions_nearer_together(which, request):
+    workload = request.getfixturevalue(which)
+    slow, fast = build(workload), build(workload, rate_rps=12.5)
+    began, later = {}, {}
+    for traffic in (slow, fast):
+        for name, first_s in zip(traffic.ids, traffic.first_s, strict=True):
+            late = name not in {traffic.ids[i] for i in under_way(traffic)}
+            (later if late else began).setdefault(name, []).append(first_s)
+    both = [times for times in later.values() if len(times) == 2]
+    assert len(both) > 0.7 * len(later)
+    for slow_s, fast_s in both:
+        assert slow_s == pytest.approx(1.25 * fast_s)
+    assert sum(len(times) == 2 for times in began.values()) > 0.5 * len(began) > 0
+
+
 def test_what_can_be_reused_follows_the_shapes(documents, chats):
     talk = build(chats, warm=False)
     turns = [(turns, base) for turns, base in zip(talk.turns, talk.base, strict=True)]

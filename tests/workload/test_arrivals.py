@@ -76,6 +76,23 @@ def test_seeds_see_different_parts_of_the_day():
     assert max(rates) > 1.2 * min(rates)
 
 
+def test_a_steady_servegen_has_the_mean_rate_in_every_window_and_its_bursts():
+    for seed in range(4):
+        times_s = within(servegen(50.0, rng(seed), window_s=20.0, steady=True), 100)
+        per_window = np.bincount((times_s / 20).astype(int))
+
+        assert per_window == pytest.approx(np.full(5, 1000), rel=0.03)
+        assert dispersion(times_s) > 1.5
+
+
+def test_a_steady_servegen_passes_over_idle_windows():
+    day = RateDay(windows=((ClientRate(1.0, "Gamma", 1.0),), ()))
+    times_s = within(servegen(10.0, rng(), rates=day, window_s=10.0, steady=True), 40)
+
+    assert len(times_s) == pytest.approx(200, abs=2)
+    assert {*(times_s // 10)} in ({0, 2}, {1, 3})
+
+
 def test_bursts_do_not_gather_at_the_edges_of_windows():
     client = ClientRate(rate_rps=1.0, pattern="Weibull", shape=0.2)
     day = RateDay(windows=((client,) * 40,))
