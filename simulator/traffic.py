@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, takewhile
+from itertools import chain, count, pairwise, takewhile
 from typing import Literal, get_args
 
 import numpy as np
@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s
 from simulator.cache import Ids, common_blocks
 from workload.catalogue import arrivals_for
-from workload.replay import expand
-from workload.shapes import SessionShape, TurnShape, Workload, salt_of
+from workload.replay import copied, expand, order_of
+from workload.shapes import SessionShape, TurnShape, Workload
 
 # Copies of a workload from this number on are for sessions that began before the run.
 _COPIES_BEFORE = 1 << 40
 
-_DRAWS = 4096  # at a time
 _EARLY_SHARE = 5  # the first fifth of the requests is not measured
 
 
@@ -143,31 +142,17 @@ def _under_way(
     by then is kept, so that long ones are met in proportion to their duration.
     """
     ends_s = np.array([facts[session.id].end_s for session in workload.sessions])
-    gaps, picks = np.random.default_rng((seed, 1)), np.random.default_rng((seed, 3))
+    gaps = np.random.default_rng((seed, 1))
     found: list[tuple[float, SessionShape]] = []
-    age_s, number = 0.0, 0
+    age_s, copies = 0.0, count(_COPIES_BEFORE)
     while age_s < ends_s.max():
-        ages_s = age_s + np.cumsum(gaps.exponential(size=_DRAWS)) / session_rate
-        drawn = picks.integers(len(ends_s), size=_DRAWS)
-        for at in np.flatnonzero(ends_s[drawn] > ages_s).tolist():
-            session = _copy(workload.sessions[drawn[at]], _COPIES_BEFORE + number + at)
-            found.append((-float(ages_s[at]), session))
-        age_s, number = float(ages_s[-1]), number + _DRAWS
+        copy = next(copies)
+        order = np.array(order_of(workload, copy, seed))
+        ages_s = age_s + np.cumsum(gaps.exponential(size=len(order))) / session_rate
+        for at in np.flatnonzero(ends_s[order] > ages_s).tolist():
+            found.append((-float(ages_s[at]), copied(workload.sessions[order[at]], copy)))
+        age_s = float(ages_s[-1])
     return found[::-1]
-
-
-def _copy(session: SessionShape, copy: int) -> SessionShape:
-    """The session with the block ids of copy `copy` of its workload."""
-    salt = salt_of(copy)
-    turns: list[TurnShape] = []
-    for turn in session.turns:
-        kept = turn.kept_blocks ^ salt
-        turns.append(
-            TurnShape(
-                turn.after_s, turn.input_tokens, turn.output_tokens, kept[: len(turn.blocks)], kept
-            )
-        )
-    return SessionShape(f"{session.id}~{copy}", tuple(turns), session.tenant)
 
 
 def _collect(

@@ -1,9 +1,9 @@
 """`kappa bench capacity`: the highest request rate at which enough requests meet the objective.
 
 Of a policy, on a simulated cluster and a trace: a search over a ladder of loads, by the mean of the
-seeds, as neighbouring rungs are other draws of a trace's bursts, that starts where the first
-policy's ended. The ladder and the seeds are the same for all policies, so that each rung is the
-same arrivals. A request meets the objective (`kappa.slo`) if its TTFT and its TPOT do.
+seeds, that starts where the first policy's ended. The ladder and the seeds are the same for all
+policies, and each rung is the same sessions nearer together. A request meets the objective
+(`kappa.slo`) if its TTFT and its TPOT do.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _rate(rows: Sequence[Row]) -> float | None:
 
 
 def against(rows: Sequence[Row]) -> list[Row]:
-    """Our capacity over the best other policy's; the worst first."""
+    """Our capacity over that of the best policy that is not ours; the worst first."""
     places: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         places.setdefault((row["trace"], row["cluster"]), {})[row["policy"]] = row
@@ -209,7 +209,7 @@ def against(rows: Sequence[Row]) -> list[Row]:
 
 
 def _against(place: tuple[str, str], named: Mapping[str, Row]) -> Row | None:
-    peers = [row for name, row in named.items() if name not in (US, FETCHING)]
+    peers = [row for name, row in named.items() if name not in (*grid.OURS, FETCHING)]
     if US not in named or not peers:
         return None
     best = max(peers, key=lambda row: row["capacity_rps"])

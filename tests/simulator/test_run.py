@@ -157,7 +157,7 @@ def test_a_client_without_patience_leaves_the_queue_that_it_waits_in(config):
 
 def test_a_failure_loses_no_request(config):
     failures = (Failure(0, 4.0, 8.0),)
-    outcome = simulate(config.replaced(faults=Faults(failures=failures), rate_rps=12.0))
+    outcome = simulate(config.replaced(faults=Faults(failures=failures), rate_rps=16.0))
     assert ended_once(outcome) == 200
     assert outcome.retried > 0
     arrival_s, node = outcome.records.arrival_s, outcome.records.node
