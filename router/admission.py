@@ -16,6 +16,7 @@ real ones.
 from __future__ import annotations
 
 import math
+from bisect import bisect, bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -220,7 +221,10 @@ class Demand:
     """The last requests that admission evaluated: how each stood, and whether it was admitted."""
 
     def __init__(self) -> None:
-        self._last: deque[_Evaluated] = deque(maxlen=_REQUESTS_KEPT)
+        self._last: deque[_Evaluated] = deque()
+        # Of these, in order, as every request asks where it stands.
+        self._standings: list[Standing] = []
+        self._slacks_s: list[float] = []
         self._rejected = 0
         self._owed_s = 0.0
         self._owed_at_s = 0.0
@@ -249,16 +253,20 @@ class Demand:
     ) -> None:  # fmt: skip
         """A request came that stands so and could wait for `slack_s`."""
         if len(self._last) == _REQUESTS_KEPT:
-            self._rejected -= not self._last[0].admitted
+            first = self._last.popleft()
+            self._rejected -= not first.admitted
+            del self._standings[bisect_left(self._standings, first.standing)]
+            del self._slacks_s[bisect_left(self._slacks_s, first.slack_s)]
         self._rejected += not admitted
         who = request.tenant, request.weight
         self._last.append(_Evaluated(now_s, standing, slack_s, *who, admitted))
+        insort(self._standings, standing)
+        insort(self._slacks_s, slack_s)
 
     def rank(self, standing: Standing) -> float:
         """The share of them that go before this one; those that stand the same count half."""
-        before = sum(other.standing < standing for other in self._last)
-        alike = sum(other.standing == standing for other in self._last)
-        return (before + 0.5 * alike) / max(len(self._last), 1)
+        before, behind = bisect_left(self._standings, standing), bisect(self._standings, standing)
+        return 0.5 * (before + behind) / max(len(self._last), 1)
 
     def slack_share(self, standing: Standing) -> float:
         """What a request may use of the slack between idle and its limit, 0 to 1.
@@ -269,7 +277,7 @@ class Demand:
         would hold itself down; a power does not.)
         """
         if not self._rejected:
-            behind = self._last and all(other.standing < standing for other in self._last)
+            behind = self._standings and self._standings[-1] < standing
             return LEAST_SLACK if behind else 1.0
         power = len(self._last) / self._rejected
         return 1.0 - (1.0 - LEAST_SLACK) * self.rank(standing) ** power
@@ -291,10 +299,9 @@ class Demand:
         evenly to the workers; who comes sooner than its slack before the end waits no longer than
         it may.
         """
-        least_s = min((other.slack_s for other in self._last), default=math.inf)
-        if float(block_s.max()) <= least_s:
+        if not self._last or float(block_s.max()) <= self._slacks_s[0]:
             return np.zeros_like(block_s)
-        slack_s = np.sort([other.slack_s for other in self._last])
+        slack_s = np.array(self._slacks_s)
         total_s = np.concatenate(([0.0], np.cumsum(slack_s)))
         fewer = np.searchsorted(slack_s, block_s)
         over_s = fewer * block_s - total_s[fewer]
