@@ -2,16 +2,17 @@
 
 Before an iteration the rule says what is admitted; vLLM's own `schedule()` then sees only that, and
 what has been loaded, in its two queues, and the rest is put back. Should the rule fail, vLLM runs
-in its own order. Configured by `workers.vllm.options`; private names of vLLM:
-`workers.vllm.versions`, and tests/workers/vllm/test_scheduler_contract.py."""
+in its own order. Configured by `workers.vllm.options`; private names of vLLM 0.29:
+tests/workers/vllm/test_scheduler_contract.py."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import structlog
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
@@ -22,8 +23,9 @@ from workers.stats_channel import StatsSender
 from workers.vllm.engine_view import EngineMemory, EngineWork
 from workers.vllm.options import SchedulerOptions
 from workers.vllm.rule_guard import GuardedRule
-from workers.vllm.versions.installed import SchedulerNames
+from workers.vllm.version import check_version
 
+check_version()
 log = structlog.get_logger(__name__)
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -61,10 +63,13 @@ class HeldEvents:
         self._publisher.shutdown()
 
 
-class FairScheduler(SchedulerNames):
+class FairScheduler(AsyncScheduler):
     """Any rule of ours in vLLM, or (`STOCK`) vLLM's own order with the same records. Between
-    iterations `waiting` holds what the rule knows to wait, `held` what is blocked, loading, or just
-    loaded."""
+    iterations `waiting` holds what the rule knows to wait, `skipped_waiting` what is blocked,
+    loading, or just loaded; vLLM looks at the latter first."""
+
+    waiting: Any
+    skipped_waiting: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,7 +104,8 @@ class FairScheduler(SchedulerNames):
         super().add_request(request)
         if refused:
             log.warning("request_without_tenant_refused", request_id=request.request_id)
-            self.refuse(request)
+            # Ended as one whose grammar does not compile, before it runs.
+            self.grammar_compile_error_reqs.add(request.request_id)
 
     def _enqueue_waiting_request(self, request: Request) -> None:
         now_s = time.monotonic()
@@ -108,7 +114,7 @@ class FairScheduler(SchedulerNames):
             work = self._works[request.request_id] = EngineWork(request, now_s)
             self._rule.charged_elsewhere(*charges_of(work.extra, work.tenant), now_s)
         if request.num_computed_tokens:  # a session that goes on, with its blocks
-            self.held.add_request(request)
+            self.skipped_waiting.add_request(request)
             return
         super()._enqueue_waiting_request(request)
         if not self._is_blocked_waiting_status(request.status):
@@ -164,12 +170,12 @@ class FairScheduler(SchedulerNames):
                 self._rule.failed("translate", error)
         now.plan_s = time.monotonic() - now_s
         now.stock = chosen is None
-        if chosen is None or not (self.waiting or self.held):
+        if chosen is None or not (self.waiting or self.skipped_waiting):
             output = super().schedule(throttle_prefills)
-            self.regroup()
         else:
             going, plan = chosen
-            queues = self.offer((work.request for work, _ in plan.admitted), going)
+            queues = self.waiting, self.skipped_waiting
+            self._see((work.request for work, _ in plan.admitted), going)
             output = super().schedule(throttle_prefills)
             self._put_back(queues, going, plan, now_s)
         now.capacity_blocks = self._memory.capacity_blocks
@@ -201,14 +207,14 @@ class FairScheduler(SchedulerNames):
 
     def _counts(self) -> tuple[int, int, int]:
         """Requests that wait, load and run."""
-        loading = sum(request.status == LOADING for request in self.held)
-        return len(self.waiting) + len(self.held) - loading, loading, len(self.running)
+        loading = sum(request.status == LOADING for request in self.skipped_waiting)
+        return len(self.waiting) + len(self.skipped_waiting) - loading, loading, len(self.running)
 
     # -- what the rule says -------------------------------------------------------------------
 
     def _choose(self, now_s: float) -> tuple[list[Request], Any] | None:
         """Loaded requests that fit, and the rule's plan for the others; None: vLLM's own order."""
-        loaded, rule = self._promote(now_s) if self.held else [], self._rule
+        loaded, rule = self._promote(now_s) if self.skipped_waiting else [], self._rule
         if not rule.works:
             rule.restart([self._works[request.request_id] for request in self.waiting], now_s)
         if not rule.agrees(len(self.waiting)):
@@ -230,9 +236,10 @@ class FairScheduler(SchedulerNames):
     def _promote(self, now_s: float) -> list[Request]:
         """Sort out what vLLM skipped: blocked requests stay, others wait; returns loaded ones."""
         loaded = []
-        for request in reversed(list(self.held)):
+        for request in reversed(list(self.skipped_waiting)):
             was_loading = request.status == LOADING
-            if not self.is_ready(request):
+            blocked = self._is_blocked_waiting_status(request.status)
+            if blocked and not self._try_promote_blocked_waiting_request(request):
                 continue
             work = self._works[request.request_id]
             if was_loading:
@@ -242,7 +249,7 @@ class FairScheduler(SchedulerNames):
                 if was_loading:
                     self._rule.landed(work, now_s)
             else:  # it may be planned now; or its load has failed
-                self.held.remove(request)
+                self.skipped_waiting.remove(request)
                 self.waiting.prepend_request(request)
                 self._rule.returned(work, now_s)
         return loaded[::-1]
@@ -265,7 +272,7 @@ class FairScheduler(SchedulerNames):
                 decode_blocks += blocks
         if free_blocks < 0:
             return [], None
-        slots = self.most_running - len(self.running) - self.num_waiting_for_streaming_input
+        slots = self.max_num_running_reqs - len(self.running) - self.num_waiting_for_streaming_input
         going: list[Request] = []
         for request in loaded:
             blocks = self._request_remaining_blocks(request)
@@ -281,12 +288,18 @@ class FairScheduler(SchedulerNames):
         holding = len(self.running) + len(loaded) + loading
         return going, Room(self._memory, budget, slots - len(going), holding)
 
+    def _see(self, waiting: Iterable[Request], held: Iterable[Request]) -> None:
+        """Have the coming iteration find only these in vLLM's two queues."""
+        self.waiting = type(self.waiting)(waiting)
+        self.skipped_waiting = type(self.skipped_waiting)(held)
+
     def _put_back(self, queues: Any, going: list[Request], plan: Any, now_s: float) -> None:
         """Join what vLLM left in its queues with what was kept from it (`queues`: as they were
         before); report what became of it."""
-        left, deferred = self.withdraw(queues)
+        left, deferred = self.waiting, self.skipped_waiting
+        self.waiting, self.skipped_waiting = queues
         for request in (r for r in going if r.status == RequestStatus.RUNNING):
-            self.held.remove(request)
+            self.skipped_waiting.remove(request)
         planned = {work.request for work, _ in plan.admitted}
         for request in (r for r in reversed(left) if r not in planned):
             self.waiting.prepend_request(request)  # just preempted
@@ -301,7 +314,7 @@ class FairScheduler(SchedulerNames):
             self._now.admitted += 1
             self.waiting.remove(request)
             if request.status == LOADING:
-                self.held.append(request)
+                self.skipped_waiting.append(request)
             elif quote.host_tokens:
                 self._rule.landed(work, now_s)  # there was nothing to load after all
         self._now.passed = plan.passed
