@@ -85,15 +85,16 @@ class Announcement:
     engine: its kind.
     load_plan: how it brings cached prefixes back, {"planner": name, "cpu_room_share": as in the
     settings, where its CPU attends to host memory, "act_share": share of stored blocks kept as
-    activations, "rates": as `kappa.plans.rates` reads them}; empty if it loads them whole and
-    then computes. tier: the kind of its host tier; shared_tier: names the server that several
-    workers have as their host tier, empty if it is the worker's own. start_s: from the start of its
-    process until it could serve; 0: not known. max_sequences: requests that it runs at a time; 0:
-    not known. pool: the cluster file's pool that it belongs to. role: `both`, `prefill` (hands its
-    KV over) or `decode` (takes it over). measured: what the machine and the engine were measured to
-    do (`engine.profile`, `workers.vllm.measured_engine`), with `at_s`, when; node and step have
-    the figures that are priced, and profile_error names what fits badly or is missing. graphs: CUDA
-    graphs that it runs by, vLLM's `cudagraph_mode`; empty: not known.
+    activations, "rates": as `kappa.plans.rates` reads them, of vLLM with the overlap of a request
+    that is alone}; empty if it loads them whole and then computes. tier: the kind of its host tier;
+    shared_tier: names the server that several workers have as their host tier, empty if it is the
+    worker's own. start_s: from the start of its process until it could serve; 0: not known.
+    max_sequences: requests that it runs at a time; 0: not known. pool: the cluster file's pool that
+    it belongs to. role: `both`, `prefill` (hands its KV over) or `decode` (takes it over).
+    measured: what the machine and the engine were measured to do (`engine.profile`,
+    `workers.vllm.measured_engine`), with `at_s`, when; node and step have the figures that are
+    priced, and profile_error names what fits badly or is missing. graphs: CUDA graphs that it runs
+    by, vLLM's `cudagraph_mode`; empty: not known.
     """
 
     worker: str

@@ -330,7 +330,7 @@ class Calibration:
         seconds = now_s - flight.sent_s
         if chosen.plan:
             # How a planner's loads overlap with computing is its own matter.
-            rest_s = chosen.queue_s + chosen.load_s + chosen.compute_s
+            rest_s = max(chosen.ttft_s - self.overhead_s, 0.0)
             self._add(1.0, Observation(TTFT, seconds, rest_s, doubt=1.0, requests=1.0))
             return
         new, host = max(flight.new_tokens, 1), flight.host_tokens

@@ -3,12 +3,14 @@
 A worker whose engine executes load plans announces its planner's name and its rates. For such
 workers the estimates' link and gpu seconds, and the predicted TTFT, are the plan's; for all others
 loading comes first and computing after it, as `router.pricing` has it. An engine of vLLM does that
-too, and may leave the back of a hit to be computed ("tail"): its row is moved by what that changes.
+too, but may leave the back of a hit to be computed ("tail"), and load by layers beside the prompt
+of a request that is alone (paper 001, Eq. 4): its row is moved by what that changes.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,7 +25,6 @@ _POLICIES: dict[str, Policy] = {
     "kv": "load", "recompute": "load", "auto": "auto", "kvpr": "activations",
     "hybrid": "activations", "tail": "tail",
 }  # fmt: skip
-_TAIL = "tail"
 # κ_eff depends on how much is new: it is given for a question of this length.
 KAPPA_EFF_NEW_TOKENS = 128
 
@@ -36,7 +37,8 @@ class LoadPlanner:
     """
 
     def __init__(self, announced: Announcement) -> None:
-        described, size = announced.load_plan, announced.block_tokens
+        described = announced.load_plan
+        size = self._size = announced.block_tokens
         self._name, self._act_share = described["planner"], float(described["act_share"])
         self._rates = rates_from_measured(described["rates"])
         room_share = described.get("cpu_room_share")
@@ -45,24 +47,29 @@ class LoadPlanner:
             host=host_planners(self._name, self._act_share),
         )  # fmt: skip
         self._planning.check(self._name)
+        self._of_vllm = announced.engine == "vllm"
+        # Of vLLM's: where others are served, whose steps a load may not hold up.
+        ahead = replace(self._rates, overlap=0.0)
+        self._ahead = Planning(size, ahead, activations=False)
         self._room_tokens = (
             None if room_share is None else int(float(room_share) * announced.device_blocks) * size
         )
-        self._most_recomputed_tokens = announced.max_batch_tokens // size * size
+        self._budget_tokens = announced.max_batch_tokens
         self._dilation = announced.node.dilation
 
     def __call__(self, row: np.void) -> PlannedLoad | None:
         """Change a row of the estimates to what the worker's plan makes of it; None: nothing."""
         cached, new = int(row["cached_tokens"]), int(row["new_tokens"])
-        if self._name == _TAIL and self._rates.serial_share >= 1.0:
-            return self._shorten(row, cached, new) if cached else None
-        plan = self._plan(cached, new, int(row["device_tokens"]))
+        if self._of_vllm:
+            return self._move(row, cached, new) if cached else None
+        plan = self._plan(self._planning, cached, new, int(row["device_tokens"]))
         load_s, compute_s = self._dilation * plan.load_s, self._dilation * plan.compute_s
         beyond_s = compute_s - row["compute_s"]
         row["ttft_s"] += self._dilation * plan.ttft_s - row["load_s"] - row["compute_s"]
         row["work_s"] = max(row["work_s"] + beyond_s, 0.0)
         row["load_s"], row["compute_s"] = load_s, compute_s
-        return self._planned(plan)
+        hidden_s = self._dilation * plan.hidden_s
+        return PlannedLoad(plan.kind, plan.tokens("R"), plan.crossing_tokens, hidden_s)
 
     def kappa_eff(self) -> float | None:
         """κ_eff for `KAPPA_EFF_NEW_TOKENS` new tokens.
@@ -75,36 +82,38 @@ class LoadPlanner:
         ratio = kappa_eff(self._rates, policy, KAPPA_EFF_NEW_TOKENS)
         return ratio if math.isfinite(ratio) else None
 
-    def _shorten(self, row: np.void, cached: int, new: int) -> PlannedLoad | None:
-        """A tail that is computed is not loaded; the rest of the row's figures stays calibrated."""
-        device = int(row["device_tokens"])
-        plan = self._plan(cached, new, device)
-        spared = cached - plan.crossing_tokens
-        if not spared:
+    def _move(self, row: np.void, cached: int, new: int) -> PlannedLoad | None:
+        """A tail that is computed is not loaded, and what is loaded may hide behind computing; the
+        rest of the row's figures stays calibrated."""
+        device, load_s = int(row["device_tokens"]), float(row["load_s"])
+        planning = self._ahead if row["in_flight"] else self._planning
+        plan = self._plan(planning, cached, new, device)
+        if spared := cached - plan.crossing_tokens:
+            spared_s = spared * float(row["load_token_s"]) if plan.crossing_tokens else load_s
+            whole = planning.priced(Cached(cached, new, device), layout(cached), "all is loaded")
+            beyond_s = self._dilation * (plan.compute_s - whole.compute_s)
+            row["load_s"] = max(load_s - spared_s, 0.0)
+            row["compute_s"] += beyond_s
+            row["work_s"] = max(row["work_s"] + beyond_s, 0.0)
+            row["ttft_s"] += beyond_s - (load_s - float(row["load_s"]))
+        # Of several steps the first alone waits for layers.
+        first_s = float(row["compute_s"]) * min(1.0, self._budget_tokens / (new + spared))
+        overlap = 0.0 if planning is self._ahead else 1.0 - self._rates.serial_share
+        hidden_s = overlap * min(float(row["load_s"]), first_s)
+        row["ttft_s"] -= hidden_s
+        if not spared and not hidden_s:
             return None
-        load_s = float(row["load_s"])
-        spared_s = spared * float(row["load_token_s"]) if plan.crossing_tokens else load_s
-        whole = self._planning.priced(Cached(cached, new, device), layout(cached), "all is loaded")
-        beyond_s = self._dilation * (plan.compute_s - whole.compute_s)
-        row["load_s"] = max(load_s - spared_s, 0.0)
-        row["compute_s"] += beyond_s
-        row["work_s"] = max(row["work_s"] + beyond_s, 0.0)
-        row["ttft_s"] += beyond_s - (load_s - float(row["load_s"]))
-        return self._planned(plan)
+        return PlannedLoad(plan.kind, plan.tokens("R"), plan.crossing_tokens, hidden_s)
 
-    def _plan(self, cached: int, new: int, device: int) -> LoadPlan:
+    def _plan(self, planning: Planning, cached: int, new: int, device: int) -> LoadPlan:
         """As the engine would make it: what it recomputes at once is bounded by its budget."""
         # Activations of a share of the blocks are spread evenly: only `hybrid` takes them so.
         holds = self._act_share >= 1 or self._name == "hybrid"
         room = None if self._room_tokens is None else room_left(self._room_tokens, device, new)
         prefix = Cached(cached, new, device, cached if holds else 0, room)
-        plan = self._planning.named(self._name)(prefix)
-        cut = bounded(plan, self._most_recomputed_tokens)
-        return plan if cut is plan else self._planning.priced(prefix, cut.segments, cut.why)
-
-    def _planned(self, plan: LoadPlan) -> PlannedLoad:
-        hidden_s = self._dilation * plan.hidden_s
-        return PlannedLoad(plan.kind, plan.tokens("R"), plan.crossing_tokens, hidden_s)
+        plan = planning.named(self._name)(prefix)
+        cut = bounded(plan, self._budget_tokens // self._size * self._size)
+        return plan if cut is plan else planning.priced(prefix, cut.segments, cut.why)
 
 
 def planner_of(announced: Announcement) -> LoadPlanner | None:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,6 +26,8 @@ from simulator.decode import OURS, EngineLaw
 
 _USABLE_HBM = 0.9
 
+Loading = Literal["ahead", "layers"]
+
 
 class ClusterError(ValueError):
     """A cluster that does not exist, or that cannot serve the model. The message names the node."""
@@ -36,7 +38,8 @@ class NodeSpec:
     """One node of a simulated cluster: its true speeds, and what the profile does not hold.
 
     host_bytes, disk_bytes: KV capacity of its host tier, and of the disk behind it. watts: power at
-    full load. network_bytes_per_s: its network card, for KV fetched from a peer's host tier.
+    full load. network_bytes_per_s: its network card, for KV fetched from a peer's host tier. load:
+    as `engine.load` in a cluster file.
     """
 
     profile: NodeProfile
@@ -44,6 +47,7 @@ class NodeSpec:
     watts: float = 700.0
     network_bytes_per_s: float = 25e9
     disk_bytes: float = 0.0
+    load: Loading = "ahead"
 
     @property
     def name(self) -> str:
@@ -96,7 +100,8 @@ class NodeModel:
     """The true constants of a node, and the law by which its steps last.
 
     load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides;
-    disk_block_s: what a block of a load takes besides that comes from disk.
+    disk_block_s: what a block of a load takes besides that comes from disk. overlap: of a lone
+    request's load and prompt, how much of the shorter hides behind the longer.
     rule: by name, as `scheduler.catalogue` has it; fair: its settings and the tenants' weights.
     link_order, duplex: as `scheduler.link_order` has them. block_bytes, network_bytes_per_s: for KV
     fetched from a peer.
@@ -120,6 +125,7 @@ class NodeModel:
     law: EngineLaw = OURS
     disk_blocks: int = 0
     disk_block_s: float = 0.0
+    overlap: float = 0.0
 
     @property
     def link_rates(self) -> LinkRates:
@@ -147,6 +153,7 @@ def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeMode
         network_bytes_per_s=spec.network_bytes_per_s,
         disk_blocks=room.disk_blocks,
         disk_block_s=block_bytes / profile.disk_bytes_per_s if room.disk_blocks else 0.0,
+        overlap=1.0 - 1.0 / shape.layers if spec.load == "layers" else 0.0,
     )
 
 
@@ -267,9 +274,10 @@ class _ClusterRow(BaseModel):
     disk_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     watts: _Above0 | None = None
     network_bytes_per_s: _Above0 | None = None
+    load: Loading | None = None
 
 
-_OWN_KEYS = ("host_bytes", "disk_bytes", "watts", "network_bytes_per_s")
+_OWN_KEYS = ("host_bytes", "disk_bytes", "watts", "network_bytes_per_s", "load")
 _KEYS = {*_OWN_KEYS, *(f.name for f in fields(NodeProfile))}
 
 

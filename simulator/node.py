@@ -135,6 +135,8 @@ class Node:
         self._held_since_s = self._loop.now_s
         # Loads that landed during this iteration, and those known to have landed before it.
         self._landed: list[SimulatedJob] = []
+        # Alone when it was admitted, it loads by layers, for so long.
+        self._by_layer: tuple[SimulatedJob | None, float] = (None, 0.0)
         self._polled: list[SimulatedJob] = []
         self._version += 1
 
@@ -243,6 +245,8 @@ class Node:
             assert isinstance(work, SimulatedJob)
             if quote.host_tokens:
                 self.link.load(work, quote.host_tokens // size)
+                if self.model.overlap and len(self.jobs) == 1:
+                    self._by_layer = work, self.model.link_rates.load_s(quote.host_tokens)
             if self._admitted is not None:
                 self._admitted(work)
 
@@ -257,6 +261,10 @@ class Node:
         self.samples.add_step(StepWork(*map(add, new, held)), seconds)
         self._count_queued(1, tokens)
         self._step = step
+        if self._by_layer[0] is step.chunks[0][0]:
+            # Here it lands first, and its step then lasts for so much less (paper 001, Eq. 4).
+            seconds -= model.overlap * min(self._by_layer[1], seconds)
+            self._by_layer = None, 0.0
         now_s = self._loop.now_s
         self._start_s = now_s
         self._version += 1
@@ -412,6 +420,7 @@ class Node:
         """
         for job in self._polled:
             if self.loads_fail:
+                self._by_layer = None, 0.0
                 self.memory.load_failed(job)
                 self.totals.failed_loads += 1
             else:

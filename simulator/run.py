@@ -17,8 +17,11 @@ import numpy as np
 
 from kappa.cost import load_token_s, step_model
 from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.plans.measured import as_measured
+from kappa.plans.rates import rates_from_law
 from kappa.protocol import Announcement
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
+from router.load_plans import planner_of
 from router.policy import Policy, policy_named
 from router.router import Router, RouterConfig
 from scheduler.catalogue import SCHEDULERS, packs
@@ -201,6 +204,7 @@ def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
             forecast_workers=0,
             calibrate=config.calibrate,
             admission=config.admission,
+            planner_of=planner_of,
         )
     )
 
@@ -210,6 +214,11 @@ def announcements_of(config: SimulationConfig, models: Sequence[NodeModel]) -> l
     found: list[Announcement] = []
     for index, (node, model) in enumerate(zip(config.cluster.nodes, models, strict=True)):
         profile, step = announced(index, node.profile, model.step, config.faults.misprofiles)
+        plan: dict[str, Any] = {}
+        if model.overlap:
+            rates = rates_from_law(config.shape, profile, overlap=model.overlap)
+            measured = as_measured(rates, config.shape.name, profile.name)
+            plan = {"planner": "kv", "act_share": 0.0, "rates": measured}
         found.append(Announcement(
             worker=node.name, model=config.shape.name, node=profile, step=step,
             kv_bytes_per_token=kv_bytes_per_token(config.shape), emulated_model="",
@@ -218,7 +227,7 @@ def announcements_of(config: SimulationConfig, models: Sequence[NodeModel]) -> l
             disk_blocks=model.disk_blocks, max_batch_tokens=model.budget_tokens,
             max_context_tokens=model.device_blocks * model.block_tokens,
             max_sequences=model.max_running, events_endpoint="", snapshot_endpoint="",
-            net_bytes_per_s=node.network_bytes_per_s, packs=packs(model.rule),
+            net_bytes_per_s=node.network_bytes_per_s, packs=packs(model.rule), load_plan=plan,
         ))  # fmt: skip
     return found
 

@@ -32,7 +32,7 @@ from workers.vllm.arguments import (
     meet_peers,
 )
 from workers.vllm.options import PERSIST_KEY, STOCK, LinkRules, SchedulerOptions
-from workers.vllm.tail_recompute import TAIL, tail_rates
+from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 
 # What most of vLLM's backends for GPUs choose.
 _USUAL_BLOCK_TOKENS = 16
@@ -130,6 +130,12 @@ class WorkerPlan:
         return int(self.limits.host_bytes / self.block_bytes)
 
     @property
+    def layers_loaded(self) -> int:
+        """One by one, for a request that is alone; 0: whole blocks are, ahead of its prompt."""
+        shape = self.served
+        return shape.layers if self.link.by_layer and shape.kv_layers == shape.layers else 0
+
+    @property
     def disk_blocks(self) -> int:
         from workers.disk_file import row_bytes  # imports torch, which who plans need not have
 
@@ -142,7 +148,7 @@ class WorkerPlan:
         node, rates = measured_node(self.node(rank), measured, self.served), None
         if self.tier.planner == TAIL and node.source != "catalogue":
             shape = self.emulated if node.source == "paced" else self.served
-            rates = tail_rates(shape, node)
+            rates = tail_rates(shape, node, self.layers_loaded)
         return EngineTier(self.tier, rates, server, self.host_blocks, self.link)
 
     def profile_request(self) -> dict[str, Any]:
@@ -309,8 +315,11 @@ def announce(
         step = step_model(shape, node)
         if not paced:
             step = measured_step(profile.measured) or step
+        planner = TAIL if tail else LOAD_ALL
+        if not tail and plan.layers_loaded:
+            tail = tail_rates(shape, node, plan.layers_loaded)
         if tail:
-            load_plan = {"planner": TAIL, "act_share": 0.0, "rates": dict(tail)}
+            load_plan = {"planner": planner, "act_share": 0.0, "rates": dict(tail)}
     return Announcement(
         worker=replica.worker,
         model=replica.model,

@@ -134,8 +134,9 @@ def explain(
 ) -> None:
     """Price one request on one or more nodes: its κ, which side bounds it, its seconds, its plans.
 
-    The first table is the law, loading first and computing then; below it every load plan, the
-    chosen one marked, and what a decoding step behind the prompt takes.
+    The first table is the law, loading first and computing then; below it every load plan, each
+    layer loaded beside the computing of the one before (Eq. 4, `engine.load: layers`), the chosen
+    one marked, and what a decoding step behind the prompt takes.
     """
     counts = TokenCounts(device_tokens=0, cached_tokens=cached, new_tokens=new)
     names, costs, plans = [], [], []

@@ -9,7 +9,7 @@ from kappa.hardware import node_profile
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning, kappa_eff, room_left
 from kappa.plans.rates import FORMAT
-from router.decision import RouteRequest
+from router.decision import ESTIMATE, RouteRequest
 from router.load_plans import LoadPlanner, planner_of
 from tests.router import building
 
@@ -29,8 +29,7 @@ def rates(load_token_s=4e-7, token_s=3e-5):
             "new_tokens": new, "context_tokens": context,
             "seconds": [[4e-3 + token_s * t for _ in context] for t in new],
         },
-        "h2d_bytes_per_s": 40e9, "h2d_while_storing_bytes_per_s": 30e9,
-        "h2d_cpu_busy_bytes_per_s": 36e9,
+        "h2d_bytes_per_s": 40e9,
     }  # fmt: skip
 
 
@@ -175,6 +174,46 @@ def test_loads_beside_the_prompt_hide_behind_it_in_real_seconds(forecast, dilati
     assert layers.load_s == pytest.approx(dilation * plan.load_s)
     assert layers.ttft_s == pytest.approx(dilation * plan.ttft_s, rel=0.05)
     assert layers.ttft_s < ahead.ttft_s
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "budget", "ttft_s"),
+    [
+        (0, 8192, 1.1),  # the longer, and a layer of the other: 1.0 + 0.4 / 4
+        (1, 8192, 1.4),  # a step that waits holds up whoever else is there: 1.0 + 0.4
+        (0, 50, 1.25),  # of two steps the first alone waits: 1.4 - 3/4 of 0.2
+    ],
+)
+def test_who_is_alone_waits_for_the_longer_of_load_and_compute_and_a_layer_of_the_other(
+    in_flight, budget, ttft_s
+):
+    measured = {**rates(), "layers": 4, "overlap": 3 / 4}
+    made = replace(
+        planning(), max_batch_tokens=budget, engine="vllm",
+        load_plan={"planner": "kv", "act_share": 0.0, "rates": measured},
+    )  # fmt: skip
+    row = np.zeros(1, ESTIMATE)[0]
+    row["cached_tokens"], row["new_tokens"], row["in_flight"] = 1024, 100, in_flight
+    row["load_s"], row["compute_s"], row["ttft_s"] = 1.0, 0.4, 1.4
+    planned = LoadPlanner(made)(row)
+    assert row["ttft_s"] == pytest.approx(ttft_s)
+    assert (row["load_s"], row["compute_s"]) == (1.0, 0.4)
+    assert (planned.hidden_s if planned else 0.0) == pytest.approx(1.4 - ttft_s)
+
+
+@pytest.mark.parametrize("forecast", [0, 4])
+def test_a_second_request_beside_one_that_loads_by_layers_is_priced_as_ahead(forecast):
+    measured = {**rates(load_token_s=4e-6), "overlap": 31 / 32}
+    plan = {"planner": "kv", "act_share": 0.0, "rates": measured}
+    layers = replace(planning(load_token_s=4e-6), engine="vllm", load_plan=plan)
+    ahead = replace(layers, load_plan={})
+    one, other = (router(each, forecast=forecast) for each in (layers, ahead))
+    first = priced(one)
+    hidden_s = 31 / 32 * min(first.load_s, first.compute_s)
+    assert first.ttft_s == pytest.approx(priced(other).ttft_s - hidden_s)
+    for made in (one, other):
+        made.route(RouteRequest("first", TOKENS, 8), 1.0)
+    assert priced(one).ttft_s == pytest.approx(priced(other).ttft_s)
 
 
 def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():

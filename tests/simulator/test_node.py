@@ -85,6 +85,23 @@ def test_a_load_comes_first_then_the_new_tokens():
     assert bench.first[0] == pytest.approx(0.002 + 20 * 0.01 + STEP.step_s([(10, 320)]))
 
 
+@pytest.mark.parametrize("load_block_s", [0.0001, 0.01])
+def test_by_layers_a_lone_request_takes_the_longer_and_a_layer_of_the_other(load_block_s):
+    """4 layers; a second request comes during the load or the step, and loads ahead."""
+    bench = Bench(load_block_s=load_block_s, load_fixed_s=0.0, overlap=3 / 4)
+    for key in range(2):
+        in_host(bench, own_ids(key, 330), 20)
+        bench.send(key, 330, 1, own_ids(key, 330), at_s=key * 1e-4)
+    bench.run()
+    load_s, compute_s = 20 * load_block_s, STEP.step_s([(10, 320)])
+    assert (load_s < compute_s) == (load_block_s == 0.0001)
+    first_s = max(load_s, compute_s) + min(load_s, compute_s) / 4
+    assert bench.first[0] == pytest.approx(first_s)
+    assert bench.first[1] == pytest.approx(max(2 * load_s, first_s) + compute_s)
+    loads = bench.node.samples.take()[1]
+    assert loads and all(load.seconds == pytest.approx(load_s) for load in loads)
+
+
 @pytest.mark.parametrize(("others", "from_disk"), [(0, 0), (3, 3), (6, 6), (10, 10)])
 def test_what_host_memory_lost_comes_from_disk_and_is_stored_again(others, from_disk):
     """Host memory holds ten blocks; so many of another prompt pushed the tail of the first out."""

@@ -113,6 +113,25 @@ def test_a_disk_keeps_what_host_memory_cannot_and_the_router_prices_it(config):
     assert np.median(off) < 0.05 and np.quantile(off, 0.9) < 0.25
 
 
+def test_loads_by_layers_come_sooner_and_the_router_predicts_them_as_well(config):
+    """Documents in host memory, on an otherwise idle node; a quiet one, so that all error is of the
+    formula."""
+    (node,) = numbered(KINDS["a100"], 1)
+    lone = config.replaced(rate_rps=0.1, requests=100, policy="priced", faults=Faults(0.0))
+    runs = {}
+    for load in ("ahead", "layers"):
+        cluster = SimulatedCluster("one", (replace(node, load=load),))
+        runs[load] = simulate(lone.replaced(cluster=cluster, calibrate=False)).records
+    ahead, layers = runs["ahead"], runs["layers"]
+    loaded = (layers.cached_tokens > 0) & (ahead.cached_tokens == layers.cached_tokens)
+    assert loaded.sum() >= 15
+    sooner = layers.ttft_s[loaded] / ahead.ttft_s[loaded]
+    assert np.median(sooner) < 0.95 and sooner.max() < 1.01
+    for records in (ahead, layers):
+        off = np.abs(records.predicted_s / records.ttft_s - 1)[loaded]
+        assert np.quantile(off, 0.9) < 0.02
+
+
 def test_an_idle_cluster_meets_the_objective(config):
     summary = simulate(config.replaced(rate_rps=0.5, requests=100)).summary()
     assert summary["slo"]["met"] > 0.95

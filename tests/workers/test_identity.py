@@ -26,6 +26,7 @@ from workers.identity import (
     of_all_ranks,
 )
 from workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, PeerPlace, TierChoice
+from workers.vllm.options import LinkRules
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ON_GPUS = EngineSettings(host_bytes=64 << 20).on(gpus=1)
@@ -60,6 +61,26 @@ def said(of: WorkerPlan, rank: int = 0, measured=MEASURED, error: str = "") -> A
     return announce(
         of, ReplicaId(f"w{rank}", rank, "m", "tcp://e", "tcp://s"), Profile(measured, error)
     )
+
+
+@pytest.mark.parametrize("planner", ["tail", "kv"])
+def test_loads_by_layers_are_announced_with_the_layers_that_are_loaded(planner) -> None:
+    ahead = dataclasses.replace(plan(paced("pcie")), tier=TierChoice(planner=planner))
+    layers = dataclasses.replace(ahead, link=LinkRules(by_layer=True))
+    rates = layers.engine_tier(0, {}).rates
+    assert (rates is None) == (planner == "kv")
+    found = announce(layers, ReplicaId("w", 0, "m", "", ""), Profile(), tail=rates).load_plan
+    # Qwen2.5-7B, which runs here as if it were a Llama of 32 layers, has 28.
+    assert (found["planner"], found["rates"]["overlap"]) == (planner, 27 / 28)
+    rates = ahead.engine_tier(0, {}).rates
+    found = announce(ahead, ReplicaId("w", 0, "m", "", ""), Profile(), tail=rates).load_plan
+    assert found == {} if rates is None else found["rates"]["overlap"] == 0.0
+
+
+def test_a_model_whose_layers_differ_announces_no_loads_by_layers() -> None:
+    windowed = dataclasses.replace(model_shape("qwen2.5-7b"), attention_layers=7)
+    some = dataclasses.replace(plan(paced("pcie")), served=windowed, link=LinkRules(by_layer=True))
+    assert said(some).load_plan == {}
 
 
 def test_each_rank_takes_its_node_and_a_surplus_rank_starts_over() -> None:

@@ -34,11 +34,13 @@ _MAX_REMEMBERED = 4096
 _LOAD_AT_MOST = re.compile(r"load=(\d{1,18})", re.ASCII)
 
 
-def tail_rates(shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
+def tail_rates(shape: ModelShape, node: NodeProfile, layers: int = 0) -> dict[str, Any]:
     """The rates that worker and router plan by, as `rates_from_measured` reads them, in the node's
-    own seconds. shape: the model that runs, or that a paced node acts as. Loads go ahead of
-    prompts: none of a request's own load hides behind its own prompt."""
-    return as_measured(rates_from_law(shape, node, overlap=0.0), shape.name, node.name)
+    own seconds. shape: the model that runs, or that a paced node acts as. layers: of the model that
+    runs, where a request that is alone loads by them (`engine.load`); 0: loads go ahead of prompts,
+    and none of a request's own load hides behind its own prompt."""
+    overlap = 1.0 - 1.0 / layers if layers else 0.0
+    return as_measured(rates_from_law(shape, node, overlap=overlap), shape.name, node.name)
 
 
 class TailOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,8 +62,8 @@ class TailRecompute:
         self._block_tokens = block_tokens
         self._plans: list[Callable[[Cached], int]] = []
         if options.planner == TAIL and options.rates is not None:
-            ahead = rates_from_measured(options.rates)
-            for rates in (ahead, replace(ahead, overlap=None)):
+            announced = rates_from_measured(options.rates)
+            for rates in (replace(announced, overlap=0.0), announced):
                 plan = Planning(block_tokens, rates, activations=False).named(TAIL)
                 self._plans.append(lru_cache(_MAX_REMEMBERED)(partial(_crossing, plan)))
 

@@ -23,8 +23,8 @@ def node(critical):
     return replace(profile, h2d_bytes_per_s=kv_bytes_per_token(SHAPE) * critical / token_s)
 
 
-def tail(critical, planner="tail"):
-    return TailRecompute(TailOptions(planner, tail_rates(SHAPE, node(critical))), BLOCK)
+def tail(critical, planner="tail", layers=0):
+    return TailRecompute(TailOptions(planner, tail_rates(SHAPE, node(critical), layers)), BLOCK)
 
 
 def test_what_reading_the_weights_hides_is_computed_rather_than_loaded():
@@ -66,7 +66,7 @@ def test_answers_are_whole_blocks_of_the_hit_and_never_predicted_later(critical,
 
 @pytest.mark.parametrize(("critical", "loaded"), [(1.0, 2048), (10.0, 3712)])
 def test_by_layers_a_tail_is_computed_while_the_rest_is_loaded(critical, loaded):
-    planner = tail(critical)
+    planner = tail(critical, layers=SHAPE.layers)
     assert planner.loaded_tokens(0, 4096, 16) == 4096
     # Loading one takes as long as computing `critical`; attention and a floor move the crossing.
     crossing = planner.loaded_tokens(0, 4096, 16, by_layer=True)
