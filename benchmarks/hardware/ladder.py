@@ -34,6 +34,7 @@ def climb(
     device: str | None, rungs: Sequence[str], model: Path | None, out: Path | None
 ) -> dict[str, Any]:
     """Climb these rungs (all, if none is named); write the JSON, the page and the logs to `out`.
+    Those that are named share the time of all.
 
     `ok` of what is returned says whether all of them ended well, or had nothing to measure.
 
@@ -44,7 +45,9 @@ def climb(
     place = Device.find(device)
     if model is not None and not (model / "config.json").is_file():
         raise ValueError(f"--model {model}: no config.json in it; give a folder with a checkpoint")
-    known = facts(place)
+    known, bounds_s = facts(place), {name: rung.bound_s for name, rung in RUNGS.items()}
+    longer = sum(bounds_s.values()) / sum(bounds_s[name] for name in names)
+    most_s = {name: longer * bounds_s[name] for name in names}
     out = out or Path(f"kappa-{place.kind}-{time.strftime('%Y-%m-%d-%H%M')}")
     harness.note(f"{place.label}; {', '.join(names)}; results in {out}")
     start_s = time.monotonic()
@@ -57,7 +60,7 @@ def climb(
         done: list[Row] = []
         result = dict[str, Any]()
         for name in names:
-            done.append(run_rung(name, argv, out, RUNGS[name].bound_s))
+            done.append(run_rung(name, argv, out, most_s[name]))
             result = harness.result(
                 device=place.label, facts=known, model=str(model or "random weights"),
                 total_s=time.monotonic() - start_s, rungs=done,
