@@ -35,7 +35,6 @@ from engine.step import HostContext, OnCpu, Pages, prompt_row
 from kappa.model import kv_bytes_per_token
 from kappa.plans.rates import FORMAT
 
-_BUSY_SIDE = 512
 _PEAK_REPEATS = 5
 _GEMM_TOKENS = (16, 128, 512)
 _MEMORY_FACTOR = 2  # a copy reads once and writes once
@@ -99,7 +98,6 @@ def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[s
     profiler = _Profiler(forward, settings or ProfileSettings())
     shape, weights = forward.config.shape, forward.weights
     kv_elements = kv_bytes_per_token(shape) / shape.kv_dtype_bytes
-    alone = profiler.link_bytes_per_s()
     return {
         **_subject(forward),
         "layers": shape.layers,
@@ -111,9 +109,7 @@ def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[s
         "project": profiler.line(profiler.project_layers),
         "grid": profiler.grid(),
         **profiler.decode_grid(),
-        "h2d_bytes_per_s": alone,
-        "h2d_while_storing_bytes_per_s": profiler.link_while_storing(),
-        "h2d_cpu_busy_bytes_per_s": profiler.link_while_cpu_busy(),
+        "h2d_bytes_per_s": profiler.link_bytes_per_s(),
         **profiler.attention(),
     }
 
@@ -362,20 +358,6 @@ class _Profiler:
         blocks = self.sizes[-1] // self.arena.block_tokens
         target, source = self.arena.kv_device, self.arena.kv_host
         return [(target[i, :blocks], source[i, :blocks]) for i in range(self.config.layers)]
-
-    def link_while_storing(self) -> float:
-        """As alone, while the other direction copies, over and over."""
-        source = self._largest_load()[0][0].clone()
-        pinned = self.device.type == "cuda"
-        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-        with repeating(lambda: self.mover.d2h([(target, source)]).block()):
-            return self.link_bytes_per_s()
-
-    def link_while_cpu_busy(self) -> float:
-        """As alone, while threads multiply matrices on the CPU."""
-        square = torch.randn(_BUSY_SIDE, _BUSY_SIDE)
-        with repeating(lambda: torch.mm(square, square), torch.get_num_threads()):
-            return self.link_bytes_per_s()
 
     def attention(self) -> dict[str, Any]:
         """{"attend": ...}: seconds of a layer by tokens, and what it and the link leave each other.

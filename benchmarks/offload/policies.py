@@ -295,5 +295,5 @@ def _link_arm(rig: Rig, cell: DecodeCell) -> Arm:
             # Newer copies come behind older ones.
             rig.mover.h2d([(landing[index % 2], source)])
 
-    predicted_s = _COPY_STEPS * rig.rates_alone.load.seconds(blocks * rig.block_tokens)
+    predicted_s = _COPY_STEPS * rig.rates.load.seconds(blocks * rig.block_tokens)
     return Arm(LINK, lambda: rig.timed(copy), predicted_s)

@@ -82,7 +82,7 @@ def prefix_arms(rig: Rig, cell: PrefixCell, prompt: Stored) -> tuple[list[Arm], 
     plans = {name: plan_of(costs, split) for name, split in splits.items()}
     plans["auto"] = choose(costs, block_tokens=rig.block_tokens)
     copies = _copies(rig, prompt)
-    alone_s = rig.rates_alone.load.seconds(prompt.cached)
+    alone_s = rig.rates.load.seconds(prompt.cached)
     behind = prompt_row(prompt.tokens, prompt.pages, start=prompt.cached)
 
     def sequential() -> Tensor:

@@ -195,13 +195,9 @@ class Loaded:
 
 @dataclass(slots=True, kw_only=True)
 class Rig(Loaded):
-    """What plans are measured on.
-
-    rates: with the link as it is beside the computation; rates_alone: with nothing beside it.
-    """
+    """What plans are measured on."""
 
     rates: PlanRates
-    rates_alone: PlanRates
     measured: dict[str, Any]
 
     @property
@@ -224,9 +220,7 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
     """
     with loaded(setting, group, arena_size(setting, group)) as forward:
         rates, measured = _rates(forward, setting.profile)
-        # A CPU that computes is a CPU that is busy while its threads copy.
-        busy = rates.while_cpu_busy()
-        yield Rig(forward=forward, rates=busy, rates_alone=rates, measured=measured)
+        yield Rig(forward=forward, rates=rates, measured=measured)
 
 
 @contextmanager

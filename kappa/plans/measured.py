@@ -240,7 +240,6 @@ def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:
         step=fit_grid(prefill).step,
         grid=prefill,
         overlap=None if data.get("overlap") is None else float(data["overlap"]),
-        h2d_cpu_busy=min(1.0, float(data["h2d_cpu_busy_bytes_per_s"]) / alone),
         weights_load_s=float(data["weight_bytes"]) / alone,
         decode=None if decode is None else grid(decode, "sequences", "resident_tokens"),
         attend=attend,
@@ -272,6 +271,5 @@ def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
             "new_tokens": list(new), "context_tokens": list(context),
             "seconds": [[rates.prefill_s(n, s) for s in context] for n in new],
         },
-        "h2d_bytes_per_s": link, "h2d_while_storing_bytes_per_s": link,
-        "h2d_cpu_busy_bytes_per_s": link * rates.h2d_cpu_busy,
+        "h2d_bytes_per_s": link,
     }  # fmt: skip

@@ -206,30 +206,6 @@ def room_left(room_tokens: int, device: int, new: int) -> int:
     return max(0, room_tokens - device - new)
 
 
-def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Planner:
-    """A planner that always splits so, as far as there are so many cached tokens.
-
-    For experiments: recompute, activations: tokens; the rest is loaded as KV. Cut at blocks, and
-    what host memory does not have as asked comes as it is there.
-
-    Raises:
-        ValueError: a count below zero.
-    """
-    if min(recompute, activations) < 0:
-        raise ValueError(
-            f"a fixed plan of {recompute} recomputed tokens and {activations} from activations: "
-            "give 0 or more of each"
-        )
-
-    def plan(request: Cached) -> LoadPlan:
-        first = min(recompute, request.cached)
-        second = min(activations, request.cached - first)
-        segments = layout(request.cached, recompute=first, activations=second, tail=tail)
-        return LoadPlan(segments, why="as the request asked")
-
-    return plan
-
-
 class Planning:
     """The planners of one engine, which cut plans at multiples of `block_tokens`. rates: of the
     model on this node; activations: the model's can be used at all; cpu: it can attend to host

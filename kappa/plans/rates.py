@@ -147,9 +147,8 @@ class PlanRates:
     grid, where there is one, overrides the cost model inside its edges. `overlap` is the share of
     the shorter of link and gpu time that hides behind the longer: 0 loads before computing, 1 hides
     it all; None means by layers, 1 - 1/layers, one layer's load being waited for and one layer's
-    computing being left over. `h2d_cpu_busy` is the share of the bandwidth that remains while the
-    CPU computes. `weights_load_s` is what streaming all layers' weights takes, for engines that
-    keep them in host memory.
+    computing being left over. `weights_load_s` is what streaming all layers' weights takes, for
+    engines that keep them in host memory.
 
     `attend` is seconds of the CPU, over all layers, to attend from one query to n tokens' KV in
     host memory; None where it is not measured. While it does, `h2d_attending` of the link's
@@ -169,7 +168,6 @@ class PlanRates:
     step: StepModel
     grid: ComputeGrid | None = None
     overlap: float | None = None
-    h2d_cpu_busy: float = 1.0
     weights_load_s: float = 0.0
     experts_s: float = 0.0
     expert_idle: float = 0.0
@@ -183,7 +181,7 @@ class PlanRates:
             if fit is not None:
                 fit.require()
         check_positive(self, "layers", "kv_bytes", "activation_bytes")
-        check_share(self, "h2d_cpu_busy", "h2d_attending", "attend_loading")
+        check_share(self, "h2d_attending", "attend_loading")
         check_not_negative(self, "weights_load_s")
         if self.overlap is not None and not 0.0 <= self.overlap <= 1.0:
             raise ValueError(f"PlanRates.overlap is {self.overlap}: give a share in [0, 1]")
@@ -286,18 +284,6 @@ class PlanRates:
             attend=None if attend is None else attend.scaled(1.0 / self.attend_loading),
             h2d_attending=1.0,
             attend_loading=1.0,
-        )
-
-    def while_cpu_busy(self) -> PlanRates:
-        """The same node while its CPU works, which leaves the link a share of its bandwidth."""
-        share = self.h2d_cpu_busy
-        return replace(
-            self,
-            load=self.load.scaled(1.0 / share),
-            weights_load_s=self.weights_load_s / share,
-            h2d_cpu_busy=1.0,
-            # A processor that is busy already takes no more of the link by attending.
-            h2d_attending=min(1.0, self.h2d_attending / share),
         )
 
 

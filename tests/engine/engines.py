@@ -23,13 +23,25 @@ from engine.sparse.forward import sparse_forward
 from engine.transfer import Copies, CpuMover, Direction, mover_for
 from kappa.hardware import node_profile
 from kappa.plans.clo import SparseSettings
-from kappa.plans.planners import Planning, host_planners
+from kappa.plans.load_plan import LoadPlan, layout
+from kappa.plans.planners import Cached, Planner, Planning, host_planners
 from kappa.plans.rates import PlanRates, rates_from_law
 from tests.engine import hf
 from tests.engine.rig import weights
 
 BLOCK = 4
 SIZE = ArenaSize(48, 128, 32, 128, block_tokens=BLOCK)
+
+
+def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Planner:
+    """A planner that always splits so, as far as there are so many cached tokens."""
+
+    def plan(request: Cached) -> LoadPlan:
+        first = min(recompute, request.cached)
+        second = min(activations, request.cached - first)
+        return LoadPlan(layout(request.cached, recompute=first, activations=second, tail=tail))
+
+    return plan
 
 
 class Link(CpuMover):

@@ -5,7 +5,6 @@ import pytest
 from engine.arena import ArenaSize
 from engine.computing import Computer
 from engine.transfer import WAIT_S, TransferFailed
-from kappa.plans.planners import fixed
 from tests.engine.engines import (
     BLOCK,
     LONG,
@@ -14,6 +13,7 @@ from tests.engine.engines import (
     evict_device,
     expected,
     finish,
+    fixed,
     generate,
     link_of,
     prompt,

@@ -7,7 +7,6 @@ import pytest
 from engine.arena import ArenaSize
 from engine.sampling import Sampling
 from engine.sequence import RequestRefused
-from kappa.plans.planners import fixed
 from kappa.protocol import Charge
 from scheduler.catalogue import SCHEDULERS
 from scheduler.config import FairConfig
@@ -19,6 +18,7 @@ from tests.engine.engines import (
     evict_device,
     expected,
     finish,
+    fixed,
     generate,
     link_of,
     prompt,

@@ -97,8 +97,7 @@ def test_a_profile_is_what_planners_read(family: str) -> None:
     assert min(measured["load"]["seconds"] + measured["project"]["seconds"]) > 0
     assert measured["grid"]["new_tokens"] == [1, 16, 64]
     assert measured["grid"]["context_tokens"] == [0, 32]
-    for figure in ("h2d", "h2d_while_storing", "h2d_cpu_busy"):
-        assert measured[f"{figure}_bytes_per_s"] > 0
+    assert measured["h2d_bytes_per_s"] > 0
     heads, width = {"opt": (4, 16), "llama": (2, 8)}[family]
     assert measured["kv_bytes_per_token"] == 3 * 2 * heads * width * 4
     assert measured["activation_bytes_per_token"] == 3 * 64 * 4
@@ -201,10 +200,7 @@ class _Broken(CpuMover):
 
 def test_a_link_that_fails_fails_the_measurement() -> None:
     threads = threading.active_count()
-    with forward(mover=_Broken("d2h")) as made, pytest.raises(RuntimeError, match="beside"):
-        profile(made, SETTINGS)
-    both = _Broken("h2d", "d2h")
-    with forward(mover=both) as made, pytest.raises(TransferFailed, match="no such link"):
+    with forward(mover=_Broken("h2d")) as made, pytest.raises(TransferFailed, match="no such link"):
         profile(made, SETTINGS)
     assert threading.active_count() == threads
 

@@ -20,7 +20,6 @@ from kappa.plans.planners import (
     alternatives,
     choose,
     decoding,
-    fixed,
     kappa_eff,
     policy_ttft_s,
 )
@@ -271,17 +270,6 @@ def test_activations_are_planned_only_as_far_as_they_are_held(opt: Planning) -> 
     assert kinds(opt, "kvpr", REQUEST._replace(held=0))[1] == 0
     refused = Planning(BLOCK, opt.rates, activations=False)
     assert [kinds(refused, name)[1] for name in refused.names] == [0] * len(refused.names)
-
-
-def test_a_fixed_plan_is_cut_to_what_is_cached() -> None:
-    plan = fixed(600, 100)(REQUEST)
-    assert (plan.tokens("R"), plan.tokens("A"), plan.tokens("K")) == (600, 40, 0)
-    front = fixed(32)(REQUEST).segments
-    assert [(s.kind, s.start_tokens) for s in front] == [("R", 0), ("K", 32)]
-    tail = fixed(32, tail=True)(REQUEST).segments
-    assert [(s.kind, s.start_tokens) for s in tail] == [("K", 0), ("R", 608)]
-    with pytest.raises(ValueError, match="give 0 or more"):
-        fixed(-1)
 
 
 def test_the_cpu_is_planned_for_only_where_the_engine_can_attend_there() -> None:

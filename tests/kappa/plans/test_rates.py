@@ -76,8 +76,8 @@ def test_every_rank_needs_all_activations_and_replicated_heads_are_projected_twi
 
 @pytest.mark.parametrize(
     "changes",
-    [{"layers": 0}, {"overlap": 1.5}, {"h2d_cpu_busy": 0.0}, {"h2d_cpu_busy": 1.01},
-     {"h2d_attending": 1.01}, {"attend_loading": 1.01}, {"weights_load_s": -1.0},
+    [{"layers": 0}, {"overlap": 1.5}, {"h2d_attending": 0.0}, {"h2d_attending": 1.01},
+     {"attend_loading": 1.01}, {"weights_load_s": -1.0},
      {"experts_s": 1.0}],
 )  # fmt: skip
 def test_rates_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
@@ -85,15 +85,13 @@ def test_rates_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
         replace(rates_from_law(OPT, NODE), **changes)
 
 
-def test_a_busy_processor_takes_no_more_of_the_link_by_attending() -> None:
+def test_attention_on_the_cpu_and_loads_slow_each_other_down_once() -> None:
     rates = replace(
-        random_rates(default_rng(3)), h2d_cpu_busy=0.5, h2d_attending=0.4,
+        random_rates(default_rng(3)), h2d_attending=0.4,
         attend=LineFit("CPU attention", 1e-6), attend_loading=0.8,
     )  # fmt: skip
-    busy = rates.while_cpu_busy()
-    assert busy.load_token_s == pytest.approx(2 * rates.load_token_s)
-    both = busy.attending()
-    assert both.load_token_s == pytest.approx(rates.attending().load_token_s)
+    both = rates.attending()
+    assert both.load_token_s == pytest.approx(rates.load_token_s / 0.4)
     assert both.attend is not None
     assert both.attend.per_token_s == pytest.approx(1e-6 / 0.8)
     assert both.attending() == both
@@ -104,7 +102,7 @@ def test_what_was_not_measured_slows_nothing_down() -> None:
     rates = PlanRates(
         "bare", 4, 100.0, 50.0, LineFit("load", 1e-6), LineFit("KV projection", 1e-6), step
     )
-    assert rates.while_cpu_busy() == rates.attending() == rates
+    assert rates.attending() == rates
     assert (rates.attend_bytes_per_s, rates.weights_load_s, rates.experts_s) == (0.0, 0.0, 0.0)
     # 100 bytes in 1 us; half of them are activations; one layer of four is not hidden.
     assert rates.h2d_bytes_per_s == pytest.approx(1e8)
@@ -285,7 +283,6 @@ def measured(**changes: Any) -> dict[str, Any]:
             "seconds": [[4e-3 + 3e-5 * t + 1e-9 * t * s for s in context] for t in new],
         },
         "h2d_bytes_per_s": 40e9,
-        "h2d_cpu_busy_bytes_per_s": 36e9,
         **changes,
     }  # fmt: skip
 
@@ -309,14 +306,6 @@ def test_the_grid_overrides_the_law_inside_and_carries_on_outside() -> None:
     inside, edge = rates.prefill_s(1024, 8192), rates.prefill_s(2048, 8192)
     more_pairs = 2048 * (8192 + 1024) - 1024 * (8192 + 512)
     assert edge - inside == pytest.approx(1024 * 3e-5 + 1e-9 * more_pairs, rel=0.1)
-
-
-def test_a_link_that_shares_is_slower() -> None:
-    rates = rates_from_measured(measured())
-    busy = rates.while_cpu_busy()
-    assert busy.load_token_s == pytest.approx(rates.load_token_s * 40 / 36)
-    assert busy.weights_load_s == pytest.approx(rates.weights_load_s * 40 / 36)
-    assert busy.while_cpu_busy() == busy  # never charged twice
 
 
 NOISY = {"tokens": [1, 2, 3, 4, 5], "seconds": [1.0, 5.0, 2.0, 6.0, 3.0]}
