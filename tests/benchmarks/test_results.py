@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.faults import command as faults
+from benchmarks.hardware.ladder_page import page
 from benchmarks.offload import run as offload
 from benchmarks.routing import capacity, router, scenarios
 from benchmarks.routing.peers import dynamo, faithful, peers
@@ -17,6 +18,10 @@ from benchmarks.serving import predict, serve, validate
 def show_faults(runs, console):
     for report in runs.values():
         faults.show(report, console)
+
+
+def show_ladder(facts, console):
+    console.print(page(facts), markup=False)
 
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -34,6 +39,7 @@ SHOWN = [
     ("2026-11-23-bench-capacity-peers.json", capacity.show, "priced / peer"),
     ("2026-11-22-bench-router.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
+    ("2026-11-23-ladder-smollm2-vllm.json", show_ladder, "κ_crit 40.2"),
     ("2026-11-21-bench-offload-cpu.json", offload.show, "kvpr-ahead"),
     ("2026-11-23-bench-offload-served.json", offload.show, "host-hybrid"),
     ("2026-11-23-bench-offload-sparse-answers.json", offload.show, "lru 1/16"),
