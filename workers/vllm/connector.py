@@ -38,6 +38,7 @@ from workers.vllm.peer_fetch import HostTierFetches
 from workers.vllm.peer_server import HostRows, PeerOptions, PeerServer, mapped_rows
 from workers.vllm.persistent_tier import announcement, record_stores
 from workers.vllm.tail_recompute import AdmissionReports, TailRecompute, ignore_malformed_params
+from workers.vllm.versions.installed import note_use
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -171,8 +172,7 @@ class HostTierConnector(OffloadingConnector):
         super().on_new_request(request)
         status = self._kappa_status(request)
         status.update_offload_keys()
-        assert self.connector_scheduler is not None
-        self.connector_scheduler._touch(status)
+        note_use(self.connector_scheduler, status)
         if self._kappa_peers is not None:
             self._kappa_peers.begin(
                 request, status.req_context, status.group_states[0].offload_keys

@@ -26,7 +26,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from scheduler.link_order import HALF, LOADS_FIRST
 from workers.disk_file import DiskFile, row_bytes
@@ -47,6 +46,7 @@ from workers.vllm.options import (
 )
 from workers.vllm.peer_server import share_layout, shared_tensor
 from workers.vllm.persistent_tier import PersistentTier, persistent_tensor
+from workers.vllm.versions.installed import SpecNames
 
 # An engine with nothing to do but stores under way must not poll as fast as it can, nor be late.
 _STORE_POLL_S = 0.002
@@ -251,7 +251,7 @@ class HostTierWorker(TierWorker):
         self._report({**message, "tokens": message["blocks"] * self._block_tokens, **counts})
 
 
-class ManagedTierSpec(CPUOffloadingSpec):
+class ManagedTierSpec(SpecNames):
     """vLLM's CPU offloading spec with our manager, and worker, in place of its own."""
 
     _manager: OffloadingManager | None
@@ -277,7 +277,7 @@ class ManagedTierSpec(CPUOffloadingSpec):
         path, tokens = Path(folder) if folder else None, self.tokens_per_block[0]
         peers = extra.get(PEERS_KEY)
         layout = Path(peers["layout"]) if peers else None
-        self._size = TierSize(self.num_blocks, tokens, path, disk_folder, rows, layout)
+        self._size = TierSize(self.host_blocks, tokens, path, disk_folder, rows, layout)
 
     def get_manager(self) -> OffloadingManager:
         """vLLM's own manager for its own order, or else one that bounds the stores."""
@@ -285,7 +285,7 @@ class ManagedTierSpec(CPUOffloadingSpec):
             return super().get_manager()
         size = self._size
         options: dict[str, Any] = {
-            "num_blocks": self.num_blocks,
+            "num_blocks": self.host_blocks,
             "cache_policy": self.eviction_policy,
             "cache_policy_module_path": self.cache_policy_module_path,
             "enable_events": self.kv_events_config.enable_kv_cache_events,

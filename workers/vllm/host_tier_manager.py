@@ -4,36 +4,31 @@ blocks outlive the engine."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey, PrepareStoreOutput, ReqContext
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
+from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
 
 from workers.vllm.options import LinkPace
 from workers.vllm.persistent_tier import PersistentTier
-from workers.vllm.version import check_version
-
-check_version()
+from workers.vllm.versions.installed import ManagerNames
 
 
-class HostTierManager(CPUOffloadingManager):
+class HostTierManager(ManagerNames):
     """Refuses stores that the link has no time for. A refused one is reported as "store_dropped";
     vLLM takes it for stored, asks no more, and finds nothing when it looks."""
 
     def __init__(
         self,
-        num_blocks: int,
-        *,
+        *args: Any,
         pace: LinkPace,
         block_tokens: int,
         backlog_s: float,
         report: Callable[[dict[str, object]], None],
-        **options: Any,
+        **kwargs: Any,
     ) -> None:
         """`backlog_s`: bound on the seconds of stores that are queued when another is taken."""
-        super().__init__(num_blocks=num_blocks, **options)
+        super().__init__(*args, **kwargs)
         self._pace, self._block_tokens = pace, block_tokens
         self._backlog_s, self._report = backlog_s, report
         self._block_s = 0.0
@@ -95,42 +90,6 @@ class HostTierManager(CPUOffloadingManager):
         self._pending_s = 0.0
         self._lost.clear()
         super().reset_cache()
-
-    # -- places in host memory, by private names of vLLM's --------------------------------------
-
-    def slot(self, key: OffloadKey) -> int:
-        """Where in host memory a block is, or is being stored."""
-        block = self._policy.get(key)
-        assert block is not None
-        return int(block.block_id)
-
-    @property
-    def free_blocks(self) -> int:
-        """Places that hold nothing."""
-        return int(self._get_num_free_blocks())
-
-    def drop(self, keys: Collection[OffloadKey]) -> None:
-        """Forget blocks that nobody loads."""
-        for key in keys:
-            block = self._policy.get(key)
-            assert block is not None and block.ref_cnt == 0
-            self._policy.remove(key)
-            self._free_block(block)
-            self._num_evictable_cache_blocks -= 1
-        if keys and self.events is not None:
-            self.events.append(OffloadingEvent(list(keys), self.medium, removed=True))
-
-    def adopt(self, slots: Mapping[OffloadKey, int]) -> None:
-        """Take these blocks for stored ones, the first to be evicted first; all else is free."""
-        for key, slot in slots.items():
-            block = BlockStatus(slot)
-            self._policy.insert(key, block)
-            block.ref_cnt = 0
-            self._policy.mark_evictable(key)
-        taken = set(slots.values())
-        self._num_allocated_blocks = self._num_blocks
-        self._free_list = [slot for slot in range(self._num_blocks) if slot not in taken]
-        self._num_evictable_cache_blocks = len(slots)
 
     # -- what peers have, too -----------------------------------------------------------------
 

@@ -257,7 +257,7 @@ def _measure(
     connector = getattr(kv_transfer_state._KV_CONNECTOR_AGENT, "connector_worker", None)
     tier, spec = getattr(connector, "worker", None), getattr(connector, "spec", None)
     if tier is not None and spec is not None:
-        room = TierRoom(device_blocks, int(spec.num_blocks), groups)
+        room = TierRoom(device_blocks, int(spec.host_blocks), groups)
         timer = LinkTimer(tier, room, beside_work(torch.device(worker.device)))
         found |= _tried(
             "the host tier's link", lambda: timer.measure(_LINK_SHARE * budget_s), found

@@ -15,11 +15,11 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from workers.stats_channel import StatsSender
 from workers.vllm.host_tier import ManagedTierSpec, TierWorker
 from workers.vllm.link import LOAD, STORE, averaged_s
+from workers.vllm.versions.installed import SpecNames
 
 # An engine with nothing to do but transfers under way looks for their end so often.
 _POLL_S = 0.0005
@@ -128,6 +128,6 @@ class NativeTierSpec(ManagedTierSpec):
             accelerator.current_device_index = numbered
 
     def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
-        copies = CPUOffloadingSpec.get_worker(self, kv_caches)
+        copies = SpecNames.get_worker(self, kv_caches)
         ranks = self.config.parallel.world_size
         return NativeTierWorker(copies, kv_caches, self.tokens_per_block, ranks, stats)

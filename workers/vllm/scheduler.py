@@ -2,17 +2,16 @@
 
 Before an iteration the rule says what is admitted; vLLM's own `schedule()` then sees only that, and
 what has been loaded, in its two queues, and the rest is put back. Should the rule fail, vLLM runs
-in its own order. Configured by `workers.vllm.options`; private names of vLLM 0.29:
-tests/workers/vllm/test_scheduler_contract.py."""
+in its own order. Configured by `workers.vllm.options`; private names of vLLM:
+`workers.vllm.versions`, and tests/workers/vllm/test_scheduler_contract.py."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
@@ -23,9 +22,8 @@ from workers.stats_channel import StatsSender
 from workers.vllm.engine_view import EngineMemory, EngineWork
 from workers.vllm.options import SchedulerOptions
 from workers.vllm.rule_guard import GuardedRule
-from workers.vllm.version import check_version
+from workers.vllm.versions.installed import SchedulerNames
 
-check_version()
 log = structlog.get_logger(__name__)
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -63,13 +61,10 @@ class HeldEvents:
         self._publisher.shutdown()
 
 
-class FairScheduler(AsyncScheduler):
+class FairScheduler(SchedulerNames):
     """Any rule of ours in vLLM, or (`STOCK`) vLLM's own order with the same records. Between
-    iterations `waiting` holds what the rule knows to wait, `skipped_waiting` what is blocked,
-    loading, or just loaded; vLLM looks at the latter first."""
-
-    waiting: Any
-    skipped_waiting: Any
+    iterations `waiting` holds what the rule knows to wait, `held` what is blocked, loading, or just
+    loaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -104,8 +99,7 @@ class FairScheduler(AsyncScheduler):
         super().add_request(request)
         if refused:
             log.warning("request_without_tenant_refused", request_id=request.request_id)
-            # Ended as one whose grammar does not compile, before it runs.
-            self.grammar_compile_error_reqs.add(request.request_id)
+            self.refuse(request)
 
     def _enqueue_waiting_request(self, request: Request) -> None:
         now_s = time.monotonic()
@@ -114,7 +108,7 @@ class FairScheduler(AsyncScheduler):
             work = self._works[request.request_id] = EngineWork(request, now_s)
             self._rule.charged_elsewhere(*charges_of(work.extra, work.tenant), now_s)
         if request.num_computed_tokens:  # a session that goes on, with its blocks
-            self.skipped_waiting.add_request(request)
+            self.held.add_request(request)
             return
         super()._enqueue_waiting_request(request)
         if not self._is_blocked_waiting_status(request.status):
@@ -170,12 +164,12 @@ class FairScheduler(AsyncScheduler):
                 self._rule.failed("translate", error)
         now.plan_s = time.monotonic() - now_s
         now.stock = chosen is None
-        if chosen is None or not (self.waiting or self.skipped_waiting):
+        if chosen is None or not (self.waiting or self.held):
             output = super().schedule(throttle_prefills)
+            self.regroup()
         else:
             going, plan = chosen
-            queues = self.waiting, self.skipped_waiting
-            self._see((work.request for work, _ in plan.admitted), going)
+            queues = self.offer((work.request for work, _ in plan.admitted), going)
             output = super().schedule(throttle_prefills)
             self._put_back(queues, going, plan, now_s)
         now.capacity_blocks = self._memory.capacity_blocks
@@ -207,14 +201,14 @@ class FairScheduler(AsyncScheduler):
 
     def _counts(self) -> tuple[int, int, int]:
         """Requests that wait, load and run."""
-        loading = sum(request.status == LOADING for request in self.skipped_waiting)
-        return len(self.waiting) + len(self.skipped_waiting) - loading, loading, len(self.running)
+        loading = sum(request.status == LOADING for request in self.held)
+        return len(self.waiting) + len(self.held) - loading, loading, len(self.running)
 
     # -- what the rule says -------------------------------------------------------------------
 
     def _choose(self, now_s: float) -> tuple[list[Request], Any] | None:
         """Loaded requests that fit, and the rule's plan for the others; None: vLLM's own order."""
-        loaded, rule = self._promote(now_s) if self.skipped_waiting else [], self._rule
+        loaded, rule = self._promote(now_s) if self.held else [], self._rule
         if not rule.works:
             rule.restart([self._works[request.request_id] for request in self.waiting], now_s)
         if not rule.agrees(len(self.waiting)):
@@ -236,10 +230,9 @@ class FairScheduler(AsyncScheduler):
     def _promote(self, now_s: float) -> list[Request]:
         """Sort out what vLLM skipped: blocked requests stay, others wait; returns loaded ones."""
         loaded = []
-        for request in reversed(list(self.skipped_waiting)):
+        for request in reversed(list(self.held)):
             was_loading = request.status == LOADING
-            blocked = self._is_blocked_waiting_status(request.status)
-            if blocked and not self._try_promote_blocked_waiting_request(request):
+            if not self.is_ready(request):
                 continue
             work = self._works[request.request_id]
             if was_loading:
@@ -249,7 +242,7 @@ class FairScheduler(AsyncScheduler):
                 if was_loading:
                     self._rule.landed(work, now_s)
             else:  # it may be planned now; or its load has failed
-                self.skipped_waiting.remove(request)
+                self.held.remove(request)
                 self.waiting.prepend_request(request)
                 self._rule.returned(work, now_s)
         return loaded[::-1]
@@ -272,7 +265,7 @@ class FairScheduler(AsyncScheduler):
                 decode_blocks += blocks
         if free_blocks < 0:
             return [], None
-        slots = self.max_num_running_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        slots = self.most_running - len(self.running) - self.num_waiting_for_streaming_input
         going: list[Request] = []
         for request in loaded:
             blocks = self._request_remaining_blocks(request)
@@ -288,18 +281,12 @@ class FairScheduler(AsyncScheduler):
         holding = len(self.running) + len(loaded) + loading
         return going, Room(self._memory, budget, slots - len(going), holding)
 
-    def _see(self, waiting: Iterable[Request], held: Iterable[Request]) -> None:
-        """Have the coming iteration find only these in vLLM's two queues."""
-        self.waiting = type(self.waiting)(waiting)
-        self.skipped_waiting = type(self.skipped_waiting)(held)
-
     def _put_back(self, queues: Any, going: list[Request], plan: Any, now_s: float) -> None:
         """Join what vLLM left in its queues with what was kept from it (`queues`: as they were
         before); report what became of it."""
-        left, deferred = self.waiting, self.skipped_waiting
-        self.waiting, self.skipped_waiting = queues
+        left, deferred = self.withdraw(queues)
         for request in (r for r in going if r.status == RequestStatus.RUNNING):
-            self.skipped_waiting.remove(request)
+            self.held.remove(request)
         planned = {work.request for work, _ in plan.admitted}
         for request in (r for r in reversed(left) if r not in planned):
             self.waiting.prepend_request(request)  # just preempted
@@ -314,7 +301,7 @@ class FairScheduler(AsyncScheduler):
             self._now.admitted += 1
             self.waiting.remove(request)
             if request.status == LOADING:
-                self.skipped_waiting.append(request)
+                self.held.append(request)
             elif quote.host_tokens:
                 self._rule.landed(work, now_s)  # there was nothing to load after all
         self._now.passed = plan.passed

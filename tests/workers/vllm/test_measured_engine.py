@@ -324,7 +324,7 @@ def test_a_transfer_that_fails_or_a_tier_too_small_is_said_and_the_rest_measured
     for tier, blocks, why in ((Tier(5), 100, "transfer of the host tier failed"),
                               (Tier(), 2, "three different sizes")):  # fmt: skip
         made = SimpleNamespace(
-            connector_worker=SimpleNamespace(worker=tier, spec=SimpleNamespace(num_blocks=blocks))
+            connector_worker=SimpleNamespace(worker=tier, spec=SimpleNamespace(host_blocks=blocks))
         )
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
         found = measure_engine(engine, execute, worker.sample, LAW.to_dict(), 0.4)

@@ -454,7 +454,7 @@ def test_no_newcomer_starts_while_a_loaded_request_lacks_blocks(engine, monkeypa
 
     def watched(*args):
         output = schedule(*args)
-        unblocked = [r for r in scheduler.skipped_waiting if r.status == RequestStatus.WAITING]
+        unblocked = [r for r in scheduler.held if r.status == RequestStatus.WAITING]
         left = [request.request_id for request in unblocked if request.num_computed_tokens]
         started = [new.req_id for new in output.scheduled_new_reqs if not new.num_computed_tokens]
         held_up.extend((left, started) for _ in range(bool(left and started)))

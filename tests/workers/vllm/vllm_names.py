@@ -1,6 +1,12 @@
-"""Names in vLLM's sources, read without importing them: much of vLLM cannot be imported here."""
+"""Names in vLLM's sources, read without importing them: so that a release can be checked which is
+not installed, and has no build for this machine.
+
+    python -m tests.workers.vllm.vllm_names FOLDER_WITH_vllm > tests/workers/vllm/vllm-0.33.0.json
+"""
 
 import ast
+import json
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,15 +19,18 @@ def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def our_files():
-    return [path for name in PRODUCT for path in sorted((ROOT / name).rglob("*.py"))]
+def our_files(version):
+    """Our files that run with a version of vLLM."""
+    other = {"v0_31.py"} if version.startswith("0.29") else {"v0_29.py"}
+    files = (path for name in PRODUCT for path in sorted((ROOT / name).rglob("*.py")))
+    return [path for path in files if path.name not in other]
 
 
-def our_imports():
+def our_imports(version):
     """(our file, vLLM's module, name) of every import from vLLM."""
     return [
         (str(path.relative_to(ROOT)), node.module, alias.name)
-        for path in our_files()
+        for path in our_files(version)
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for alias in node.names
@@ -91,9 +100,9 @@ def module_names(root, module, wanted):
     return {"names": sorted(names), "classes": classes}
 
 
-def index(root):
+def index(root, version):
     """{vLLM's module: its names} of all modules that we import from."""
-    imports = our_imports()
+    imports = our_imports(version)
     modules = sorted({module for _, module, _ in imports} | set(ALSO))
     wanted = {name for _, _, name in imports}.union(*(ALSO[module] for module in ALSO))
     return {module: module_names(root, module, wanted) for module in modules}
@@ -107,3 +116,10 @@ ALSO = {
     "vllm.v1.kv_offload.cpu.policies.base": {"CachePolicy"},
 }
 """Modules, and classes of theirs, whose private names we use through what we import."""
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    found = index(folder, "0.33.0")
+    lines = (f"{json.dumps(key)}: {json.dumps(found[key], sort_keys=True)}" for key in found)
+    print("{\n" + ",\n".join(lines) + "\n}")

@@ -1,0 +1,109 @@
+"""vLLM 0.29: requests that are blocked, load or have loaded wait in a queue of their own, which is
+looked at first; the host tier counts blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.request import Request
+
+
+class Scheduler29(AsyncScheduler):
+    """Private names of vLLM's scheduler."""
+
+    waiting: Any
+    skipped_waiting: Any
+
+    @property
+    def held(self) -> Any:
+        return self.skipped_waiting
+
+    @property
+    def most_running(self) -> int:
+        return self.max_num_running_reqs
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether a held request may run or be planned: it is unblocked if its time has come."""
+        blocked = self._is_blocked_waiting_status(request.status)
+        return not blocked or self._try_promote_blocked_waiting_request(request)
+
+    def offer(self, waiting: Iterable[Request], held: Iterable[Request]) -> tuple[Any, Any]:
+        """Have the coming iteration see only these; returns both queues, for `withdraw`."""
+        queues = self.waiting, self.skipped_waiting
+        self.waiting, self.skipped_waiting = type(self.waiting)(waiting), type(self.held)(held)
+        return queues
+
+    def withdraw(self, queues: tuple[Any, Any]) -> tuple[Any, Collection[Request]]:
+        """Undo `offer`; returns what is left of `waiting`, and whom vLLM deferred."""
+        left, deferred = self.waiting, self.skipped_waiting
+        self.waiting, self.skipped_waiting = queues
+        return left, deferred
+
+    def regroup(self) -> None:
+        """Restore which queue a request waits in after an iteration in vLLM's own order."""
+
+    def refuse(self, request: Request) -> None:
+        """End a request with an error before it runs: as one whose grammar does not compile."""
+        self.grammar_compile_error_reqs.add(request.request_id)
+
+
+def note_use(offloading: Any, status: Any) -> None:
+    """What a request may load counts as used now, as vLLM counts it at its first look-up.
+    offloading: vLLM's scheduler side of the connector; status: its state of the request."""
+    offloading._touch(status)
+
+
+class Spec29(CPUOffloadingSpec):
+    """Private names of vLLM's description of host memory."""
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks that it holds, where a chunk is one."""
+        return int(self.num_blocks)
+
+
+class Manager29(CPUOffloadingManager):
+    """Private names of vLLM's manager of host memory."""
+
+    def __init__(self, num_blocks: int, **options: Any) -> None:
+        super().__init__(num_blocks=num_blocks, **options)
+
+    def slot(self, key: OffloadKey) -> int:
+        """Where in host memory a block is, or is being stored."""
+        block = self._policy.get(key)
+        assert block is not None
+        return int(block.block_id)
+
+    @property
+    def free_blocks(self) -> int:
+        """Places that hold nothing."""
+        return int(self._get_num_free_blocks())
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """Forget blocks that nobody loads."""
+        for key in keys:
+            block = self._policy.get(key)
+            assert block is not None and block.ref_cnt == 0
+            self._policy.remove(key)
+            self._free_block(block)
+            self._num_evictable_cache_blocks -= 1
+        if keys and self.events is not None:
+            self.events.append(OffloadingEvent(list(keys), self.medium, removed=True))
+
+    def adopt(self, slots: Mapping[OffloadKey, int]) -> None:
+        """Take these blocks for stored ones, the first to be evicted first; all else is free."""
+        for key, slot in slots.items():
+            block = BlockStatus(slot)
+            self._policy.insert(key, block)
+            block.ref_cnt = 0
+            self._policy.mark_evictable(key)
+        taken = set(slots.values())
+        self._num_allocated_blocks = self._num_blocks
+        self._free_list = [slot for slot in range(self._num_blocks) if slot not in taken]
+        self._num_evictable_cache_blocks = len(slots)
