@@ -54,7 +54,10 @@ def predict(
     ] = None,
     limit: Annotated[float, typer.Option(help="Seconds to measure at most.")] = 900.0,
     load: Annotated[
-        float, typer.Option(min=0.1, max=0.95, help="GPU load to hold the nodes at.")
+        float,
+        typer.Option(
+            min=0.0, max=0.95, help="GPU load to hold the nodes at; 0: one act after the other."
+        ),
     ] = 0.72,
     scale: Annotated[
         float | None,

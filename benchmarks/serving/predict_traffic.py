@@ -200,7 +200,7 @@ class Governor:
     """
 
     def __init__(self, target: float, nodes: int, token_s: float) -> None:
-        self._target, self._nodes = target, nodes
+        self.target, self._nodes = target, nodes
         self.begin(token_s)
 
     def begin(self, token_s: float) -> None:
@@ -209,11 +209,11 @@ class Governor:
 
     def gap_s(self, act: Act) -> float:
         """Mean seconds from this act to the next."""
-        return act.cost_tokens * self.token_s / (self._target * self._nodes)
+        return act.cost_tokens * self.token_s / (self.target * self._nodes)
 
     def observe(self, load: float) -> None:
         """The load over the last few seconds; at most a twentieth at a time, a factor 2 in all."""
-        factor = min(max(load / self._target, 0.95), 1.05)
+        factor = min(max(load / (self.target or load or 1.0), 0.95), 1.05)
         self.token_s = min(max(self.token_s * factor, self._guess_s / 2), self._guess_s * 2)
 
 
@@ -268,7 +268,7 @@ class Player:
         while len(phase.client_ttft_s) + len(self._tasks) < requests:
             act = traffic.act(next(kinds))
             self._spawn(act)
-            await self._pause(self._governor.gap_s(act))
+            await self._pause(act)
         return await self._finish()
 
     async def prepare(self, traffic: Traffic) -> Phase:
@@ -289,7 +289,7 @@ class Player:
                     break
                 act = traffic.next_act(self._counted, size.per_class)
                 self._spawn(act)
-                await self._pause(random.expovariate(1 / self._governor.gap_s(act)))
+                await self._pause(act, random.expovariate(1.0))
         finally:
             watcher.cancel()
         # Before the last requests drain: an emptying cluster is not under load.
@@ -303,8 +303,12 @@ class Player:
                 await asyncio.sleep(0.05)
             self._spawn(act)
 
-    async def _pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+    async def _pause(self, act: Act, share: float = 1.0) -> None:
+        """Until the next act: at a load of none, until this one is over."""
+        if not self._governor.target:
+            await asyncio.gather(*self._tasks)
+            return
+        await asyncio.sleep(share * self._governor.gap_s(act))
         while self._in_flight >= _MAX_IN_FLIGHT:
             await asyncio.sleep(0.02)
 

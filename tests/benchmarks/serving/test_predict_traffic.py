@@ -1,11 +1,13 @@
 """The traffic of `kappa bench predict`: seeded, in recorded shapes, for the class that lacks."""
 
+import asyncio
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.serving.predict_traffic import ACT_OF_CLASS, Governor, Traffic, shapes_of
+from benchmarks.serving.predict_traffic import ACT_OF_CLASS, Governor, Player, Traffic, shapes_of
 from workload.sessions import demo_sessions_path, read_sessions
 
 SHAPES = shapes_of(read_sessions(demo_sessions_path()))
@@ -101,3 +103,25 @@ def test_the_governor_follows_the_load_within_a_factor_of_two():
     for _ in range(100):
         governor.observe(1.0)
     assert governor.gap_s(act) == pytest.approx(8 * first_s)
+
+
+async def test_at_a_load_of_none_each_act_waits_for_the_one_before():
+    in_flight = []
+
+    class Client:
+        prepare = staticmethod(lambda prompt, tokens: prompt)
+
+        async def send(self, prompt):
+            in_flight.append(prompt)
+            await asyncio.sleep(0.01)
+            in_flight.remove(prompt)
+            return SimpleNamespace(error="", first_token_s=1.0, sent_s=0.0, request_id="r")
+
+    player = Player(Client(), Governor(0.0, 2, 0.001))
+    for act in [traffic().act("ask"), traffic().act("burst")]:
+        player._spawn(act)
+        await asyncio.sleep(0)
+        await player._pause(act)
+        assert not in_flight
+    player._governor.observe(0.3)
+    player._governor.observe(0.0)
