@@ -19,12 +19,9 @@ import math
 from bisect import bisect, bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from router.decision import Estimates, Floats, RouteRequest
+from router.decision import Estimates, RouteRequest
 from router.fleet import Fleet, Flight
 from router.pricing import MOST_USE
 
@@ -51,57 +48,53 @@ _FADE_S = 0.5
 _LEAST_SLOWDOWN, _MOST_SLOWDOWN = 0.6, 2.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Evaluation:
-    """Which workers would miss a request's objective; arrays over the estimates' workers.
+class Evaluation(NamedTuple):
+    """Whether a worker would miss a request's objective.
 
     late_s: seconds by which a first token is expected after the limit; slow_s: the same of each
     token. Negative where there is room. token_s: expected seconds per token. full: no slot is free.
     idle: nothing is in flight there, so that nobody who is there gains if it waits. blocked: how
     many others its prompt would make late. budget_wait_s: seconds until the budget allows one that
-    blocks others.
+    blocks others. ends_s: until a typical request has ended.
     """
 
-    late_s: Floats
-    slow_s: Floats
-    token_s: Floats
-    full: NDArray[np.bool_]
-    idle: NDArray[np.bool_]
-    blocked: Floats
+    late_s: float
+    slow_s: float
+    token_s: float
+    full: bool
+    idle: bool
+    blocked: float
     budget_wait_s: float
-    output_tokens: int
+    ends_s: float
 
     @property
-    def rejected(self) -> NDArray[np.bool_]:
-        """Workers that are busy and would miss one or the other, or make too many others miss."""
-        missing = (self.late_s > 0) | (self.slow_s > 0) | self.full
-        rejected: NDArray[np.bool_] = missing & ~self.idle
-        return rejected | self.blocks if self.budget_wait_s > 0 else rejected
+    def rejected(self) -> bool:
+        """It is busy and would miss one or the other, or make too many others miss."""
+        missing = self.late_s > 0 or self.slow_s > 0 or self.full
+        return (missing and not self.idle) or (self.blocks and self.budget_wait_s > 0)
 
     @property
-    def blocks(self) -> NDArray[np.bool_]:
-        """Workers where it would make more others late than it is itself."""
-        blocks: NDArray[np.bool_] = self.blocked > 1
-        return blocks
+    def blocks(self) -> bool:
+        """It would make more others late than it is itself."""
+        return self.blocked > 1
 
-    def why(self) -> tuple[str, float]:
-        """Why the soonest of them is too late, and seconds until it may be tried again.
+    @property
+    def wait_s(self) -> float:
+        """Seconds until it may be tried again: where it is only late by how much, else when a
+        typical request has ended."""
+        ends_s = self.ends_s if self.slow_s > 0 or self.full else 0.0
+        return max(self.late_s, ends_s, self.budget_wait_s if self.blocks else 0.0)
 
-        Where it is only late that is by how much, else when a typical request has ended.
-        """
-        ends_s = self.output_tokens * self.token_s
-        wait_s = np.maximum(self.late_s, np.where((self.slow_s > 0) | self.full, ends_s, 0.0))
-        wait_s = np.maximum(wait_s, np.where(self.blocks, self.budget_wait_s, 0.0))
-        soonest = int(np.argmin(wait_s))
-        if self.late_s[soonest] > 0:
-            why = f"it would start {self.late_s[soonest]:.1f} s too late"
-        elif self.full[soonest]:
-            why = "as many run as may at a time"
-        elif self.slow_s[soonest] <= 0:
-            why = f"its prompt would make {self.blocked[soonest]:.0f} others late"
-        else:
-            why = f"each token would take {1e3 * self.slow_s[soonest]:.0f} ms too long"
-        return why, float(wait_s[soonest])
+    @property
+    def why(self) -> str:
+        """Why it is rejected."""
+        if self.late_s > 0:
+            return f"it would start {self.late_s:.1f} s too late"
+        if self.full:
+            return "as many run as may at a time"
+        if self.slow_s <= 0:
+            return f"its prompt would make {self.blocked:.0f} others late"
+        return f"each token would take {1e3 * self.slow_s:.0f} ms too long"
 
 
 class Standing(NamedTuple):
@@ -139,11 +132,7 @@ class RequestLimits(NamedTuple):
 def limits(fleet: Fleet, estimates: Estimates, share: float = 1.0) -> RequestLimits:
     """The objective of one request, by the median over the workers of loading what the best holder
     has and computing the rest; it may use `share` of what lies between that and the limit."""
-    held = float((estimates.device_tokens + estimates.cached_tokens).max())
-    ttft_s, tpot_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, held)
-    idle_s, token_s, dilation = map(
-        _median, (ttft_s, tpot_s, fleet.of_each(estimates.slots, "dilation"))
-    )
+    idle_s, token_s, dilation = fleet.idle_s(estimates)
     allowed = fleet.objective
     limit_s = max(allowed.ttft_s * dilation, allowed.ttft_idle_factor * idle_s)
     each_s = max(allowed.tpot_s * dilation, allowed.tpot_idle_factor * token_s)
@@ -154,55 +143,47 @@ def limits(fleet: Fleet, estimates: Estimates, share: float = 1.0) -> RequestLim
     )  # fmt: skip
 
 
-def _median(figures: Floats) -> float:
-    """The least figure that half of them reach, as `kappa.slo.median_node` has it."""
-    return float(np.sort(figures)[(len(figures) - 1) // 2])
-
-
 def evaluate(
-    fleet: Fleet, estimates: Estimates, lateness: Lateness, demand: Demand, limit: RequestLimits,
-    rows: slice = slice(None),
+    fleet: Fleet, estimates: Estimates, at: int, lateness: Lateness, demand: Demand,
+    limit: RequestLimits,
 ) -> Evaluation:  # fmt: skip
-    """`rows` of the workers against the request's limits."""
-    now_s, count = estimates.now_s, len(estimates)
-    estimates = estimates.only(rows)
-    slots, workers = estimates.slots, estimates.workers
-    late_s = np.array([lateness.late_s(worker, now_s) for worker in workers])
-    long = estimates.work_s > _LONG_PROMPT_S * fleet.of_each(slots, "dilation")
+    """The worker in row `at` against the request's limits."""
+    now_s, workers = estimates.now_s, len(estimates)
+    worker, row = estimates.workers[at], estimates.row(at)
+    record = fleet.record(estimates.slots[at])
+    long = row.work_s > _LONG_PROMPT_S * float(record["dilation"])
     # Prompts delay the tokens of what decodes beside them: by how much they did is how much they
     # will.
-    each = zip(workers, alone_s(estimates), long, strict=True)
-    expected_s = np.array(
-        [lateness.token_s(w, now_s, float(alone), long=bool(is_long)) for w, alone, is_long in each]
-    )
+    token_s = lateness.token_s(worker, now_s, alone_s(row), long=long)
+    late_s = row.ttft_s + lateness.late_s(worker, now_s)
     return Evaluation(
-        late_s=estimates.ttft_s + late_s - limit.usable_ttft_s,
-        slow_s=expected_s - limit.usable_tpot_s,
-        token_s=expected_s,
+        late_s=late_s - limit.usable_ttft_s,
+        slow_s=token_s - limit.usable_tpot_s,
+        token_s=token_s,
         # Without a free slot it waits until another ends, which no prediction has priced.
-        full=estimates.in_flight >= fleet.of_each(slots, "max_sequences"),
-        idle=estimates.in_flight == 0,
-        blocked=demand.blocked(now_s, estimates.compute_s, count),
-        budget_wait_s=demand.budget_wait_s(now_s, BLOCKING_SHARE * count),
-        output_tokens=estimates.expected_output_tokens,
+        full=row.in_flight >= float(record["max_sequences"]),
+        idle=row.in_flight == 0,
+        blocked=demand.blocked(now_s, row.compute_s, workers),
+        budget_wait_s=demand.budget_wait_s(now_s, BLOCKING_SHARE * workers),
+        ends_s=estimates.expected_output_tokens * token_s,
     )
 
 
-def delay_s(estimates: Estimates) -> Floats:
-    """Seconds by which the prompt delays each request that decodes beside it, on each worker.
+def delay_s(row: Any) -> float:
+    """Seconds by which the prompt delays each request that decodes beside it, on a worker.
 
     A step that reads the weights and the contexts has FLOPs to spare for it, unless prompts that
     are queued ahead take them: only what exceeds those counts.
     """
-    spare_s = np.maximum(alone_s(estimates) - estimates.gpu_backlog_s, 0.0)
-    delays: Floats = np.maximum(estimates.work_s - spare_s, 0.0)
-    return delays
+    spare_s = max(alone_s(row) - row.gpu_backlog_s, 0.0)
+    delay_s: float = max(row.work_s - spare_s, 0.0)
+    return delay_s
 
 
-def alone_s(estimates: Estimates) -> Floats:
+def alone_s(row: Any) -> float:
     """Seconds per token beside all that are in flight, without prompts."""
-    alone: Floats = estimates.tpot_s * (1 - np.minimum(estimates.gpu_use, MOST_USE))
-    return alone
+    alone_s: float = row.tpot_s * (1 - min(row.gpu_use, MOST_USE))
+    return alone_s
 
 
 # -- recent demand: who goes first when not all can -----------------------------------------------
@@ -292,26 +273,18 @@ class Demand:
         self._next_s = at_s + max(since_s, 0.0) / max(admitted, 1)
         return at_s - now_s
 
-    def blocked(self, now_s: float, block_s: Floats, workers: int) -> Floats:
+    def blocked(self, now_s: float, block_s: float, workers: int) -> float:
         """Requests that would be late for one that computes for `block_s` before them.
 
-        block_s: as long as each of some of the `workers` would be busy. They come as recently,
-        evenly to the workers; who comes sooner than its slack before the end waits no longer than
-        it may.
+        They come as recently, evenly to the workers; who comes sooner than its slack before the end
+        waits no longer than it may.
         """
-        if not self._last or float(block_s.max()) <= self._slacks_s[0]:
-            return np.zeros_like(block_s)
-        slack_s = np.array(self._slacks_s)
-        total_s = np.concatenate(([0.0], np.cumsum(slack_s)))
-        fewer = np.searchsorted(slack_s, block_s)
-        over_s = fewer * block_s - total_s[fewer]
+        fewer = bisect_left(self._slacks_s, block_s)
+        if not fewer:
+            return 0.0
+        over_s = fewer * block_s - sum(self._slacks_s[:fewer])
         # What came in less time than that shows a burst, not of what comes while it computes.
-        since_s = now_s - self._last[0].at_s if self._last else 0.0
-        window_s = np.maximum(block_s, since_s)
-        counts: Floats = (
-            np.divide(over_s, window_s, out=np.zeros_like(over_s), where=window_s > 0) / workers
-        )
-        return counts
+        return over_s / max(block_s, now_s - self._last[0].at_s) / workers
 
     def spend(self, work_s: float) -> None:
         """One that blocks others was admitted; `budget_wait_s` was called before, at that time."""

@@ -5,6 +5,7 @@ Policies see `Estimates` and nothing else, so the same ones run live and simulat
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -214,37 +215,35 @@ class Estimates:
         """Queued work on the busier of link and gpu."""
         return np.maximum(self.link_backlog_s, self.gpu_backlog_s)
 
-    def only(self, rows: slice) -> Estimates:
-        """Some of the workers, without what they could fetch; rows are shared."""
-        return replace(
-            self, workers=self.workers[rows], slots=self.slots[rows], rows=self.rows[rows],
-            nodes=self.nodes[rows], fetching=None,
-        )  # fmt: skip
+    def row(self, index: int) -> Any:
+        """Row `index` as a named tuple of plain numbers, which are read many times sooner."""
+        return _Row._make(self.rows[index].item())
 
     def candidate(self, index: int) -> PricedWorker:
-        """Row `index`, as plain numbers."""
-        row = dict(zip(ESTIMATE.names or (), self.rows[index].item(), strict=True))
-        device, cached, new = row["device_tokens"], row["cached_tokens"], row["new_tokens"]
+        """What a decision shows of row `index`."""
+        row = self.row(index)
+        device, cached, new = row.device_tokens, row.cached_tokens, row.new_tokens
         plan = self.plans.get(index)
         return PricedWorker(
             worker=self.workers[index],
             node=self.nodes[index],
-            counts=TokenCounts(int(device), int(cached), int(new), int(row["disk_tokens"])),
-            kappa_crit=row["kappa_crit"],
-            queue_s=max(row["ttft_s"] - row["load_s"] - row["compute_s"] - row["fixed_s"], 0.0),
-            load_s=row["load_s"],
-            compute_s=row["compute_s"],
-            ttft_s=row["ttft_s"],
-            tpot_impact_s=row["tpot_impact_s"],
-            backlog_s=max(row["link_backlog_s"], row["gpu_backlog_s"]),
-            in_flight=int(row["in_flight"]),
-            ttft_sd=row["ttft_sd"],
+            counts=TokenCounts(int(device), int(cached), int(new), int(row.disk_tokens)),
+            kappa_crit=row.kappa_crit,
+            queue_s=max(row.ttft_s - row.load_s - row.compute_s - row.fixed_s, 0.0),
+            load_s=row.load_s,
+            compute_s=row.compute_s,
+            ttft_s=row.ttft_s,
+            tpot_impact_s=row.tpot_impact_s,
+            backlog_s=max(row.link_backlog_s, row.gpu_backlog_s),
+            in_flight=int(row.in_flight),
+            ttft_sd=row.ttft_sd,
             plan=plan.kind if plan is not None else "",
             recomputed_tokens=plan.recomputed_tokens if plan is not None else 0,
         )
 
 
 ESTIMATE = np.dtype([(n, np.float64) for n, v in vars(Estimates).items() if isinstance(v, Column)])
+_Row: Any = namedtuple("_Row", ESTIMATE.names or ())  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,9 +113,9 @@ class Fleet:
         estimates = self.estimate(
             self._active, 0.0, PricedPrompt(1, 1), Held(nothing, nothing, nothing)
         )
-        self.idle_s(self._active, 1, 0.0)
         pricing.queued_s(records[0], 0.0)
         row = np.zeros(1, dtype=estimates.rows.dtype)
+        pricing.median_idle(records, np.zeros(1, dtype=np.intp), row, 1.0)
         pricing.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
         pricing.correct(records, 0, (0, 0, 0, 0), (0.0, 0.0, 0), True)
         pricing.finish_prompt(records, 0, (0.0, 0.0, 0), 0.0)
@@ -333,12 +333,14 @@ class Fleet:
             prompt.session, prompt.output_tokens, nodes, fetch_from,
         )  # fmt: skip
 
-    def idle_s(self, slots: Slots, prompt_tokens: int, held_tokens: float) -> tuple[Floats, Floats]:
-        """TTFT and time per output token on idle workers that hold `held_tokens` of the prompt in
-        their host tiers."""
-        return pricing.idle_s(self._records, slots, float(prompt_tokens), float(held_tokens))
+    def idle_s(self, estimates: Estimates) -> tuple[float, float, float]:
+        """TTFT and time per output token of the median worker with nothing else to do and what the
+        best holder has in its host tier, and the median dilation."""
+        return pricing.median_idle(
+            self._records, estimates.slots, estimates.rows, float(estimates.prompt_tokens)
+        )
 
-    def of_each(self, slots: Slots, name: str) -> Floats:
-        """A figure of each worker's record (`pricing.WORKER`), as its dilation."""
-        figures: Floats = self._records[name][slots]
-        return figures
+    def record(self, slot: int) -> np.void:
+        """What is priced of a worker (`pricing.WORKER`)."""
+        record: np.void = self._records[slot]
+        return record

@@ -392,3 +392,20 @@ def idle_s(
         ttft_s[i] = worker.overhead_s + load_s(worker, held_tokens, 0.0) + compute_s
         tpot_s[i] = reading_step_s(worker, prompt_tokens)
     return ttft_s, tpot_s
+
+
+@compiled
+def median_idle(
+    workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float
+) -> tuple[float, float, float]:
+    """Medians over workers: `idle_s` where the host tier holds what the best holder among `rows`
+    has, and the dilation. A median is the least figure that half of them reach, as
+    `kappa.slo.median_node` has it."""
+    held_tokens = 0.0
+    dilations = np.empty(len(slots))
+    for i in range(len(slots)):
+        held_tokens = max(held_tokens, rows[i].device_tokens + rows[i].cached_tokens)
+        dilations[i] = workers[slots[i]].dilation
+    ttft_s, tpot_s = idle_s(workers, slots, prompt_tokens, held_tokens)
+    middle = (len(slots) - 1) // 2
+    return np.sort(ttft_s)[middle], np.sort(tpot_s)[middle], np.sort(dilations)[middle]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -478,9 +479,9 @@ class Router:
         if decision.informed:
             self.config.policy.routed(estimates, index, decision.request_id)
         if self.config.admission:
-            chosen = estimates.only(slice(index, index + 1))
-            flight.tpot_s = float(alone_s(chosen)[0])
-            self._lateness.sent(flight, now_s, float(delay_s(chosen)[0]))
+            row = estimates.row(index)
+            flight.tpot_s = alone_s(row)
+            self._lateness.sent(flight, now_s, delay_s(row))
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
@@ -532,25 +533,24 @@ class Router:
         now_s, demand = estimates.now_s, self.workers[decision.worker].model.demand
         standing = demand.standing(request, float(estimates.work_s.min()))
         limit = limits(self.fleet, estimates, demand.slack_share(standing))
-        known = self.fleet, estimates, self._lateness, demand, limit
+        known = self._lateness, demand, limit
+        row, found = decision.index, evaluate(self.fleet, estimates, decision.index, *known)
         # The others matter where the chosen one would be late.
-        row, found = decision.index, evaluate(*known, slice(decision.index, decision.index + 1))
-        blocks = bool(found.blocks[0])
-        if found.rejected[0]:
-            found = evaluate(*known)
-            rejected = found.rejected
-            if rejected.all():
+        if found.rejected:
+            each = [evaluate(self.fleet, estimates, at, *known) for at in range(len(estimates))]
+            if all(one.rejected for one in each):
                 demand.evaluated(now_s, request, standing, limit.slack_s, admitted=False)
-                why, wait_s = found.why()
+                soonest = min(each, key=attrgetter("wait_s"))
                 raise OverloadedError(
-                    f"the cluster is full: {why}{standing.words}", demand.come_back_s(now_s, wait_s)
+                    f"the cluster is full: {soonest.why}{standing.words}",
+                    demand.come_back_s(now_s, soonest.wait_s),
                 )
-            late = frozenset(estimates.workers[at] for at in np.flatnonzero(rejected))
+            late = {w for w, one in zip(estimates.workers, each, strict=True) if one.rejected}
             decision = self._decide(replace(request, exclude=request.exclude | late), now_s)
             row = estimates.workers.index(decision.worker)
-            blocks = bool(found.blocks[row])
+            found = each[row]
         demand.evaluated(now_s, request, standing, limit.slack_s, admitted=True)
-        if blocks:
+        if found.blocks:
             demand.spend(float(estimates.compute_s[row]))
         return decision
 

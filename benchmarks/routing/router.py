@@ -25,6 +25,7 @@ from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
+from kappa.slo import ServiceObjective
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksStored, Tier
 from router.policy import policy_named
@@ -33,6 +34,8 @@ from router.router import Router, RouterConfig
 LENGTHS = (512, 4096, 32_768, 131_072)
 NODES = (8, 64, 1000)
 _BLOCK_TOKENS = 16
+# Admission evaluates each request and refuses none.
+_ANY = ServiceObjective(ttft_s=1e6, tpot_s=1e6)
 # Blocks in the index, counted once for each worker that has them.
 _INDEX_BLOCKS = {8: 200_000, 64: 200_000, 1000: 1_000_000}
 # Different prompts per length, and the share of each that some node holds.
@@ -90,6 +93,7 @@ class BusyRouter:
             RouterConfig(
                 policy=policy_named(policy, seed=seed), secret=1,
                 index_blocks=_INDEX_BLOCKS[nodes], stale_after_s=math.inf, forecast_workers=0,
+                admission=True, objective=_ANY,
             )
         )  # fmt: skip
         for number in range(nodes):

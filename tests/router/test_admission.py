@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kappa.cost import step_model
@@ -83,7 +82,7 @@ def test_the_floor_is_in_dilated_time(dilation):
     made = router(announcement("a", node), admission=False)
     estimates = made.explain(ask(), 1.0).estimates
     fleet = made.fleet
-    idle_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, 0.0)[0][0]
+    idle_s = fleet.idle_s(estimates)[0]
     assert limits(fleet, estimates).ttft_s == max(0.5 * dilation, 5 * idle_s)
 
 
@@ -168,8 +167,8 @@ def test_cheap_requests_are_admitted_where_costly_ones_are_not():
         estimates = made.explain(ask("x", tokens=tokens, seed=9), 60.0).estimates
         share = demand.slack_share(Standing(work_s=float(estimates.work_s[0])))
         limit = limits(fleet, estimates, share)
-        found = evaluate(fleet, estimates, made._lateness, demand, limit)
-        allowed[name] = float((found.token_s - found.slow_s)[0]) / limit.tpot_s
+        found = evaluate(fleet, estimates, 0, made._lateness, demand, limit)
+        allowed[name] = (found.token_s - found.slow_s) / limit.tpot_s
     assert allowed["cheap"] == pytest.approx(1.0, abs=0.05)
     assert 1 / 3 < allowed["costly"] < 0.7
 
@@ -257,8 +256,8 @@ def test_a_long_prompt_is_evaluated_by_the_long_view_in_dilated_time(dilation):
         estimates = estimate(fleet, now_s=1.0)
         estimates.work_s[:] = work_s * dilation
         alone_s = float(estimates.tpot_s[0])
-        found = evaluate(fleet, estimates, lateness, Demand(), limits(fleet, estimates))
-        stretched[work_s] = float(found.token_s[0]) / alone_s
+        found = evaluate(fleet, estimates, 0, lateness, Demand(), limits(fleet, estimates))
+        stretched[work_s] = found.token_s / alone_s
     assert stretched == pytest.approx({0.24: 1 / 0.6, 0.26: 1 / 0.9})
 
 
@@ -272,12 +271,12 @@ def test_an_evaluation_by_hand():
     idle_s = step.step_s([(4000, 0)])
     idle_token_s = step.weights_s + 4000 * step.context_token_s + step.fixed_s
     # It may use all of the slack: up to 5 and 3 times idle.
-    found = evaluate(fleet, estimates, Lateness(), Demand(), limits(fleet, estimates))
-    assert found.late_s == pytest.approx([7.0 - 5 * idle_s])
+    found = evaluate(fleet, estimates, 0, Lateness(), Demand(), limits(fleet, estimates))
+    assert found.late_s == pytest.approx(7.0 - 5 * idle_s)
     # Prompts take 0.2 of the time: 0.5 s a token are 0.4 s without them; none were sent lately.
-    assert found.token_s == pytest.approx([0.4])
-    assert found.slow_s == pytest.approx([0.4 - 3 * idle_token_s])
-    assert found.full.tolist() == [True] and found.idle.tolist() == [False]
+    assert found.token_s == pytest.approx(0.4)
+    assert found.slow_s == pytest.approx(0.4 - 3 * idle_token_s)
+    assert found.full and not found.idle
 
 
 def test_how_long_a_prompt_delays_a_token_beside_it():
@@ -288,34 +287,39 @@ def test_how_long_a_prompt_delays_a_token_beside_it():
         {"tpot_s": 0.5, "gpu_use": 0.2, "gpu_backlog_s": 2.0, "work_s": 0.7},
         {"tpot_s": 0.5, "gpu_use": 0.2, "gpu_backlog_s": 0.1, "work_s": 0.2},
     )
-    assert delay_s(made) == pytest.approx([0.4, 0.7, 0.0])
-    assert alone_s(made) == pytest.approx([0.4] * 3)
+    assert [delay_s(made.row(at)) for at in range(3)] == pytest.approx([0.4, 0.7, 0.0])
+    assert [alone_s(made.row(at)) for at in range(3)] == pytest.approx([0.4] * 3)
 
 
 def test_an_overloaded_worker_is_stretched_by_no_more_than_the_price_of_a_token_is():
     # Use counts as 0.95 at most, as when the token was priced: 2 s x 0.05.
-    assert alone_s(estimates({"tpot_s": 2.0, "gpu_use": 7.0})) == pytest.approx([0.1])
+    made = estimates({"tpot_s": 2.0, "gpu_use": 7.0})
+    assert alone_s(made.row(0)) == pytest.approx(0.1)
 
 
-def evaluation(*workers, budget_wait_s=0.0):
-    rows = {
-        name: np.array([float(worker.get(name, plain)) for worker in workers])
-        for name, plain in (("late_s", -1), ("slow_s", -1), ("token_s", 0.1), ("blocked", 0))
-    }
-    flags = {
-        name: np.array([bool(worker.get(name)) for worker in workers]) for name in ("full", "idle")
-    }
-    return Evaluation(**rows, **flags, budget_wait_s=budget_wait_s, output_tokens=50)
+def evaluation(budget_wait_s=0.0, **figures):
+    plain = {"late_s": -1.0, "slow_s": -1.0, "token_s": 0.1, "blocked": 0.0, "full": False}
+    # A typical request: 50 tokens of 0.1 s.
+    plain |= {"idle": False, "budget_wait_s": budget_wait_s, "ends_s": 5.0}
+    return Evaluation(**plain | figures)
 
 
-def test_who_is_rejected_and_where():
-    found = evaluation(
-        {}, {"late_s": 0.1}, {"slow_s": 0.1}, {"full": True}, {"late_s": 0.1, "idle": True},
-        {"blocked": 1.0}, {"blocked": 1.5}, {"blocked": 1.5, "idle": True},
-    )  # fmt: skip
-    assert found.rejected.tolist() == [False, True, True, True, False, False, False, False]
-    again = replace(found, budget_wait_s=0.5).rejected
-    assert again.tolist() == [False, True, True, True, False, False, True, True]
+@pytest.mark.parametrize(
+    ("figures", "rejected", "while_waiting"),
+    [
+        ({}, False, False),
+        ({"late_s": 0.1}, True, True),
+        ({"slow_s": 0.1}, True, True),
+        ({"full": True}, True, True),
+        ({"late_s": 0.1, "idle": True}, False, False),
+        ({"blocked": 1.0}, False, False),
+        ({"blocked": 1.5}, False, True),
+        ({"blocked": 1.5, "idle": True}, False, True),
+    ],
+)
+def test_who_is_rejected_and_where(figures, rejected, while_waiting):
+    assert evaluation(**figures).rejected == rejected
+    assert evaluation(0.5, **figures).rejected == while_waiting
 
 
 @pytest.mark.parametrize(
@@ -330,6 +334,5 @@ def test_who_is_rejected_and_where():
     ],
 )
 def test_a_rejection_says_why_and_when_to_come_back(worker, budget_wait_s, why, wait_s):
-    later = {"late_s": 60.0}
-    found = evaluation(later, worker, budget_wait_s=budget_wait_s).why()
-    assert found == (why, pytest.approx(wait_s))
+    found = evaluation(budget_wait_s, **worker)
+    assert (found.why, found.wait_s) == (why, pytest.approx(wait_s))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kappa.cost import StepModel, batch_work
 from kappa.hardware import node_profile
 from kappa.protocol import LoadSample, StepSample, WorkerReport
+from router import pricing
 from router.calibration import Calibration, OutputLengths, disk_token_s, load_token_s
 from tests.router import building
 from tests.router.building import KV_BYTES, NEVER, ask, outcome
@@ -134,7 +135,7 @@ def test_a_cost_that_no_constant_explains_is_learnt_by_the_tokens_of_a_step():
     # Physics alone is wrong about it, and the fleet prices with the factors too.
     assert speed.step.real_s(batch) < 0.85 * law(batch)
     slots = made.fleet.ready(0.0, NEVER, frozenset())
-    (priced_s,), _ = made.fleet.idle_s(slots, 512, 0)
+    (priced_s,), _ = pricing.idle_s(made.fleet._records, slots, 512.0, 0.0)
     assert priced_s - worker.calibration.overhead_s == pytest.approx(speed.step_s([(512, 0)]))
 
 
