@@ -59,7 +59,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 59_340),  # goal: 33,000
         (("benchmarks",), 16_670),  # goal: 8,000
-        (("tests",), 60_260),  # goal: 30,000
+        (("tests",), 60_340),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
