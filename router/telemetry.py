@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kappa.protocol import Admission, Spent
 from router.decision import Decision
 from router.live.records import DecisionRecord
 
@@ -73,23 +74,6 @@ class RequestTimeline:
     def first_item(self, now_s: float) -> None:
         if self.attempts:
             self.attempts[-1].first_token_s = now_s
-
-
-@dataclass(frozen=True, slots=True)
-class EngineShare:
-    """What a request's worker reports it spent before the first token, in real seconds, and the
-    prompt's tokens by source.
-
-    ttft_s: from the decision to its first token, where the worker reported it; an answer that is
-    not streamed comes back later, as a whole.
-    """
-
-    load_s: float
-    compute_s: float
-    device_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    ttft_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +148,16 @@ class Telemetry:
         if timeline is None:
             return {**outcome, "timeline": None}
         over = timeline.ended_s is not None
-        spans = spans_of(timeline, self.engine_share(request_id)) if over else []
+        spans = spans_of(timeline, record) if over else []
         shown = ("received_s", "ended_s", "status", "end", "prompt_tokens")
         moments = {name: getattr(timeline, name) for name in shown}
         moments["spans"] = [{**asdict(span), "seconds": span.seconds} for span in spans]
         return {**outcome, "timeline": moments}
 
-    def engine_share(self, request_id: str) -> EngineShare | None:
-        """What a request's worker reports it spent; None if it has not yet."""
-        record = self._record_of(request_id)
-        if record is None or record.spent is None:
-            return None
-        spent, found = record.spent, record.admitted
-        tokens = (found.device_tokens, found.host_tokens, found.new_tokens) if found else (0, 0, 0)
-        return EngineShare(spent.load_s, spent.compute_s, *tokens, record.ttft_s)
 
-
-def spans_of(timeline: RequestTimeline, engine: EngineShare | None = None) -> list[Span]:
-    """The spans of a request that has ended, outermost first, then in order of time.
+def spans_of(timeline: RequestTimeline, record: DecisionRecord | None = None) -> list[Span]:
+    """The spans of a request that has ended, outermost first, then in order of time; record: what
+    its worker reported.
 
     Raises:
         ValueError: it has not ended.
@@ -220,31 +196,42 @@ def spans_of(timeline: RequestTimeline, engine: EngineShare | None = None) -> li
             add("given_up", attempt.sent_s, over_s, where)
             continue
         first_token_s = attempt.first_token_s
-        if last and engine is not None and engine.ttft_s is not None:
-            # As the worker reported, at the latest with its first item.
-            reported_s = max(attempt.decided_s + engine.ttft_s, attempt.sent_s)
+        spent = record.spent if record is not None and last else None
+        if record is not None and spent is not None and record.ttft_s is not None:
+            # As the worker reported: an answer that is not streamed comes back later, as a whole.
+            reported_s = max(attempt.decided_s + record.ttft_s, attempt.sent_s)
             first_token_s = min(reported_s, first_token_s)
         add("first_token", attempt.sent_s, first_token_s, where)
-        if last and engine is not None:
-            found += _engine_spans(attempt.sent_s, first_token_s, engine)
+        if record is not None and spent is not None:
+            found += _engine_spans(attempt.sent_s, first_token_s, spent, record.admitted)
         if last:
             add("stream", first_token_s, t.ended_s, {})
     return found
 
 
-def _engine_spans(sent_s: float, first_token_s: float, engine: EngineShare) -> list[Span]:
+def _engine_spans(
+    sent_s: float, first_token_s: float, spent: Spent, found: Admission | None
+) -> list[Span]:
     """Queue, load and prefill, one after the other: a load that overlaps others' steps is shown
     before its own prompt's."""
     wait_s = max(first_token_s - sent_s, 0.0)
-    spent_s = engine.load_s + engine.compute_s
+    spent_s = spent.load_s + spent.compute_s
     # Two clocks and shared steps: what was spent cannot be more than what passed.
     scale = min(wait_s / spent_s, 1.0) if spent_s > 0 else 1.0
     load_from_s = first_token_s - spent_s * scale
-    prefill_from_s = first_token_s - engine.compute_s * scale
-    loaded = {"tokens": engine.cached_tokens}
-    computed = {"tokens": engine.new_tokens, "device_tokens": engine.device_tokens}
+    prefill_from_s = first_token_s - spent.compute_s * scale
+    device, loaded, computed = (
+        (found.device_tokens, found.host_tokens, found.new_tokens) if found else (0, 0, 0)
+    )
     return [
         Span("queue", sent_s, load_from_s, "first_token", True),
-        Span("load", load_from_s, prefill_from_s, "first_token", True, loaded),
-        Span("prefill", prefill_from_s, first_token_s, "first_token", True, computed),
+        Span("load", load_from_s, prefill_from_s, "first_token", True, {"tokens": loaded}),
+        Span(
+            "prefill",
+            prefill_from_s,
+            first_token_s,
+            "first_token",
+            True,
+            {"tokens": computed, "device_tokens": device},
+        ),
     ]

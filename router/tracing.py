@@ -24,7 +24,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kappa.logging import RateLimit
 from kappa.settings.routing import ObservingSettings
-from router.telemetry import EngineShare, RequestTimeline, spans_of
+from router.live.records import DecisionRecord
+from router.telemetry import RequestTimeline, spans_of
 
 log = structlog.get_logger(__name__)
 
@@ -38,18 +39,18 @@ _ONCE_A_MINUTE = RateLimit()
 class Tracing:
     """Turns timelines that ended into spans and sends them; call `close` at the end.
 
-    engine_share: what a request's worker spent, looked up `settle_s` after the request's end.
+    record_of: what became of a request at its worker, looked up `settle_s` after the request's end.
     exporter: instead of the one that the settings name.
     """
 
     def __init__(
         self,
         settings: ObservingSettings,
-        engine_share: Callable[[str], EngineShare | None],
+        record_of: Callable[[str], DecisionRecord | None],
         exporter: SpanExporter | None = None,
         settle_s: float = _SETTLE_S,
     ) -> None:
-        self._engine_share, self._settle_s = engine_share, settle_s
+        self._record_of, self._settle_s = record_of, settle_s
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(settings.trace_share)),
             resource=Resource.create({"service.name": settings.service_name}),
@@ -107,7 +108,7 @@ class Tracing:
         outside = TraceContextTextMapPropagator().extract(carrier)
         contexts: dict[str, Any] = {"": outside}
         opened = []
-        for span in spans_of(timeline, self._engine_share(timeline.request_id)):
+        for span in spans_of(timeline, self._record_of(timeline.request_id)):
             made = self._tracer.start_span(
                 span.name,
                 context=contexts[span.parent],

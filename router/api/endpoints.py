@@ -40,6 +40,7 @@ from router.api.start import IngressSettings, LiveStart
 from router.api.tenants import Places, Tenants
 from router.decision import NoWorkerError
 from router.live.ingresses import Ingresses, merged
+from router.live.records import DecisionRecord
 from router.live.replica_registry import PinGoneError
 from router.page.mount import add_page
 from router.policy import policy_named
@@ -135,13 +136,17 @@ class KappaIngress(OpenAiIngress):
         self._live = LiveStart(settings, self._wake_router, rank)
         self._checked = False
         self._ingresses = Ingresses(settings.replicas, "for_ingresses")
-        self._telemetry = Telemetry(lambda request_id: self._live().records.get(request_id))
+
+        def record_of(request_id: str) -> DecisionRecord | None:
+            return self._live().records.get(request_id)
+
+        self._telemetry = Telemetry(record_of)
         self._tracing = None
         if settings.observing.otlp_endpoint is not None:
             # Half a second of imports that nobody needs without a collector.
             from router.tracing import Tracing
 
-            self._tracing = Tracing(settings.observing, self._telemetry.engine_share)
+            self._tracing = Tracing(settings.observing, record_of)
             self._telemetry.on_end = self._tracing.ended
         # Without keys nobody can be told from another.
         places = Places(settings.router.max_queue, shared=bool(settings.tenants.by_digest))

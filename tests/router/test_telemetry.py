@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.telemetry import EngineShare, Telemetry, spans_of
+from router.telemetry import Telemetry, spans_of
+
+
+def reported(load_s, compute_s, device=0, cached=0, new=0, ttft_s=None):
+    """The record of a request whose worker reported all of it."""
+    admitted = SimpleNamespace(device_tokens=device, host_tokens=cached, new_tokens=new)
+    spent = SimpleNamespace(load_s=load_s, compute_s=compute_s)
+    return SimpleNamespace(spent=spent, admitted=admitted, ttft_s=ttft_s)
 
 
 def decision(worker="w1", node="pcie", reason="load"):
@@ -34,7 +41,7 @@ def by_name(spans):
 
 
 def test_a_served_request_is_split_into_its_stages():
-    spans = by_name(spans_of(served(), EngineShare(0.5, 0.3, 64, 320, 116)))
+    spans = by_name(spans_of(served(), reported(0.5, 0.3, 64, 320, 116)))
     assert list(spans) == [
         "ingress", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
     ]  # fmt: skip
@@ -52,13 +59,13 @@ def test_a_served_request_is_split_into_its_stages():
 
 
 def test_an_answer_that_is_not_streamed_had_its_first_token_before_it_came_back():
-    spans = by_name(spans_of(served(), EngineShare(0.1, 0.1, ttft_s=0.41)))
+    spans = by_name(spans_of(served(), reported(0.1, 0.1, ttft_s=0.41)))
     assert spans["first_token"].end_s == pytest.approx(10.53)
     assert spans["queue"].seconds == pytest.approx(0.2)
     assert spans["stream"].start_s == spans["prefill"].end_s == spans["first_token"].end_s
-    late = by_name(spans_of(served(), EngineShare(0.1, 0.1, ttft_s=99.0)))
+    late = by_name(spans_of(served(), reported(0.1, 0.1, ttft_s=99.0)))
     assert late["first_token"].end_s == 11.13, "no later than what came back"
-    early = by_name(spans_of(served(), EngineShare(0.1, 0.1, ttft_s=0.0)))
+    early = by_name(spans_of(served(), reported(0.1, 0.1, ttft_s=0.0)))
     assert early["first_token"].seconds == 0.0
 
 
@@ -70,8 +77,9 @@ def test_without_a_report_of_the_worker_the_wait_is_one_span():
 def test_what_was_spent_is_shown_without_tokens_while_no_admission_was_reported():
     spent = SimpleNamespace(load_s=0.5, compute_s=0.3)
     record = SimpleNamespace(spent=spent, admitted=None, ttft_s=0.9)
-    telemetry = Telemetry(lambda _: record, 10)
-    assert telemetry.engine_share("r") == EngineShare(0.5, 0.3, 0, 0, 0, 0.9)
+    spans = by_name(spans_of(served(), record))
+    assert spans["prefill"].seconds == pytest.approx(0.3)
+    assert spans["prefill"].attributes == {"tokens": 0, "device_tokens": 0}
 
 
 def test_a_worker_that_died_shows_as_given_up_and_the_next_as_served():
@@ -84,7 +92,7 @@ def test_a_worker_that_died_shows_as_given_up_and_the_next_as_served():
     timeline.sent(1.4)
     timeline.first_item(2.0)
     telemetry.end(timeline, "done", 200, 2.5)
-    spans = spans_of(timeline, EngineShare(0.1, 0.2))
+    spans = spans_of(timeline, reported(0.1, 0.2))
     assert [s.name for s in spans] == [
         "ingress", "tokenize", "decide", "given_up", "decide", "first_token",
         "queue", "load", "prefill", "stream",
@@ -115,7 +123,7 @@ def test_a_request_that_ended_on_the_way_has_the_spans_that_it_reached(events, n
     for event in events:
         calls[event]()
     telemetry.end(timeline, "client_gone", 0, 4.0)
-    spans = spans_of(timeline, EngineShare(1.0, 1.0))
+    spans = spans_of(timeline, reported(1.0, 1.0))
     assert [span.name for span in spans] == names
     assert spans[0].end_s == 4.0
 
@@ -157,7 +165,7 @@ def test_spans_never_leave_their_parents(wait_s, load_s, compute_s, stream_s):
     timeline.sent(1.0)
     timeline.first_item(1.0 + wait_s)
     telemetry.end(timeline, "done", 200, 1.0 + wait_s + stream_s)
-    spans = spans_of(timeline, EngineShare(load_s, compute_s))
+    spans = spans_of(timeline, reported(load_s, compute_s))
     parents = by_name(spans)
     for span in spans:
         assert span.start_s <= span.end_s + 1e-9

@@ -12,10 +12,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kappa.settings.routing import ObservingSettings
-from router.telemetry import EngineShare, Telemetry
+from router.telemetry import Telemetry
 from router.tracing import Tracing
 
-SHARE = EngineShare(0.25, 0.5, 10, 320, 64)
+RECORD = SimpleNamespace(
+    spent=SimpleNamespace(load_s=0.25, compute_s=0.5),
+    admitted=SimpleNamespace(device_tokens=10, host_tokens=320, new_tokens=64), ttft_s=None,
+)  # fmt: skip
 
 
 @contextmanager
@@ -64,7 +67,7 @@ def serve(telemetry, request_id="r", status=200, traceparent=""):
 
 def remembered(**settings):
     exporter = InMemorySpanExporter()
-    tracing = Tracing(ObservingSettings(**settings), lambda _: SHARE, exporter)
+    tracing = Tracing(ObservingSettings(**settings), lambda _: RECORD, exporter)
     return tracing, noting(tracing), exporter
 
 
@@ -72,7 +75,7 @@ def remembered(**settings):
 def test_a_collector_gets_the_request_as_one_trace(suffix):
     with collector() as (url, got):
         settings = ObservingSettings(otlp_endpoint=url + suffix, service_name="mine")
-        tracing = Tracing(settings, lambda _: SHARE)
+        tracing = Tracing(settings, lambda _: RECORD)
         serve(noting(tracing))
         tracing.close()
     assert {path for path, _ in got} == {"/v1/traces"}
@@ -130,7 +133,7 @@ def test_spans_wait_for_the_workers_report_off_the_path():
         tracing = Tracing(ObservingSettings(), words.get, exporter, settle_s=0.01)
         serve(noting(tracing))
         assert not exporter.get_finished_spans()
-        words["r"] = SHARE
+        words["r"] = RECORD
         await asyncio.sleep(0.05)
         tracing.close()
 
@@ -154,7 +157,7 @@ def test_a_request_that_ended_as_the_ingress_stops_is_let_go():
 def test_with_the_collector_down_requests_end_as_ever_and_closing_is_bounded(protocol, caplog):
     settings = ObservingSettings(otlp_endpoint="http://127.0.0.1:9", otlp_protocol=protocol)
     before = set(threading.enumerate())
-    tracing = Tracing(settings, lambda _: SHARE)
+    tracing = Tracing(settings, lambda _: RECORD)
     timelines = noting(tracing)
     for i in range(3000):  # more than the queue holds
         serve(timelines, str(i))
@@ -170,7 +173,7 @@ def test_with_the_collector_down_requests_end_as_ever_and_closing_is_bounded(pro
 
 def test_a_collector_that_refuses_or_sleeps_costs_spans_only():
     with collector(answer=503, delay_s=0.05) as (url, got):
-        tracing = Tracing(ObservingSettings(otlp_endpoint=url), lambda _: SHARE)
+        tracing = Tracing(ObservingSettings(otlp_endpoint=url), lambda _: RECORD)
         timelines = noting(tracing)
         serve(timelines)
         tracing.close(timeout_s=0.2)
