@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from typing import Annotated, Any
@@ -31,15 +30,15 @@ from router.api import errors, messages, responses, status
 from router.api.app import Access, inbound_of, make_app
 from router.api.blocks import RewordedStream, Wording, reworded
 from router.api.errors import ApiError
+from router.api.face import Face
 from router.api.fields import checked_chat, checked_completion
 from router.api.metadata import PIN_HEADER, POOL_HEADER
 from router.api.render import PromptRenderer, Tokenizing
 from router.api.request import model_of
 from router.api.request_path import RequestPath
 from router.api.start import IngressSettings, LiveStart
-from router.api.tenants import Places, Tenants
-from router.decision import NoWorkerError
-from router.live.ingresses import Ingresses, merged
+from router.api.tenants import Places
+from router.live.ingresses import Ingresses
 from router.live.records import DecisionRecord
 from router.live.replica_registry import PinGoneError
 from router.page.mount import add_page
@@ -107,9 +106,11 @@ class PoolHandles:
                 answer.cancel()
 
 
-class KappaIngress(OpenAiIngress):
+class KappaIngress(Face, OpenAiIngress):
     """The endpoints of OpenAI and Anthropic, `GET /v1/nodes`, `GET /v1/tenants`, `POST /v1/route`,
     `GET /v1/decisions`, `GET /v1/decisions/ID`, `GET /metrics`."""
+
+    _live: LiveStart
 
     def __init__(self, pools: dict[str, Any], *, kappa: IngressSettings) -> None:
         seen = kappa.observing
@@ -132,7 +133,7 @@ class KappaIngress(OpenAiIngress):
             rank = int(serve.get_replica_context().rank.rank)
         except RayServeException:  # outside of Ray Serve
             rank = 0
-        self._settings = settings
+        self._known = settings.tenants
         self._live = LiveStart(settings, self._wake_router, rank)
         self._checked = False
         self._ingresses = Ingresses(settings.replicas, "for_ingresses")
@@ -217,11 +218,6 @@ class KappaIngress(OpenAiIngress):
         """Every worker with its profile, backlogs and critical ratio."""
         return JSONResponse({"nodes": status.nodes(self._live())})
 
-    async def tenants(self, request: Request) -> Response:
-        """Every tenant with its weight, what it was charged, and its share of all charges."""
-        charged = self._live().charges.totals()
-        return JSONResponse({"tenants": status.shares(self._tenants(request.app), charged)})
-
     async def profile(self) -> Response:
         """Measure every worker's machine anew, one after the other, and show the nodes."""
         live = self._live()
@@ -238,67 +234,16 @@ class KappaIngress(OpenAiIngress):
     async def route(self, request: Request) -> Response:
         """What would be decided for a chat or completion body; nothing is run or reserved."""
         routed = await self._path.to_explain(await _parsed(request), request)
-        live = self._live()
-        try:
-            decision = live.explain(routed)
-        except NoWorkerError as error:
-            after_s = live.retry_after_s(routed.model)
-            raise errors.NO_WORKER(why=error, retry_after_s=after_s) from None
-        operator = inbound_of(request).tenant.operator
-        return JSONResponse(status.explanation(decision, operator=operator))
-
-    async def decisions(self, request: Request, limit: int = 100) -> Response:
-        """The last decisions with their outcomes, newest last; of other tenants to operators.
-
-        At most `status.MOST_DECISIONS` to others.
-        """
-        asker = inbound_of(request).tenant
-        only = None if asker.operator else asker.name
-        count = max(min(limit, sys.maxsize if asker.operator else status.MOST_DECISIONS), 0)
-        answers = await self._ingresses.call(self.for_ingresses, "decisions", only, count)
-        records = sorted((r for one in answers for r in one), key=lambda record: record["time_s"])
-        return JSONResponse({"decisions": records[-count:] if count else []})
-
-    async def decision(self, request_id: str, request: Request) -> Response:
-        """One request: its decision, what became of it, and where its time went; or 404."""
-        asker = inbound_of(request).tenant
-        found = await self._ingresses.call(self.for_ingresses, "decision", request_id)
-        for tenant, account in found:
-            own = tenant is not None and (asker.operator or asker.name == tenant)
-            if account is not None and own:
-                return JSONResponse(account)
-        raise errors.UNKNOWN_REQUEST(request_id=request_id[:80])
-
-    async def metrics(self, request: Request) -> Response:
-        """Prometheus metrics, of all ingresses together."""
-        self._asgi_app = request.app
-        answers = await self._ingresses.call(self.for_ingresses, "metrics")
-        text = merged(answers) if len(answers) > 1 else answers[0]
-        return Response(text, media_type="text/plain; version=0.0.4")
-
-    async def ready(self) -> Response:
-        """200 while a worker can be chosen, else 503."""
-        count = self._live().choosable
-        return JSONResponse({"workers": count}, status_code=200 if count else 503)
+        return self.explained(routed, request)
 
     # -- what other ingresses ask ---------------------------------------------------------------
 
-    async def for_ingresses(self, what: str, *args: Any) -> Any:
-        """What this ingress alone knows: its `metrics`, its last `decisions`, or one `decision`."""
-        live = self._live()
-        match what:
-            case "metrics":
-                state = self._asgi_app.state
-                return status.exposition(live, self._tenants(self._asgi_app), state)
-            case "decisions":
-                return status.newest_decisions(live, *args)
-            case "decision":
-                (request_id,) = args
-                return self._telemetry.tenant(request_id), self._telemetry.account(request_id)
-        raise ValueError(f"an ingress asked for {what!r}, which this one does not know")
+    async def of_all(self, what: str, *args: Any) -> list[Any]:
+        """Every ingress' answer, as far as they can be reached."""
+        return await self._ingresses.call(self.for_ingresses, what, *args)
 
-    def _tenants(self, app: Any) -> Tenants:
-        return status.tenants_now(app.state, self._settings.tenants)
+    def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
+        return self._telemetry.tenant(request_id), self._telemetry.account(request_id)
 
     # -- calls from and to Ray ------------------------------------------------------------------
 
