@@ -30,6 +30,7 @@ SHOWN = [
     ("2026-11-23-bench-predict-real.json", predict.show, "median by length"),
     ("2026-11-23-bench-predict-real-learnt.json", predict.show, "queue +0.022"),
     ("2026-11-23-bench-predict-real-disk.json", predict.show, "queue +0.018"),
+    ("2026-11-23-bench-predict-layers.json", predict.show, "load"),
     ("2026-11-23-bench-serve.json", serve.show, "stock_no_batching"),
     ("2026-11-21-bench-validate.json", validate.show, "least_backlog"),
     ("2026-11-23-bench-dynamo-1000.json", dynamo.show, "two-tier"),
