@@ -6,7 +6,6 @@ With several ingresses each knows its own decisions and counters: whoever is ask
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,6 @@ from router.api.app import inbound_of
 from router.api.tenants import Tenants
 from router.decision import NoWorkerError, RouteRequest
 from router.live.live_router import LiveRouter
-
-_LIMIT = re.compile(r"-?[0-9]{1,100}")
 
 
 class Face:
@@ -54,23 +51,21 @@ class Face:
         known = status.tenants_now(request.app.state, self._known)
         return JSONResponse({"tenants": status.shares(known, charged)})
 
-    async def decisions(self, request: Request) -> Response:
+    async def decisions(self, request: Request, limit: int = 100) -> Response:
         """The last decisions with their outcomes, newest last; of other tenants to operators.
 
         At most `status.MOST_DECISIONS` to others.
         """
-        asker, text = inbound_of(request).tenant, request.query_params.get("limit", "100")
-        if not _LIMIT.fullmatch(text):
-            raise errors.bad_field("limit", "give a whole number")
+        asker = inbound_of(request).tenant
         only = None if asker.operator else asker.name
-        count = max(min(int(text), sys.maxsize if asker.operator else status.MOST_DECISIONS), 0)
+        count = max(min(limit, sys.maxsize if asker.operator else status.MOST_DECISIONS), 0)
         answers = await self.of_all("decisions", only, count)
         records = sorted((r for one in answers for r in one), key=lambda record: record["time_s"])
         return JSONResponse({"decisions": records[-count:] if count else []})
 
-    async def decision(self, request: Request) -> Response:
+    async def decision(self, request_id: str, request: Request) -> Response:
         """One request: its decision, what became of it, and where its time went; or 404."""
-        asker, request_id = inbound_of(request).tenant, request.path_params["request_id"]
+        asker = inbound_of(request).tenant
         for tenant, account in await self.of_all("decision", request_id):
             own = tenant is not None and (asker.operator or asker.name == tenant)
             if account is not None and own:

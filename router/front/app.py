@@ -40,8 +40,8 @@ def make_front_app(settings: FrontSettings) -> Starlette:
         Route("/v1/tenants", face.tenants),
         Route("/v1/journal", face.journal),
         Route("/v1/route", face.route, methods=["POST"]),
-        Route("/v1/decisions", face.decisions),
-        Route("/v1/decisions/{request_id:path}", face.decision),
+        Route("/v1/decisions", face.listed),
+        Route("/v1/decisions/{request_id:path}", face.single),
         Mount("/", Relay(front)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
@@ -63,6 +63,17 @@ class _Face(Face):
     async def health(self, request: Request) -> Response:
         """200 as long as this process serves."""
         return JSONResponse({"status": "healthy"})
+
+    async def listed(self, request: Request) -> Response:
+        """As `decisions`, whose parameters FastAPI reads for the ingress."""
+        text = request.query_params.get("limit", "100")
+        if not text.isascii() or not text.isdigit() or len(text) > 9:
+            raise errors.bad_field("limit", "give a whole number")
+        return await self.decisions(request, int(text))
+
+    async def single(self, request: Request) -> Response:
+        """As `decision`."""
+        return await self.decision(request.path_params["request_id"], request)
 
     async def models(self, request: Request) -> Response:
         """Every model that some server serves now."""
