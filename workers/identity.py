@@ -26,9 +26,9 @@ from workers.vllm.arguments import (
     EngineTier,
     Pace,
     TierChoice,
+    add_nixl,
     engine_kwargs,
     fingerprint,
-    hand_over,
     meet_peers,
 )
 from workers.vllm.options import PERSIST_KEY, STOCK, LinkRules, SchedulerOptions
@@ -62,7 +62,8 @@ class WorkerPlan:
     nodes: a profile per rank; a `paced` one is paced, any other is a prior until measured. served:
     the shape of the model that runs; emulated: the shape that paced nodes act as. stream_host:
     address for the report stream; empty: this machine's in Ray's cluster. gpus: of each worker.
-    peers: engines take blocks from each other's host tiers. graphs: those of CUDA that the engine
+    peers: engines take blocks from each other's host tiers; nixl: they hand prompts over by vLLM's
+    connector. graphs: those of CUDA that the engine
     was read back to run by."""
 
     nodes: tuple[NodeProfile, ...]
@@ -87,7 +88,7 @@ class WorkerPlan:
     role: str = "both"
     gpus: int = 0
     transfer: TransferSettings = field(default_factory=TransferSettings)
-    hands_over: bool = False
+    nixl: bool = False
     peers: bool = False
     handover_dir: str = ""
     handover_wait_s: float = 0.0
@@ -179,8 +180,8 @@ def configure_vllm(
     arguments = engine_kwargs(plan.limits, endpoints, pace, scheduler, tier, plan.gpus)
     if folder:
         arguments["kv_transfer_config"]["kv_connector_extra_config"][PERSIST_KEY] = folder
-    if plan.hands_over:
-        hand_over(plan.transfer, arguments, pace)
+    if plan.nixl:
+        add_nixl(arguments)
     if endpoints.peers is not None:
         meet_peers(plan.transfer, arguments, pace, endpoints.peers)
     # `engine.extra` is there already and goes before; what must be ours it cannot name.

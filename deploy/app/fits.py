@@ -129,29 +129,37 @@ def _of_tiers(settings: ClusterSettings) -> Iterator[str]:
 
 
 def _of_peers(settings: ClusterSettings) -> Iterator[str]:
-    if settings.router.policy != FETCHING_POLICY:
+    """What keeps workers from reading each other's host tiers, where they are to."""
+    hands_over = any(pool.role != "both" for pool in settings.all_pools)
+    if settings.router.policy == FETCHING_POLICY:
+        asks, remedy = f"router.policy {FETCHING_POLICY}", "name policy priced"
+    elif hands_over and settings.transfer.connector == "peers":
+        asks, remedy = "transfer.connector peers", "make every pool's role both"
+    else:
+        return
+    reading = f"{asks} has workers read each other's host tiers"
+    if settings.engine.kind != "vllm":
+        yield f"{reading}, and engine.kind is {settings.engine.kind}, which cannot: {remedy}"
         return
     for pool in settings.all_pools:
         engine = pool.engine_settings(settings.engine)
-        kind, tier = engine.kind, engine.tier_on(pool.placement.gpus)
+        tier = engine.tier_on(pool.placement.gpus)
         beside = [name for name in ("disk_bytes", "handover_dir") if getattr(engine, name)]
-        if kind != "vllm" or tier != "own" or engine.host_bytes == 0:
-            has = f"engine.kind is {kind}" if kind != "vllm" else f"host tier is {tier}"
-            has = "engine.host_bytes is 0" if engine.host_bytes == 0 else has
+        if tier not in ("own", "native") or engine.host_bytes == 0:
+            has = f"host tier is {tier}" if engine.host_bytes != 0 else "engine.host_bytes is 0"
             yield (
-                f"router.policy {FETCHING_POLICY} has workers read each other's host tiers, which "
-                f"kind vllm with host_tier own can, and pool {pool.name}'s {has}: name policy "
-                "priced, or change the pool"
+                f"{reading}, which host_tier auto can, and pool {pool.name}'s {has}: {remedy}, or "
+                "change the pool"
             )
         elif beside:
             yield (
-                f"router.policy {FETCHING_POLICY} reads host memory alone, and pool {pool.name} "
-                f"has engine.{' and engine.'.join(beside)}: leave it out, or name policy priced"
+                f"{asks} has workers read host memory alone, and pool {pool.name} has "
+                f"engine.{' and engine.'.join(beside)}: leave it out, or {remedy}"
             )
         elif settings.scheduler.link_order == "fifo":
             yield (
-                f"router.policy {FETCHING_POLICY} needs scheduler.link_order loads_first, and it "
-                "is fifo, which is vLLM's own manager of host memory"
+                f"{asks} needs scheduler.link_order loads_first, and it is fifo, which is vLLM's "
+                "own manager of host memory"
             )
 
 
@@ -169,8 +177,9 @@ def _of_stock(settings: ClusterSettings, pool: PoolSettings, who: str) -> Iterat
 
 
 def _of_roles(settings: ClusterSettings) -> Iterator[str]:
-    pools, connector = settings.all_pools, settings.transfer.connector
-    if all(pool.role == "both" for pool in pools):
+    """What vLLM's own hand-over needs; that of peers needs what `_of_peers` says."""
+    pools = settings.all_pools
+    if settings.transfer.connector != "nixl" or all(pool.role == "both" for pool in pools):
         return
     if settings.engine.kind != "vllm":
         yield (
@@ -182,12 +191,10 @@ def _of_roles(settings: ClusterSettings) -> Iterator[str]:
         engine, who = pool.engine_settings(settings.engine), f"pool {pool.name}"
         if engine.host_bytes == 0:
             yield f"{who} hands KV over or takes it, which needs engine.host_bytes above 0"
-        if engine.host_tier == "lmcache" and connector == "files":
-            yield f"{who}: transfer.connector files needs engine.host_tier auto, not lmcache"
-        if connector == "nixl" and not pool.placement.gpus:
+        if not pool.placement.gpus:
             yield (
                 f"{who} has no GPU, and transfer.connector is nixl, which vLLM's CPU build lacks: "
-                "say files"
+                "say peers"
             )
 
 

@@ -248,7 +248,8 @@ def worker_plan(
     tp, _ = ranks_of(e, pool.placement.gpus)
     # Until the engine says: KV heads that its ranks hold more than once count as often.
     served = replace(model.shape, kv_token_bytes=kv_bytes(model.shape, 1, tp))
-    is_split = any(each.role != "both" for each in settings.all_pools)
+    hands_over = any(each.role != "both" for each in settings.all_pools)
+    by_nixl = settings.transfer.connector == "nixl"
     return WorkerPlan(
         nodes=pool_nodes(settings, pool),
         served=served if tp > 1 else model.shape,
@@ -277,8 +278,8 @@ def worker_plan(
         role=pool.role,
         gpus=pool.placement.gpus,
         transfer=settings.transfer,
-        hands_over=is_split,
-        peers=settings.router.policy == FETCHING_POLICY,
+        nixl=hands_over and by_nixl,
+        peers=settings.router.policy == FETCHING_POLICY or (hands_over and not by_nixl),
         handover_dir=str(Path(e.handover_dir).absolute()) if e.handover_dir else "",
         handover_wait_s=e.handover_wait_s,
         observing=settings.observing,

@@ -98,15 +98,12 @@ class SchedulerSettings(Section):
 
 
 class TransferSettings(Section):
-    """KV between workers: of whole prompts where a pool's role is `prefill`; out of host tiers with
-    `router.policy: priced_fetch`, over TCP, of which `net_bytes_per_s`, `fixed_s` and `wait_s`
-    speak, too."""
+    """KV between workers, out of host tiers over TCP: of whole prompts where a pool's role is
+    `prefill`, and with `router.policy: priced_fetch` of any prefix."""
 
-    connector: Literal["files", "nixl"] = Field(
-        "files", description="files: shared memory of one machine; nixl: vLLM's, between machines"
+    connector: Literal["peers", "nixl"] = Field(
+        "peers", description="of whole prompts; peers: out of host tiers; nixl: vLLM's, on GPUs"
     )
-    folder: str = Field("/dev/shm/kappa-transfer", description="of the files, for one user")
-    most_bytes: int = Field(1 << 30, ge=1 << 20, description="bound of all files together")
     wait_s: Finite = Field(
         5.0, gt=0, description="blocks that do not come in so long are computed again"
     )
@@ -117,15 +114,6 @@ class TransferSettings(Section):
     min_new_tokens: int = Field(
         256, ge=1, description="prompts with fewer tokens to compute are not worth handing over"
     )
-
-    @field_validator("folder")
-    @classmethod
-    def _whole_path(cls, value: str) -> str:
-        if not value.startswith("/"):
-            raise ValueError(
-                f"{value!r} is no whole path: workers have working folders of their own"
-            )
-        return value
 
 
 # vLLM's; a contract test holds them.

@@ -219,17 +219,21 @@ def test_a_worker_knows_its_pool_and_what_that_changes():
     assert {node.cost_per_hour for node in first.nodes} == {2.5}
     assert {node.source for node in first.nodes} == {"catalogue"}
     assert (second.nodes[0].source, second.nodes[0].dilation) == ("paced", 7)
-    assert not (first.hands_over or first.peers)
+    assert not (first.nixl or first.peers)
 
 
-def test_roles_bring_the_transfer_to_every_worker():
+def test_roles_make_every_worker_a_peer_unless_vllm_hands_over():
     settings = cluster({"name": "a", "role": "prefill"}, {"name": "b"})
     plans = [worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools]
     assert [plan.role for plan in plans] == ["prefill", "both"]
-    assert {plan.transfer.folder for plan in plans if plan.hands_over} == {settings.transfer.folder}
+    assert [(plan.peers, plan.nixl) for plan in plans] == [(True, False)] * 2
+    roles = {"name": "a", "role": "prefill"}, {"name": "b"}
+    by_nixl = cluster(*roles, transfer={"connector": "nixl"})
+    plan = worker_plan(by_nixl, by_nixl.all_pools[0], MODEL, "")
+    assert plan.nixl and not plan.peers
     fetching = cluster({"name": "a"}, router={"policy": "priced_fetch"})
     plan = worker_plan(fetching, fetching.all_pools[0], MODEL, "")
-    assert plan.peers and not plan.hands_over
+    assert plan.peers and not plan.nixl
 
 
 def test_names_of_a_pool_that_scales_are_bounded():

@@ -85,7 +85,7 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
         (
             [{"name": "a", "role": "prefill", "engine": {"host_bytes": 0}}, {"name": "b"}],
             {},
-            "pool a hands KV over or takes it, which needs engine.host_bytes",
+            "pool a's engine.host_bytes is 0: make every pool's role both, or change the pool",
         ),
         (
             [{"name": "a", "role": "prefill"}, {"name": "b"}],
@@ -95,7 +95,8 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
         (
             [{"name": "a", "role": "prefill"}, {"name": "b"}],
             {"engine": {"host_tier": "lmcache"}},
-            "needs engine.host_tier auto, not lmcache",
+            "transfer.connector peers has workers read each other's host tiers, which host_tier "
+            "auto can, and pool a's host tier is lmcache",
         ),
         (
             A_GPU_POOL,
@@ -119,6 +120,11 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
             "hands nothing over, and the pool's role is decode",
         ),
         (
+            [{"name": "a", "role": "prefill"}, {"name": "b"}],
+            {"engine": KEPT},
+            "read host memory alone, and pool a has engine.handover_dir: leave it out, or make",
+        ),
+        (
             A_GPU_POOL,
             {"engine": {"handover_dir": "/dev/shm/k"}},
             "leave it out for pools with GPUs",
@@ -139,7 +145,11 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
             {"engine": DISK},
             "disk_bytes is a real disk, and the pool is paced",
         ),
-        (A_GPU_POOL, FETCHING, "host tier is native: name policy priced"),
+        (
+            [{"name": "a"}],
+            {**FETCHING, "engine": {"host_tier": "lmcache"}},
+            "host tier is lmcache: name policy priced",
+        ),
         ([{"name": "a", "paced": True}], {**FETCHING, "engine": "emulated"}, "engine.kind is em"),
         ([{"name": "a"}], {**FETCHING, "engine": {"host_bytes": 0}}, "engine.host_bytes is 0"),
         ([{"name": "a"}], {**FETCHING, "engine": DISK}, "pool a has engine.disk_bytes: leave it"),
@@ -156,6 +166,7 @@ def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, 
     [
         (None, {}),
         (A_GPU_POOL, {}),
+        (A_GPU_POOL, FETCHING),
         (A_GPU_POOL, {"scheduler": {"link_order": "fifo"}}),
         (A_GPU_POOL, {"engine": {"host_tier": "own", "host_bytes": 0}}),
         ([*A_GPU_POOL, {"name": "b"}], {"engine": {"block_tokens": 32, "dtype": "bfloat16"}}),

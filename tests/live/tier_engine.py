@@ -29,7 +29,6 @@ from workers.vllm.arguments import (
     EngineTier,
     PeerPlace,
     TierChoice,
-    hand_over,
     meet_peers,
     transfer_config,
 )
@@ -86,15 +85,14 @@ class Listener:
 
 class TierEngine:
     """The engine from outside. `tier`: its kind (native: over an emulated CUDA), and fields of
-    `LmcacheSettings`; `path`: more to
-    import from; `transfer`: folder where it gives prompts to other engines and takes them. `peers`
-    among the fields: it reads other engines' host tiers, and they read its own at `peer`."""
+    `LmcacheSettings`; `path`: more to import from. `peers` among the fields: it reads other
+    engines' host tiers, and they read its own at `peer`."""
 
-    def __init__(self, folder, path="", transfer="", **tier):
+    def __init__(self, folder, path="", **tier):
         self.errors, self.logged = folder / "engine.txt", []
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(tier), str(transfer)],
+                [sys.executable, __file__, json.dumps(tier)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -141,7 +139,7 @@ def slow_rates():
 
 
 def main():
-    tier, transfer = json.loads(sys.argv[1]), sys.argv[2]
+    tier = json.loads(sys.argv[1])
     os.environ.update({**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "LMCACHE_LOG_LEVEL": "CRITICAL",
                        "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1",
                        "HF_HUB_OFFLINE": "1"})  # fmt: skip
@@ -159,10 +157,6 @@ def main():
         if kind == "native":
             extra = config["kv_connector_extra_config"]
             extra["spec_name"], extra["spec_module_path"] = "EmulatedCudaSpec", EMULATED_CUDA
-        if transfer:
-            files = TransferSettings(folder=transfer, most_bytes=1 << 28, wait_s=2.0)
-            arguments = {"kv_transfer_config": config}
-            hand_over(files, arguments, None)
         place = None
         if peers:
             place = PeerPlace(

@@ -95,7 +95,7 @@ def test_a_method_takes_what_we_give_it(path):
 
 # Parameters, or fields of dataclasses, structs, models and annotations, that must be among them.
 NAMES = {
-    # workers.vllm.connector, workers.vllm.transfer
+    # workers.vllm.connector
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta invalid_block_ids",
     f"{_OFFLOADING}.scheduler:TransferJobStatus": "keys",
     f"{_OFFLOADING}.common:OffloadingConnectorMetadata": "load_jobs",

@@ -26,7 +26,6 @@ from workers.vllm.options import (
     STATS_KEY,
     STOCK,
     TAIL_KEY,
-    TRANSFER_KEY,
     LinkPace,
     LinkRules,
     SchedulerOptions,
@@ -297,8 +296,9 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
     }
 
 
-def hand_over(transfer: TransferSettings, arguments: dict[str, Any], pace: Pace | None) -> None:
-    """Have the engine send and receive whole prompts; `arguments` are vLLM's, changed in place.
+def add_nixl(arguments: dict[str, Any]) -> None:
+    """Have the engine hand whole prompts over by vLLM's own connector; `arguments` are vLLM's,
+    changed in place.
 
     Raises:
         ValueError: it has no connector to build on.
@@ -306,22 +306,14 @@ def hand_over(transfer: TransferSettings, arguments: dict[str, Any], pace: Pace 
     config = arguments.get("kv_transfer_config")
     if config is None:
         raise ValueError("a worker that hands KV over needs a host tier: give engine.host_bytes")
-    if transfer.connector == "nixl":
-        # vLLM's own: the first that holds something loads, and both store.
-        nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": [nixl, config]},
-        }
-        return
-    options = transfer.model_dump(include={"folder", "most_bytes", "wait_s"})
-    if pace is not None:
-        options |= _network_pace(transfer, pace)
-    config["kv_connector"] = "TransferConnector"
-    config["kv_connector_module_path"] = "workers.vllm.transfer"
-    config["kv_connector_extra_config"][TRANSFER_KEY] = options
+    # The first that holds something loads, and both store.
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    arguments["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [nixl, config]},
+    }
 
 
 def meet_peers(
@@ -330,17 +322,11 @@ def meet_peers(
     """Have the engine give its peers what its host tier holds, and take what theirs hold;
     `arguments` are vLLM's, changed in place."""
     options: dict[str, Any] = {**place._asdict(), "wait_s": transfer.wait_s}
-    arguments["kv_transfer_config"]["kv_connector_extra_config"][PEERS_KEY] = options
     if pace is not None:
-        options |= _network_pace(transfer, pace)
-
-
-def _network_pace(transfer: TransferSettings, pace: Pace) -> dict[str, float]:
-    dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
-    return {
-        "token_s": dilation * kv_bytes / transfer.net_bytes_per_s,
-        "fixed_s": dilation * transfer.fixed_s,
-    }
+        dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
+        options["token_s"] = dilation * kv_bytes / transfer.net_bytes_per_s
+        options["fixed_s"] = dilation * transfer.fixed_s
+    arguments["kv_transfer_config"]["kv_connector_extra_config"][PEERS_KEY] = options
 
 
 def fingerprint(

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 import torch
 from vllm.distributed.kv_events import MEDIUM_CPU
@@ -29,12 +30,13 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, maybe_convert_b
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
+from kappa.protocol import PEER_PARAM
 from workers.stats_channel import StatsSender
 from workers.vllm.disk_tier import DiskNews, DiskTierManager, DiskWrite
 from workers.vllm.host_tier import TierWorker
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
 from workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkRules, read_options
-from workers.vllm.peer_fetch import HostTierFetches
+from workers.vllm.peer_fetch import HostTierFetches, PeerParams
 from workers.vllm.peer_server import HostRows, PeerOptions, PeerServer, mapped_rows
 from workers.vllm.persistent_tier import announcement, record_stores
 from workers.vllm.tail_recompute import AdmissionReports, TailRecompute, ignore_malformed_params
@@ -85,6 +87,8 @@ class HostTierConnector(OffloadingConnector):
 
     _kappa_peers: HostTierFetches | None = None
     _kappa_server: PeerServer | None = None
+    _kappa_endpoint = ""
+    """Where peers read this engine's host tier, if they do."""
     _kappa_in_step = ""
     """The request that was last looked up, if it loads in its prompt's own step."""
     _kappa_waiting: Mapping[int, str] = MappingProxyType({})
@@ -117,8 +121,9 @@ class HostTierConnector(OffloadingConnector):
         groups, manager = scheduler.config.kv_group_configs, scheduler.manager
         if len(groups) > 1 or not self._kappa_may_shorten:
             raise ValueError(
-                "router.policy priced_fetch: this model keeps KV of several kinds of layers, and "
-                "peers give blocks of one kind: name another policy"
+                "router.policy priced_fetch, and a pool's role: this model keeps KV of several "
+                "kinds of layers, and peers give blocks of one kind: name another policy, or make "
+                "every pool's role both"
             )
         rows: HostRows | None = None
 
@@ -130,8 +135,12 @@ class HostTierConnector(OffloadingConnector):
         def record(request: Request, block: int, key: OffloadKey) -> None:
             scheduler._events_tracker.record_store(request, groups[0], block, key)
 
+        def coming(key: bytes) -> bool:
+            return manager.knows(OffloadKey(key))
+
+        self._kappa_endpoint = options.endpoint
         try:
-            self._kappa_server = PeerServer(options, shared_rows, manager.place)
+            self._kappa_server = PeerServer(options, shared_rows, manager.place, coming)
         except OSError as error:
             log.error("peers_not_served", host=options.host, port=options.port, reason=str(error))
             stats.send({"kind": "tier_failed", "why": "serve"})
@@ -277,10 +286,19 @@ class HostTierConnector(OffloadingConnector):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's; a prompt that was computed to be handed over is answered with where its blocks
+        are: they are stored here like any other's."""
         self._kappa_admissions.finished(request)
         if self._kappa_peers is not None:
             self._kappa_peers.finished(request.request_id)
-        return super().request_finished(request, block_ids)
+        later, params = super().request_finished(request, block_ids)
+        tokens = request.num_prompt_tokens // self._kappa_block_tokens * self._kappa_block_tokens
+        asked = (request.kv_transfer_params or {}).get("do_remote_decode")
+        computed = request.num_computed_tokens >= request.num_prompt_tokens
+        if self._kappa_endpoint and asked and computed and tokens:
+            place = PeerParams(self._kappa_endpoint, 0, tokens, handed=True)
+            params = {PEER_PARAM: msgspec.to_builtins(place)}
+        return later, params
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

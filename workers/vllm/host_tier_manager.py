@@ -113,28 +113,39 @@ class HostTierManager(ManagerNames):
         except AssertionError:  # it went in between
             return None
 
-    def reserve(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[int]:
+    def reserve(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, displacing: bool = False
+    ) -> list[int]:
         """Slots for copies of blocks that are not here, as many as can be had without displacing
-        others; they count as being stored until `copied`."""
+        others (`displacing`: as any store does); they count as being stored until `copied`."""
         short = len(keys) - self.free_blocks
         idle = (key for key in self._copies if self._is_idle(key))
         old = [key for key, _ in zip(idle, range(short), strict=False)]
         for key in old:
             del self._copies[key]
         self.drop(old)
-        keys = keys[: self.free_blocks]
+        if not displacing:
+            keys = keys[: self.free_blocks]
         if not keys:
             return []
         output = super().prepare_store(keys, req_context)
+        for key in output.evicted_keys if output is not None else ():
+            self._copies.pop(key, None)
         return [] if output is None else [self.slot(key) for key in output.keys_to_store]
 
     def copied(
-        self, came: Sequence[OffloadKey], lost: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        came: Sequence[OffloadKey],
+        lost: Sequence[OffloadKey],
+        req_context: ReqContext,
+        *,
+        displaceable: bool = True,
     ) -> None:
-        """What became of reserved blocks."""
+        """What became of reserved blocks; whether they go before the tier's own."""
         super().complete_store(came, req_context)
         super().complete_store(lost, req_context, success=False)
-        self._copies.update(dict.fromkeys(came))
+        if displaceable:
+            self._copies.update(dict.fromkeys(came))
 
     def _is_idle(self, key: OffloadKey) -> bool:
         block = self._policy.get(key)

@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
 from workers.stats_channel import StatsSender
 from workers.vllm.host_tier import ManagedTierSpec, TierWorker
 from workers.vllm.link import LOAD, STORE, averaged_s
+from workers.vllm.peer_server import share_layout
 from workers.vllm.versions.installed import SpecNames
 
 # An engine with nothing to do but transfers under way looks for their end so often.
@@ -129,5 +130,11 @@ class NativeTierSpec(ManagedTierSpec):
 
     def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
         copies = SpecNames.get_worker(self, kv_caches)
+        if self._size.layout is not None and self.config.parallel.rank == 0:
+            # One file holds the blocks of all ranks, side by side in a row.
+            region = copies._mmap_region
+            share_layout(
+                self._size.layout, self.host_blocks, [(region.fd, self.kv_bytes_per_chunk)]
+            )
         ranks = self.config.parallel.world_size
         return NativeTierWorker(copies, kv_caches, self.tokens_per_block, ranks, stats)

@@ -46,11 +46,13 @@ _ROOM_EVERY_S = 0.1
 
 class PeerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the router says of a fetch. endpoint: the peer's; start, stop: leading tokens of the
-    prompt from and up to which it has what this worker lacks."""
+    prompt from and up to which it has what this worker lacks. handed: the peer has computed them
+    for this request, which so goes before the tier's own blocks, as if they were computed here."""
 
     endpoint: str
     start: int
     stop: int
+    handed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +63,7 @@ class _PeerFetch:
     request: Any
     context: ReqContext
     endpoint: str
+    handed: bool
     places: list[tuple[int, OffloadKey, int]]
     came: int | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -104,11 +107,12 @@ class HostTierFetches:
         size = self._block_tokens
         blocks = range(max(params.start, 0) // size, min(params.stop // size, len(keys)))
         wanted = [i for i in blocks if not self._manager.knows(keys[i])]
-        slots = self._manager.reserve([keys[i] for i in wanted], context)
+        missing = [keys[i] for i in wanted]
+        slots = self._manager.reserve(missing, context, displacing=params.handed)
         places = [(i, keys[i], slot) for i, slot in zip(wanted, slots, strict=False)]
         if not places:
             return
-        fetch = _PeerFetch(request, context, params.endpoint, places)
+        fetch = _PeerFetch(request, context, params.endpoint, params.handed, places)
         self._fetches[request.request_id] = fetch
         self._thread.submit(self._run, fetch, rows)
 
@@ -174,7 +178,8 @@ class HostTierFetches:
         for i, key, _ in came:
             self._record(fetch.request, i, key)
         keys = [key for _, key, _ in fetch.places]
-        self._manager.copied(keys[: len(came)], keys[len(came) :], fetch.context)
+        whole, lost = keys[: len(came)], keys[len(came) :]
+        self._manager.copied(whole, lost, fetch.context, displaceable=not fetch.handed)
 
     def _take_news(self) -> list[_News]:
         with self._changed:
@@ -218,9 +223,11 @@ class HostTierFetches:
         if not port.isdigit():
             raise PeerError("its address is none")
         pace_s = options.pace_s(len(fetch.places) * self._block_tokens)
-        question = BlockQuestion(address[2], [bytes(key) for _, key, _ in fetch.places], pace_s)
+        keys = [bytes(key) for _, key, _ in fetch.places]
+        question = BlockQuestion(address[2], keys, pace_s, fetch.handed)
         with socket.create_connection((host.strip("[]"), int(port)), options.wait_s) as connection:
             send_frame(connection, msgspec.msgpack.encode(question))
+            connection.settimeout(options.wait_s * (2 if fetch.handed else 1))
             # Others' transfers may be ahead of ours.
             found, widths = msgspec.msgpack.decode(
                 receive_frame(connection), type=tuple[int, list[int]]

@@ -1,9 +1,10 @@
 """Blocks of one host tier, read by the engines of other workers over TCP.
 
-A reader names blocks by their keys and is sent the leading ones that are there, row by row. Nothing
-is pinned: the scheduler's thread may evict a block while it is sent, so the last word of an answer
-is how many of the blocks were still in their places when all was sent. KV cache is as good as text:
-a reader must know a token, which the router alone has, and the bytes are not encrypted.
+A reader names blocks by their keys and is sent the leading ones that are there, row by row; of a
+prompt that is handed over, those that are being stored are waited for. Nothing is pinned: the
+scheduler's thread may evict a block while it is sent, so the last word of an answer is how many of
+the blocks were still in their places when all was sent. KV cache is as good as text: a reader must
+know a token, which the router alone has, and the bytes are not encrypted.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ log = structlog.get_logger(__name__)
 
 # A question is keys of some 40 bytes; readers at a time; a transfer slower than this is ended.
 _MOST_QUESTION_BYTES, _MOST_READERS, _LEAST_BYTES_PER_S = 4 << 20, 16, 10e6
+_STORED_POLL_S = 0.002
 LENGTH = struct.Struct("<I")
 
 
@@ -47,17 +49,24 @@ class PeerOptions(NetworkPace, frozen=True, kw_only=True, forbid_unknown_fields=
     token: str
     wait_s: float
 
+    @property
+    def endpoint(self) -> str:
+        """What a peer is given, by the router alone."""
+        return f"{self.host}:{self.port}/{self.token}"
+
     def transfer_until_s(self, size_bytes: float) -> float:
         """When a transfer of so many bytes that begins now has taken too long, monotonic."""
         return time.monotonic() + self.wait_s + size_bytes / _LEAST_BYTES_PER_S
 
 
 class BlockQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reader sends. pace_s: how long it will take to say that it has all."""
+    """What a reader sends. pace_s: how long it will take to say that it has all. handed: a prompt
+    just computed for it, whose blocks may still be on their way to host memory."""
 
     token: str
     keys: list[bytes]
     pace_s: float = 0.0
+    handed: bool = False
 
 
 class HostRows:
@@ -116,11 +125,12 @@ class PeerServer(socketserver.ThreadingTCPServer):
         options: PeerOptions,
         rows: Callable[[], HostRows | None],
         place: Callable[[bytes], tuple[Any, int] | None],
+        coming: Callable[[bytes], bool] = lambda _: False,
     ) -> None:
-        """place: of a block that is ready, what stands for it while it is there, and its slot.
-        OSError: the port is taken."""
+        """place: of a block that is ready, what stands for it while it is there, and its slot;
+        coming: whether it is being stored. OSError: the port is taken."""
         super().__init__((options.host, options.port), _PeerReader)
-        self.options, self._rows, self._place = options, rows, place
+        self.options, self._rows, self._place, self._coming = options, rows, place, coming
         self._card, self._readers = threading.Lock(), threading.Semaphore(_MOST_READERS)
         self._thread = threading.Thread(target=self.serve_forever, name="kappa-peers", daemon=True)
         self._thread.start()
@@ -141,12 +151,22 @@ class PeerServer(socketserver.ThreadingTCPServer):
             connection.settimeout(self.options.wait_s)
             question = msgspec.msgpack.decode(receive_frame(connection), type=BlockQuestion)
             if hmac.compare_digest(question.token.encode(), self.options.token.encode()):
+                if question.handed:
+                    self._await_stores(question.keys)
                 with self._card:
                     self._send(connection, question)
         except (OSError, PeerError, msgspec.MsgspecError) as error:
             log.debug("peer_reader_refused", reason=repr(error))
         finally:
             self._readers.release()
+
+    def _await_stores(self, keys: Sequence[bytes]) -> None:
+        until_s = time.monotonic() + self.options.wait_s
+        for key in keys:
+            while self._place(key) is None:
+                if not self._coming(key) or time.monotonic() > until_s:
+                    return
+                time.sleep(_STORED_POLL_S)
 
     def _send(self, connection: socket.socket, question: BlockQuestion) -> None:
         rows, places = self._rows(), []

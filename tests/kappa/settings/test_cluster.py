@@ -294,7 +294,6 @@ BOUNDS = [
     ("scheduler.slack_s", (0, -0.01), None),
     ("scheduler.credit", (0, -0.01), None),
     ("scheduler.store_backlog_s", (0, -1), None),
-    ("transfer.most_bytes", (1048576, 1048575), None),
     ("transfer.wait_s", (0.001, 0), None),
     ("transfer.net_bytes_per_s", (0.001, 0), None),
     ("transfer.fixed_s", (0, -0.01), None),

@@ -104,7 +104,6 @@ def test_one_worker_of_a_cluster_is_a_cluster():
         ({"pools": [pool()], "nodes": [{"name": "x", "profile": "pcie"}]}, "nodes", "drop one"),
         ({"nodes": []}, "nodes", "at least one node, or pools"),
         ({"nodes": [{"name": "a/b", "profile": "pcie"}]}, "nodes.0.name", "pattern"),
-        ({"transfer": {"folder": "here"}}, "transfer.folder", "no whole path"),
         ({"transfer": {"connector": "ucx"}}, "transfer.connector", "nixl"),
     ],
 )

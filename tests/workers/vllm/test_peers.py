@@ -54,7 +54,9 @@ class Tier:
         self.rows = HostRows(self.tensors)
         given = {"layout": "/nowhere", "host": HOST, "port": free_port(HOST), "token": "secret"}
         self.options = PeerOptions(**{**given, "wait_s": 5.0, **options})
-        self.server = PeerServer(self.options, lambda: self.rows, self.manager.place)
+        self.server = PeerServer(
+            self.options, lambda: self.rows, self.manager.place, self.manager.knows
+        )
         self.fetches = HostTierFetches(
             self.options, self.manager, lambda: self.rows, self.reported.append,
             lambda request, block, key: self.recorded.append((request.request_id, block, key)),
@@ -73,8 +75,9 @@ class Tier:
                 tensor[self.manager.slot(stored)] = number
         self.manager.complete_store(output.keys_to_store, CONTEXT)
 
-    def begin(self, endpoint, blocks, start=0, stop=None, name="r"):
+    def begin(self, endpoint, blocks, start=0, stop=None, name="r", handed=False):
         params = {"endpoint": endpoint, "start": start, "stop": stop or len(blocks) * TOKENS}
+        params["handed"] = handed
         request = SimpleNamespace(request_id=name, kv_transfer_params={PEER_PARAM: params})
         self.fetches.begin(request, CONTEXT, [key(n) for n in blocks])
 
@@ -265,6 +268,39 @@ def test_a_tier_full_of_its_own_fetches_nothing(tier):
     taker.store(20, 21)
     taker.begin(giver.endpoint, [1])
     assert not taker.fetches.under_way("r") and taker.found(20, 21) == [HIT, HIT]
+
+
+def test_a_prompt_that_is_handed_over_goes_before_what_the_tier_holds_and_stays(tier):
+    giver, taker = tier(), tier(blocks=2)
+    giver.store(1, 2, 3)
+    taker.store(20, 21)
+    taker.fetch(giver.endpoint, [1, 2], handed=True)
+    assert taker.found(1, 2, 20, 21) == [HIT, HIT, MISS, MISS]
+    assert taker.manager.room_blocks == 0, "no copies, which others may displace"
+    taker.fetch(giver.endpoint, [3])
+    assert taker.found(1, 2, 3) == [HIT, HIT, MISS]
+
+
+def test_a_prompt_that_is_handed_over_is_waited_for_until_it_is_stored(tier):
+    giver, taker = tier(), tier()
+    giver.store(1)
+    output = giver.manager.prepare_store([key(2)], CONTEXT)
+    taker.begin(giver.endpoint, [1, 2, 3], handed=True)
+    taker.fetches.wait(0.1)
+    assert taker.fetches.under_way("r")
+    giver.manager.complete_store(output.keys_to_store, CONTEXT)
+    while taker.fetches.under_way("r"):
+        taker.fetches.wait(1.0)
+    taker.fetches.settle()
+    assert taker.found(1, 2, 3) == [HIT, HIT, MISS], "what nobody stores is not waited for"
+
+
+def test_a_store_that_never_ends_is_waited_for_no_longer_than_a_silent_peer(tier):
+    giver, taker = tier(wait_s=0.2), tier()
+    giver.store(1)
+    giver.manager.prepare_store([key(2)], CONTEXT)
+    taker.fetch(giver.endpoint, [1, 2], handed=True)
+    assert taker.found(1, 2) == [HIT, MISS]
 
 
 def test_room_for_a_request_that_ended_is_freed_or_filled_when_its_blocks_came(tier):

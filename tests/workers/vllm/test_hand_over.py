@@ -1,22 +1,24 @@
-"""vLLM's own scheduler with our transfer connector: what is given, taken, and still computed.
+"""vLLM's own scheduler with our connector among peers: what is handed over, and what may be sent.
 
 The scheduler and the connector's side of it are real; the model's steps are played.
 """
 
 import os
+import time
 
 import msgspec
 import pytest
 import torch
-import zmq
 
-from kappa.protocol import PLAN_KEY
+from kappa.host import free_port
+from kappa.protocol import PEER_PARAM, PLAN_KEY
 from kappa.settings.engine import TransferSettings
 from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import (
     CPU_ENV,
     EngineTier,
-    hand_over,
+    PeerPlace,
+    meet_peers,
     transfer_config,
 )
 from workers.vllm.options import SCHEDULER_KEY, STOCK, SchedulerOptions
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.vllm
 
 BLOCK, BLOCKS, PROMPT = 32, 64, 200
 WHOLE = PROMPT // BLOCK * BLOCK
-PLACE = {"do_remote_prefill": True, "transfer_name": "a" * 32, "remote_tokens": WHOLE}
+HAND_OVER = {"do_remote_decode": True}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,8 @@ def config(tmp_path_factory):
     model = make_tiny_model(folder / "model", ["hello world"] * 20)
     stats = f"ipc://{folder}/stats"
     tier = transfer_config(EngineTier(), 1 << 24, stats)
-    files = TransferSettings(folder=str(folder / "files"), most_bytes=1 << 26, wait_s=1.0)
-    hand_over(files, {"kv_transfer_config": tier}, None)
+    place = PeerPlace("127.0.0.1", 0, "secret", str(folder / "layout"))
+    meet_peers(TransferSettings(wait_s=1.0), {"kv_transfer_config": tier}, None, place)
     made = EngineArgs(
         model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
         block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=512, enforce_eager=True,
@@ -51,16 +53,6 @@ def config(tmp_path_factory):
     yield made
     os.environ.clear()
     os.environ.update(before)
-
-
-@pytest.fixture
-def reports(config):
-    """A function that returns the next message of the stats channel."""
-    endpoint = config.kv_transfer_config.kv_connector_extra_config["kappa_stats"]
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        socket.bind(endpoint)
-        yield lambda: msgspec.msgpack.decode(socket.recv())
 
 
 class Played:
@@ -82,6 +74,9 @@ class Played:
 
         ours = SchedulerOptions(rule, **options)
         config.additional_config = {SCHEDULER_KEY: msgspec.to_builtins(ours)}
+        self.port = free_port("127.0.0.1")
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        extra["kappa_peers"] = {**extra["kappa_peers"], "port": self.port}
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         spec = FullAttentionSpec(
@@ -106,24 +101,18 @@ class Played:
             Request(name, prompt, sampling, pooling_params=None, block_hasher=self._hasher)
         )
 
-    def step(self, lost=(), **connector):
-        """One step; tokens by request, what the connector's workers get, and the answers.
-
-        connector: what they report. lost: blocks that did not come, of this step's transfers.
-        """
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    def step(self):
+        """One step; tokens by request, what the connector's workers get, and the answers."""
+        from vllm.v1.outputs import ModelRunnerOutput
 
         planned = self.scheduler.schedule()
         names, meta = list(planned.num_scheduled_tokens), planned.kv_connector_metadata
-        if lost:
-            connector["invalid_block_ids"] = {i for r in meta.receives for i in r.block_ids}
         outputs = self.scheduler.update_from_output(
             planned,
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: i for i, name in enumerate(names)},
                 sampled_token_ids=[[7] for _ in names],
-                kv_connector_output=KVConnectorOutput(**connector) if connector else None,
             ),
         )
         answers = [answer for group in outputs.values() for answer in group.outputs]
@@ -134,11 +123,6 @@ class Played:
 
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def receiving(self):
-        """Requests that wait for their KV."""
-        found = self.scheduler.requests.values()
-        return {r.request_id for r in found if r.status.name == "WAITING_FOR_REMOTE_KVS"}
-
     @property
     def free_blocks(self):
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -146,129 +130,63 @@ class Played:
 
 @pytest.fixture(params=[STOCK, "fair"])
 def engine(config, request):
-    return Played(config, request.param)
+    made = Played(config, request.param)
+    yield made
+    made.scheduler.connector.shutdown()
 
 
-def test_a_prefill_is_answered_with_its_place_and_sent_in_the_next_step(engine):
-    engine.add("p", {"do_remote_decode": True}, count=1)
+def test_a_prefill_is_answered_with_where_its_blocks_will_be(engine):
+    engine.add("p", HAND_OVER, count=1)
     tokens, meta, (answer,) = engine.step()
-    assert tokens == {"p": PROMPT} and meta.sends == []
-    place = answer.kv_transfer_params
-    assert place["do_remote_prefill"] and place["remote_tokens"] == WHOLE
-    # The engine would go to sleep without work: the step that copies must come by itself.
-    assert engine.scheduler.has_requests()
-    tokens, meta, _ = engine.step()
-    (send,) = meta.sends
-    assert tokens == {} and send.name == place["transfer_name"]
-    assert len(send.block_ids) == WHOLE // BLOCK == len(set(send.block_ids))
-    assert engine.step()[1].sends == []
+    assert tokens == {"p": PROMPT}
+    (place,) = answer.kv_transfer_params.values()
+    endpoint = f"127.0.0.1:{engine.port}/secret"
+    assert place == {"endpoint": endpoint, "start": 0, "stop": WHOLE, "handed": True}
+    (job,) = meta.store_jobs.values()
+    assert len(job.src_spec.block_ids) == WHOLE // BLOCK, "stored in the step that computes them"
 
 
-def test_a_prompt_that_nobody_wants_is_not_sent(engine):
-    engine.add("p", {"do_remote_decode": False}, count=1)
+@pytest.mark.parametrize("params", [None, {"do_remote_decode": False}, {PEER_PARAM: {}}])
+def test_a_prompt_that_nobody_wants_is_answered_without_a_place(engine, params):
+    engine.add("p", params, count=1)
     (answer,) = engine.step()[2]
-    assert answer.kv_transfer_params is None and engine.step()[1].sends == []
+    assert answer.kv_transfer_params is None
 
 
-def test_what_is_received_is_not_computed(engine):
-    engine.add("d", PLACE)
-    tokens, meta, _ = engine.step(finished_recving={"d"})
-    (receive,) = meta.receives
-    assert tokens == {} and (receive.request_id, receive.name) == ("d", PLACE["transfer_name"])
-    assert (receive.start, receive.tokens) == (0, WHOLE)
-    assert len(receive.block_ids) == WHOLE // BLOCK
-    tokens, meta, _ = engine.step()
-    assert tokens == {"d": PROMPT - WHOLE} and meta.receives == []
-    assert engine.step()[0] == {"d": 1}
+def test_a_prompt_shorter_than_a_block_is_not_handed_over(engine):
+    engine.add("p", HAND_OVER, tokens=BLOCK - 1, count=1)
+    (answer,) = engine.step()[2]
+    assert answer.kv_transfer_params is None
 
 
-@pytest.mark.parametrize("held", [1, 3])
-def test_only_what_the_device_does_not_hold_is_received_and_reported_as_loaded(
-    engine, reports, held
-):
-    engine.add("before", tokens=held * BLOCK + 1, count=1)
-    engine.step()
-    engine.add("d", PLACE)
-    (receive,) = engine.step(finished_recving={"d"})[1].receives
-    assert (receive.start, receive.tokens) == (held, WHOLE - held * BLOCK)
-    assert engine.step()[0] == {"d": PROMPT - WHOLE}
-    # Engines of other tests report late, now that somebody listens.
-    while (report := reports())["device_tokens"] != held * BLOCK:
-        assert report["kind"] == "admit"
-    assert (report["host_tokens"], report["new_tokens"]) == (receive.tokens, PROMPT - WHOLE)
-
-
-def test_what_does_not_come_is_computed(engine):
-    engine.add("d", PLACE)
-    engine.step(lost=True, finished_recving={"d"})
-    tokens, meta, _ = engine.step()
-    assert tokens == {"d": PROMPT} and meta.receives == [], "tried once, not again"
-
-
-@pytest.mark.parametrize("claimed", [0, -64, "many", None])
-def test_a_claim_that_is_no_number_of_tokens_does_no_harm(engine, claimed):
-    engine.add("d", {**PLACE, "remote_tokens": claimed})
-    tokens, meta, _ = engine.step()
-    assert meta.receives == [] and tokens == {"d": PROMPT}
-
-
-def test_a_claim_beyond_the_prompt_is_cut_to_it(engine):
-    engine.add("d", {**PLACE, "remote_tokens": 1 << 40})
-    (receive,) = engine.step(finished_recving={"d"})[1].receives
-    assert receive.tokens == WHOLE
-
-
-def test_a_request_that_is_aborted_while_it_receives_leaves_nothing(engine):
-    free = engine.free_blocks
-    engine.add("d", PLACE)
-    engine.step()
-    assert engine.free_blocks < free
-    engine.abort("d")
-    # Its blocks are being written to: they are free once the transfer has ended.
-    assert engine.free_blocks < free
-    engine.step(finished_recving={"d"})
-    engine.step()
-    assert engine.free_blocks == free
-
-
-def test_an_answer_that_found_no_room_holds_no_longer(engine):
-    """Asked again, the device and the host tier may hold so much that nothing is received."""
-    connector = engine.scheduler.connector
-    engine.add("d", PLACE)
-    (request,) = engine.scheduler.requests.values()
-    assert connector.get_num_new_matched_tokens(request, 0) == (WHOLE, True)
-    hit, _ = connector.get_num_new_matched_tokens(request, WHOLE)
-    assert not hit and "d" not in connector._kappa_receiving
-
-
-NO_MAPPINGS = ["x", "", 7, 0, -1.5, float("nan"), True, [1, 2], [], [["do_remote_prefill", True]]]
+NO_MAPPINGS = ["x", "", 7, 0, -1.5, float("nan"), True, [1, 2], [], [["do_remote_decode", True]]]
 ODD = ["", "x", 7, -1, 2**63, 10**400, -1.5, float("nan"), float("inf"), True, [], [[1]], {"a": 1}]
 
 
 def test_transfer_parameters_that_are_no_mapping_are_ignored(engine):
     for i, params in enumerate(NO_MAPPINGS):
         engine.add("p", params, count=1, first=2000 * i)
-        engine.add("honest", {"do_remote_decode": True}, count=1, first=2000 * i + 1000)
+        engine.add("honest", HAND_OVER, count=1, first=2000 * i + 1000)
         tokens, _, answers = engine.step()
         assert tokens == {"p": PROMPT, "honest": PROMPT}, params
         places = {answer.request_id: answer.kv_transfer_params for answer in answers}
-        assert places["p"] is None and places["honest"]["do_remote_prefill"], params
+        assert places["p"] is None and PEER_PARAM in places["honest"], params
 
 
 @pytest.mark.parametrize(
     "key",
-    ["do_remote_prefill", "do_remote_decode", "transfer_name", "remote_tokens",
+    ["do_remote_prefill", "do_remote_decode", PEER_PARAM, "endpoint", "start", "stop", "handed",
      "max_offload_tokens", "kv_load_tiers"],
 )  # fmt: skip
 def test_transfer_parameters_of_any_content_end_no_engine(engine, key):
+    nowhere = {"endpoint": "127.0.0.1:9/x", "start": 0, "stop": WHOLE, "handed": True}
     for i, value in enumerate([*ODD, [{"medium": 7}], [{"locality": []}]]):
-        engine.add(f"d{i}", {**PLACE, key: value}, count=1, first=1000 * i)
+        params = {PEER_PARAM: {**nowhere, key: value}} if key in nowhere else {key: value}
+        engine.add(f"d{i}", params, count=1, first=1000 * i)
         engine.add(f"honest{i}", tokens=BLOCK - 1, count=1, first=1000 * i + 500)
-        answers = engine.step()[2]
-        receiving = engine.receiving()
-        answers += engine.step(**({"finished_recving": receiving} if receiving else {}))[2]
-        answers += engine.step()[2]
-        done = {answer.request_id for answer in answers if answer.finished}
+        done, deadline_s = set(), time.monotonic() + 20.0
+        while len(done) < 2 and time.monotonic() < deadline_s:
+            done |= {answer.request_id for answer in engine.step()[2] if answer.finished}
         assert done == {f"d{i}", f"honest{i}"}
 
 
@@ -299,7 +217,9 @@ def test_what_the_ingress_sends_along_may_be_anything_without_harm(engine, key):
 @pytest.fixture
 def refusing(config):
     """Our scheduler in a worker behind our ingress."""
-    return Played(config, "fair", tenant_required=True)
+    made = Played(config, "fair", tenant_required=True)
+    yield made
+    made.scheduler.connector.shutdown()
 
 
 @pytest.mark.parametrize("tenant", [None, "", 7, ["a"], {"a": 1}, float("nan")], ids=repr)
@@ -360,6 +280,8 @@ def test_of_a_sliding_window_all_of_a_hit_is_loaded(config, monkeypatch, window,
     page = spec.page_size_bytes
     layer = KVCacheTensor(page * BLOCKS, ["layer"], page * BLOCKS, page)
     cache = KVCacheConfig(BLOCKS, [layer], [KVCacheGroupSpec(["layer"], spec)])
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    monkeypatch.delitem(extra, "kappa_peers")  # which give blocks of full attention alone
     connector = HostTierConnector(config, KVConnectorRole.SCHEDULER, cache)
     hits = []
     status = SimpleNamespace(update_num_hit_chunks=hits.append)
