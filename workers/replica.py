@@ -42,9 +42,10 @@ from workers.power import gpus_and_driver, power_reporter
 from workers.reaper import HangWatch, hang_patience_s, own_engines, process_age_s, watch_engine
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
-from workers.vllm.arguments import LMCACHE, STOCK_TIER, Endpoints, EngineTier, PeerPlace
+from workers.vllm.arguments import LMCACHE, STOCK_TIER, Endpoints, EngineTier
 from workers.vllm.lmcache.server import LmcacheServer, prepare_lmcache
 from workers.vllm.one_process import OneProcessEngine
+from workers.vllm.options import PeerOptions
 from workers.vllm_plugin import LOG_ENV, log_setting
 
 log = structlog.get_logger(__name__)
@@ -154,10 +155,10 @@ class KappaServer(LLMServer):
             server = self._lmcache.url if self._lmcache is not None else ""
         return plan.engine_tier(self._rank, self._cached_profile(), server)
 
-    def _peer_place(self, host: str) -> PeerPlace:
+    def _peer_place(self, host: str) -> PeerOptions:
         """Where the engine serves its peers: on a port that is free now."""
         layout = Path(self._plan.cache_dir) / "peers" / f"{self._worker}-{os.getpid()}"
-        return PeerPlace(host, free_port(host), secrets.token_hex(16), str(layout))
+        return PeerOptions(host, free_port(host), secrets.token_hex(16), str(layout))
 
     # -- what the cluster learns --------------------------------------------------------------
 

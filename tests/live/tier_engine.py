@@ -27,11 +27,11 @@ from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import (
     CPU_ENV,
     EngineTier,
-    PeerPlace,
     TierChoice,
     meet_peers,
     transfer_config,
 )
+from workers.vllm.options import PeerOptions
 from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 
 # What the engine's processes report of a prompt is here so soon after its answer.
@@ -159,7 +159,7 @@ def main():
             extra["spec_name"], extra["spec_module_path"] = "EmulatedCudaSpec", EMULATED_CUDA
         place = None
         if peers:
-            place = PeerPlace(
+            place = PeerOptions(
                 "127.0.0.1", free_port("127.0.0.1"), "secret", f"{folder}/peers/layout"
             )
             waits = TransferSettings(wait_s=5.0)

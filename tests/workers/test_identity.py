@@ -25,8 +25,8 @@ from workers.identity import (
     measured_node,
     of_all_ranks,
 )
-from workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, PeerPlace, TierChoice
-from workers.vllm.options import LinkRules
+from workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, TierChoice
+from workers.vllm.options import LinkRules, PeerOptions
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ON_GPUS = EngineSettings(host_bytes=64 << 20).on(gpus=1)
@@ -253,7 +253,7 @@ def test_what_the_user_gives_the_engine_goes_before_what_we_would() -> None:
 
 
 def test_an_engine_serves_its_peers_where_the_announcement_says():
-    place = PeerPlace("10.0.0.1", 4711, "secret", "/somewhere/layout")
+    place = PeerOptions("10.0.0.1", 4711, "secret", "/somewhere/layout")
     config, of = Config(), dataclasses.replace(plan(paced("pcie")), peers=True)
     configure_vllm(config, of, 0, Endpoints("s", "k", place), EngineTier(), "")
     options = config.engine_kwargs["kv_transfer_config"]["kv_connector_extra_config"]["kappa_peers"]

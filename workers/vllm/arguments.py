@@ -28,6 +28,7 @@ from workers.vllm.options import (
     TAIL_KEY,
     LinkPace,
     LinkRules,
+    PeerOptions,
     SchedulerOptions,
 )
 from workers.vllm.tail_recompute import LOAD_ALL
@@ -110,28 +111,13 @@ class EngineLimits:
         return {name: value for name, value in given.items() if value}
 
 
-class PeerPlace(NamedTuple):
-    """Where an engine serves its peers, and who may read there; layout: file by which its processes
-    share the host tier's rows."""
-
-    host: str
-    port: int
-    token: str
-    layout: str
-
-    @property
-    def endpoint(self) -> str:
-        """What a peer is given, by the router alone."""
-        return f"{self.host}:{self.port}/{self.token}"
-
-
 class Endpoints(NamedTuple):
     """Where the engine's processes report to, the stats channel and vLLM's event publisher; and
     where its host tier is served, if it is."""
 
     stats: str
     kv_events: str
-    peers: PeerPlace | None = None
+    peers: PeerOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,15 +303,16 @@ def add_nixl(arguments: dict[str, Any]) -> None:
 
 
 def meet_peers(
-    transfer: TransferSettings, arguments: dict[str, Any], pace: Pace | None, place: PeerPlace
+    transfer: TransferSettings, arguments: dict[str, Any], pace: Pace | None, peers: PeerOptions
 ) -> None:
     """Have the engine give its peers what its host tier holds, and take what theirs hold;
     `arguments` are vLLM's, changed in place."""
-    options: dict[str, Any] = {**place._asdict(), "wait_s": transfer.wait_s}
+    changes = {"wait_s": transfer.wait_s}
     if pace is not None:
         dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
-        options["token_s"] = dilation * kv_bytes / transfer.net_bytes_per_s
-        options["fixed_s"] = dilation * transfer.fixed_s
+        changes["token_s"] = dilation * kv_bytes / transfer.net_bytes_per_s
+        changes["fixed_s"] = dilation * transfer.fixed_s
+    options = msgspec.to_builtins(msgspec.structs.replace(peers, **changes))
     arguments["kv_transfer_config"]["kv_connector_extra_config"][PEERS_KEY] = options
 
 

@@ -35,9 +35,16 @@ from workers.stats_channel import StatsSender
 from workers.vllm.disk_tier import DiskNews, DiskTierManager, DiskWrite
 from workers.vllm.host_tier import TierWorker
 from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
-from workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkRules, read_options
+from workers.vllm.options import (
+    LINK_KEY,
+    PEERS_KEY,
+    STATS_KEY,
+    LinkRules,
+    PeerOptions,
+    read_options,
+)
 from workers.vllm.peer_fetch import HostTierFetches, PeerParams
-from workers.vllm.peer_server import HostRows, PeerOptions, PeerServer, mapped_rows
+from workers.vllm.peer_server import HostRows, PeerServer, mapped_rows
 from workers.vllm.persistent_tier import announcement, record_stores
 from workers.vllm.tail_recompute import AdmissionReports, TailRecompute, ignore_malformed_params
 from workers.vllm.versions.installed import note_use

@@ -117,12 +117,24 @@ class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.fixed_s + tokens * self.store_token_s if self.store_token_s else 0.0
 
 
-class NetworkPace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long a paced transfer between workers takes at least, in real (dilated) seconds; nothing
-    on a worker that is not paced."""
+class PeerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an engine serves its host tier to its peers, and the token of who may read there.
+    layout: file that says where the tier's rows are, until the engine's other process has read it.
+    wait_s: the longest silence of a peer. token_s, fixed_s: what a paced transfer takes at least,
+    in real (dilated) seconds per KV token and besides."""
 
+    host: str
+    port: int
+    token: str
+    layout: str
+    wait_s: float = 5.0
     token_s: float = 0.0
     fixed_s: float = 0.0
+
+    @property
+    def endpoint(self) -> str:
+        """What a peer is given, by the router alone."""
+        return f"{self.host}:{self.port}/{self.token}"
 
     def pace_s(self, tokens: int) -> float:
         """Least seconds from sending to receiving so many tokens."""

@@ -22,16 +22,17 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kappa.protocol import PEER_PARAM
 from workers.vllm.host_tier_manager import HostTierManager
+from workers.vllm.options import PeerOptions
 from workers.vllm.peer_server import (
     LENGTH,
     BlockQuestion,
     HostRows,
     PeerError,
-    PeerOptions,
     left_s,
     receive_exactly,
     receive_frame,
     send_frame,
+    transfer_until_s,
 )
 
 log = structlog.get_logger(__name__)
@@ -237,7 +238,7 @@ class HostTierFetches:
                 raise PeerError(f"its blocks have rows of {widths} bytes, ours {rows.widths}")
             found = max(min(found, len(fetch.places)), 0)
             size = found * sum(widths)
-            until_s = options.transfer_until_s(size)
+            until_s = transfer_until_s(options, size)
             for _, _, slot in fetch.places[:found]:
                 for row in rows.of(slot):
                     if fetch.cancelled.is_set():

@@ -25,7 +25,7 @@ import numpy as np
 import structlog
 import torch
 
-from workers.vllm.options import NetworkPace
+from workers.vllm.options import PeerOptions
 
 log = structlog.get_logger(__name__)
 
@@ -37,26 +37,6 @@ LENGTH = struct.Struct("<I")
 
 class PeerError(Exception):
     """Blocks that a peer did not give; the message says why. Their tokens are computed."""
-
-
-class PeerOptions(NetworkPace, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """layout: file that says where the host tier's rows are, until the engine's other process has
-    read it; host, port, token: of its server; wait_s: the longest silence of a peer."""
-
-    layout: str
-    host: str
-    port: int
-    token: str
-    wait_s: float
-
-    @property
-    def endpoint(self) -> str:
-        """What a peer is given, by the router alone."""
-        return f"{self.host}:{self.port}/{self.token}"
-
-    def transfer_until_s(self, size_bytes: float) -> float:
-        """When a transfer of so many bytes that begins now has taken too long, monotonic."""
-        return time.monotonic() + self.wait_s + size_bytes / _LEAST_BYTES_PER_S
 
 
 class BlockQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,7 +158,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
         widths = rows.widths if rows is not None else []
         send_frame(connection, msgspec.msgpack.encode((len(places), widths)))
         size = len(places) * sum(widths)
-        until_s = self.options.transfer_until_s(size)
+        until_s = transfer_until_s(self.options, size)
         for _, slot in places:
             assert rows is not None
             for row in rows.of(slot):
@@ -201,6 +181,11 @@ class _PeerReader(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         self.server.answer(self.request)
+
+
+def transfer_until_s(options: PeerOptions, size_bytes: float) -> float:
+    """When a transfer of so many bytes that begins now has taken too long, monotonic."""
+    return time.monotonic() + options.wait_s + size_bytes / _LEAST_BYTES_PER_S
 
 
 def left_s(until_s: float) -> float:

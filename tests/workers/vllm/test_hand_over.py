@@ -17,11 +17,10 @@ from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import (
     CPU_ENV,
     EngineTier,
-    PeerPlace,
     meet_peers,
     transfer_config,
 )
-from workers.vllm.options import SCHEDULER_KEY, STOCK, SchedulerOptions
+from workers.vllm.options import SCHEDULER_KEY, STOCK, PeerOptions, SchedulerOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -41,7 +40,7 @@ def config(tmp_path_factory):
     model = make_tiny_model(folder / "model", ["hello world"] * 20)
     stats = f"ipc://{folder}/stats"
     tier = transfer_config(EngineTier(), 1 << 24, stats)
-    place = PeerPlace("127.0.0.1", 0, "secret", str(folder / "layout"))
+    place = PeerOptions("127.0.0.1", 0, "secret", str(folder / "layout"))
     meet_peers(TransferSettings(wait_s=1.0), {"kv_transfer_config": tier}, None, place)
     made = EngineArgs(
         model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024,

@@ -15,13 +15,12 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from kappa.host import free_port
 from kappa.protocol import PEER_PARAM
 from workers.vllm.host_tier_manager import HostTierManager
-from workers.vllm.options import LinkPace
+from workers.vllm.options import LinkPace, PeerOptions
 from workers.vllm.peer_fetch import HostTierFetches
 from workers.vllm.peer_server import (
     LENGTH,
     BlockQuestion,
     HostRows,
-    PeerOptions,
     PeerServer,
     mapped_rows,
     receive_frame,
