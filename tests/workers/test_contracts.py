@@ -188,6 +188,11 @@ SOURCES = {
     ),
     "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion.__init__": (
         'f"/dev/shm/vllm_offload_{engine_id}.mmap"', "check_shm_free_space(self.total_size_bytes)",
+        "self._row_stride = kv_bytes_per_block", "self.fd: int | None = os.open(",
+    ),
+    # What peers read of vLLM's tier.
+    "vllm.v1.kv_offload.cpu.gpu_worker:CPUOffloadingWorker.__init__": (
+        "self._mmap_region = mmap_region",
     ),
     # The seconds of a transfer lie between two events of its stream, and waiting is not among them.
     "vllm.v1.kv_offload.cpu.gpu_worker:SingleDirectionOffloadingHandler.transfer_async": (

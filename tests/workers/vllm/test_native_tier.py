@@ -33,7 +33,8 @@ from workers.vllm.host_tier import HostTierSpec, HostTierWorker, TierSize
 from workers.vllm.host_tier_manager import HostTierManager
 from workers.vllm.link import LOAD, LOAD_SOURCES, STORE, Link, Route
 from workers.vllm.native_tier import NativeTierSpec
-from workers.vllm.options import LINK_KEY, STATS_KEY, LinkPace, LinkRules
+from workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkPace, LinkRules
+from workers.vllm.peer_server import mapped_rows
 
 pytestmark = pytest.mark.vllm
 
@@ -107,8 +108,8 @@ def tier(cuda, stats):
     """A function that makes a worker, and the device's tensors."""
     made = []
 
-    def make(groups=(BLOCK_TOKENS,), rank=0, ranks=1):
-        spec = NativeTierSpec(config(rank, groups, ranks, **{STATS_KEY: stats[0]}))
+    def make(groups=(BLOCK_TOKENS,), rank=0, ranks=1, **extra):
+        spec = NativeTierSpec(config(rank, groups, ranks, **{STATS_KEY: stats[0]}, **extra))
         memory = caches(len(groups))
         made.append(spec.get_worker(on_device(memory)))
         assert spec.get_worker(on_device(memory)) is made[-1]
@@ -119,6 +120,22 @@ def tier(cuda, stats):
         worker.shutdown()
         assert worker not in LOAD_SOURCES
     assert not list(Path("/dev/shm").glob("vllm_offload_kappa-test-*"))
+
+
+def test_what_vllms_own_worker_stores_can_be_read_and_written_by_peers(tier, cuda, tmp_path):
+    layout = tmp_path / "peers" / "layout"
+    worker, device = tier(**{PEERS_KEY: {"layout": str(layout)}})
+    worker.submit_store(1, on_gpu([5, 2]), on_host([7, 0]))
+    worker.wait({1})
+    rows = mapped_rows(layout)
+    assert rows.widths == [BLOCK_BYTES] and not layout.exists()
+    (row,) = rows.of(7)
+    assert bytes(row) == b"".join(tensor[5].numpy().tobytes() for tensor in device)
+    (other,) = rows.of(0)
+    other[:] = bytes(row)
+    worker.submit_load(2, on_host([0]), on_gpu([20]))
+    worker.wait({2})
+    assert all(torch.equal(tensor[20], tensor[5]) for tensor in device)
 
 
 def test_blocks_come_back_byte_for_byte_through_vllms_own_worker(tier, cuda):

@@ -51,6 +51,7 @@ SHARED = {
     f"{_EVENTS}:OffloadingEventsTracker": "_pending_event_metadata record_store",
     _MANAGER: "prepare_store complete_store reset_cache _get_load_store_spec touch",
     "vllm.v1.kv_offload.cpu.policies.base:CachePolicy": "get insert mark_evictable",
+    "vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec": "kv_bytes_per_chunk",
 }
 
 
