@@ -551,11 +551,11 @@ class Router:
         prompt = PricedPrompt(request.tokens, expected, size, hashes, request.session)
         device, cached, disk = held = self._held_tokens(prompt, slots)
         if request.handed_tokens:
-            most = prompt.tokens - 1
-            handed = float(min(request.handed_tokens, most) // size * size)
-            device = np.maximum(device, handed)
-            cached = np.minimum(cached, most // size * float(size) - device)
-            held = Held(device, cached, np.minimum(disk, cached))
+            # They come into the host tier.
+            handed = float(min(request.handed_tokens, prompt.tokens - 1) // size * size)
+            disk = np.minimum(disk, np.maximum(device + cached - handed, 0.0))
+            cached = np.maximum(cached, handed - device)
+            held = Held(device, cached, disk)
         estimates = self.fleet.estimate(slots, now_s, prompt, held)
         if self.config.policy.fetches:
             leading = device + cached

@@ -61,7 +61,8 @@ def test_what_is_handed_over_need_not_be_computed_and_is_recorded():
     request = RouteRequest("r", tokens, handed_tokens=640)
     handed = router.explain(request, 0.0).chosen
     # An engine computes at least the last token, so the last block is not used.
-    assert (handed.counts.device_tokens, handed.counts.new_tokens) == (624, 16)
+    assert (handed.counts.device_tokens, handed.counts.cached_tokens) == (0, 624)
+    assert handed.counts.new_tokens == 16
     assert (fresh.counts.device_tokens, fresh.counts.new_tokens) == (0, 640)
     assert handed.ttft_s < fresh.ttft_s
     assert _request_in(_request_out(request)).handed_tokens == 640
@@ -142,7 +143,7 @@ async def test_a_long_prompt_is_computed_elsewhere_and_its_kv_taken_over(cluster
     prefill, decode = here.live.records.values()
     assert (prefill.end, decode.end) == ("done", "done")
     # What comes along need not be computed: that is what the decision was priced by.
-    assert decode.decision.chosen.counts.device_tokens > 300
+    assert decode.decision.chosen.counts.cached_tokens > 300
     assert decode.decision.chosen.ttft_s < prefill.decision.chosen.compute_s * 10
 
 

@@ -437,11 +437,11 @@ def test_calibration_ends_after_as_many_outcomes_as_are_set(outcomes, calibrates
     assert made.calibrating is calibrates
 
 
-def test_a_handed_prefix_takes_the_place_of_what_was_to_be_loaded():
+def test_a_handed_prefix_comes_into_the_host_tier():
     made = router("a")
-    made.blocks([stored("a", prompt(165), tier="host")])
+    made.blocks([stored("a", prompt(165)[:16])])
     estimates = made.explain(ask(tokens=165, handed_tokens=40), 1.0).estimates
-    # 160 of 165 tokens are in host; of 40 handed over, 32 are whole blocks of 16: 128 to load.
-    assert estimates.device_tokens.tolist() == [32.0]
-    assert estimates.cached_tokens.tolist() == [128.0]
-    assert estimates.new_tokens.tolist() == [5.0]
+    # Of 40 tokens handed over, 32 are whole blocks of 16, the first of which the device holds.
+    assert estimates.device_tokens.tolist() == [16.0]
+    assert estimates.cached_tokens.tolist() == [16.0]
+    assert estimates.new_tokens.tolist() == [133.0]
