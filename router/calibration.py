@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from kappa.compiled import compiled
 from kappa.cost import chunk_work
 from kappa.protocol import Announcement, WorkerReport
-from router.fleet import Certainty, EngineSpeed, Flight
+from router.engine_queue import EngineSpeed
+from router.fleet import Certainty, Flight
 
 # Kinds of observations.
 STEP, LOAD, TTFT, GAP = range(4)
@@ -508,6 +509,7 @@ class Calibration:
             disk_token_s=float(constants[8]),
             budget_tokens=announced.max_batch_tokens,
             capacity_tokens=(announced.device_blocks - 1) * announced.block_tokens,
+            packs=announced.packs,
             factors=tuple(theta[len(constants) :].tolist()),
         )
         self.overhead_s = min(float(constants[7]), _MOST_OVERHEAD_S)

@@ -107,10 +107,14 @@ class PricedPrompt:
 
 
 class PlannedLoad(NamedTuple):
-    """How a worker would bring a cached prefix back: in words, and tokens that it computes anew."""
+    """How a worker would bring a cached prefix back: in words, tokens that it computes anew, tokens
+    that cross the link, real seconds of the shorter of link and gpu work that hide behind the
+    longer."""
 
     kind: str
     recomputed_tokens: int
+    crossing_tokens: int
+    hidden_s: float
 
 
 class Column:

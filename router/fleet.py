@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kappa.cost import StepModel
 from kappa.hardware import NodeProfile
 from kappa.protocol import Announcement
 from kappa.slo import OBJECTIVE, ServiceObjective
 from router import pricing
 from router.decision import ESTIMATE, Estimates, Floats, Held, PricedPrompt, PricedWorker, Slots
+from router.engine_queue import EngineSpeed
 
 USE_WINDOW_S = 20.0
 _MORE_RECORDS = 8
@@ -60,23 +60,6 @@ class Flight:
     disk_tokens: int = 0
     beside: tuple[float, float] = (0.0, 0.0)
     decoded: tuple[float, Floats] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpeed:
-    """What was learnt of an engine, in real seconds: its steps, its link, token budget and VRAM.
-
-    disk_token_s: what a token on disk takes besides. factors: logarithms of what a step of 1, 2, 4,
-    ... tokens takes over what `step` says; none: it says all.
-    """
-
-    step: StepModel
-    load_token_s: float
-    load_fixed_s: float
-    budget_tokens: int
-    capacity_tokens: int
-    disk_token_s: float = 0.0
-    factors: tuple[float, ...] = ()
 
 
 class Certainty(NamedTuple):

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from kappa.cost import StepModel
 from kappa.protocol import Announcement
-from router.fleet import EngineSpeed
+from router.engine_queue import EngineSpeed
 from router.index.prefix_hash import UInt64s
 from router.router import Router
 
@@ -175,8 +175,14 @@ def read_journal(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Rollo
 def _workers(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, JournaledWorker]]:
     for row in rows:
         announcement = Announcement.from_dict(row["announcement"])
-        speed = msgspec.convert(row["speed"], EngineSpeed)
-        yield announcement.worker, JournaledWorker(announcement, speed, row["overhead_s"])
+        speed = dict(row["speed"])
+        speed |= {
+            "step": StepModel(**speed["step"]), "factors": tuple(speed["factors"]),
+        }  # fmt: skip
+        yield (
+            announcement.worker,
+            JournaledWorker(announcement, EngineSpeed(**speed), row["overhead_s"]),
+        )
 
 
 def _add_request(

@@ -68,7 +68,8 @@ class LoadPlanner:
         row["ttft_s"] += self._dilation * plan.ttft_s - row["load_s"] - row["compute_s"]
         row["work_s"] = max(row["work_s"] + beyond_s, 0.0)
         row["load_s"], row["compute_s"] = load_s, compute_s
-        return PlannedLoad(plan.kind, plan.tokens("R"))
+        hidden_s = self._dilation * plan.hidden_s
+        return PlannedLoad(plan.kind, plan.tokens("R"), plan.crossing_tokens, hidden_s)
 
     def kappa_eff(self) -> float | None:
         """κ_eff for `KAPPA_EFF_NEW_TOKENS` new tokens.
@@ -102,7 +103,7 @@ class LoadPlanner:
         row["ttft_s"] -= hidden_s
         if not spared and not hidden_s:
             return None
-        return PlannedLoad(plan.kind, plan.tokens("R"))
+        return PlannedLoad(plan.kind, plan.tokens("R"), plan.crossing_tokens, hidden_s)
 
     def _plan(self, planning: Planning, cached: int, new: int, device: int) -> LoadPlan:
         """As the engine would make it: what it recomputes at once is bounded by its budget."""

@@ -4,7 +4,7 @@ Each formula is for one worker, in real seconds; the loops over workers stand at
 `router.fleet` keeps the records. The step formulas are those of `kappa.cost`, restated because a
 compiled loop may use nothing of another file (`kappa.compiled`); a test holds the two equal. Queues
 are arithmetic here: the work reserved and not yet done, less what the engine must have done since
-it last finished some.
+it last finished some. Their forecast step by step is `router.engine_queue`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOAD = (
     "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
     "spare_tokens", "promised_tokens",
 )  # fmt: skip
-# `factors`: as `router.fleet.EngineSpeed` has them.
+# `factors`: as `router.engine_queue.EngineSpeed` has them.
 _FACTORS = 14
 WORKER = np.dtype(
     [*((name, np.float64) for name in (*_IDENTITY, *_LOAD)), ("factors", np.float64, _FACTORS)]

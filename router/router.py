@@ -2,8 +2,8 @@
 
 The ingress feeds it what happens (a worker joins, blocks are stored, a first token comes) and has
 it decide where a request goes; the simulator and the replay of a recorded log do exactly the same.
-Pure: each call takes the time. It joins the prefix index, the fleet, calibration and load plans of
-the workers; a policy picks one of those that serve the request's model.
+Pure: each call takes the time. It joins the prefix index, the fleet, calibration, load plans and
+the engine queue models of the workers; a policy picks one of those that serve the request's model.
 Of each model there is an index of its own, so that no prefix of one is ever counted for another.
 
 Several ingresses decide over the same workers, and each would send the next request to the worker
@@ -41,6 +41,7 @@ from router.decision import (
     RouteRequest,
     Slots,
 )
+from router.engine_queue import EngineJob, EngineQueue
 from router.fleet import Fleet, Flight
 from router.index.kv_events import KVEvent, WorkerGone, WorkerReset
 from router.index.prefix_hash import PrefixHasher
@@ -77,11 +78,14 @@ def no_planner(announcement: Announcement) -> RowPlanner | None:
 class RouterConfig:
     """index_blocks bounds the prefix index; stale_after_s a worker's silence.
 
-    calibrate_requests: after so many first tokens nothing is learnt any more. admission: reject
-    requests that would miss their objective (`router.admission`). objective: that, and what workers
-    are priced by. first: where the order of workers begins, from 0 to below 1; ingresses that share
-    workers take different ones, so that ties are broken differently. planner_of: makes the load
-    planner that a worker announces; without one such workers are refused.
+    forecast_workers: up to so many workers are forecast step by step for every decision; of more,
+    queues are arithmetic (`router.pricing`), which costs microseconds. calibrate_requests: after so
+    many first tokens nothing is learnt any more. admission: reject requests that would miss their
+    objective (`router.admission`). objective: that, and what workers are priced by. first: where
+    the order of workers begins, from 0 to below 1; ingresses that share workers take different
+    ones, so that ties are broken differently.
+    planner_of: makes the load planner that a worker announces; without one such workers are
+    refused.
     """
 
     policy: Policy
@@ -90,6 +94,7 @@ class RouterConfig:
     stale_after_s: float = 10.0
     calibrate: bool = True
     calibrate_requests: int | None = None
+    forecast_workers: int = 4
     admission: bool = False
     objective: ServiceObjective = OBJECTIVE
     first: float = 0.0
@@ -119,6 +124,7 @@ class WorkerState:
 
     announcement: Announcement
     model: ModelState
+    queue: EngineQueue
     calibration: Calibration
     report: WorkerReport | None = None
     seen_s: float = 0.0
@@ -167,8 +173,9 @@ class Router:
         model = self._model_for(announcement, state)
         model.fingerprint = announcement.fingerprint
         if state is None:
-            state = WorkerState(announcement, model, Calibration(announcement))
-            self.workers[worker] = state
+            calibration = Calibration(announcement)
+            queue = EngineQueue(calibration.speed)
+            state = self.workers[worker] = WorkerState(announcement, model, queue, calibration)
         elif any(
             getattr(state.announcement, name) != getattr(announcement, name)
             for name in ("node", "step", "kv_bytes_per_token")
@@ -269,6 +276,9 @@ class Router:
         spare_tokens = report.host_spare_blocks * state.announcement.block_tokens
         self.fleet.reported(report.worker, now_s, spare_tokens, report.net_tokens_per_s)
         for a in report.admitted:
+            state.queue.correct(
+                a.request_id, a.device_tokens, a.host_tokens, a.new_tokens, now_s, a.disk_tokens
+            )
             flight = state.flights.get(a.request_id)
             if flight is not None:
                 self.fleet.correct(flight, a.host_tokens, a.new_tokens, a.disk_tokens)
@@ -290,6 +300,7 @@ class Router:
             self._calibrated(state)
 
     def _calibrated(self, state: WorkerState) -> None:
+        state.queue.speed = state.calibration.speed
         learnt = state.calibration
         self.fleet.calibrate(
             state.announcement.worker, learnt.speed, learnt.overhead_s, learnt.certainty
@@ -340,10 +351,14 @@ class Router:
     def _reserve(self, request_id: str, estimates: Estimates, row: int) -> Flight:
         """Put a request on the worker that a row of its estimates is about."""
         flight = self.fleet.reserve(request_id, estimates, row)
-        self.flights[request_id] = self.workers[flight.worker].flights[request_id] = flight
+        state = self.workers[flight.worker]
+        self.flights[request_id] = state.flights[request_id] = flight
+        if self._forecasting:
+            state.queue.submit(_job(request_id, estimates, row), estimates.now_s)
         return flight
 
     def _prefilled(self, state: WorkerState, request_id: str, now_s: float) -> None:
+        state.queue.prefilled(request_id, now_s)
         # A request that was tried elsewhere since may still be reported by the first worker.
         flight = state.flights.get(request_id)
         if flight is not None and not flight.prefilled:
@@ -356,6 +371,7 @@ class Router:
         if flight.prefilled:
             state.calibration.ended(flight, now_s, tokens if self.calibrating else 0)
         del self.flights[flight.request_id], state.flights[flight.request_id]
+        state.queue.finish(flight.request_id, now_s)
         self.fleet.release(flight, now_s)
         self.config.policy.progressed(flight.request_id, now_s, ended=True)
 
@@ -434,6 +450,8 @@ class Router:
 
     def backlogs_s(self, now_s: float) -> dict[str, tuple[float, float]]:
         """Seconds of queued work on each worker's (link, gpu)."""
+        if self._forecasting:
+            return {w: state.queue.backlog_s(now_s) for w, state in self.workers.items()}
         return {w: self.fleet.backlog_s(w, now_s) for w in self.workers}
 
     # -- decisions ----------------------------------------------------------------------------
@@ -538,6 +556,10 @@ class Router:
 
     # -- what a request costs -----------------------------------------------------------------
 
+    @property
+    def _forecasting(self) -> bool:
+        return len(self.workers) <= self.config.forecast_workers
+
     def _estimate(self, request: RouteRequest, slots: Slots, now_s: float) -> Estimates:
         """The request priced on `slots`, by what each of them holds as the index has it; where the
         policy fetches, also with the longest prefix brought from its holder first."""
@@ -566,6 +588,8 @@ class Router:
                 held = Held(device, everywhere, held.disk)
                 estimates.fetching = self.fleet.estimate(slots, now_s, prompt, held, source)
         self._plan_loads(estimates)
+        if self._forecasting:
+            self._forecast(estimates)
         return estimates
 
     def _held_tokens(self, prompt: PricedPrompt, slots: Slots) -> Held:
@@ -606,3 +630,29 @@ class Router:
             planned = planner(estimates.rows[row]) if planner is not None else None
             if planned is not None:
                 estimates.plans[row] = planned
+
+    def _forecast(self, estimates: Estimates) -> None:
+        """Replace the arithmetic of queues by each engine's forecast."""
+        now_s = estimates.now_s
+        for row, worker in enumerate(estimates.workers):
+            queue, job = self.workers[worker].queue, _job("", estimates, row)
+            ready_s = queue.first_token_s(job, now_s) + float(estimates.fixed_s[row]) / 2
+            plan = estimates.plans.get(row)
+            estimates.ttft_s[row] = ready_s - now_s - (plan.hidden_s if plan else 0.0)
+            estimates.tpot_impact_s[row] = queue.decode_delay_s(job.new_tokens, job.context_tokens)
+            link_s, gpu_s = queue.backlog_s(now_s)
+            estimates.link_backlog_s[row], estimates.gpu_backlog_s[row] = link_s, gpu_s
+
+
+def _job(request_id: str, estimates: Estimates, row: int) -> EngineJob:
+    """What a request would be to the engine of a row."""
+    # Half of what a request costs besides the engine is spent before it reaches it.
+    arrival_s = estimates.now_s + float(estimates.fixed_s[row]) / 2
+    cached, new = int(estimates.cached_tokens[row]), int(estimates.new_tokens[row])
+    plan = estimates.plans.get(row)
+    if plan is not None:
+        loaded = plan.crossing_tokens
+        cached, new = loaded, new + cached - loaded
+    context = int(estimates.device_tokens[row]) + cached
+    expected, disk = estimates.expected_output_tokens, int(estimates.disk_tokens[row])
+    return EngineJob(request_id, arrival_s, cached, context, new, expected, disk)

@@ -102,7 +102,7 @@ def counterfactual(segment: RolloutSegment, policy: Policy, seed: int = 0) -> Co
     router = Router(
         RouterConfig(
             policy, secret=1, index_blocks=min(held, _MOST_BLOCKS),
-            stale_after_s=math.inf,
+            stale_after_s=math.inf, forecast_workers=0,
         )
     )  # fmt: skip
     announced = [_announced(worker) for worker in workers]

@@ -17,17 +17,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kappa.cost import StepModel, StepParts
+from router.engine_queue import step_factor
 from simulator.memory import SimulatedJob
-
-
-def step_factor(factors: Sequence[float], tokens: int) -> float:
-    """How many times as long as said a step of so many tokens takes; 1 where nothing is known."""
-    if not factors:
-        return 1.0
-    x = math.log2(max(tokens, 1))
-    low = min(int(x), len(factors) - 2)
-    share = min(x - low, 1.0)
-    return math.exp((1 - share) * factors[low] + share * factors[low + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +28,7 @@ class EngineLaw:
     adds: reading does not hide behind computing. tile_tokens: a prompt's tokens are computed in
     tiles of so many. padded: those that decode are padded up to a power of two. half_tokens: a step
     of so many tokens computes at half of the rate. link_slower: a load that starts while the engine
-    computes takes so many times as long. factors: as `router.fleet.EngineSpeed` has them.
+    computes takes so many times as long. factors: as `router.engine_queue.EngineSpeed` has them.
     """
 
     adds: bool = False

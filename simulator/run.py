@@ -201,6 +201,7 @@ def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
             secret=1,
             index_blocks=blocks,
             stale_after_s=float("inf"),
+            forecast_workers=0,
             calibrate=config.calibrate,
             admission=config.admission,
             planner_of=planner_of,

@@ -57,9 +57,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 58_510),  # goal: 33,000
-        (("benchmarks",), 16_660),  # goal: 8,000
-        (("tests",), 59_420),  # goal: 30,000
+        (PRODUCT, 58_950),  # goal: 33,000
+        (("benchmarks",), 16_670),  # goal: 8,000
+        (("tests",), 59_920),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):

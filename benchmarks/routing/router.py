@@ -92,7 +92,7 @@ class BusyRouter:
         self._router = Router(
             RouterConfig(
                 policy=policy_named(policy, seed=seed), secret=1,
-                index_blocks=_INDEX_BLOCKS[nodes], stale_after_s=math.inf,
+                index_blocks=_INDEX_BLOCKS[nodes], stale_after_s=math.inf, forecast_workers=0,
                 admission=True, objective=_ANY,
             )
         )  # fmt: skip

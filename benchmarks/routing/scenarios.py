@@ -347,7 +347,7 @@ def _tier_weight(seed: int) -> Arms:
     decode, prefill = announcements_of(config, node_models(config))
     network = TransferSettings()
     moved_token_s = kv_bytes_per_token(config.shape) / network.net_bytes_per_s
-    router = Router(RouterConfig(policy_named("priced"), secret=1))
+    router = Router(RouterConfig(policy_named("priced"), secret=1, forecast_workers=0))
     for worker in (decode, prefill):
         router.join(worker, 0.0)
     assert router.index is not None

@@ -83,7 +83,7 @@ def run(config: SimulationConfig, traffic: Traffic, present: Policy | None = Non
     models = node_models(config)
     blocks = sum(model.device_blocks + model.host_blocks for model in models)
     ours = policy_named("priced")
-    router = Router(RouterConfig(ours, 1, blocks, stale_after_s=math.inf))
+    router = Router(RouterConfig(ours, 1, blocks, stale_after_s=math.inf, forecast_workers=0))
     announced = announcements_of(config, models)
     dispatch = (
         RouterDispatch(router, announced, samples=False)

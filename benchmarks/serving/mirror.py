@@ -186,12 +186,20 @@ class _KnownLengths(Router):
 
 
 def simulate(
-    scripts: Sequence[Script], mirror: Mirror, overhead: Overhead, policy: str, seed: int = 0
-) -> Simulated:
-    """Play `scripts` on the mirrored nodes under `policy`; arrivals jitter as idle requests did."""
+    scripts: Sequence[Script], mirror: Mirror, overhead: Overhead, policy: str, seed: int = 0, *,
+    forecast: bool = True,
+) -> Simulated:  # fmt: skip
+    """Play `scripts` on the mirrored nodes under `policy`; arrivals jitter as idle requests did.
+
+    forecast: the router forecasts step by step, as the live one of so few workers does; without,
+    queues are arithmetic, which is faster.
+    """
     traffic = _traffic(scripts, mirror, overhead, np.random.default_rng((seed, 17)))
-    policy_made = policy_named(policy, seed=seed)
-    router = _KnownLengths(RouterConfig(policy_made, secret=1, stale_after_s=math.inf))
+    config = RouterConfig(
+        policy=policy_named(policy, seed=seed), secret=1, stale_after_s=math.inf,
+        forecast_workers=len(mirror.models) if forecast else 0,
+    )  # fmt: skip
+    router = _KnownLengths(config)
     router.output_tokens = traffic.output_tokens.tolist()
     dispatch = RouterDispatch(router, mirror.announcements)
     play = Play(mirror.models, traffic, dispatch, _STEADY, seed, _REPORT_PERIOD_S)
@@ -213,7 +221,7 @@ def saturation_sessions_per_s(
     while True:
         scripts = make(rate)
         if scripts:
-            end_s = simulate(scripts, mirror, nothing, "ttft").end_s
+            end_s = simulate(scripts, mirror, nothing, "ttft", forecast=False).end_s
             if end_s > _SATURATED * window_s:
                 return len(scripts) / end_s
         rate *= 2

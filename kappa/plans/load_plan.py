@@ -111,6 +111,11 @@ class LoadPlan:
         """
         return self.tokens("K") + self.tokens("A") + self.tokens("C")
 
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of the shorter of link and gpu work that hide behind the longer."""
+        return max(self.load_s + self.compute_s - self.ttft_s, 0.0)
+
 
 def layout(
     cached_tokens: int, *, recompute: int = 0, activations: int = 0, tail: bool = False

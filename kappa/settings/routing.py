@@ -88,6 +88,9 @@ class RouterSettings(Section):
     calibrate_requests: int | None = Field(
         None, ge=0, description="learn from so many outcomes, then freeze; none: for ever"
     )
+    forecast_workers: int = Field(
+        4, ge=0, description="pools up to this size are forecast step by step, larger ones not"
+    )
     admission: bool = Field(
         True, description="refuse (429) what is predicted to miss its objective"
     )

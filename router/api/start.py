@@ -114,6 +114,7 @@ def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
         stale_after_s=given.stale_after_s,
         calibrate=given.calibrate,
         calibrate_requests=given.calibrate_requests,
+        forecast_workers=given.forecast_workers,
         admission=given.admission,
         objective=ServiceObjective(**given.objective.model_dump()),
         first=rank % settings.replicas / settings.replicas,

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kappa.cost import StepModel, batch_work, transfer_s
+from kappa.cost import StepModel, batch_work
 from kappa.hardware import node_profile
 from kappa.protocol import LoadSample, StepSample, WorkerReport
 from router import pricing
 from router.calibration import Calibration, OutputLengths, disk_token_s, load_token_s
-from simulator.decode import step_factor
 from tests.router import building
 from tests.router.building import KV_BYTES, NEVER, ask, outcome
 
@@ -65,18 +64,9 @@ def run(made, true, count=100, at_s=0.0, each=8, seed=0):
         made.report(WorkerReport("w", at_s + i, steps=samples), at_s + i)
 
 
-def step_s(speed, batch):
-    """Seconds of a step by what was learnt."""
-    return speed.step.real_s(batch) * step_factor(speed.factors, sum(new for new, _ in batch))
-
-
-def load_s(speed, tokens):
-    return transfer_s(tokens, speed.load_token_s, speed.load_fixed_s)
-
-
 def errors(worker, true):
     """Relative errors of the learnt step seconds, on batches that were not learnt from."""
-    return [abs(step_s(worker.calibration.speed, b) / true(b) - 1) for b in batches(200, seed=99)]
+    return [abs(worker.queue.speed.step_s(b) / true(b) - 1) for b in batches(200, seed=99)]
 
 
 # -- before anything is learnt ------------------------------------------------------------------
@@ -87,9 +77,9 @@ def test_the_announced_speeds_are_what_a_forecast_starts_from():
     step = replace(STEP, dilation=10.0)
     made = Calibration(announcement(node=paced, step=step))
     speed = made.speed
-    assert load_s(speed, 0) == 0.0
-    assert load_s(speed, 63) == pytest.approx(5.0 + 10 * 63 * KV_BYTES / 63e9)
-    assert speed.step == step and step_s(speed, [(9, 9)]) == step.real_s([(9, 9)])
+    assert speed.load_s(0) == 0.0
+    assert speed.load_s(63) == pytest.approx(5.0 + 10 * 63 * KV_BYTES / 63e9)
+    assert speed.step == step and speed.step_s([(9, 9)]) == step.real_s([(9, 9)])
     assert (made.compute_scale, made.link_scale, made.overhead_s) == (1.0, 1.0, 0.0)
     # Nothing is known better than to about a factor of 3; of a pace, of 1.5.
     assert made.certainty.link_sd == pytest.approx(math.log(1.5), rel=0.3)
@@ -140,13 +130,13 @@ def test_a_cost_that_no_constant_explains_is_learnt_by_the_tokens_of_a_step():
 
     made, worker = cluster()
     run(made, law, count=200)
-    speed, batch = worker.calibration.speed, [(512, 1000)]
-    assert step_s(speed, batch) == pytest.approx(law(batch), rel=0.15)
+    speed, batch = worker.queue.speed, [(512, 1000)]
+    assert speed.step_s(batch) == pytest.approx(law(batch), rel=0.15)
     # Physics alone is wrong about it, and the fleet prices with the factors too.
     assert speed.step.real_s(batch) < 0.85 * law(batch)
     slots = made.fleet.ready(0.0, NEVER, frozenset())
     (priced_s,), _ = pricing.idle_s(made.fleet._records, slots, 512.0, 0.0)
-    assert priced_s - worker.calibration.overhead_s == pytest.approx(step_s(speed, [(512, 0)]))
+    assert priced_s - worker.calibration.overhead_s == pytest.approx(speed.step_s([(512, 0)]))
 
 
 def test_loads_teach_the_link_whatever_else_is_announced():
@@ -154,8 +144,8 @@ def test_loads_teach_the_link_whatever_else_is_announced():
     for i, tokens in enumerate(range(500, 20_000, 500)):
         seconds = 0.004 + tokens * 3 * load_token_s(announcement())
         made.report(WorkerReport("w", i, loads=(LoadSample(tokens, seconds),)), float(i))
-    speed = worker.calibration.speed
-    assert load_s(speed, 10_000) == pytest.approx(
+    speed = worker.queue.speed
+    assert speed.load_s(10_000) == pytest.approx(
         0.004 + 30_000 * load_token_s(announcement()), rel=0.03
     )
     assert worker.calibration.link_scale == pytest.approx(3.0, rel=0.15)
@@ -172,7 +162,7 @@ def test_loads_from_disk_teach_the_disk_and_leave_the_link_alone():
         seconds = tokens * link_s + 0.5 * tokens * 2.5 * disk_s
         seen = LoadSample(tokens, seconds, tokens / 2), LoadSample(tokens, tokens * link_s)
         made.report(WorkerReport("w", i, loads=seen), float(i))
-    speed = worker.calibration.speed
+    speed = worker.queue.speed
     assert speed.disk_token_s == pytest.approx(2.5 * disk_s, rel=0.1)
     assert speed.load_token_s == pytest.approx(link_s, rel=0.1)
 
@@ -241,7 +231,7 @@ def test_gaps_between_tokens_teach_how_decoding_reads():
         now_s += 50 * slow.real_s([(1, 2025)])
         made.tokens(f"r{i}", 51)
         made.release(f"r{i}", now_s)
-    learnt_s = step_s(worker.calibration.speed, [(1, 2025)])
+    learnt_s = worker.queue.speed.step_s([(1, 2025)])
     assert learnt_s == pytest.approx(slow.real_s([(1, 2025)]), rel=0.1)
 
 
@@ -259,14 +249,14 @@ def test_garbage_leaves_the_announced_speeds():
     loads = LoadSample(math.nan, 1.0), LoadSample(10.0, -1.0), LoadSample(math.inf, math.inf)
     for i in range(30):
         made.report(WorkerReport("w", i, steps=tuple(GARBAGE), loads=loads), float(i))
-    assert worker.calibration.speed.step == STEP and worker.calibration.link_scale == 1.0
+    assert worker.queue.speed.step == STEP and worker.calibration.link_scale == 1.0
 
 
 def test_seconds_that_have_nothing_to_do_with_the_work_hardly_teach():
     rng = np.random.default_rng(5)
     made, worker = cluster()
     run(made, lambda batch: 10 ** rng.uniform(-5, 2), count=200)
-    assert all(math.isfinite(getattr(worker.calibration.speed.step, name)) for name in NAMES)
+    assert all(math.isfinite(getattr(worker.queue.speed.step, name)) for name in NAMES)
     assert worker.calibration.certainty.compute_sd > 0.2
 
 
@@ -285,7 +275,7 @@ def test_reports_that_first_tokens_contradict_are_not_believed(lie):
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
 def test_a_clock_that_jumps_costs_one_observation(jump_s):
-    made, _ = cluster()
+    made, _ = cluster(forecast_workers=0)
     now_s = 10_000.0
     for i in range(40):
         now_s += 10

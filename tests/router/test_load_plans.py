@@ -44,8 +44,8 @@ def planning(worker="w", planner="", **figures):
     return building.announcement(worker, node, step=read.step, engine="torch", load_plan=plan)
 
 
-def router(*announcements):
-    made = building.router(*announcements, planner_of=planner_of)
+def router(*announcements, forecast=0):
+    made = building.router(*announcements, forecast_workers=forecast, planner_of=planner_of)
     for each in announcements:
         made.blocks([building.stored(each.worker, TOKENS, "host")])
     return made
@@ -61,8 +61,9 @@ def planned(name, **figures):
 
 
 @pytest.mark.parametrize("name", ["kv", "recompute", "auto"])
-def test_a_planned_worker_is_priced_by_its_own_plan(name):
-    chosen, plan = priced(router(planning(planner=name))), planned(name)
+@pytest.mark.parametrize("forecast", [0, 4])
+def test_a_planned_worker_is_priced_by_its_own_plan(name, forecast):
+    chosen, plan = priced(router(planning(planner=name), forecast=forecast)), planned(name)
     assert chosen.plan == plan.kind
     assert (chosen.load_s, chosen.compute_s) == pytest.approx((plan.load_s, plan.compute_s))
     assert chosen.ttft_s == pytest.approx(plan.ttft_s, rel=0.25)
@@ -82,9 +83,11 @@ def test_a_worker_without_a_plan_loads_first_and_computes_then():
     assert chosen.ttft_s >= chosen.load_s + chosen.compute_s
 
 
-def test_what_it_does_not_load_is_queued_as_work_of_the_gpu():
-    made = router(planning(planner="recompute"))
+def test_its_job_in_the_forecast_computes_what_it_does_not_load():
+    made = router(planning(planner="recompute"), forecast=4)
     decision = made.route(RouteRequest("r", TOKENS, 8), 1.0)
+    plan = decision.estimates.plans[0]
+    assert plan.crossing_tokens == 0 and plan.hidden_s == pytest.approx(0.0)
     link_s, gpu_s = made.backlogs_s(1.0)["w"]
     assert link_s == 0.0
     assert gpu_s == pytest.approx(decision.chosen.compute_s, rel=0.25)
@@ -128,9 +131,10 @@ def tailed(dilation=1.0, load_token_s=4e-6, planner="tail"):
     return replace(made, node=node, step=step, engine="vllm", load_plan=plan)
 
 
-def test_a_tail_that_is_computed_is_not_loaded_and_its_worker_is_priced_so():
-    tail = priced(router(tailed()))
-    load = priced(router(tailed(planner="kv")))
+@pytest.mark.parametrize("forecast", [0, 4])
+def test_a_tail_that_is_computed_is_not_loaded_and_its_worker_is_priced_so(forecast):
+    tail = priced(router(tailed(), forecast=forecast))
+    load = priced(router(tailed(planner="kv"), forecast=forecast))
     measured = rates_from_measured({**rates(load_token_s=4e-6), "overlap": 0.0})
     plan = Planning(SIZE, measured).named("tail")(Cached(64 * SIZE, 5))
     assert plan.crossing_tokens < 64 * SIZE
@@ -157,12 +161,13 @@ def test_a_tail_has_an_effective_ratio():
     assert ratio is not None and ratio > 0
 
 
+@pytest.mark.parametrize("forecast", [0, 4])
 @pytest.mark.parametrize("dilation", [1.0, 8.0])
-def test_loads_beside_the_prompt_hide_behind_it_in_real_seconds(dilation):
+def test_loads_beside_the_prompt_hide_behind_it_in_real_seconds(forecast, dilation):
     made = tailed(dilation)
     beside = {**made.load_plan, "rates": {**made.load_plan["rates"], "overlap": 31 / 32}}
-    layers = priced(router(replace(made, load_plan=beside)))
-    ahead = priced(router(made))
+    layers = priced(router(replace(made, load_plan=beside), forecast=forecast))
+    ahead = priced(router(made, forecast=forecast))
     measured = rates_from_measured({**rates(load_token_s=4e-6), "overlap": 31 / 32})
     plan = Planning(SIZE, measured).named("tail")(Cached(64 * SIZE, 5))
     assert 0 < plan.crossing_tokens < 64 * SIZE
@@ -190,17 +195,19 @@ def test_who_is_alone_waits_for_the_longer_of_load_and_compute_and_a_layer_of_th
     row = np.zeros(1, ESTIMATE)[0]
     row["cached_tokens"], row["new_tokens"], row["in_flight"] = 1024, 100, in_flight
     row["load_s"], row["compute_s"], row["ttft_s"] = 1.0, 0.4, 1.4
-    LoadPlanner(made)(row)
+    planned = LoadPlanner(made)(row)
     assert row["ttft_s"] == pytest.approx(ttft_s)
     assert (row["load_s"], row["compute_s"]) == (1.0, 0.4)
+    assert (planned.hidden_s if planned else 0.0) == pytest.approx(1.4 - ttft_s)
 
 
-def test_a_second_request_beside_one_that_loads_by_layers_is_priced_as_ahead():
+@pytest.mark.parametrize("forecast", [0, 4])
+def test_a_second_request_beside_one_that_loads_by_layers_is_priced_as_ahead(forecast):
     measured = {**rates(load_token_s=4e-6), "overlap": 31 / 32}
     plan = {"planner": "kv", "act_share": 0.0, "rates": measured}
     layers = replace(planning(load_token_s=4e-6), engine="vllm", load_plan=plan)
     ahead = replace(layers, load_plan={})
-    one, other = (router(each) for each in (layers, ahead))
+    one, other = (router(each, forecast=forecast) for each in (layers, ahead))
     first = priced(one)
     hidden_s = 31 / 32 * min(first.load_s, first.compute_s)
     assert first.ttft_s == pytest.approx(priced(other).ttft_s - hidden_s)

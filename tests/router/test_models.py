@@ -67,8 +67,9 @@ def test_what_workers_hold_is_known_of_every_model():
     assert made.held_blocks() == {"s0": all_of_it, "s1": none, "l0": all_of_it}
 
 
-def test_only_workers_of_the_model_are_priced_however_busy_they_are():
-    made = two_models()
+@pytest.mark.parametrize("forecast", [0, 4])
+def test_only_workers_of_the_model_are_priced_however_busy_they_are(forecast):
+    made = two_models(forecast_workers=forecast)
     for i in range(40):
         assert made.route(of("small", f"r{i}"), 1.0).worker in ("s0", "s1")
     assert workers_priced(made, of("small")) == {"s0", "s1"}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kappa.protocol import Admission, Arrival, WorkerReport
 from router.decision import MismatchError, RouteRequest
+from router.engine_queue import EngineJob
 from router.index.kv_events import WorkerReset
 from simulator.loop import Loop
 from tests.router import building
@@ -19,8 +20,11 @@ from tests.router.building import NEVER, SIZE, announcement, prompt, stored
 STEP = announcement("w").step
 
 
-def router(*workers, **options):
-    return building.router(*workers, calibrate=False, stale_after_s=NEVER, **options)
+def router(*workers, forecast=True, **options):
+    return building.router(
+        *workers, calibrate=False, stale_after_s=NEVER,
+        forecast_workers=len(workers) if forecast else 0, **options,
+    )  # fmt: skip
 
 
 def report(worker="a", time_s=1.0, **what):
@@ -80,24 +84,24 @@ def test_blocks_of_a_worker_that_is_gone_are_not_kept():
     assert made.index.workers() == ("b",)
 
 
-def test_a_worker_that_comes_back_finds_its_queue_empty():
+def test_a_worker_that_comes_back_finds_its_forecast_empty():
     made = router("a")
-    made.route(ask("r"), 1.0)
-    assert not empty(made)
+    made.workers["a"].queue.submit(EngineJob("r", 1.0, 0, 0, 10, 10), 1.0)
     made.leave("a")
-    made.join(announcement("a"), 1.0)
-    assert empty(made)
+    made.join(announcement("a"), 2.0)
+    assert len(made.workers["a"].queue) == 0
 
 
-def test_a_report_is_a_sign_of_life_and_corrects_the_queue():
+def test_a_report_is_a_sign_of_life_and_corrects_the_forecast():
     made = router("a")
     state = made.workers["a"]
     for name in "rs":
-        made.route(ask(name), 1.0)
+        state.queue.submit(EngineJob(name, 1.0, 64, 64, 9000, 10), 1.0)
     admitted = (Admission("r", 128, 0, 100), Admission("unknown", 1, 1, 1))
     made.report(report(admitted=admitted, prefilled=("s", "unknown")), 1.001)
     assert state.seen_s == 1.001
-    assert (state.flights["r"].new_tokens, state.flights["s"].prefilled) == (100, True)
+    jobs = state.queue._jobs
+    assert (jobs["r"].footprint_tokens, jobs["s"].decoding) == (128 + 100, True)
     made.report(report("nobody"), 9.0)
     assert state.seen_s == 1.001
 
@@ -112,7 +116,7 @@ def sharing(*servers):
     """A router whose workers w0, w1, ... have these servers ("": none) as their host tiers."""
     return router(
         *(announcement(f"w{i}", tier="lmcache" if s else "own", shared_tier=s)
-          for i, s in enumerate(servers))
+          for i, s in enumerate(servers)), forecast=False,
     )  # fmt: skip
 
 
@@ -175,8 +179,9 @@ def test_all_of_a_server_reach_as_far_and_nobody_holds_less(held):
 # -- what other ingresses sent --------------------------------------------------------------------
 
 
-def test_remote_request_counts_until_it_is_finished():
-    made = router("a", "b")
+@pytest.mark.parametrize("forecast", [True, False])
+def test_remote_request_counts_until_it_is_finished(forecast):
+    made = router("a", "b", forecast=forecast)
     made.report(report(arrived=(arrival(),)), 1.0)
     assert made.route(ask("mine"), 1.0).worker == "b"
     assert (made.reservations, made.in_flight, made.remote_in_flight_on("a")) == (1, 2, 1)
@@ -186,8 +191,9 @@ def test_remote_request_counts_until_it_is_finished():
     assert empty(made)
 
 
-def test_remote_request_is_worth_what_the_same_one_of_ours_is():
-    ours, others = router("a"), router("a")
+@pytest.mark.parametrize("forecast", [True, False])
+def test_remote_request_is_worth_what_the_same_one_of_ours_is(forecast):
+    ours, others = (router("a", forecast=forecast) for _ in range(2))
     ours.route(RouteRequest("r", np.arange(4000), max_tokens=8), 1.0)
     others.report(report(arrived=(arrival(max_tokens=8),)), 1.0)
     assert others.backlogs_s(1.0)["a"] == pytest.approx(ours.backlogs_s(1.0)["a"])
@@ -279,7 +285,7 @@ def test_an_arrival_that_counts_nonsense_is_refused(wrong):
 # -- herding ------------------------------------------------------------------------------------
 
 
-def waits_s(count, *, reporting=True, spread=True, delay_s=0.002, requests=1200):
+def waits_s(count, *, reporting=True, spread=True, forecast=False, delay_s=0.002, requests=1200):
     """Seconds that each request waited for its first-come worker, at a load of 0.8.
 
     `count` routers share 8 workers; a decision reaches its worker after `delay_s`, and a worker's
@@ -287,7 +293,10 @@ def waits_s(count, *, reporting=True, spread=True, delay_s=0.002, requests=1200)
     prefills only, which mean nothing to a router that does not know the request.
     """
     workers, loop, rng = [f"w{i}" for i in range(8)], Loop(), np.random.default_rng(0)
-    routers = [router(*workers, first=i / count if spread else 0.0) for i in range(count)]
+    routers = [
+        router(*workers, forecast=forecast, first=i / count if spread else 0.0)
+        for i in range(count)
+    ]
     sizes = rng.integers(1000, 8000, requests).tolist()
     service_s = [STEP.real_s([(tokens, 0)]) for tokens in sizes]
     free_s, waited_s = dict.fromkeys(workers, 0.0), []
@@ -325,9 +334,10 @@ def waits_s(count, *, reporting=True, spread=True, delay_s=0.002, requests=1200)
     return waited_s
 
 
-def test_routers_that_know_of_each_other_queue_less_than_those_that_do_not():
+@pytest.mark.parametrize("forecast", [True, False])
+def test_routers_that_know_of_each_other_queue_less_than_those_that_do_not(forecast):
     def mean_s(count, **options):
-        return float(np.mean(waits_s(count, **options)))
+        return float(np.mean(waits_s(count, forecast=forecast, **options)))
 
     one, two, blind = mean_s(1), mean_s(2), mean_s(2, reporting=False)
     same_order = mean_s(2, spread=False)

@@ -35,10 +35,10 @@ from tests.router.building import (
 def test_a_reservation_is_released_once():
     made = router("a")
     assert made.route(ask(), 1.0).worker == "a"
-    assert made.reservations == made.in_flight_on("a") == 1
+    assert made.reservations == made.in_flight_on("a") == len(made.workers["a"].queue) == 1
     assert made.release("r", 2.0)
     assert not made.release("r", 2.0)
-    assert made.reservations == made.in_flight_on("a") == 0
+    assert made.reservations == len(made.workers["a"].queue) == 0
 
 
 def test_an_id_that_is_routed_again_holds_one_reservation():
@@ -47,7 +47,7 @@ def test_an_id_that_is_routed_again_holds_one_reservation():
     second = made.route(ask(exclude=frozenset({first.worker})), 1.0)
     assert second.worker != first.worker
     assert made.reservations == 1
-    assert made.in_flight_on(first.worker) == 0
+    assert len(made.workers[first.worker].queue) == 0
 
 
 def test_the_first_token_is_counted_once():
@@ -56,7 +56,7 @@ def test_the_first_token_is_counted_once():
     assert made.first_token("r", 1.5) == pytest.approx(0.5)
     assert made.first_token("r", 1.6) is None
     assert made.first_token("unknown", 1.6) is None
-    assert [flight.prefilled for flight in made.flights_on("a")] == [True]
+    assert [job.decoding for job in made.workers["a"].queue._jobs.values()] == [True]
 
 
 def test_output_lengths_are_learnt_from_complete_streams_only():
@@ -171,8 +171,8 @@ def test_explaining_reserves_nothing_and_changes_no_prediction():
         for k in range(5):
             explained.explain(ask("other", tokens=500 * k + 1, seed=99), at_s + 0.0005 * k)
         assert explained.reservations == quiet.reservations == i + 1
-    for worker in explained.workers:
-        assert explained.in_flight_on(worker) == quiet.in_flight_on(worker)
+    for worker, state in explained.workers.items():
+        assert len(state.queue) == explained.in_flight_on(worker) == quiet.in_flight_on(worker)
     ours, theirs = (m.explain(ask("x", seed=50), 1.05) for m in (explained, quiet))
     assert [c.ttft_s for c in ours.candidates] == pytest.approx(
         [c.ttft_s for c in theirs.candidates], abs=1e-9
@@ -306,9 +306,9 @@ class Reservations(RuleBasedStateMachine):
     @invariant()
     def all_is_accounted_for(self):
         assert self.made.reservations == len(self.flying)
-        for worker in self.made.workers:
+        for worker, state in self.made.workers.items():
             here = sum(at == worker for at in self.flying.values())
-            assert self.made.in_flight_on(worker) == here
+            assert len(state.queue) == self.made.in_flight_on(worker) == here
 
 
 TestReservations = Reservations.TestCase
@@ -319,7 +319,7 @@ TestReservations.settings = settings(max_examples=40, stateful_step_count=30, de
 
 
 def fetching(net_bytes_per_s, spare_blocks=10_000, policy="priced_fetch"):
-    made = Router(RouterConfig(policy=policy_named(policy), secret=7))
+    made = Router(RouterConfig(policy=policy_named(policy), secret=7, forecast_workers=0))
     for worker in ("a", "b"):
         made.join(announcement(worker, net_bytes_per_s=net_bytes_per_s), 0.0)
     made.report(WorkerReport("b", 0.5, host_spare_blocks=spare_blocks), 0.5)
@@ -356,12 +356,24 @@ def test_nothing_is_fetched_where_there_is_no_room_beside_what_was_promised():
 
 
 def test_hashes_from_outside_are_as_good_as_token_ids():
-    made = router("a", "b")
+    made = router("a", "b", forecast_workers=0)
     hashes = made.hasher.prefix_hashes(prompt(1600))
     made.index.hold("b", "host", hashes[:50])
     request = RouteRequest("r", prefix_hashes=hashes, prompt_tokens=1600, max_tokens=5)
     chosen = made.route(request, 1.0).chosen
     assert (chosen.worker, chosen.counts.cached_tokens, chosen.counts.new_tokens) == ("b", 800, 800)
+
+
+def test_a_large_pool_is_priced_without_forecasts():
+    small = router(*"abcd")
+    large = router(*"abcde")
+    for made in (small, large):
+        made.route(ask("x", tokens=5000), 1.0)
+    assert sum(len(s.queue) for s in small.workers.values()) == 1
+    assert sum(len(s.queue) for s in large.workers.values()) == 0
+    link_s, gpu_s = large.backlogs_s(1.0)[large.route(ask("y", tokens=5000), 1.0).worker]
+    assert (link_s, gpu_s) == (0.0, 0.0)
+    assert max(gpu for _, gpu in large.backlogs_s(1.0).values()) > 0
 
 
 _FIRST_REQUEST = """
@@ -378,7 +390,7 @@ def loops():
         for key, value in vars(module).items() if isinstance(value, Dispatcher)
     }
 
-options = {"policy": "priced_fetch", "admission": True}
+options = {"policy": "priced_fetch", "admission": True, "forecast_workers": 0}
 made = router("w0", "w1", "w2", **options)
 before = loops()
 assert sum(before.values()) > 5, before

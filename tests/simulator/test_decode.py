@@ -1,12 +1,11 @@
 """Runs of decode steps in closed form against the sum over single steps."""
 
-import math
 import random
 
 import pytest
 
 from kappa.cost import StepModel
-from simulator.decode import DecodeRun, step_factor
+from simulator.decode import DecodeRun
 
 
 def random_step(rng):
@@ -55,10 +54,3 @@ def test_the_longer_of_two_lines_may_change_once_on_the_way():
 
 def test_no_time_has_no_steps():
     assert DecodeRun(StepModel(1e-3, 0, 1e-3, 0), 1, 1).steps(0.0) == 0
-
-
-def test_a_steps_factor_lies_between_those_of_the_powers_of_two_beside_it():
-    factors = (0.0, 0.2, 0.6)
-    assert step_factor((), 5) == 1.0
-    assert step_factor(factors, 2) == pytest.approx(math.exp(0.2))
-    assert step_factor(factors, 1000) == pytest.approx(math.exp(0.6))

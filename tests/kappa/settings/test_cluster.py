@@ -283,6 +283,7 @@ BOUNDS = [
     ("router.max_queue", (1, 0), None),
     ("router.stale_after_s", (0.001, 0), None),
     ("router.calibrate_requests", (0, -1), None),
+    ("router.forecast_workers", (0, -1), None),
     ("router.request_timeout_s", (0.001, 0), None),
     ("router.failover.stall_after_s", (0.001, 0), None),
     ("router.failover.failures", (1, 0), None),
