@@ -40,6 +40,7 @@ SHOWN = [
     ("2026-11-23-bench-peers-agents-0.8.json", peers.show, "ray-prefix"),
     ("2026-11-23-bench-scenario.json", scenarios.show, "fair in the engine"),
     ("2026-11-23-bench-capacity-peers.json", capacity.show, "priced / peer"),
+    ("2026-11-23-bench-capacity-common.json", capacity.show, "ray_prefix"),
     ("2026-11-22-bench-router.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
     ("2026-11-23-ladder-smollm2-vllm.json", show_ladder, "κ_crit 40.2"),
