@@ -56,7 +56,7 @@ async def chooser(hello):
     """Handles the bench's lines."""
     os.environ.update(hello["settings"])
     nodes, size = hello["nodes"], hello["block_tokens"]
-    caches = None if "events_endpoint" in nodes[0] else Caches(nodes, size)
+    caches = None if not nodes or "events_endpoint" in nodes[0] else Caches(nodes, size)
     service = await registered(nodes, size)
     if caches is not None:
         await asyncio.sleep(CONNECT_S)
