@@ -203,7 +203,7 @@ class Demand:
 
     def __init__(self) -> None:
         self._last: deque[_Evaluated] = deque()
-        # Of these, in order, as every request asks where it stands.
+        # Of these, sorted: each request's place among them is looked up.
         self._standings: list[Standing] = []
         self._slacks_s: list[float] = []
         self._rejected = 0

@@ -243,6 +243,7 @@ class Estimates:
 
 
 ESTIMATE = np.dtype([(n, np.float64) for n, v in vars(Estimates).items() if isinstance(v, Column)])
+# mypy wants the names spelt out; here they are those of the columns above.
 _Row: Any = namedtuple("_Row", ESTIMATE.names or ())  # type: ignore[misc]
 
 

@@ -1,7 +1,7 @@
 """Endpoints that show what the live router knows, of the ingress and of `kappa route` alike.
 
-With several ingresses each knows its own decisions and counters: whoever is asked asks all
-(`Face.of_all`).
+With several ingresses each knows its own decisions and counters: the one that gets a request
+queries all of them (`Face.of_all`).
 """
 
 from __future__ import annotations
