@@ -8,6 +8,7 @@ from benchmarks.routing.overload import overload
 from benchmarks.routing.peers.dynamo import dynamo_bench
 from benchmarks.routing.peers.faithful import faithful
 from benchmarks.routing.peers.peers import peers
+from benchmarks.routing.regret import regret
 from benchmarks.routing.router import router
 from benchmarks.routing.routing import routing
 from benchmarks.routing.scenarios import scenario
@@ -20,8 +21,8 @@ from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
 for command in (
-    capacity, faithful, offload, overload, peers, predict, route, route_proxy, router, routing,
-    scenario, scheduler, serve, validate,
+    capacity, faithful, offload, overload, peers, predict, regret, route, route_proxy, router,
+    routing, scenario, scheduler, serve, validate,
 ):  # fmt: skip
     app.command()(command)
 app.command("dynamo")(dynamo_bench)

@@ -276,7 +276,7 @@ def simulated(run: Run, settings: Settings) -> Row:
     if run.role == "tuning":
         settings = replace(settings, requests=max(settings.requests // _TUNING_SHARE, 1))
     plain = replace(cell, faults="none", admission=False)
-    traffic, base = _traffic(plain, run.seed, settings)
+    traffic, base = traffic_in(plain, run.seed, settings)
     config = replace(
         base, policy=run.policy, faults=_faults(cell, base, run.seed),
         admission=cell.admission,
@@ -302,7 +302,7 @@ def _capacity_rps(cluster: str, trace: str, model: str) -> float:
 
 
 @lru_cache(maxsize=1)
-def _traffic(cell: Cell, seed: int, settings: Settings) -> tuple[Traffic, SimulationConfig]:
+def traffic_in(cell: Cell, seed: int, settings: Settings) -> tuple[Traffic, SimulationConfig]:
     config = SimulationConfig(
         cluster=cluster_named(cell.cluster), workload=_workload(cell.trace),
         shape=model_shape(settings.model), scheduler=settings.scheduler, load=cell.load,
