@@ -9,6 +9,7 @@ from simulator.clusters import SimulatedCluster, numbered
 from simulator.dispatch import FaultyStream
 from simulator.faults import (
     KINDS,
+    RESOURCES,
     Faults,
     Misprofile,
     TransientFault,
@@ -154,3 +155,23 @@ def test_a_batch_that_comes_twice_is_received_once():
 def test_a_late_batch_is_a_gap_and_then_ignored():
     applied, resyncs = arrivals("events_reordered", 5)
     assert applied[0] and not applied[1] and resyncs
+
+
+def test_a_node_ten_times_slower_than_announced_is_soon_found_out(many, documents, shape):
+    node = 7
+    wrong = tuple(Misprofile(node, resource, 10.0) for resource in RESOURCES)
+    base = config(many, documents, shape, requests=900, warm=False)
+    traffic = traffic_of(base)
+    right, found = (
+        simulate(
+            base.replaced(faults=Faults(0.0, misprofiles=misprofiles)), traffic=traffic
+        ).records
+        for misprofiles in ((), wrong)
+    )
+    assert np.isfinite(found.predicted_s).all() and (found.predicted_s >= 0).all()
+    assert not np.isnan(found.e2e_s).any(), "a request was rejected"
+    # At first the node draws requests; of the last third it gets what it gets as announced.
+    assert (found.node[:300] == node).mean() > 2 * (right.node[:300] == node).mean()
+    assert (found.node[600:] == node).mean() < 1.5 * (right.node[600:] == node).mean()
+    p99_s, right_s = (np.quantile(r.ttft_s[600:], 0.99) for r in (found, right))
+    assert p99_s < 1.1 * right_s
