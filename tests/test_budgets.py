@@ -58,8 +58,8 @@ def closure(start: str) -> set[str]:
     ("packages", "most"),
     [
         (PRODUCT, 58_950),  # goal: 33,000
-        (("benchmarks",), 16_670),  # goal: 8,000
-        (("tests",), 59_920),  # goal: 30,000
+        (("benchmarks",), 16_800),  # goal: 8,000
+        (("tests",), 60_030),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):

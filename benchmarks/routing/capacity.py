@@ -112,13 +112,7 @@ def capacity(
     """The rate that each policy sustains within the objective. With --out, resumes."""
     places = tuple(product(cluster or ["mixed"], trace))
     chosen = grid.policies_of(policies)
-    if policies is None:
-        chosen = tuple(name for name in chosen if name != grid.TUNED)
     with usage_errors(), ExitStack() as stack:
-        if grid.TUNED in chosen:
-            raise ValueError(
-                f"--policies: {grid.TUNED} is tuned for one load; give {grid.dynamo_with(0.5)}"
-            )
         settings = grid.Settings(requests)
         cells = {place: grid.Cell(*place, load_of(0), not cold) for place in places}
         grid.check(cells.values(), chosen, settings)

@@ -19,16 +19,15 @@ from functools import lru_cache
 from itertools import islice, product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from benchmarks.baselines.routing.catalogue import BASELINES, parameters
+from benchmarks.baselines.routing.catalogue import BASELINES
 from benchmarks.harness import append_line, note, read_lines
 from kappa.shapes import model_shape
 from router.policy import policy_named
 from simulator.capacity import capacity_rps
 from simulator.clusters import cluster_named
 from simulator.faults import RESOURCES, Faults, drawn_failures, misprofiled_third
-from simulator.outcome import Outcome
 from simulator.run import SimulationConfig, simulate, traffic_of
 from simulator.traffic import Traffic
 from workload.catalogue import workload_named
@@ -38,11 +37,6 @@ Row = dict[str, Any]
 
 OURS = ("priced", "ttft", "threshold", "threshold_literal", "least_backlog")
 """Policies that are not another system's."""
-TUNED = "dynamo_tuned"
-"""Dynamo's cost with the host credit that does best in the cell, found on other seeds."""
-CREDITS = (0.0, 0.25, 0.5, 0.75, 1.0)
-TUNING_SEED = 1000
-_TUNING_SHARE = 4  # a tuning run has a fourth of the requests
 _LEFT_OUT = ("sticky",)  # a reference point, no router's default
 
 _MISPROFILE_FACTOR = 3.0
@@ -86,20 +80,18 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation. role: "tuning" only chooses a parameter and is not reported; "tuned" is
-    reported as `TUNED`."""
+    """One simulation."""
 
     cell: Cell
     policy: str
     seed: int
-    role: Literal["run", "tuning", "tuned"] = "run"
 
     def key(self, settings: Settings) -> str:
         """The run, and a fingerprint of all that its outcome depends on."""
         digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
         for text in (_sources(), _content(self.cell.trace), _content(self.cell.cluster)):
             digest.update(text.encode())
-        name = f"{self.role}|{self.cell.name}|{self.policy}|{self.seed}"
+        name = f"run|{self.cell.name}|{self.policy}|{self.seed}"
         return f"{name}|{digest.hexdigest()[:12]}"
 
 
@@ -118,9 +110,7 @@ def reported_rows(directory: Path) -> list[Row]:
             raise ValueError(
                 f"{path}:{number}: not a finished run; remove the line to run it again"
             )
-        name = row["key"].rpartition("|")[0]
-        if not name.startswith("tuning|"):
-            latest[name] = row
+        latest[row["key"].rpartition("|")[0]] = row
     return list(latest.values())
 
 
@@ -138,8 +128,8 @@ def show_progress(done: int, total: int, left_s: float, last: str) -> None:
 
 
 def default_policies() -> tuple[str, ...]:
-    """Ours, every other system's, and the tuned one."""
-    return (*OURS, *(name for name in BASELINES if name not in _LEFT_OUT), TUNED)
+    """Ours, and every other system's."""
+    return (*OURS, *(name for name in BASELINES if name not in _LEFT_OUT))
 
 
 def check(cells: Iterable[Cell], policies: Sequence[str], settings: Settings) -> None:
@@ -152,8 +142,7 @@ def check(cells: Iterable[Cell], policies: Sequence[str], settings: Settings) ->
     if not policies:
         raise ValueError(f"--policies names none: give some of {', '.join(default_policies())}")
     for policy in policies:
-        if policy != TUNED:
-            policy_named(policy)
+        policy_named(policy)
     if len(set(policies)) < len(policies):
         raise ValueError(f"a policy is named twice in {', '.join(policies)}")
     for cell in {(cell.cluster, cell.trace): cell for cell in cells}.values():
@@ -182,46 +171,18 @@ class Grid:
 
     def run(self, cells: Sequence[Cell], policies: Sequence[str], seeds: int) -> list[Row]:
         """Run what is missing and return all rows, in order of cell, policy and seed."""
-        tuned = cells if TUNED in policies else ()
-        others = [policy for policy in policies if policy != TUNED]
-        first = [
-            Run(cell, dynamo_with(credit), TUNING_SEED, "tuning")
-            for cell, credit in product(tuned, CREDITS)
-        ]
-        first += [Run(*each) for each in product(cells, others, range(seeds))]
-        self.total = len(first) + len(tuned) * seeds
-        # Runs of the same traffic one after the other: it is built once per process.
-        self._run_missing(sorted(first, key=lambda run: (run.cell.trace, run.cell, run.seed)))
-        best = {cell: self.best_credit(cell) for cell in tuned}
-        self._run_missing([Run(c, best[c], s, "tuned") for c, s in product(tuned, range(seeds))])
-        return [
-            self._rows[
-                (
-                    Run(cell, best[cell], seed, "tuned")
-                    if policy == TUNED
-                    else Run(cell, policy, seed)
-                ).key(self._settings)
-            ]
-            for cell, policy, seed in product(cells, policies, range(seeds))
-        ]
+        wanted = [Run(*each) for each in product(cells, policies, range(seeds))]
+        self.total = len(wanted)
+        return self.rows(wanted)
 
     def rows(self, runs: Sequence[Run]) -> list[Row]:
         """Run what is missing of `runs` and return the row of each."""
+        # Runs of the same traffic one after the other: it is built once per process.
         self._run_missing(sorted(runs, key=lambda run: (run.cell.trace, run.cell, run.seed)))
         return [self._rows[run.key(self._settings)] for run in runs]
 
     def find(self, run: Run) -> Row | None:
         return self._rows.get(run.key(self._settings))
-
-    def best_credit(self, cell: Cell) -> str:
-        """Dynamo with the least p99 TTFT on the tuning seed; the default where none ended."""
-        best = ("dynamo", float("inf"))
-        for policy in map(dynamo_with, CREDITS):
-            row = self.find(Run(cell, policy, TUNING_SEED, "tuning"))
-            p99_s = row["ttft_s"]["p99"] if row is not None else None
-            if p99_s is not None and p99_s < best[1]:
-                best = (policy, p99_s)
-        return best[0]
 
     def _run_missing(self, runs: Sequence[Run]) -> None:
         missing = [run for run in runs if self.find(run) is None]
@@ -264,17 +225,9 @@ class Grid:
         self._progress(self._done, self.total, each_s * (self.total - self._done), name)
 
 
-def dynamo_with(credit: float) -> str:
-    """Dynamo's cost with this host credit; by its plain name if that is the default."""
-    default = parameters("dynamo")["host_credit"]
-    return "dynamo" if credit == default else f"dynamo:host_credit={credit:g}"
-
-
 def simulated(run: Run, settings: Settings) -> Row:
     """Simulate one run: its summary, with the cell's facts beside it."""
     cell = run.cell
-    if run.role == "tuning":
-        settings = replace(settings, requests=max(settings.requests // _TUNING_SHARE, 1))
     plain = replace(cell, faults="none", admission=False)
     traffic, base = traffic_in(plain, run.seed, settings)
     config = replace(
@@ -286,8 +239,7 @@ def simulated(run: Run, settings: Settings) -> Row:
     wall_s = time.perf_counter() - start_s
     return {
         **outcome.summary(), **asdict(cell), "sent": settings.requests,
-        "policy": TUNED if run.role == "tuned" else run.policy, "spec": run.policy,
-        "throughput_rps": _throughput_rps(outcome), "wall_s": wall_s,
+        "policy": run.policy, "wall_s": wall_s,
     }  # fmt: skip
 
 
@@ -327,17 +279,6 @@ def _faults(cell: Cell, config: SimulationConfig, seed: int) -> Faults:
         down_s = _DOWN_SHARE * horizon_s
         return Faults(failures=drawn_failures(nodes, count, horizon_s, down_s, seed))
     return Faults()
-
-
-def _throughput_rps(outcome: Outcome) -> float:
-    """Requests finished per second between the first and the last measured arrival."""
-    records = outcome.records
-    arrivals_s = records.arrival_s[records.measured]
-    start_s, end_s = float(arrivals_s.min()), float(arrivals_s.max())
-    if end_s <= start_s:
-        return 0.0
-    ended_s = records.arrival_s + records.e2e_s
-    return float(((ended_s > start_s) & (ended_s <= end_s)).sum()) / (end_s - start_s)
 
 
 @lru_cache(maxsize=64)

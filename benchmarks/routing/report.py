@@ -57,7 +57,7 @@ def by_cell(rows: Iterable[Row]) -> Cells:
 
 
 def summary(rows: Sequence[Row], us: str, ours: Sequence[str]) -> dict[str, Any]:
-    """All comparisons, their counts, and what overload and faults do, ready for JSON."""
+    """All comparisons, their counts, and what faults do, ready for JSON."""
     cells = by_cell(rows)
     found: list[Row] = []
     for cell, policies in cells.items():
@@ -73,8 +73,7 @@ def summary(rows: Sequence[Row], us: str, ours: Sequence[str]) -> dict[str, Any]
             quantile: {word: counts[quantile, word] for word in ("held", "open", "lost")}
             for quantile in LIMITS
         },
-        "verdicts": found, "overload": _overload(cells), "saturation": _saturation(cells, ours),
-        "faults": _fault_costs(cells),
+        "verdicts": found, "faults": _fault_costs(cells),
     }  # fmt: skip
 
 
@@ -108,46 +107,8 @@ def _ttft_s(row: Row, quantile: str) -> float:
     return math.inf if value is None else max(float(value), 1e-9)
 
 
-def _mean(rows: Seeds, of: str | Callable[[Row], float]) -> float:
-    values = [row[of] if isinstance(of, str) else of(row) for row in rows.values()]
-    return float(np.mean(values))
-
-
-def _overload(cells: Cells) -> list[Row]:
-    """Goodput at the highest load over its peak, per family of cells and policy."""
-    goodput: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
-    for cell, policies in cells.items():
-        for policy, rows in policies.items():
-            family = cell.words(load=False)
-            goodput[family, policy][cell.load] = _mean(rows, "goodput_rps")
-    found = []
-    for (family, policy), loads in goodput.items():
-        if len(loads) > 1:
-            last, peak = loads[max(loads)], max(loads.values())
-            found.append({
-                "family": family, "policy": policy, "load": max(loads), "goodput_rps": last,
-                "peak_rps": peak, "share": last / peak if peak else None,
-            })  # fmt: skip
-    return found
-
-
-def _saturation(cells: Cells, ours: Sequence[str]) -> list[Row]:
-    """A cell's rate over the highest throughput that a peer reached at any load of its family."""
-    best: dict[str, tuple[float, str]] = {}
-    for cell, policies in cells.items():
-        family = cell.words(load=False)
-        for policy, rows in policies.items():
-            if policy not in ours:
-                reached = (_mean(rows, "throughput_rps"), policy)
-                best[family] = max(best.get(family, (0.0, "")), reached)
-    found = []
-    for cell, policies in cells.items():
-        most_rps, peer = best.get(cell.words(load=False), (0.0, ""))
-        rate_rps = next(iter(next(iter(policies.values())).values()))["rate_rps"]
-        if most_rps > 0:
-            share = rate_rps / most_rps
-            found.append({"cell": cell.words(), "load_of_best_peer": share, "peer": peer})
-    return found
+def _mean(rows: Seeds, of: Callable[[Row], float]) -> float:
+    return float(np.mean([of(row) for row in rows.values()]))
 
 
 def _fault_costs(cells: Cells) -> list[Row]:
@@ -179,16 +140,6 @@ def markdown(rows: Sequence[Row], us: str, ours: Sequence[str]) -> str:
     facts = summary(rows, us, ours)
     parts = [_comparison(facts)]
     parts += [_cell_table(cell, policies) for cell, policies in by_cell(rows).items()]
-    if facts["overload"]:
-        columns = ("cells", "policy", "load", "goodput req/s", "peak req/s", "share")
-        lines = [
-            (row["family"], row["policy"], f"{row['load']:g}", f"{row['goodput_rps']:.2f}",
-             f"{row['peak_rps']:.2f}",
-             "-" if row["share"] is None else f"{100 * row['share']:.0f}%")
-            for row in facts["overload"]
-        ]  # fmt: skip
-        title = "Goodput at the highest load over the peak of the loads tried:"
-        parts.append(_table(title, columns, lines))
     if facts["faults"]:
         ratios = [(r["cell"], r["policy"], _interval(r["p99_ratio"], r)) for r in facts["faults"]]
         title = "p99 TTFT with faults over the same policy's without:"
@@ -197,7 +148,7 @@ def markdown(rows: Sequence[Row], us: str, ours: Sequence[str]) -> str:
 
 
 def _table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    words = ("cell", "cells", "policy", "best peer")
+    words = ("cell", "policy", "best peer")
     rules = ["---" if name in words else "--:" for name in columns]
     table = [columns, rules, *lines]
     return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in table)])
@@ -216,13 +167,12 @@ def _comparison(facts: dict[str, Any]) -> str:
         f"{counts['lost']} lost."
         for quantile, counts in facts["counts"].items()
     )
-    relative = {row["cell"]: row["load_of_best_peer"] for row in facts["saturation"]}
     found: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in facts["verdicts"]:
         found[row["cell"]][row["quantile"]] = row
     lines = []
     for cell, quantiles in found.items():
-        line = [cell, f"{relative[cell]:.2f}" if cell in relative else "-"]
+        line = [cell]
         for quantile in LIMITS:
             compared = quantiles.get(quantile)
             if compared is None:
@@ -230,7 +180,7 @@ def _comparison(facts: dict[str, Any]) -> str:
             else:
                 line += [_interval(compared["ratio"], compared), compared["peer"]]
         lines.append(line)
-    columns = ("cell", "rate / best peer's saturation", "p99", "best peer", "p50", "best peer")
+    columns = ("cell", "p99", "best peer", "p50", "best peer")
     title = (
         f"TTFT of `{facts['us']}` over the best peer's, geometric mean of paired seeds with 95% "
         f"interval. {counted}"
@@ -246,12 +196,10 @@ def _cell_table(cell: CellKey, policies: dict[str, Seeds]) -> str:
         line = (
             policy, *(f"{np.mean(s):.3g} [{min(s):.3g}, {max(s):.3g}]" for s in (p50_s, p99_s)),
             f"{100 * _mean(rows, lambda row: row['slo']['met']):.1f}%",
-            f"{_mean(rows, 'goodput_rps'):.2f}", f"{100 * rejected:.1f}%",
+            f"{_mean(rows, lambda row: row['goodput_rps']):.2f}", f"{100 * rejected:.1f}%",
         )  # fmt: skip
         lines.append((float(np.mean(p99_s)), line))
     columns = ("policy", "TTFT p50 s", "TTFT p99 s", "SLO met", "goodput req/s", "rejected")
     title = f"{cell.words()}: mean over seeds, least to greatest in brackets"
     ordered = [line for _, line in sorted(lines, key=lambda one: one[0])]
-    text = _table(title, columns, ordered)
-    specs = {row["spec"] for row in policies.get("dynamo_tuned", {}).values()}
-    return f"{text}\n\ndynamo_tuned is {', '.join(sorted(specs))}." if specs else text
+    return _table(title, columns, ordered)
