@@ -102,11 +102,6 @@ class Arena:
             for t, s, n in merged
         ]
 
-    def check(self) -> None:
-        """Raise `BlockError` unless every pool's books are right."""
-        for pool in self.pools.values():
-            pool.check()
-
     def close(self) -> None:
         """Unpin the host tensors. No copy may be under way, nor the arena be used afterwards."""
         while self._registered:

@@ -98,24 +98,6 @@ class BlockPool:
             if not self._refs[block]:
                 self._give_back(block)
 
-    def check(self) -> None:
-        """Raise `BlockError` unless every block is either used or in exactly one unused run."""
-        unused: set[int] = set()
-        previous = -1
-        for start in self._starts:
-            end = self._ends[start]
-            if start <= previous or end <= start or end > self.count:
-                raise BlockError(
-                    f"{self.place} pool of {self.type}: unused run {start}..{end} overlaps another"
-                )
-            unused.update(range(start, end))
-            previous = end
-        free = {block for block, refs in enumerate(self._refs) if not refs}
-        if unused != free or len(unused) != self.unused or min(self._refs, default=0) < 0:
-            raise BlockError(
-                f"{self.place} pool of {self.type}: unused runs do not match the counts of users"
-            )
-
     def _misuse(self, what: str) -> BlockError:
         self.misused += 1
         return BlockError(f"{self.place} pool of {self.type}: {what}")

@@ -207,14 +207,6 @@ class Engine:
         """What became findable where, and what left, since the last call."""
         return self.memory.log.take()
 
-    def check(self) -> None:
-        """Raise unless the books are right; with nothing to do, nobody holds a block."""
-        self.memory.check()
-        if not self.busy and not len(self.store):
-            for cache in (self.memory.device, *self.memory.host.values()):
-                assert cache.pool.used == cache.idle == len(cache), "a block is held by nobody"
-            assert not self.arena.pools["act", "device"].used, "a captured block is held by nobody"
-
     # -- an iteration -------------------------------------------------------------------------
 
     def _grow(self, now_s: float) -> bool:

@@ -185,12 +185,6 @@ class TieredMemory:
             self.residents.release(sequence)
         sequence.blocks, sequence.published = np.empty(0, np.int64), 0
 
-    def check(self) -> None:
-        """Raise unless the books of all tiers are right."""
-        self._arena.check()
-        for cache in (self.device, *self.host.values()):
-            cache.check()
-
     # -- looking ------------------------------------------------------------------------------
 
     def _look(self, sequence: Sequence) -> Quote | None:

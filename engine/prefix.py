@@ -227,10 +227,3 @@ class PrefixPool:
             self._changed()
             self._log.stored(self.pool.place, new)
         return len(new)
-
-    def check(self) -> None:
-        """Raise `AssertionError` unless idle blocks are those that only the cache uses."""
-        self.pool.check()
-        assert self._digests == {block: digest for digest, block in self._blocks.items()}
-        only_here = {block for block in self._digests if self.pool.refs(block) == 1}
-        assert only_here == set(self._idle), (only_here, set(self._idle))

@@ -103,7 +103,6 @@ def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[s
         "layers": shape.layers,
         "kv_bytes_per_token": kv_elements * weights.dtype.itemsize,
         "activation_bytes_per_token": shape.layers * shape.hidden * weights.dtype.itemsize,
-        "weight_bytes": sum(layer.nbytes for layer in weights.layers),
         "repeats": profiler.settings.repeats,
         "load": profiler.line(profiler.load_layers),
         "project": profiler.line(profiler.project_layers),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +131,6 @@ class Layer:
     norm2_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
-        named = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 @dataclass(frozen=True, slots=True)

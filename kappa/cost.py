@@ -11,7 +11,7 @@ name says ``real``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kappa.checks import check_not_negative, check_positive, record_from
 from kappa.hardware import NodeProfile
-from kappa.model import ModelShape, attention_flops, attention_lines, kv_bytes, weight_read_bytes
+from kappa.model import ModelShape, attention_flops, kv_bytes_per_token, weight_read_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ Bound = Literal["memory", "compute"]
 
 # A context so long that the pairs among the new tokens do not count.
 _FAR_TOKENS = 1_000_000.0
+_MOST_RATIO, _RATIO_ERROR = 2.0**40, 1e-12
 
 
 class StepWork(NamedTuple, Generic[N]):
@@ -174,7 +175,6 @@ def step_model(
     node: NodeProfile,
     new_tokens: float = 1.0,
     context_tokens: float = _FAR_TOKENS,
-    tp: int = 1,
 ) -> StepModel:
     """The step constants of a model on a node; counts are plain numbers.
 
@@ -187,15 +187,15 @@ def step_model(
         token_s=2.0 * shape.params_active / node.flops_per_s,
         pair_s=attention_flops(shape, new_tokens, context_tokens) / pairs / attention_flops_per_s,
         weights_s=weight_read_bytes(shape, new_tokens) / node.hbm_bytes_per_s,
-        context_token_s=kv_bytes(shape, 1, tp) / node.hbm_bytes_per_s,
+        context_token_s=kv_bytes_per_token(shape) / node.hbm_bytes_per_s,
         fixed_s=node.step_fixed_s,
         dilation=node.dilation,
     )
 
 
-def load_token_s(shape: ModelShape, node: NodeProfile, tp: int = 1) -> float:
+def load_token_s(shape: ModelShape, node: NodeProfile) -> float:
     """Seconds of link time to bring the KV of one token to the device."""
-    return kv_bytes(shape, 1, tp) / node.h2d_bytes_per_s
+    return kv_bytes_per_token(shape) / node.h2d_bytes_per_s
 
 
 def transfer_s(tokens: N, token_s: float, fixed_s: float) -> N:
@@ -244,9 +244,9 @@ def critical_ratio(token_s: float, link_bytes_per_s: float, token_bytes: float) 
     return token_s * link_bytes_per_s / token_bytes
 
 
-def kappa_crit(shape: ModelShape, node: NodeProfile, tp: int = 1) -> float:
+def kappa_crit(shape: ModelShape, node: NodeProfile) -> float:
     """κ_crit = (2P/M)·(B/G), paper 001 Eq. 6: no attention, no floor, no fixed cost."""
-    flops_per_byte = 2.0 * shape.params_active / kv_bytes(shape, 1, tp)
+    flops_per_byte = 2.0 * shape.params_active / kv_bytes_per_token(shape)
     return flops_per_byte * node.h2d_bytes_per_s / node.flops_per_s
 
 
@@ -257,41 +257,27 @@ def bound(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> Bound:
 
 def kappa_eff(shape: ModelShape, node: NodeProfile, new_tokens: float) -> float:
     """The least κ, fractional, at which loading first and computing then takes twice the compute
-    time: an exact crossing of lines in the cached tokens, attention included.
-
-    0 where the load's fixed cost alone exceeds the compute time; infinity where computing grows
-    with the context faster than loading does, so that no κ is memory-bound.
-    """
-    tokens = max(new_tokens, 1)
-    step = step_model(shape, node, tokens)
-    load_line = (node.load_fixed_s, load_token_s(shape, node))
-    alone = step.parts(chunk_work(tokens, 0.0))
-    read_line = (alone.read_s + step.fixed_s, step.context_token_s)
-    linear_s = step.token_s * tokens + step.fixed_s
-    attention_rate = node.attention_flops_per_s or node.flops_per_s
-    # Loading must outlast the reads and, as the engine takes the cheaper form, any one form.
-    least_tokens = min(
-        _first_crossing(
-            load_line, (linear_s + start / attention_rate, slope / attention_rate), read_line
-        )
-        for start, slope in attention_lines(shape, tokens)
+    time, attention included; as `least_ratio` has it."""
+    new = max(new_tokens, 1)
+    return least_ratio(
+        lambda ratio: load_s(shape, node, ratio * new) >= compute_s(shape, node, new, ratio * new)
     )
-    return least_tokens / tokens
 
 
-def _first_crossing(load_line: tuple[float, float], *compute_lines: tuple[float, float]) -> float:
-    """Least x ≥ 0 where the load line reaches every compute line, or infinity.
+def least_ratio(bound: Callable[[float], bool]) -> float:
+    """The least κ from which on a request is memory-bound, by doubling and halving, to nine digits.
 
-    Lines are (at zero, slope).
+    0 where it is at almost none; infinity where computing grows with the context as fast as
+    bringing it back does, so that no request is.
     """
-    least, most = 0.0, math.inf
-    for start, slope in compute_lines:
-        gain = load_line[1] - slope
-        lead = start - load_line[0]
-        if gain > 0:
-            least = max(least, lead / gain)
-        elif lead > 0:
+    if bound(_RATIO_ERROR):
+        return 0.0
+    low, high = 0.0, 1.0
+    while not bound(high):
+        low, high = high, 2.0 * high
+        if high > _MOST_RATIO:
             return math.inf
-        elif gain < 0:
-            most = min(most, lead / gain)
-    return least if least <= most else math.inf
+    while high - low > _RATIO_ERROR * high:
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if bound(middle) else (middle, high)
+    return high

@@ -240,7 +240,6 @@ def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:
         step=fit_grid(prefill).step,
         grid=prefill,
         overlap=None if data.get("overlap") is None else float(data["overlap"]),
-        weights_load_s=float(data["weight_bytes"]) / alone,
         decode=None if decode is None else grid(decode, "sequences", "resident_tokens"),
         attend=attend,
         h2d_attending=min(1.0, float(beside["h2d_bytes_per_s"]) / alone),
@@ -265,7 +264,7 @@ def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
         "format": FORMAT, "source": "law", "model": model, "device": device,
         "layers": rates.layers, "kv_bytes_per_token": rates.kv_bytes,
         "activation_bytes_per_token": rates.activation_bytes,
-        "weight_bytes": rates.weights_load_s * link, "overlap": rates.overlap,
+        "overlap": rates.overlap,
         "load": line(rates.load), "project": line(rates.project),
         "grid": {
             "new_tokens": list(new), "context_tokens": list(context),

@@ -17,12 +17,11 @@ own planner has stored for (`host_planners`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from kappa.cost import TokenCounts
+from kappa.cost import TokenCounts, least_ratio
 from kappa.plans.decoding import (
     attention_refused,
     split_ahead,
@@ -66,9 +65,6 @@ _LEAST_TAIL_GAIN = 0.05
 
 PLAIN: frozenset[Kind] = frozenset({"K", "R"})
 EXACT: frozenset[Kind] = PLAIN | {"A"}
-
-_MOST_RATIO = 2.0**40
-_RATIO_ERROR = 1e-12
 
 
 def choose(
@@ -132,32 +128,20 @@ def policy_ttft_s(costs: Costs, policy: Policy, block_tokens: int = 0) -> float:
     return _SOLVERS[policy](costs, block_tokens).ttft_s
 
 
-def kappa_eff(
-    rates: PlanRates, policy: Policy, new_tokens: float, device_tokens: float = 0.0
-) -> float:
-    """The least κ at which predicted TTFT reaches twice the gpu time of computing the new tokens.
+def kappa_eff(rates: PlanRates, policy: Policy, new_tokens: float) -> float:
+    """The least κ at which predicted TTFT reaches twice the gpu time of computing the new tokens,
+    as `kappa.cost.least_ratio` has it.
 
     κ0 where loading comes first, 2κ0 where it overlaps, 2κ0 + 1 where the front is recomputed. The
-    gpu time is that of the same request with everything loaded, t_gpu(T, S). Found by doubling and
-    halving, to nine digits; infinity where computing grows with the context as fast as bringing it
-    back does, so that no request is memory-bound.
+    gpu time is that of the same request with everything loaded, t_gpu(T, S).
     """
     new_tokens = max(1.0, new_tokens)
 
     def bound(ratio: float) -> bool:
-        costs = Costs(rates, ratio * new_tokens, new_tokens, device_tokens)
+        costs = Costs(rates, ratio * new_tokens, new_tokens)
         return policy_ttft_s(costs, policy) >= 2.0 * costs.plain_s
 
-    high = 1.0
-    while not bound(high):
-        high *= 2.0
-        if high > _MOST_RATIO:
-            return math.inf
-    low = high / 2.0 if high > 1.0 else 0.0
-    while high - low > _RATIO_ERROR * high and high > _RATIO_ERROR:
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if bound(middle) else (middle, high)
-    return high
+    return least_ratio(bound)
 
 
 class Cached(NamedTuple):

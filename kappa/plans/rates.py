@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from kappa.checks import check_not_negative, check_positive, check_share
+from kappa.checks import check_positive, check_share
 from kappa.cost import (
     StepModel,
     StepWork,
@@ -33,7 +33,7 @@ from kappa.model import (
     ModelShape,
     activation_bytes_per_token,
     expert_params,
-    kv_bytes,
+    kv_bytes_per_token,
     projection_flops,
 )
 
@@ -147,8 +147,7 @@ class PlanRates:
     grid, where there is one, overrides the cost model inside its edges. `overlap` is the share of
     the shorter of link and gpu time that hides behind the longer: 0 loads before computing, 1 hides
     it all; None means by layers, 1 - 1/layers, one layer's load being waited for and one layer's
-    computing being left over. `weights_load_s` is what streaming all layers' weights takes, for
-    engines that keep them in host memory.
+    computing being left over.
 
     `attend` is seconds of the CPU, over all layers, to attend from one query to n tokens' KV in
     host memory; None where it is not measured. While it does, `h2d_attending` of the link's
@@ -168,7 +167,6 @@ class PlanRates:
     step: StepModel
     grid: ComputeGrid | None = None
     overlap: float | None = None
-    weights_load_s: float = 0.0
     experts_s: float = 0.0
     expert_idle: float = 0.0
     attend: LineFit | None = None
@@ -182,7 +180,6 @@ class PlanRates:
                 fit.require()
         check_positive(self, "layers", "kv_bytes", "activation_bytes")
         check_share(self, "h2d_attending", "attend_loading")
-        check_not_negative(self, "weights_load_s")
         if self.overlap is not None and not 0.0 <= self.overlap <= 1.0:
             raise ValueError(f"PlanRates.overlap is {self.overlap}: give a share in [0, 1]")
         if not (0.0 <= self.experts_s <= self.step.weights_s and 0.0 <= self.expert_idle < 1.0):
@@ -288,27 +285,21 @@ class PlanRates:
 
 
 def rates_from_law(
-    shape: ModelShape, node: NodeProfile, *, tp: int = 1, overlap: float | None = None
+    shape: ModelShape, node: NodeProfile, *, overlap: float | None = None
 ) -> PlanRates:
-    """Rates by formula, for a node of which only bandwidth and FLOP/s are known.
-
-    tp: tensor-parallel ranks, whose rates the node's are the sum of; each needs the whole
-    activations to project its KV heads from. overlap: as `PlanRates.overlap`.
-    """
-    token_kv_bytes = kv_bytes(shape, 1, tp)
+    """Rates by formula, for a node of which only bandwidth and FLOP/s are known. overlap: as
+    `PlanRates.overlap`."""
     all_weights_bytes = shape.params_total * shape.weight_dtype_bytes
     in_experts, idle = expert_params(shape)
-    heads_flops = projection_flops(shape) * token_kv_bytes / kv_bytes(shape, 1)
     return PlanRates(
         name=f"{shape.name} on {node.name}",
         layers=shape.layers,
-        kv_bytes=token_kv_bytes,
-        activation_bytes=tp * activation_bytes_per_token(shape),
-        load=LineFit("load", load_token_s(shape, node, tp), node.load_fixed_s),
-        project=LineFit("KV projection", heads_flops / node.flops_per_s),
+        kv_bytes=kv_bytes_per_token(shape),
+        activation_bytes=activation_bytes_per_token(shape),
+        load=LineFit("load", load_token_s(shape, node), node.load_fixed_s),
+        project=LineFit("KV projection", projection_flops(shape) / node.flops_per_s),
         step=replace(step_model(shape, node), weights_s=all_weights_bytes / node.hbm_bytes_per_s),
         overlap=overlap,
-        weights_load_s=all_weights_bytes / node.h2d_bytes_per_s,
         experts_s=in_experts * shape.weight_dtype_bytes / node.hbm_bytes_per_s,
         expert_idle=idle,
     )

@@ -27,6 +27,7 @@ from kappa.plans.load_plan import LoadPlan, layout
 from kappa.plans.planners import Cached, Planner, Planning, host_planners
 from kappa.plans.rates import PlanRates, rates_from_law
 from tests.engine import hf
+from tests.engine.books import check_engine
 from tests.engine.rig import weights
 
 BLOCK = 4
@@ -90,7 +91,7 @@ def engine(
     try:
         yield made
         finish(made)
-        made.check()
+        check_engine(made)
         assert made.stats().blocks["misused"] == 0
     finally:
         if isinstance(link, Link):

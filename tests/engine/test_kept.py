@@ -8,6 +8,7 @@ import pytest
 
 from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import LineFit
+from tests.engine.books import check_engine
 from tests.engine.engines import (
     BLOCK,
     SIZE,
@@ -133,7 +134,7 @@ def test_preempted_aborted_and_failed_requests_let_go() -> None:
         made.step()
         assert made.abort(asked.request_id)
         finish(made)
-        made.check()
+        check_engine(made)
     small = replace(SIZE, kv_device=14)
     with engine(cpu_threads=1, size=small, scheduler="fcfs") as made:
         first = prompt(33)

@@ -10,6 +10,7 @@ from engine.sequence import RequestRefused
 from kappa.protocol import Charge
 from scheduler.catalogue import SCHEDULERS
 from scheduler.config import FairConfig
+from tests.engine.books import check_engine, check_memory
 from tests.engine.engines import (
     BLOCK,
     LONG,
@@ -167,7 +168,7 @@ def test_an_abort_at_any_stage_frees_everything() -> None:
             link_of(made).open.set()
             aborted = [o for o in finish(made) if o.request_id == handle.request_id]
             assert [(o.tokens, o.finish_reason) for o in aborted] == [([], "abort")], stage
-            made.check()
+            check_engine(made)
         assert made.stats().aborted == 5
         assert generate(made, [*LONG, 7]) == [expected([*LONG, 7])]
 
@@ -257,7 +258,7 @@ def test_random_traffic_says_what_the_model_says_and_leaks_nothing() -> None:
             handles.append(submit(made, tokens, 4, planner=dice.choice(planners)))
             for _ in range(dice.randrange(4)):
                 made.step()
-                made.memory.check()
+                check_memory(made.memory)
             if dice.random() < 0.2:
                 made.abort(dice.choice(handles).request_id)
         finish(made)

@@ -6,6 +6,7 @@ from engine.memory import fit
 from engine.sequence import EngineRequest, Sequence
 from kappa.plans.load_plan import LoadPlan, layout
 from scheduler.work import Quote
+from tests.engine.books import check_memory
 from tests.engine.engines import BLOCK, LONG, SIZE, engine, evict_device, generate, prompt, submit
 
 
@@ -56,7 +57,7 @@ def test_who_needs_what_another_loads_is_told_to_wait() -> None:
         version = memory.version
         memory.release(first)
         assert memory.version > version and memory.quote(second).host_tokens == 40
-        memory.check()
+        check_memory(memory)
 
 
 def test_what_does_not_fit_after_all_is_not_taken() -> None:
@@ -69,7 +70,7 @@ def test_what_does_not_fit_after_all_is_not_taken() -> None:
         assert memory.available() == 5 and late.load is None and not len(late.blocks)
         assert memory.host["kv"].idle == len(memory.host["kv"])
         memory.device.release(taken)
-        memory.check()
+        check_memory(memory)
 
 
 def test_a_quote_does_not_outlive_what_was_evicted() -> None:

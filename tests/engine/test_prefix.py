@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.blocks import BlockPool, OutOfBlocks
 from engine.prefix import BlockKey, EventLog, PrefixPool, RemovedBlocks, StoredBlocks, extend_keys
+from tests.engine.books import check_cache
 
 BLOCK = 2
 
@@ -94,7 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_are_right(self) -> None:
-        self.cache.check()
+        check_cache(self.cache)
         used = {block for user in self.users for block in user}
         assert self.cache.available() == 10 - len(used)
         for event in self.log.take():

@@ -10,6 +10,7 @@ import torch
 from engine.arena import ArenaSize
 from engine.sequence import RequestRefused
 from tests.engine import hf
+from tests.engine.books import check_engine
 from tests.engine.engines import (
     BLOCK,
     engine,
@@ -233,7 +234,7 @@ def test_preempted_and_aborted_requests_let_go_of_host_memory() -> None:
             made.step()
         assert made.abort(handles[0].request_id)
         finish(made)
-        made.check()
+        check_engine(made)
         for one in handles[1:]:
             assert one.tokens[33:] == expected(one.tokens[:33], 24)
 

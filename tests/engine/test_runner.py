@@ -11,6 +11,7 @@ from engine.prefix import CacheEvent, StoredBlocks
 from engine.runner import EngineRunner, EngineStopped
 from engine.sampling import Sampling
 from engine.sequence import EngineRequest, Output, RequestRefused
+from tests.engine.books import check_memory
 from tests.engine.engines import engine, expected, prompt
 
 
@@ -78,7 +79,7 @@ async def test_who_leaves_early_holds_nothing() -> None:
         totals = await asyncio.wrap_future(stats(running))
         # The other may have been cancelled before it was submitted at all.
         assert totals["aborted"] in (1, 2) and totals["finished"] == 0
-        await asyncio.wrap_future(running.call(lambda made: made.memory.check()))
+        await asyncio.wrap_future(running.call(lambda made: check_memory(made.memory)))
 
 
 async def test_refusals_come_to_the_caller() -> None:

@@ -10,6 +10,7 @@ from engine.settings import EngineOptions
 from engine.store import HostStore
 from kappa.model import ModelShape
 from kappa.plans.planners import Planning
+from tests.engine.books import check_memory
 from tests.engine.engines import Link
 
 SHAPE = ModelShape("tiny", 2, 8, 2, 1, 4, 1e3, 1e3, "gqa")
@@ -42,7 +43,7 @@ class Rig:
         self.link.open.set()
         self.store.drain(10)
         assert len(self.store) == 0 and self.device.pool.used == 0
-        self.memory.check()
+        check_memory(self.memory)
         self.link.stop(10)
 
 

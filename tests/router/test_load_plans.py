@@ -22,7 +22,7 @@ def rates(load_token_s=4e-7, token_s=3e-5):
     new, context, sizes = [1, 64, 1024], [0, 1024, 8192], [128, 256, 512, 1024]
     return {
         "format": FORMAT, "device": "test", "model": "m", "dtype": "float16", "layers": 32,
-        "kv_bytes_per_token": 131072, "activation_bytes_per_token": 262144, "weight_bytes": 13e9,
+        "kv_bytes_per_token": 131072, "activation_bytes_per_token": 262144,
         "load": {"tokens": sizes, "seconds": [load_token_s * n for n in sizes]},
         "project": {"tokens": sizes, "seconds": [1e-7 * n for n in sizes]},
         "grid": {

@@ -23,6 +23,7 @@ from kappa.plans.clo import CloConfig, SparseSettings
 from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
 from tests.engine import hf
+from tests.engine.books import check_engine
 from workers.identity import SparsePlan, WorkerPlan
 from workers.own_engine.server import OwnPlan
 from workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
@@ -252,7 +253,7 @@ async def test_a_client_that_leaves_frees_everything(started):
     for _ in range(200):
         if not runner.call(lambda engine: engine.busy).result(20):
             break
-    runner.call(lambda engine: engine.check()).result(20)
+    runner.call(check_engine).result(20)
     await started.engine.check_health()
 
 

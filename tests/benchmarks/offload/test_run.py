@@ -72,7 +72,7 @@ def measured(forward, settings):
     return {
         "format": FORMAT, "device": "test", "model": c.shape.name, "layers": c.layers,
         "kv_bytes_per_token": c.layers * token_bytes,
-        "activation_bytes_per_token": c.layers * c.hidden * 4, "weight_bytes": 1e6,
+        "activation_bytes_per_token": c.layers * c.hidden * 4,
         "load": {"tokens": sizes, "seconds": [n * token_bytes / 40e6 for n in sizes]},
         "project": {"tokens": sizes, "seconds": [1e-6 * n for n in sizes]},
         "attend": {"tokens": sizes, "seconds": [1e-6 * n for n in sizes],

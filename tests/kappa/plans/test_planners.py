@@ -137,12 +137,10 @@ def test_effective_ratio_of_loading_is_that_of_the_router(overlap: float) -> Non
 
 
 def test_at_the_effective_ratio_the_first_token_takes_twice_its_computing() -> None:
-    """With tokens on the device in front, which are attended to and not loaded."""
     rates = law("llama-3.1-8b", 50)
-    kappa = kappa_eff(rates, "load", 128, device_tokens=20_000)
-    loaded = kappa * 128
-    ttft_s = policy_ttft_s(Costs(rates, loaded, 128, 20_000), "load")
-    assert ttft_s == pytest.approx(2 * rates.prefill_s(128, loaded + 20_000), rel=1e-6)
+    loaded = kappa_eff(rates, "load", 128) * 128
+    ttft_s = policy_ttft_s(Costs(rates, loaded, 128), "load")
+    assert ttft_s == pytest.approx(2 * rates.prefill_s(128, loaded), rel=1e-6)
 
 
 def test_where_computing_outgrows_loading_nothing_is_memory_bound() -> None:

@@ -53,7 +53,6 @@ def test_the_law_gives_the_router_its_own_seconds(model: str) -> None:
         expected = compute_s(shape, NODE, new, context)
         assert rates.prefill_s(new, context) == pytest.approx(expected)
     assert rates.prefill_s(0, 100) == rates.prefill_s(1, 100)
-    assert rates.weights_load_s == 2 * shape.params_total / 50e9
     assert rates.load.seconds(1_000) == pytest.approx(1e-4 + kv_bytes(shape, 1_000) / 50e9)
     assert rates.h2d_bytes_per_s == pytest.approx(50e9)
     assert rates.serial_share == 1 / shape.layers
@@ -66,19 +65,10 @@ def test_projection_is_kvprs_four_h_squared_for_one_kv_head_per_query_head() -> 
     assert projection_flops(SHAPES["deepseek-v3"]) == 61 * 2 * 7168 * (512 + 64)
 
 
-def test_every_rank_needs_all_activations_and_replicated_heads_are_projected_twice() -> None:
-    shape = SHAPES["qwen3-235b-a22b"]  # four KV heads
-    one, eight = rates_from_law(shape, NODE), rates_from_law(shape, NODE, tp=8)
-    assert eight.kv_bytes == 2 * one.kv_bytes
-    assert eight.activation_bytes == 8 * one.activation_bytes
-    assert eight.project_token_s == 2 * one.project_token_s
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"layers": 0}, {"overlap": 1.5}, {"h2d_attending": 0.0}, {"h2d_attending": 1.01},
-     {"attend_loading": 1.01}, {"weights_load_s": -1.0},
-     {"experts_s": 1.0}],
+     {"attend_loading": 1.01}, {"experts_s": 1.0}],
 )  # fmt: skip
 def test_rates_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"PlanRates.{next(iter(changes))}"):
@@ -103,7 +93,7 @@ def test_what_was_not_measured_slows_nothing_down() -> None:
         "bare", 4, 100.0, 50.0, LineFit("load", 1e-6), LineFit("KV projection", 1e-6), step
     )
     assert rates.attending() == rates
-    assert (rates.attend_bytes_per_s, rates.weights_load_s, rates.experts_s) == (0.0, 0.0, 0.0)
+    assert (rates.attend_bytes_per_s, rates.experts_s) == (0.0, 0.0)
     # 100 bytes in 1 us; half of them are activations; one layer of four is not hidden.
     assert rates.h2d_bytes_per_s == pytest.approx(1e8)
     assert (rates.activation_ratio, rates.serial_share) == (0.5, 0.25)
@@ -274,7 +264,6 @@ def measured(**changes: Any) -> dict[str, Any]:
         "format": FORMAT,
         "device": "test", "model": "opt-6.7b", "dtype": "float16", "layers": 32,
         "kv_bytes_per_token": 524288, "activation_bytes_per_token": 262144,
-        "weight_bytes": 13e9,
         "load": {"tokens": sizes, "seconds": [4e-7 * n + 1e-5 for n in sizes]},
         "project": {"tokens": sizes, "seconds": [1e-7 * n + 5e-6 for n in sizes]},
         "grid": {
@@ -293,7 +282,6 @@ def test_measured_rates_are_those_of_all_layers(tmp_path: Path) -> None:
     assert rates.load_token_s == pytest.approx(32 * 4e-7)
     assert rates.project.fixed_s == pytest.approx(32 * 5e-6)
     assert rates.activation_ratio == 0.5
-    assert rates.weights_load_s == 13e9 / 40e9
     assert rates.load.r2 == pytest.approx(1.0)
     path = tmp_path / "rates.json"
     path.write_text(json.dumps(measured()), encoding="utf-8")

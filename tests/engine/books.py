@@ -1,0 +1,41 @@
+"""Whether the books of an engine's blocks are right; `AssertionError` if they are not."""
+
+from engine.blocks import BlockPool
+from engine.loop import Engine
+from engine.memory import TieredMemory
+from engine.prefix import PrefixPool
+
+
+def check_pool(pool: BlockPool) -> None:
+    """Every block is either used or in exactly one unused run."""
+    unused: list[int] = []
+    for start in pool._starts:
+        assert start < pool._ends[start] <= pool.count, "an unused run is empty, or too long"
+        unused += range(start, pool._ends[start])
+    free = [block for block, refs in enumerate(pool._refs) if not refs]
+    assert unused == free, "unused runs do not match the counts of users"
+    assert len(unused) == pool.unused and min(pool._refs, default=0) >= 0
+
+
+def check_cache(cache: PrefixPool) -> None:
+    """Idle blocks are those that only the cache uses."""
+    check_pool(cache.pool)
+    assert cache._digests == {block: digest for digest, block in cache._blocks.items()}
+    only_here = {block for block in cache._digests if cache.pool.refs(block) == 1}
+    assert only_here == set(cache._idle), (only_here, set(cache._idle))
+
+
+def check_memory(memory: TieredMemory) -> None:
+    for pool in memory._arena.pools.values():
+        check_pool(pool)
+    for cache in (memory.device, *memory.host.values()):
+        check_cache(cache)
+
+
+def check_engine(engine: Engine) -> None:
+    """With nothing to do, nobody holds a block."""
+    check_memory(engine.memory)
+    if not engine.busy and not len(engine.store):
+        for cache in (engine.memory.device, *engine.memory.host.values()):
+            assert cache.pool.used == cache.idle == len(cache), "a block is held by nobody"
+        assert not engine.arena.pools["act", "device"].used, "a captured block is held by nobody"
