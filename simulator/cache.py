@@ -12,7 +12,9 @@ the only copy of something.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,43 +22,27 @@ from numpy.typing import NDArray
 Ids = NDArray[np.uint64]
 
 
+@dataclass(slots=True, eq=False)
 class PrefixRun:
     """Blocks `ids[start:stop]`; `start` is also the number of blocks before it in the prefix.
 
     copy: another node holds them too, or did when they came; so is then all that follows them.
     """
 
-    __slots__ = ("children", "copy", "ids", "parent", "pins", "start", "stop")
-
-    def __init__(
-        self,
-        ids: Ids,
-        start: int,
-        stop: int,
-        parent: PrefixRun | None,
-        pins: int,
-        copy: bool = False,
-    ) -> None:
-        self.ids = ids
-        self.start = start
-        self.stop = stop
-        self.parent = parent
-        self.pins = pins
-        self.copy = copy
-        self.children = 0
+    ids: Ids
+    start: int
+    stop: int
+    parent: PrefixRun | None
+    pins: int
+    copy: bool = False
+    children: int = 0
 
 
 def common_blocks(a: Ids, b: Ids, low: int, high: int) -> int:
     """How many leading blocks `a` and `b` share, known to be between `low` and `high`."""
     if a is b:
         return high
-    while low < high:
-        middle = (low + high + 1) >> 1
-        if a.item(middle - 1) == b.item(middle - 1):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(high), True, low, high, key=lambda at: a.item(at) != b.item(at))
 
 
 class TierCache:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s
 from simulator.cache import Ids, common_blocks
 from workload.catalogue import arrivals_for
-from workload.replay import copied, expand, order_of
+from workload.replay import copied, expand, matched_blocks, order_of
 from workload.shapes import SessionShape, TurnShape, Workload
 
 # Copies of a workload from this number on are for sessions that began before the run.
@@ -218,7 +218,7 @@ def _fill(
         turns = session.turns[done : done + mine]
         first = turns[0].blocks
         held = known.shared_blocks if not done else 0
-        held = _seen_blocks(seen, first, held)
+        held = matched_blocks(first[:held], seen)
         if warm and done:
             history = _history(session, done)
             histories.append(history)
@@ -249,18 +249,6 @@ def _fill(
     traffic.reuse_tokens = np.array(reuse, dtype=np.int64)
     traffic.prompt_tokens = np.array(prompts, dtype=np.int64)
     traffic.output_tokens = np.array(outputs, dtype=np.int64)
-
-
-def _seen_blocks(seen: set[int], ids: Ids, stop: int) -> int:
-    """Leading blocks of `ids[:stop]` that were seen; ids are chained, so bisection finds them."""
-    low = 0
-    while low < stop:
-        middle = (low + stop + 1) >> 1
-        if ids.item(middle - 1) in seen:
-            low = middle
-        else:
-            stop = middle - 1
-    return low
 
 
 def _history(session: SessionShape, done: int) -> Ids:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,14 +33,9 @@ ArrivalProcess = Callable[[float, np.random.Generator], Iterator[float]]
 WINDOW_S = 600
 
 _RATE_COLUMNS: dict[str, type] = {
-    "client": int,
-    "window_s": int,
-    "rate_rps": float,
-    "cv": float,
-    "pattern": str,
-    "arg1": float,
+    "client": int, "window_s": int, "rate_rps": float, "cv": float, "pattern": str, "arg1": float,
     "arg2": float,
-}
+}  # fmt: skip
 _PATTERNS = ("Gamma", "Weibull")
 
 # Seconds that `servegen` gives to a window which lasted 600 s: runs last minutes, not a day, and
@@ -52,7 +48,6 @@ _DRAWS = 1024  # gaps drawn at a time: numpy is slow one by one
 
 def poisson(rate_rps: float, rng: np.random.Generator) -> Iterator[float]:
     """Arrival times of a Poisson process of `rate_rps` sessions a second, for ever."""
-    require_rate(rate_rps)
     return _cumulated(lambda: rng.exponential(1.0 / rate_rps, _DRAWS))
 
 
@@ -67,7 +62,6 @@ def _cumulated(draw: Callable[[], NDArray[np.float64]]) -> Iterator[float]:
 
 def constant(rate_rps: float) -> Iterator[float]:
     """Evenly spaced arrival times, the first after one gap, for ever."""
-    require_rate(rate_rps)
     return (number / rate_rps for number in count(1))
 
 
@@ -76,8 +70,6 @@ def gamma(rate_rps: float, rng: np.random.Generator, *, cv: float) -> Iterator[f
 
     cv: coefficient of variation of the gaps: 1 is `poisson`, more comes in bursts.
     """
-    require_rate(rate_rps)
-    _require("cv", cv, "a coefficient of variation")
     shape = cv**-2
     return _cumulated(lambda: rng.gamma(shape, 1.0 / (rate_rps * shape), _DRAWS))
 
@@ -87,9 +79,6 @@ def ramp(
 ) -> Iterator[float]:
     """Arrivals at random, at a rate that goes evenly from one, zero or more, to another in
     `length_s` seconds, then stays there."""
-    require_rate(last_rps)
-    _require("first_rps", first_rps, "sessions a second", or_zero=True)
-    _require("length_s", length_s, "seconds")
     within = (first_rps + last_rps) / 2 * length_s
     slope = (last_rps - first_rps) / length_s
 
@@ -106,12 +95,6 @@ def ramp(
 def steps(rates_rps: Sequence[float], step_s: float, rng: np.random.Generator) -> Iterator[float]:
     """Arrivals at random, at each rate for `step_s` seconds, and at the last one for ever; all but
     the last may be zero."""
-    if not rates_rps:
-        raise ValueError("rates_rps is empty: give one rate at least")
-    require_rate(rates_rps[-1])
-    for rate_rps in rates_rps:
-        _require("one of rates_rps", rate_rps, "sessions a second", or_zero=True)
-    _require("step_s", step_s, "seconds")
     # The arrivals expected before each step begins.
     before = list(accumulate((rate * step_s for rate in rates_rps[:-1]), initial=0.0))
 
@@ -192,14 +175,7 @@ def servegen(
     exact mean, wants R / len(rates.windows). steady: every window has the mean rate, with its own
     clients and their bursts.
     """
-    require_rate(rate_rps)
-    _require("window_s", window_s, "seconds")
-    return _servegen(rate_rps, rng, rates or shipped_rates(), window_s, steady)
-
-
-def _servegen(
-    rate_rps: float, rng: np.random.Generator, rates: RateDay, window_s: float, steady: bool
-) -> Iterator[float]:
+    rates = rates or shipped_rates()
     index = int(rng.integers(len(rates.windows)))
     start_s = 0.0
     while True:
@@ -227,16 +203,6 @@ def _places(client: ClientRate, expected: float, rng: np.random.Generator) -> ND
     # On a circle, turned at random: otherwise the bursts of all clients would meet at the edges.
     places: NDArray[np.float64] = (np.cumsum(gaps) / total + rng.random()) % 1.0
     return places
-
-
-def require_rate(rate_rps: float) -> None:
-    _require("rate_rps", rate_rps, "sessions a second")
-
-
-def _require(name: str, value: float, meaning: str, *, or_zero: bool = False) -> None:
-    if not (math.isfinite(value) and (value > 0 or (or_zero and value == 0))):
-        least = "zero or more" if or_zero else "above zero"
-        raise ValueError(f"{name} is {value}: give {meaning}, {least}")
 
 
 Kind = Literal["poisson", "constant", "gamma", "servegen", "trace", "ramp", "steps", "closed"]
@@ -300,12 +266,17 @@ class ArrivalSpec:
                 return steps(rates, self.seconds, rng)
 
 
-def parse_arrivals(text: str) -> ArrivalSpec:
-    """Read a spec.
+_NUMBER = r"[\d.]+(?:[eE][+-]?\d+)?"
+_WRITTEN: dict[Kind, str] = {
+    "poisson": "(?P<rates>N)", "constant": "(?P<rates>N)", "gamma": "(?P<rates>N),cv=(?P<cv>N)",
+    "servegen": "(?P<rates>N)(,window_s=(?P<seconds>N))?", "trace": "(x(?P<speed>N))?",
+    "ramp": "(?P<rates>N-N)/(?P<seconds>N)", "steps": "(?P<rates>N(,N)+)/(?P<seconds>N)",
+    "closed": r"(?P<concurrency>\d+)",
+}  # fmt: skip
 
-    Raises:
-        ValueError: says what is wrong with it, and how it is written.
-    """
+
+def parse_arrivals(text: str) -> ArrivalSpec:
+    """Read a spec; `ValueError` says how it is written."""
     kind, _, rest = text.strip().partition(":")
     if kind not in FORMS:
         near = difflib.get_close_matches(kind, FORMS, n=1)
@@ -313,69 +284,21 @@ def parse_arrivals(text: str) -> ArrivalSpec:
         raise ValueError(
             f"arrivals {text!r}: unknown kind {kind!r}.{hint} Known: {'; '.join(FORMS.values())}"
         )
-    try:
-        return _parsed(kind, rest, text)
-    except ValueError as error:
-        raise ValueError(f"arrivals {text!r}: {error}; write {FORMS[kind]}") from None
-
-
-def _parsed(kind: Kind, rest: str, text: str) -> ArrivalSpec:
-    if kind == "trace":
-        if rest and not rest.startswith("x"):
-            raise ValueError(f"the factor {rest!r} does not begin with x")
-        return ArrivalSpec(kind, speed=_positive("factor", rest[1:]) if rest else 1.0, text=text)
-    if kind == "closed":
-        if not rest.isdecimal() or not int(rest):
-            raise ValueError(f"the number of sessions must be a whole number, found {rest!r}")
-        return ArrivalSpec(kind, concurrency=int(rest), text=text)
-    if kind in ("ramp", "steps"):
-        rates, slash, seconds = rest.partition("/")
-        if not slash:
-            raise ValueError("the seconds are missing")
-        parts = rates.split("-" if kind == "ramp" else ",")
-        if kind == "ramp" and len(parts) != 2:
-            raise ValueError(f"a ramp goes from one rate to another, found {rates!r}")
-        numbers = tuple(_number("rate", part) for part in parts)
-        if min(numbers) < 0 or numbers[-1] <= 0:
-            raise ValueError("rates must not be negative, and the last one must be above zero")
-        if len(numbers) < 2:
-            raise ValueError("steps need two rates at least")
-        return ArrivalSpec(kind, numbers, seconds=_positive("seconds", seconds), text=text)
-    rate, *extras = rest.split(",")
-    options = _options(extras, {"gamma": "cv", "servegen": "window_s"}.get(kind))
-    if kind == "gamma" and not options:
-        raise ValueError("the coefficient of variation, cv, is missing")
-    return ArrivalSpec(
-        kind,
-        (_positive("rate", rate),),
-        cv=options.get("cv", 1.0),
-        seconds=options.get("window_s", 0.0),
-        text=text,
+    wrong = ValueError(
+        f"arrivals {text!r}: write {FORMS[kind]}; numbers above zero, the last of rates at least"
     )
-
-
-def _options(extras: list[str], known: str | None) -> dict[str, float]:
-    options: dict[str, float] = {}
-    for extra in extras:
-        name, _, value = extra.partition("=")
-        if name != known:
-            raise ValueError(f"unknown option {extra!r}")
-        options[name] = _positive(name, value)
-    return options
-
-
-def _number(what: str, text: str) -> float:
+    match = re.fullmatch(_WRITTEN[kind].replace("N", _NUMBER), rest)
+    if match is None:
+        raise wrong
+    given = {name: value for name, value in match.groupdict().items() if value}
     try:
-        number = float(text)
+        rates = tuple(map(float, re.findall(_NUMBER, given.pop("rates", ""))))
+        number = {name: float(value) for name, value in given.items()}
     except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"the {what} must be a number, found {text!r}")
-    return number
-
-
-def _positive(what: str, text: str) -> float:
-    number = _number(what, text)
-    if number <= 0:
-        raise ValueError(f"the {what} must be above zero, found {text!r}")
-    return number
+        raise wrong from None
+    if not all(0 < each < math.inf for each in (*rates[-1:], *number.values())):
+        raise wrong
+    return ArrivalSpec(
+        kind, rates, number.get("cv", 1.0), number.get("seconds", 0.0), number.get("speed", 1.0),
+        int(number["concurrency"]) if "concurrency" in number else None, text,
+    )  # fmt: skip

@@ -20,7 +20,6 @@ from workload.shapes import (
     SessionShape,
     Workload,
     key_of,
-    require_block_tokens,
     stream_ids,
     turn_of,
 )
@@ -36,21 +35,20 @@ class _AzureRow(NamedTuple):
     output_tokens: Tokens
 
 
-def read_azure(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> Workload:
+def read_azure(path: Path) -> Workload:
     """Read an Azure trace; `.gz` is read as is."""
-    require_block_tokens(block_tokens)
     rows = list(_rows(path))
     start = min(time for time, _, _ in rows)
-    blocks = [(prompt + max(output, 1)) // block_tokens for _, prompt, output in rows]
+    blocks = [(prompt + max(output, 1)) // BLOCK_TOKENS for _, prompt, output in rows]
     ids = stream_ids(key_of("azure"), 0, sum(blocks))
     sessions: list[SessionShape] = []
     first = 0
     for number, ((time, prompt, output), count) in enumerate(zip(rows, blocks, strict=True)):
-        turn = turn_of(0.0, prompt, output, ids[first : first + count], block_tokens, prompt)
+        turn = turn_of(0.0, prompt, output, ids[first : first + count], BLOCK_TOKENS, prompt)
         arrival_s = (time - start).total_seconds()
         sessions.append(SessionShape(id=f"azure-{number}", turns=(turn,), arrival_s=arrival_s))
         first += count
-    return Workload("azure", block_tokens, tuple(sessions), SOURCE)
+    return Workload("azure", BLOCK_TOKENS, tuple(sessions), SOURCE)
 
 
 def _rows(path: Path) -> Iterator[tuple[datetime, int, int]]:

@@ -50,12 +50,8 @@ READERS = 2
 OUTPUT_TOKENS = 8
 
 _FILING_COLUMNS: dict[str, type] = {
-    "doc_name": str,
-    "pdf_bytes": int,
-    "pages": int,
-    "words": int,
-    "llama2_tokens": int,
-}
+    "doc_name": str, "pdf_bytes": int, "pages": int, "words": int, "llama2_tokens": int,
+}  # fmt: skip
 
 
 def read_finqa(filings: Path, questions: Path, how: ReadAs = DEFAULT) -> Workload:

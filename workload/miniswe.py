@@ -33,13 +33,9 @@ BLOCK_TOKENS = 64
 SOURCE = "mini-SWE agent traces, LMCache/lmcache-agent-trace, Apache-2.0"
 
 _COLUMNS: dict[str, type] = {
-    "session": str,
-    "t_s": float,
-    "input_length": int,
-    "output_length": int,
-    "cached_C": int,
+    "session": str, "t_s": float, "input_length": int, "output_length": int, "cached_C": int,
     "new_N": int,
-}
+}  # fmt: skip
 _CACHE_BLOCK_TOKENS = 16  # of the cache that `cached_C` was computed with
 
 
@@ -159,14 +155,8 @@ class _CommonBeginnings:
 
 def _common_length(one: str, other: str) -> int:
     """How many characters two texts have in common from the start."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    most = range(1, min(len(one), len(other)) + 1)
+    return bisect_left(most, True, key=lambda length: one[:length] != other[:length])
 
 
 def _workload(rows: list[_SweRow], block_tokens: int) -> Workload:

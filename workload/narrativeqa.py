@@ -39,15 +39,9 @@ TOKENS_PER_WORD = 1.3
 LEAST_OUTPUT_TOKENS = 4
 
 _DOCUMENT_COLUMNS: dict[str, type] = {
-    "document_id": str,
-    "set": str,
-    "kind": str,
-    "story_word_count": int,
-    "story_file_size": int,
-    "wiki_title": str,
-    "wiki_url": str,
-    "est_tokens": int,
-}
+    "document_id": str, "set": str, "kind": str, "story_word_count": int, "story_file_size": int,
+    "wiki_title": str, "wiki_url": str, "est_tokens": int,
+}  # fmt: skip
 
 
 def read_narrativeqa(

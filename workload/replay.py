@@ -10,6 +10,7 @@ copy stays shared, and copies share nothing. `Reuse` is what an unlimited cache 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,14 +113,7 @@ class Reuse:
 
 def matched_blocks(blocks: BlockIds, seen: set[int]) -> int:
     """How many blocks from the start are in `seen`, which holds whole prefixes only."""
-    least, most = 0, len(blocks)
-    while least < most:
-        middle = (least + most + 1) // 2
-        if int(blocks[middle - 1]) in seen:
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    return bisect_left(range(len(blocks)), True, key=lambda at: blocks.item(at) not in seen)
 
 
 Prompt = str | tuple[Message, ...] | TokenIds

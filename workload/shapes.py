@@ -18,8 +18,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from workload.reading import MOST_TOKENS
-
 BlockIds = NDArray[np.uint64]
 
 
@@ -132,27 +130,8 @@ def turn_of(
     )
 
 
-def require_tokens(what: str, tokens: int, least: int = 0) -> int:
-    """The number given, if it can be a length in tokens; ValueError otherwise."""
-    if tokens < least:
-        raise ValueError(f"{what} must be at least {least}, found {tokens}")
-    if tokens > MOST_TOKENS:
-        raise ValueError(f"{what} must be at most {MOST_TOKENS}, found {tokens}")
-    return tokens
-
-
-def require_block_tokens(block_tokens: int) -> None:
-    """Refuse a block size that is no size."""
-    if block_tokens < 1:
-        raise ValueError(f"block_tokens is {block_tokens}: give at least 1")
-
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-
-
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from workload.reading import (
     DEFAULT,
+    MOST_TOKENS,
     ReadAs,
     TokenCounter,
     WorkloadError,
@@ -32,7 +33,6 @@ from workload.shapes import (
     Texts,
     Workload,
     key_of,
-    require_tokens,
     stream_ids,
     turn_of,
 )
@@ -44,14 +44,9 @@ SOURCE = "ShareGPT lengths, derived from a sample of ShareGPT_V3_unfiltered_clea
 MEAN_THINK_S = 15.0
 
 _COLUMNS: dict[str, type] = {
-    "conv_id": str,
-    "split_offset_msgs": int,
-    "turn": int,
-    "cached_C": int,
-    "new_N": int,
-    "out": int,
-    "cached_C_unsplit_est": int,
-}
+    "conv_id": str, "split_offset_msgs": int, "turn": int, "cached_C": int, "new_N": int,
+    "out": int, "cached_C_unsplit_est": int,
+}  # fmt: skip
 _Speaker = Literal["human", "user", "system", "gpt", "chatgpt", "bing", "bard"]
 _ROLES: dict[str, str] = {"human": "user", "user": "user", "system": "system"}
 """All other speakers are assistants."""
@@ -80,8 +75,11 @@ def read_sharegpt_table(path: Path, how: ReadAs = DEFAULT) -> Workload:
 
 
 def _check_prompt(prompt: int, in_piece: int, before: _Lengths) -> None:
-    require_tokens("the prompt, columns 'cached_C' and 'new_N' together,", in_piece, least=1)
-    require_tokens("the prompt with its history", prompt)
+    if in_piece < 1 or max(in_piece, prompt) > MOST_TOKENS:
+        raise ValueError(
+            f"columns 'cached_C' and 'new_N' make a prompt of {in_piece} tokens, {prompt} with its "
+            f"history: give 1 to {MOST_TOKENS}"
+        )
     left = sum(before[-1][:2]) if before else 0
     if prompt < left:
         raise ValueError(

@@ -121,18 +121,6 @@ def test_the_smallest_shapes_and_idle_windows_do_no_harm():
     assert len(times_s) == pytest.approx(10_000, rel=0.02)
 
 
-@pytest.mark.parametrize("rate_rps", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("process", [poisson, servegen])
-def test_a_rate_that_is_none_is_refused_at_once(process, rate_rps):
-    with pytest.raises(ValueError, match="rate_rps"):
-        process(rate_rps, rng())
-
-
-def test_a_window_of_no_length_is_refused():
-    with pytest.raises(ValueError, match="window_s"):
-        servegen(1.0, rng(), window_s=0.0)
-
-
 def gaps_of(times, count):
     return np.diff([0.0, *islice(times, count)])
 
@@ -170,24 +158,6 @@ def test_steps_keep_each_rate_for_their_time_and_the_last_for_ever():
     assert count[1] == 0
     expected = np.array([500.0, 2000.0, 2000.0])
     assert np.all(np.abs(count[[0, 2, 3]] - expected) < 4 * np.sqrt(expected))
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda rng: arrivals.gamma(1.0, rng, cv=0.0), "cv is 0.0"),
-        (lambda rng: arrivals.constant(0.0), "rate_rps is 0.0"),
-        (lambda rng: arrivals.ramp(-1.0, 1.0, 1.0, rng), "first_rps is -1.0"),
-        (lambda rng: arrivals.ramp(1.0, 0.0, 1.0, rng), "rate_rps is 0.0"),
-        (lambda rng: arrivals.ramp(1.0, 1.0, 0.0, rng), "length_s is 0.0"),
-        (lambda rng: arrivals.steps([], 1.0, rng), "rates_rps is empty"),
-        (lambda rng: arrivals.steps([-1.0, 1.0], 1.0, rng), "rates_rps is"),
-        (lambda rng: arrivals.steps([1.0], 0.0, rng), "step_s is 0.0"),
-    ],
-)
-def test_processes_that_never_come_are_refused_at_once(make, reason):
-    with pytest.raises(ValueError, match=reason):
-        make(np.random.default_rng(0))
 
 
 def first(spec, count=500, seed=5, **options):
@@ -238,22 +208,25 @@ def test_times_never_go_back():
     [
         ("poison:5", "unknown kind 'poison'. Did you mean 'poisson'"),
         ("", "unknown kind ''"),
-        ("poisson", "the rate must be a number, found ''; write poisson:RATE"),
-        ("poisson:five", "the rate must be a number, found 'five'"),
-        ("poisson:0", "the rate must be above zero, found '0'"),
-        ("poisson:nan", "the rate must be a number, found 'nan'"),
-        ("poisson:5,cv=3", "unknown option 'cv=3'; write poisson:RATE"),
-        ("gamma:5", "the coefficient of variation, cv, is missing; write gamma:RATE,cv=CV"),
-        ("gamma:5,cv=-1", "the cv must be above zero, found '-1'"),
-        ("trace:2", "the factor '2' does not begin with x; write trace or trace:xFACTOR"),
-        ("trace:x0", "the factor must be above zero"),
-        ("ramp:1-2", "the seconds are missing; write ramp:FROM-TO/SECONDS"),
-        ("ramp:1/30", "a ramp goes from one rate to another, found '1'"),
-        ("ramp:5-0/30", "the last one must be above zero"),
-        ("steps:5/30", "steps need two rates at least"),
-        ("steps:1,2/0", "the seconds must be above zero"),
-        ("closed:2.5", "must be a whole number, found '2.5'; write closed:SESSIONS"),
-        ("closed:0", "must be a whole number, found '0'"),
+        ("poisson", "write poisson:RATE"),
+        ("poisson:five", "write poisson:RATE"),
+        ("poisson:1.2.3", "write poisson:RATE"),
+        ("poisson:0", "above zero"),
+        ("poisson:1e999", "above zero"),
+        ("poisson:nan", "write poisson:RATE"),
+        ("poisson:5,cv=3", "write poisson:RATE"),
+        ("gamma:5", "write gamma:RATE,cv=CV"),
+        ("gamma:5,cv=-1", "write gamma"),
+        ("servegen:5,window_s=0", "above zero"),
+        ("trace:2", "write trace or trace:xFACTOR"),
+        ("trace:x0", "above zero"),
+        ("ramp:1-2", "write ramp:FROM-TO/SECONDS"),
+        ("ramp:1/30", "write ramp"),
+        ("ramp:5-0/30", "the last of rates at least"),
+        ("steps:5/30", "write steps:RATE,RATE,…/SECONDS"),
+        ("steps:1,2/0", "above zero"),
+        ("closed:2.5", "write closed:SESSIONS"),
+        ("closed:0", "above zero"),
     ],
 )
 def test_a_wrong_spec_says_how_it_is_written(text, reason):

@@ -18,20 +18,20 @@ def written(tmp_path, text):
 
 
 def test_every_row_is_a_session_that_shares_nothing(tmp_path):
-    path = written(tmp_path, HEADER + ROW + ROW + "2023-11-16 18:15:47,1000,100\r\n")
-    workload = read_azure(path, block_tokens=100)
+    path = written(tmp_path, HEADER + ROW + ROW + "2023-11-16 18:15:47,5000,500\r\n")
+    workload = read_azure(path)
 
     turns = [turn for session in workload.sessions for turn in session.turns]
     assert [(turn.input_tokens, turn.output_tokens) for turn in turns] == [
         (374, 44),
         (374, 44),
-        (1000, 100),
+        (5000, 500),
     ]
-    assert [len(turn.blocks) for turn in turns] == [3, 3, 10]
+    assert [len(turn.blocks) for turn in turns] == [0, 0, 9]
     kept = [block for turn in turns for block in turn.kept_blocks.tolist()]
-    assert len(kept) == len(set(kept)) == 4 + 4 + 11
+    assert len(kept) == len(set(kept)) == 0 + 0 + 10
     assert len({session.id for session in workload.sessions}) == 3
-    assert read_azure(path).block_tokens == 512
+    assert workload.block_tokens == 512
 
 
 def test_gzipped_traces_read_alike(tmp_path):

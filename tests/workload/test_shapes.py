@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-from workload.reading import MOST_TOKENS
 from workload.shapes import (
     TurnShape,
     key_of,
     mixed,
     recorded_ids,
-    require_tokens,
     salt_of,
     stream_ids,
     turn_of,
@@ -54,14 +52,6 @@ def test_a_turn_that_nobody_could_serve_is_refused(change, reason):
     TurnShape(**good)
     with pytest.raises(ValueError, match=reason):
         TurnShape(**{**good, **change})
-
-
-def test_lengths_have_a_least_and_a_most():
-    assert require_tokens("it", MOST_TOKENS, least=1) == MOST_TOKENS
-    with pytest.raises(ValueError, match="it must be at least 1, found 0"):
-        require_tokens("it", 0, least=1)
-    with pytest.raises(ValueError, match="it must be at most"):
-        require_tokens("it", MOST_TOKENS + 1)
 
 
 def test_shapes_share_no_hidden_equality():

@@ -87,9 +87,9 @@ def test_pauses_are_drawn_from_the_seed(tmp_path):
     [
         (row(turn=2, cached=150), "column 'turn' must be 1 for this conversation, found 2"),
         (row("b", turn=1), "column 'turn' must be 0"),
-        (row("b", new=0), "must be at least 1, found 0"),
+        (row("b", new=0), "make a prompt of 0 tokens, 0 with its history"),
         (row("b", out=-1), "column 'out' must not be negative"),
-        (row("b", new=10**9), "must be at most"),
+        (row("b", new=10**9), "with its history: give 1 to 16777216"),
         (row("b", out=10**9), "column 'out' must be at most"),
         (row(turn=1, cached=20), "make a prompt of 120 tokens, but the turn before left 150"),
         ({**row("b"), "conv_id": None}, "column 'conv_id' holds nothing"),
