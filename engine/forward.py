@@ -72,24 +72,12 @@ class ServedModel(Protocol):
 
 class Forward:
     """A model over one arena, of its dtype and on its device, and one mover. cpu_threads: that may
-    attend to KV in host memory; 0: the CPU is not asked to.
-
-    Raises:
-        ValueError: weights and arena are of different dtypes, devices or models.
-    """
+    attend to KV in host memory; 0: the CPU is not asked to."""
 
     def __init__(
         self, weights: Weights, arena: Arena, mover: LinkMover, cpu_threads: int = 0
     ) -> None:
-        config, shape = weights.config, arena.shape
-        if (weights.dtype, weights.device) != (arena.dtype, arena.device):
-            raise ValueError(
-                f"weights are {weights.dtype} on {weights.device}, the arena {arena.dtype} on "
-                f"{arena.device}: make both alike"
-            )
-        made_for = (config.layers, config.hidden, config.kv_heads, config.head_dim)
-        if made_for != (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim):
-            raise ValueError(f"the arena is for {shape.name}, not for the model of the weights")
+        config = weights.config
         self.weights, self.arena, self.mover, self.config = weights, arena, mover, config
         self.max_tokens, self.vocab = config.max_tokens, config.vocab
         self.cpu = CpuAttention(arena, config, cpu_threads) if cpu_threads else None

@@ -7,9 +7,9 @@ stored activation is its input, so keys from it equal those that were stored bes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,17 +28,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
     """Angle per position, shape (head_dim / 2,), float32; and the factor on cosine and sine."""
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    plain = 1.0 / (rope["rope_theta"] ** steps)
-    match rope["rope_type"]:
-        case "linear":
-            return plain / rope["factor"], 1.0
-        case "llama3":
-            return _llama3(rope, plain), 1.0
-        case "yarn":
-            return _yarn(rope, steps, head_dim)
-        case _:
-            return plain, 1.0
+    if rope["rope_type"] == "default":
+        steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / (rope["rope_theta"] ** steps), 1.0
+    # Slow to import, and most models rotate plainly.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = SimpleNamespace(
+        rope_parameters=rope, head_dim=head_dim, hidden_size=head_dim, num_attention_heads=1,
+        standardize_rope_params=lambda: None,
+    )  # fmt: skip
+    inverse, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    return inverse, float(factor)
 
 
 def angles(
@@ -55,46 +56,6 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cosine + turned * sine
-
-
-def _llama3(rope: Mapping[str, Any], plain: Tensor) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    trained = rope["original_max_position_embeddings"]
-    wave = 2 * math.pi / plain
-    blend = (trained / wave - low) / (high - low)
-    between = (1 - blend) * plain / rope["factor"] + blend * plain
-    slowed = torch.where(wave > trained / low, plain / rope["factor"], plain)
-    medium = (wave >= trained / high) & (wave <= trained / low)
-    return torch.where(medium, between, slowed)
-
-
-def _yarn(rope: Mapping[str, Any], steps: Tensor, head_dim: int) -> tuple[Tensor, float]:
-    base, factor = float(rope["rope_theta"]), float(rope["factor"])
-    trained = rope["original_max_position_embeddings"]
-
-    def dimension(turns: float) -> float:
-        """Which dimension turns so often over the trained length."""
-        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    low = dimension(rope.get("beta_fast") or 32)
-    high = dimension(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    waves, kept = base**steps, 1 - ramp
-    inverse = (1.0 / (factor * waves)) * (1 - kept) + (1.0 / waves) * kept
-    one, all_ = rope.get("mscale"), rope.get("mscale_all_dim")
-    given = rope.get("attention_factor")
-    if given is None:
-        given = scale(one) / scale(all_) if one and all_ else scale(1.0)
-    return inverse, float(given)
 
 
 def embed(weights: Weights, tokens: Tensor, positions: Tensor) -> Tensor:

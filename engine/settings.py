@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.arena import ArenaSize
-from kappa.checks import check_at_least
 from kappa.plans.planners import host_planners
-from scheduler.catalogue import FAIR, SCHEDULERS
+from scheduler.catalogue import FAIR
 from scheduler.config import FairConfig
 
 # Iterations whose activations may still be on their way to host memory.
@@ -37,18 +36,6 @@ class EngineOptions:
     keep_kv: bool = True
     cpu_room_share: float = 0.5
     pass_blocks: int = 4096
-
-    def __post_init__(self) -> None:
-        check_at_least(self, budget_tokens=1, max_running=1, pass_blocks=1)
-        for name in ("act_share", "cpu_room_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                given = getattr(self, name)
-                raise ValueError(f"EngineOptions.{name} is {given}: give a share in 0..1")
-        if self.scheduler not in SCHEDULERS:
-            raise ValueError(
-                f"EngineOptions.scheduler is {self.scheduler!r}: "
-                f"choose one of {', '.join(SCHEDULERS)}"
-            )
 
     def check_arena(self, size: ArenaSize) -> None:
         """Raise `ValueError` if activations are to be stored and there are no blocks for them."""

@@ -17,16 +17,14 @@ class Step:
     """One iteration's work besides one token for each decoding request.
 
     chunks: (request, new tokens, context tokens before them). prefilled: those of them whose
-    prompt is complete with it. loads: admitted now, to be loaded first (tokens in the quote).
-    admitted: all admitted now, with what they took.
+    prompt is complete with it. admitted: now, with what they took.
     """
 
-    __slots__ = ("admitted", "chunks", "loads", "prefilled")
+    __slots__ = ("admitted", "chunks", "prefilled")
 
     def __init__(self) -> None:
         self.chunks: list[tuple[Work, int, int]] = []
         self.prefilled: list[Work] = []
-        self.loads: list[Work] = []
         self.admitted: list[tuple[Work, Quote]] = []
 
 
@@ -208,7 +206,6 @@ class Batcher:
             work.computed_tokens = quote.device_tokens + quote.host_tokens
             if quote.host_tokens:
                 self.loading[work] = None
-                step.loads.append(work)
             else:
                 budget -= self._run(step, work, budget)
         return budget

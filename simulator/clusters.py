@@ -8,9 +8,8 @@ assumptions. A cluster that cannot serve a model is refused here, by the node's 
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kappa.checks import unknown_name
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
@@ -227,16 +227,8 @@ def cluster_named(name_or_path: str) -> SimulatedCluster:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         return _read(path)
-    raise ClusterError(
-        f"no cluster named {name_or_path!r}.{_known(name_or_path.lower(), _BUILT_IN)}; or give the "
-        "path of a YAML or JSON file."
-    )
-
-
-def _known(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{hint} Known: {', '.join(sorted(names))}"
+    remedy = "or give the path of a YAML or JSON file"
+    raise ClusterError(str(unknown_name("cluster", name_or_path, _BUILT_IN, remedy)))
 
 
 def _read(path: Path) -> SimulatedCluster:
@@ -301,8 +293,7 @@ def _parse(data: object, where: str) -> tuple[NodeSpec, int]:
         )
     base = None if row.kind is None else KINDS.get(row.kind.lower())
     if row.kind is not None and base is None:
-        known = _known(row.kind.lower(), KINDS)
-        raise ClusterError(f"{where}: no kind {row.kind!r}.{known}")
+        raise ClusterError(f"{where}: {unknown_name('kind', row.kind, KINDS, 'choose one')}")
     start = {"name": "", "gpu": "", "link_name": ""} if base is None else base.profile.to_dict()
     own = {key: getattr(row, key) for key in _OWN_KEYS if getattr(row, key) is not None}
     try:

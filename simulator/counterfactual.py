@@ -74,7 +74,7 @@ class Comparison:
     raw: tuple[float, ...] = ()
 
 
-def counterfactual(segment: RolloutSegment, policy: Policy, seed: int = 0) -> Comparison:
+def counterfactual(segment: RolloutSegment, policy: Policy) -> Comparison:
     """What `policy` would have made of a segment's requests.
 
     Raises:
@@ -97,7 +97,7 @@ def counterfactual(segment: RolloutSegment, policy: Policy, seed: int = 0) -> Co
     models = [node_model(worker) for worker in workers]
     overhead_s = np.array([worker.overhead_s for worker in workers])
     plan = PlanDispatch([names[r.worker] for r in played])
-    as_sent = _replayed(models, traffic, plan, overhead_s, seed)
+    as_sent = _replayed(models, traffic, plan, overhead_s)
     held = sum(model.device_blocks + model.host_blocks for model in models)
     router = Router(
         RouterConfig(
@@ -106,18 +106,17 @@ def counterfactual(segment: RolloutSegment, policy: Policy, seed: int = 0) -> Co
         )
     )  # fmt: skip
     announced = [_announced(worker) for worker in workers]
-    otherwise = _replayed(models, traffic, RouterDispatch(router, announced), overhead_s, seed)
+    otherwise = _replayed(models, traffic, RouterDispatch(router, announced), overhead_s)
     measured_s = np.array([r.ttft_s for r in played])
     late = np.argsort([r.arrival_s for r in played], kind="stable")[len(played) // _EARLY_SHARE :]
     names_of = np.array([played[k].conversation for k in late])
-    return compared(measured_s[late], as_sent[late], otherwise[late], names_of, seed)
+    return compared(measured_s[late], as_sent[late], otherwise[late], names_of)
 
 
 def _replayed(
-    models: Sequence[NodeModel], traffic: Traffic, dispatcher: Dispatcher, overhead_s: Floats,
-    seed: int,
-) -> Floats:  # fmt: skip
-    play = Play(models, traffic, dispatcher, Faults(), seed)
+    models: Sequence[NodeModel], traffic: Traffic, dispatcher: Dispatcher, overhead_s: Floats
+) -> Floats:
+    play = Play(models, traffic, dispatcher, Faults(), seed=0)
     play.run()
     return np.array(play.ttft_s) + overhead_s[np.array(play.node)]
 
@@ -211,9 +210,8 @@ def _announced(worker: JournaledWorker) -> Announcement:
 
 
 def compared(
-    measured_s: Floats, as_sent_s: Floats, otherwise_s: Floats, conversations: NDArray[np.str_],
-    seed: int = 0,
-) -> Comparison:  # fmt: skip
+    measured_s: Floats, as_sent_s: Floats, otherwise_s: Floats, conversations: NDArray[np.str_]
+) -> Comparison:
     """A measured way of choosing against a replayed one; all shape (requests,).
 
     as_sent_s: the measured one, replayed. The interval resamples conversations.
@@ -230,14 +228,14 @@ def compared(
     other = figures(corrected_by(as_sent_s, measured_s, otherwise_s))
     return Comparison(
         figures(measured_s), other,
-        _intervals(saved(everything), _resampled(saved, conversations, seed)),
+        _intervals(saved(everything), _resampled(saved, conversations)),
         len(measured_s), len(np.unique(conversations)),
         float(np.median(np.abs(as_sent_s / measured_s - 1))),
         tuple(np.subtract(figures(as_sent_s), figures(otherwise_s)).tolist()),
     )  # fmt: skip
 
 
-def arms(requests: Sequence[JournaledRequest], seed: int = 0) -> Comparison | None:
+def arms(requests: Sequence[JournaledRequest]) -> Comparison | None:
     """What the present rule's arm gave against ours, measured; None where one arm has too few."""
     timed = [r for r in requests if not math.isnan(r.ttft_s)]
     theirs = [r for r in timed if r.steered != "kappa"]
@@ -250,7 +248,7 @@ def arms(requests: Sequence[JournaledRequest], seed: int = 0) -> Comparison | No
     ]
     drawn = []
     for number, (ttft_s, conversations) in enumerate(pairs):
-        drawn.append(_resampled(partial(_figures_of, ttft_s), conversations, seed + number))
+        drawn.append(_resampled(partial(_figures_of, ttft_s), conversations, number))
     measured, other = (figures(ttft_s) for ttft_s, _ in pairs)
     saved = np.subtract(measured, other)
     return Comparison(
@@ -282,7 +280,7 @@ def corrected_by(replayed_s: Floats, measured_s: Floats, other_s: Floats) -> Flo
 
 
 def _resampled(
-    of: Callable[[NDArray[np.intp]], Floats], conversations: NDArray[np.str_], seed: int
+    of: Callable[[NDArray[np.intp]], Floats], conversations: NDArray[np.str_], seed: int = 0
 ) -> Floats:
     """`of` rows of conversations drawn with replacement, shape (resamples, 3)."""
     _, place = np.unique(conversations, return_inverse=True)

@@ -11,24 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler.link_order import FULL, HALF, LOADS_FIRST, LinkOrder
+from scheduler.link_order import FULL, LOADS_FIRST, LinkOrder
 from simulator.cache import Ids
+from simulator.clusters import NodeModel
 from simulator.loop import Loop, Noise
 from simulator.memory import SimulatedJob
 
 STORE_BACKLOG_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkModel:
-    """Seconds that a block takes to the device and to the host, and a transfer besides, or a block
-    from disk."""
-
-    load_block_s: float
-    store_block_s: float
-    fixed_s: float
-    disk_block_s: float = 0.0
-    order: str = LOADS_FIRST
 
 
 @dataclass(slots=True, eq=False)
@@ -55,13 +44,13 @@ class LinkServer:
         self,
         loop: Loop,
         noise: Noise,
-        model: LinkModel,
+        model: NodeModel,
         loaded: Callable[[SimulatedJob, float], None],
         stored: Callable[[Ids, int, int], None],
     ) -> None:
         self._loop, self._noise, self._model = loop, noise, model
         self._loaded, self._stored = loaded, stored
-        self._order = LinkOrder[_Transfer](model.order, lambda store: store.seconds)
+        self._order = LinkOrder[_Transfer](model.link_order, lambda store: store.seconds)
         self._busy: _Transfer | None = None
         self._start_s = self._end_s = 0.0
         self._queued_store_s = 0.0
@@ -76,7 +65,7 @@ class LinkServer:
         """Bring a job's blocks to the device."""
         model = self._model
         disk_s = job.disk_blocks * model.disk_block_s
-        seconds = model.fixed_s + blocks * model.load_block_s + disk_s
+        seconds = model.load_fixed_s + blocks * model.load_block_s + disk_s
         self._order.add(_Transfer(seconds, blocks, job), load=True)
         if self._busy is None:
             self._next()
@@ -86,7 +75,7 @@ class LinkServer:
 
     def store(self, ids: Ids, start: int, stop: int) -> bool:
         """Copy `ids[start:stop]` to the host tier when there is time; False if it is dropped."""
-        seconds = self._model.fixed_s + (stop - start) * self._model.store_block_s
+        seconds = self._model.load_fixed_s + (stop - start) * self._model.store_block_s
         if self._order.stores and self._queued_store_s + seconds > STORE_BACKLOG_S:
             self.stores_dropped += stop - start
             return False
@@ -117,7 +106,7 @@ class LinkServer:
     def _gives_way(self, transfer: _Transfer) -> bool:
         """Whether it is a store that has not earned its time."""
         earned = self._end_s <= self._start_s + self._order.credit_s
-        return transfer.job is None and self._model.order == LOADS_FIRST and not earned
+        return transfer.job is None and self._model.link_order == LOADS_FIRST and not earned
 
     def _suspend(self, store: _Transfer) -> None:
         passed_s = self._loop.now_s - self._start_s
@@ -156,13 +145,9 @@ class NodeLink:
     Args:
         loop: simulated time.
         noise: of each transfer's duration.
-        model: its speeds and order.
+        model: its speeds, order and duplex.
         loaded: called with a job and its load's seconds when it has landed.
         stored: called with ids, start and stop when the blocks between have been copied.
-        duplex: "half" or "full".
-
-    Raises:
-        ValueError: an unknown order or duplex; names those there are.
     """
 
     __slots__ = ("down", "load", "store", "up")
@@ -171,16 +156,13 @@ class NodeLink:
         self,
         loop: Loop,
         noise: Noise,
-        model: LinkModel,
+        model: NodeModel,
         loaded: Callable[[SimulatedJob, float], None],
         stored: Callable[[Ids, int, int], None],
-        duplex: str = HALF,
     ) -> None:
-        if duplex not in (HALF, FULL):
-            raise ValueError(f"unknown link duplex {duplex!r}: choose {HALF} or {FULL}")
         self.up = LinkServer(loop, noise, model, loaded, stored)
         self.down = self.up
-        if duplex == FULL:
+        if model.duplex == FULL:
             self.down = LinkServer(loop, noise, model, loaded, stored)
         self.load, self.store = self.up.load, self.down.store
 

@@ -8,11 +8,14 @@ prefix that two requests brought in are counted once.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from router.index.kv_events import Tier
 from scheduler.work import Quote, Work
 from simulator.cache import Ids, PrefixRun, TierCache
+
+if TYPE_CHECKING:
+    from simulator.clusters import NodeModel
 
 
 class SimulatedJob(Work):
@@ -65,13 +68,11 @@ class SimulatedJob(Work):
 
 
 class CacheListener(Protocol):
-    """Receives every change of what a node holds."""
+    """Receives every change of what a node holds: blocks in prefix order, runs of those gone."""
 
-    def hold(self, node: int, tier: Tier, ids: Ids) -> None:
-        """These blocks, in prefix order, are there now."""
+    def hold(self, node: int, tier: Tier, ids: Ids) -> None: ...
 
-    def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
-        """These runs of blocks are no longer there."""
+    def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None: ...
 
 
 class NodeMemory:
@@ -82,25 +83,14 @@ class NodeMemory:
     """
 
     __slots__ = (
-        "block_tokens", "device", "device_blocks", "disk", "disk_blocks", "host", "host_blocks",
-        "listener", "node", "private", "version", "waited_for",
+        "_listener", "block_tokens", "capacity_blocks", "device", "disk", "disk_blocks", "host",
+        "host_blocks", "node", "private", "version", "waited_for",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        node: int,
-        block_tokens: int,
-        device_blocks: int,
-        host_blocks: int,
-        listener: CacheListener | None,
-        disk_blocks: int = 0,
-    ) -> None:
-        self.node = node
-        self.block_tokens = block_tokens
-        self.device_blocks = device_blocks
-        self.host_blocks = host_blocks
-        self.disk_blocks = disk_blocks
-        self.listener = listener
+    def __init__(self, node: int, model: NodeModel, listener: CacheListener | None) -> None:
+        self.node, self._listener, self.block_tokens = node, listener, model.block_tokens
+        self.capacity_blocks, self.host_blocks = model.device_blocks, model.host_blocks
+        self.disk_blocks = model.disk_blocks
         self.device = TierCache()
         self.host = TierCache()
         self.disk = TierCache()
@@ -115,14 +105,9 @@ class NodeMemory:
 
     # -- the scheduler's view -----------------------------------------------------------------
 
-    @property
-    def capacity_blocks(self) -> int:
-        """Blocks on the device."""
-        return self.device_blocks
-
     def available(self) -> int:
         """Device blocks unused or evictable."""
-        return self.device_blocks - self.private - self.device.pinned
+        return self.capacity_blocks - self.private - self.device.pinned
 
     def quote(self, work: Work) -> Quote | None:
         """What admitting it takes; None while another request loads blocks that it needs.
@@ -215,8 +200,8 @@ class NodeMemory:
             job.path = device.pin(run, at, job.path)
         if at < stop:
             job.path = device.extend(job.path, ids, stop)
-            if self.listener is not None:
-                self.listener.hold(self.node, "device", ids[at:stop])
+            if self._listener is not None:
+                self._listener.hold(self.node, "device", ids[at:stop])
         job.hashed = stop
         job.private -= stop - hashed
         self.private -= stop - hashed
@@ -282,18 +267,18 @@ class NodeMemory:
         room = blocks - cache.blocks
         if room < stop - length:
             dropped = cache.evict(stop - length - room)
-            if dropped and self.listener is not None:
-                self.listener.drop(self.node, tier, dropped)
+            if dropped and self._listener is not None:
+                self._listener.drop(self.node, tier, dropped)
             stop = min(stop, length + blocks - cache.blocks)
         if stop > length:
             path = cache.extend(path, ids, stop, copy)
-            if self.listener is not None:
-                self.listener.hold(self.node, tier, ids[length:stop])
+            if self._listener is not None:
+                self._listener.hold(self.node, tier, ids[length:stop])
         return path, stop, length
 
     def _make_room(self, blocks: int) -> None:
-        short = blocks - (self.device_blocks - self.private - self.device.blocks)
+        short = blocks - (self.capacity_blocks - self.private - self.device.blocks)
         if short > 0:
             dropped = self.device.evict(short)
-            if dropped and self.listener is not None:
-                self.listener.drop(self.node, "device", dropped)
+            if dropped and self._listener is not None:
+                self._listener.drop(self.node, "device", dropped)

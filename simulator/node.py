@@ -20,7 +20,7 @@ from scheduler.catalogue import rule_named
 from simulator.cache import Ids
 from simulator.clusters import NodeModel
 from simulator.decode import DecodeRun, Decoding
-from simulator.link import LinkModel, NodeLink
+from simulator.link import NodeLink
 from simulator.loop import Loop, Noise
 from simulator.memory import CacheListener, NodeMemory, SimulatedJob
 
@@ -105,21 +105,14 @@ class Node:
         self._admitted = events.admitted
         self._first_token = events.first_token
         self._finished = events.finished
-        speeds = LinkModel(
-            load_block_s=model.load_block_s, store_block_s=model.store_block_s,
-            fixed_s=model.load_fixed_s, disk_block_s=model.disk_block_s, order=model.link_order,
-        )  # fmt: skip
-        self.link = NodeLink(loop, link_noise, speeds, self._loaded, self._stored, model.duplex)
+        self.link = NodeLink(loop, link_noise, model, self._loaded, self._stored)
         self.link.up.beside = self._load_factor
         self._version = 0
         self._reset()
 
     def _reset(self) -> None:
         model = self.model
-        self.memory = NodeMemory(
-            self.index, model.block_tokens, model.device_blocks, model.host_blocks, self._listener,
-            model.disk_blocks,
-        )  # fmt: skip
+        self.memory = NodeMemory(self.index, model, self._listener)
         rule = rule_named(model.rule, model.fair, model.link_rates)
         self.scheduler = Batcher(self.memory, rule, model.budget_tokens, model.max_running)
         # Whether the rule may admit with time what it did not before, though nothing happened.

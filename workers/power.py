@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from kappa.power import GpuPower, GpuWork, gpu_power, modelled_w
+from kappa.power import GPUS, GpuPower, modelled_w
 from kappa.protocol import Announcement, WorkerReport
 
 log = structlog.get_logger(__name__)
@@ -196,7 +196,7 @@ class PowerReporter:
         `gpu_count` of all of them.
         """
         self._announced = announced
-        self._catalogue: GpuPower | None = gpu_power(announced.node.gpu)
+        self._catalogue: GpuPower | None = GPUS.get(announced.node.gpu)
         self._gpus, self._gpu_count = list[int](), gpu_count
         self._paced = announced.node.source == "paced"
         self._meter: PowerMeter | None = None
@@ -230,7 +230,7 @@ class PowerReporter:
             window_s /= step.dilation
             step_s = max(now.step_seconds_total - before.step_seconds_total, 0.0) / step.dilation
             compute_s = max(now.step_tokens_total - before.step_tokens_total, 0) * step.token_s
-            watts = modelled_w(self._catalogue, GpuWork(window_s, step_s, compute_s))
+            watts = modelled_w(self._catalogue, window_s, step_s, compute_s)
             cap_w, source = self._catalogue.cap_w, "paced" if self._paced else "model"
         else:
             return

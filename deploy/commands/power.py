@@ -19,7 +19,7 @@ import httpx
 import typer
 
 from deploy.commands import console
-from kappa.power import GpuPower, Waited, advise, gpu_power
+from kappa.power import GPUS, GpuPower, Waited, advise
 from workers.power import INTERVAL_S, NoNvmlError, PowerMeter, PowerRow, sample_power, summary
 
 _LEAST_INTERVAL_S = 0.01
@@ -184,7 +184,7 @@ def _power(gpu: str, cap_w: float) -> GpuPower | None:
     """The node's GPUs together: the catalogue's, as many as its cap holds."""
     if cap_w <= 0:
         return None
-    known = gpu_power(gpu)
+    known = GPUS.get(gpu)
     if known is None:
         return GpuPower(cap_w, _LEAST_SHARE * cap_w, _IDLE_SHARE * cap_w, "shares of NVML's cap")
     count = max(round(cap_w / known.cap_w), 1)

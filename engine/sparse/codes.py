@@ -21,13 +21,9 @@ _COUNTED_QUERIES = 16
 class Hasher:
     """Codes of vectors of `head_dim` elements, of `bits` (a multiple of 64) each."""
 
-    def __init__(
-        self, head_dim: int, bits: int, dtype: torch.dtype, device: torch.device, seed: int = _SEED
-    ) -> None:
-        if bits < WORD_BITS or bits % WORD_BITS:
-            raise ValueError(f"codes of {bits} bits: give a multiple of {WORD_BITS}, at least one")
+    def __init__(self, head_dim: int, bits: int, dtype: torch.dtype, device: torch.device) -> None:
         self.bits, self.words = bits, bits // WORD_BITS
-        planes = np.random.default_rng(seed).standard_normal((head_dim, bits)).astype(np.float32)
+        planes = np.random.default_rng(_SEED).standard_normal((head_dim, bits)).astype(np.float32)
         self._planes = torch.from_numpy(planes).to(dtype).to(device)
         # Bit 63 is the sign of a word.
         weights = [1 << bit for bit in range(WORD_BITS - 1)] + [-(1 << (WORD_BITS - 1))]

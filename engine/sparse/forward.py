@@ -22,13 +22,12 @@ from kappa.plans.clo import HeadProfile, Persistent, SparseSettings, equal_heads
 
 
 class SparseForward:
-    """A model over the slots of `cache`; its weights lie on the device. ahead: whether choices are
-    made one layer ahead; as the settings say, if not given."""
+    """A model over the slots of `cache`; its weights lie on the device."""
 
-    def __init__(self, forward: Forward, cache: SimilarityCache, ahead: bool | None = None) -> None:
+    def __init__(self, forward: Forward, cache: SimilarityCache) -> None:
         self._forward, self.weights, self.config = forward, forward.weights, forward.config
         self.cache, self.slots = cache, cache.slots
-        self._ahead = self.slots.settings.prefetch if ahead is None else ahead
+        self._ahead = self.slots.settings.prefetch
 
     @torch.no_grad()
     def run(
@@ -40,7 +39,6 @@ class SparseForward:
 
         Raises:
             TransferFailed: a gather, or the copy of a block, failed: the slots are to be closed.
-            ValueError: more tokens than a slot has room for.
         """
         view = self.slots.begin(slots, tokens.shape[1])
         flat = view.positions.flatten()
@@ -82,9 +80,6 @@ def sparse_forward(
             first layer.
         heads: their importance; by default all alike.
         tau: thresholds (layers, kv_heads) instead of those that follow from the importance.
-
-    Raises:
-        ValueError: heads that the model has not.
     """
     config = forward.config
     if persistent is None:

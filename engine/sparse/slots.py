@@ -131,28 +131,13 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 class Slots:
     """The slots of one engine over the host blocks of an arena; `persistent` KV heads of each layer
-    keep all KV on the device.
-
-    Raises:
-        ValueError: persistent heads that the model has not.
-        ArenaTooLarge: they do not fit the memory that is free, with both numbers.
-    """
+    keep all KV on the device. `ArenaTooLarge`: they do not fit the memory that is free."""
 
     def __init__(
         self, config: ModelConfig, arena: Arena, mover: LinkMover, settings: SparseSettings,
         persistent: Persistent,
     ) -> None:  # fmt: skip
-        if len(persistent) != config.layers:
-            raise ValueError(
-                f"persistent heads of {len(persistent)} layers: the model has {config.layers}"
-            )
         every = set(range(config.kv_heads))
-        for layer, heads in enumerate(persistent):
-            if not every.issuperset(heads) or len(set(heads)) != len(heads):
-                raise ValueError(
-                    f"persistent heads {list(heads)} of layer {layer}: name each of 0 to "
-                    f"{config.kv_heads - 1} at most once"
-                )
         self.config, self.arena, self.mover, self.settings = config, arena, mover, settings
         clo, block, device = settings.clo, arena.block_tokens, arena.device
         ring = clo.recent_tokens + block - 1 + settings.chunk_tokens
@@ -234,26 +219,12 @@ class Slots:
     # -- a sequence comes and goes --------------------------------------------------------------
 
     def prepare(self, slot: int, tokens: int, blocks: Sequence[int]) -> Slot:
-        """Take a slot for a sequence of so many tokens, whose first ones are in host `blocks`.
-
-        Raises:
-            ValueError: more tokens than a slot holds, or blocks for too few of them.
-        """
-        if tokens > self.settings.max_tokens:
-            raise ValueError(
-                f"a sequence of {tokens} tokens: a sparse slot holds {self.settings.max_tokens}"
-            )
+        """Take a slot for a sequence of so many tokens, whose first ones are in host `blocks`."""
         host_tokens = self.host_part(tokens)
-        needed = host_tokens // self.arena.block_tokens
-        if len(blocks) != needed:
-            raise ValueError(
-                f"{len(blocks)} host blocks for {tokens} tokens: {needed} of them are behind the "
-                "recent ones"
-            )
         chosen = self._chosen(tokens, host_tokens)
         state = self.states[slot] = Slot(tokens, host_tokens, chosen, list(blocks))
         if blocks:
-            self.table[slot, :needed] = to_device(np.array(blocks), self.table.device)
+            self.table[slot, : len(blocks)] = to_device(np.array(blocks), self.table.device)
         for ages, held in zip(self.ages, self.held, strict=True):
             ages[slot], held[slot] = 0, self.settings.max_tokens
         return state
@@ -283,21 +254,13 @@ class Slots:
     # -- a pass -------------------------------------------------------------------------------
 
     def begin(self, slots: Sequence[int], new: int) -> View:
-        """A pass over `slots` with `new` tokens each.
+        """A pass over `slots` with `new` tokens each, for which they have room.
 
         Host arithmetic in numpy, once for all layers, sent to the device without waiting.
 
         Raises:
-            ValueError: a slot has no room for them, or they are more than a chunk.
             TransferFailed: one of them is stuck: a block of it is not in host memory.
         """
-        most, chunk = self.settings.max_tokens, self.settings.chunk_tokens
-        tokens = max(self.states[slot].tokens for slot in slots) + new
-        if not 1 <= new <= chunk or tokens > most:
-            raise ValueError(
-                f"a pass of {new} tokens, {tokens} with those before: a slot takes 1 to {chunk} at "
-                f"a time, and {most} in all"
-            )
         # What is gathered from now on may be in blocks that have left: after those. One that did
         # not arrive costs its own slot, whichever slots go on first.
         leaving, self._leaving = self._leaving, []

@@ -44,10 +44,6 @@ def _best(
     price: Callable[[float], float], at: float, context_tokens: int, block_tokens: int,
     held: int | None = None,
 ) -> StepSplit:  # fmt: skip
-    if context_tokens < 1 or block_tokens < 1:
-        raise ValueError(
-            f"context_tokens {context_tokens}, block_tokens {block_tokens}: give 1 or more"
-        )
     most = context_tokens if held is None else max(0, min(context_tokens, held))
     step_s, tokens = best_1d(price, rounded([at], float(most), block_tokens))
     return StepSplit(int(tokens), context_tokens, step_s, price(0), price(context_tokens))
@@ -145,11 +141,8 @@ def _attend(rates: PlanRates) -> LineFit:
 
 
 def cpu_share(rates: PlanRates) -> float:
-    """c* = B_c / (B_c + B'): both take equally long, nothing else counted.
-
-    Raises:
-        ValueError: CPU attention is not measured.
-    """
+    """c* = B_c / (B_c + B'): both take equally long, nothing else counted; `ValueError`, here and
+    below, if CPU attention is not measured."""
     busy = rates.attending()
     return busy.load_token_s / (busy.load_token_s + _attend(busy).per_token_s)
 
@@ -160,12 +153,7 @@ def split_s(rates: PlanRates, batch: int, context_tokens: int, cpu_tokens: float
     Loads run ahead of the layers; in each layer the CPU's share waits for the queries, and the
     output for the CPU: so the link alone, or device and CPU one after the other, whichever takes
     longer. What the device attends to shrinks with its share.
-
-    Raises:
-        ValueError: no sequence, more on the CPU than there is, or CPU attention not measured.
     """
-    if not 0 <= cpu_tokens <= context_tokens:
-        raise ValueError(f"{cpu_tokens} tokens on the CPU of {context_tokens}: give no more")
     busy = rates.attending() if 0 < cpu_tokens < context_tokens else rates
     none_s, all_s = (rates.decode_s(batch, s)[1] for s in (0, context_tokens))
     share = cpu_tokens / context_tokens if context_tokens else 0.0
@@ -183,9 +171,6 @@ def split_context(
     With a_c, μ' the seconds per token of CPU and link while both are busy, and g the device's
     seconds: b·c·s·a_c + F_c + g(c) = b·(1 - c)·s·μ' + F_l, linear in c. An end is taken where that
     is better: there one of the two is left alone, and pays no fixed cost.
-
-    Raises:
-        ValueError: nothing to split, or CPU attention is not measured.
     """
 
     def price(tokens: float) -> float:

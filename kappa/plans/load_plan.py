@@ -120,17 +120,8 @@ class LoadPlan:
 def layout(
     cached_tokens: int, *, recompute: int = 0, activations: int = 0, tail: bool = False
 ) -> tuple[Segment, ...]:
-    """Segments R, A, K in this order, or A, K, R with `tail`; what is neither R nor A is K.
-
-    Raises:
-        ValueError: a count below zero, or the two together above `cached_tokens`.
-    """
+    """Segments R, A, K in this order, or A, K, R with `tail`; what is neither R nor A is K."""
     loaded = cached_tokens - recompute - activations
-    if min(recompute, activations, loaded) < 0:
-        raise ValueError(
-            f"layout of {cached_tokens} tokens: recompute {recompute} and activations "
-            f"{activations} must be 0 or more and fit in them"
-        )
     order: list[tuple[Kind, int]] = [("A", activations), ("K", loaded)]
     order.insert(2 if tail else 0, ("R", recompute))
     return from_runs(order)

@@ -80,16 +80,7 @@ def choose(
         held_tokens: activations are held for this many leading cached tokens; None for all.
         tail_only: the engine can recompute the back of the cached run alone (stock vLLM).
         least_gain: see `LEAST_GAIN`.
-
-    Raises:
-        ValueError: no block size, or a kind that is not priced here.
     """
-    if block_tokens < 1:
-        raise ValueError(f"block_tokens is {block_tokens}: give 1 or more")
-    if not kinds <= EXACT:
-        raise ValueError(
-            f"kinds {sorted(kinds - EXACT)} are not chosen here: give some of {sorted(EXACT)}"
-        )
     plain = costs.best([Split()])
     found, notes = [plain], []
     if costs.cached:

@@ -259,15 +259,7 @@ class PlanRates:
     ) -> tuple[float, float]:
         """(link, gpu) seconds of a decoding step of `batch` sequences that brings all cached tokens
         again: of each one's `context_tokens` so many from activations, the rest as KV.
-
-        Raises:
-            ValueError: no sequence, or more activations than context.
         """
-        if batch < 1 or not 0 <= activations <= context_tokens:
-            raise ValueError(
-                f"batch {batch}, activations {activations} of {context_tokens} context tokens: "
-                "give one sequence or more, and no more activations than context"
-            )
         loaded = context_tokens - activations + self.activation_ratio * activations
         gpu_s = self.decode_gpu_s(batch, context_tokens) + self.project.seconds(batch * activations)
         return self.load.seconds(batch * loaded), gpu_s

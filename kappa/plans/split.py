@@ -45,20 +45,11 @@ class Best:
 
 class Costs:
     """The costs of one request's splits on one node: S cached tokens to bring back, T new ones to
-    compute (at least one is), D on the device before the cached ones.
-
-    Raises:
-        ValueError: a negative count.
-    """
+    compute (at least one is), D on the device before the cached ones."""
 
     def __init__(
         self, rates: PlanRates, cached_tokens: float, new_tokens: float, device_tokens: float = 0.0
     ) -> None:
-        if min(cached_tokens, new_tokens, device_tokens) < 0:
-            raise ValueError(
-                f"cached {cached_tokens}, new {new_tokens}, device {device_tokens} tokens: "
-                "give counts of 0 or more"
-            )
         self.rates = rates
         self.cached, self.new, self.device = cached_tokens, max(1.0, new_tokens), device_tokens
         context = cached_tokens + device_tokens
@@ -280,15 +271,8 @@ def predict(costs: Costs, segments: Sequence[Segment], why: str = "as given") ->
     what it costs later is `step_s`, which `kappa.plans.planners` adds.
 
     Raises:
-        ValueError: segments that do not cover the cached tokens, or of a kind (S) whose cost is not
-            of link and gpu alone.
+        ValueError: segments that do not cover the cached tokens.
     """
-    for segment in segments:
-        if segment.kind == "S":
-            raise ValueError(
-                f"segment S [{segment.start_tokens}, {segment.end_tokens}): "
-                "only K, A, R and C are priced by link and gpu seconds"
-            )
     shape = LoadPlan(tuple(segments))
     if shape.cached_tokens != costs.cached:
         raise ValueError(

@@ -223,8 +223,6 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         ({"act_share": 0.5, "size": ArenaSize(8, 8)}, "give both, or act_share=0"),
         ({"planner": "kvpr"}, "it needs rates"),
         ({"scheduler": "best"}, "choose one of fair"),
-        ({"budget_tokens": 0}, "budget_tokens is 0"),
-        ({"act_share": 1.5}, "give a share"),
     ):
         with pytest.raises(ValueError, match=message), engine(**options):
             pass

@@ -1,7 +1,7 @@
 """Weights from checkpoints of any number of files and from seeds; bad ones."""
 
 import json
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -10,10 +10,8 @@ from safetensors.torch import load_file, save_file
 from engine import weights as module
 from engine.arena import ArenaTooLarge
 from engine.config import read_config
-from engine.forward import Forward
 from engine.weights import WeightError, load_weights, random_weights
 from tests.engine import hf
-from tests.engine.rig import rig
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
@@ -113,13 +111,3 @@ def test_weights_too_large_for_host_memory_are_refused_with_both_numbers(monkeyp
     monkeypatch.setattr(module, "free_host_bytes", lambda: 1000)
     with pytest.raises(ArenaTooLarge, match=rf"need {wanted} bytes.* only 1000 are free"):
         random_weights(config, seed=0, dtype=torch.float32)
-
-
-def test_weights_of_another_model_or_dtype_are_refused_by_the_forward():
-    with rig("opt") as r:
-        config = read_config(LLAMA)
-        with pytest.raises(ValueError, match="make both alike"):
-            Forward(random_weights(config, seed=0, dtype=torch.float32), r.arena, r.mover)
-        other = random_weights(replace(config, layers=1), seed=0, dtype=torch.float64)
-        with pytest.raises(ValueError, match="not for the model of the weights"):
-            Forward(other, r.arena, r.mover)

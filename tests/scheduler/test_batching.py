@@ -57,7 +57,7 @@ def test_loads_come_before_their_request_runs_and_it_then_goes_first():
     memory.cached[loading] = (0, 30)
     add(core, loading, other)
     step = core.step(0.0, 0)
-    assert step.loads == [loading] and shares(step) == [(50, 0)]
+    assert list(core.loading) == [loading] and shares(step) == [(50, 0)]
     core.landed(loading, 1.0)
     step = core.step(1.0, 0)
     # Running ones first: the prompt under way takes the whole budget.
@@ -217,7 +217,7 @@ def test_every_request_is_computed_once_within_budget_and_memory(rule, prompts, 
         step = core.step(float(turn), 0)
         assert sum(tokens for _, tokens, _ in step.chunks) <= budget
         assert memory.free >= 0
-        for work in step.loads:
+        for work in [w for w, quote in step.admitted if quote.host_tokens]:
             computed[work] = memory.cached[work][1]
             core.landed(work, float(turn))
         for work, tokens, context in step.chunks:

@@ -329,7 +329,7 @@ def test_nothing_is_held_when_all_is_done():
         bench = play(Node, *random_case(rng))
         memory = bench.node.memory
         assert memory.held == 0 and not memory.waited_for and not bench.node.jobs
-        assert memory.device.blocks <= memory.device_blocks
+        assert memory.device.blocks <= memory.capacity_blocks
         assert memory.host.blocks <= memory.host_blocks
 
 

@@ -16,13 +16,16 @@ class StubNode:
     """A node that only notes what is submitted, and when: the engine is not what is tested."""
 
     def __init__(self, index, loop, host_blocks, rate):
-        self.index, self.loop, self.host_blocks = index, loop, host_blocks
+        self.index, self.loop = index, loop
         self.alive, self.submitted = True, []
-        self.model = SimpleNamespace(block_tokens=SIZE, block_bytes=1.0, network_bytes_per_s=rate)
+        self.model = SimpleNamespace(
+            block_tokens=SIZE, block_bytes=1.0, network_bytes_per_s=rate, device_blocks=200,
+            host_blocks=host_blocks, disk_blocks=0,
+        )  # fmt: skip
         self.forget()
 
     def forget(self):
-        self.memory = NodeMemory(self.index, SIZE, 200, self.host_blocks, None)
+        self.memory = NodeMemory(self.index, self.model, None)
 
     def submit(self, job):
         self.submitted.append((self.loop.now_s, job.key))

@@ -9,7 +9,7 @@ import pytest
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.power import gpu_power
+from kappa.power import GPUS
 from kappa.protocol import Announcement, WorkerReport
 from kappa.shapes import model_shape
 from tests.workers.fake_nvml import FakeNvml
@@ -154,7 +154,7 @@ def reports(reporter, *moments):
 
 
 def test_without_nvml_an_idle_and_a_busy_second_are_modelled():
-    h100, step = gpu_power("H100-SXM5-80GB"), announced().step
+    h100, step = GPUS["H100-SXM5-80GB"], announced().step
     full = round(1 / step.token_s)
     first, idle, busy = reports(PowerReporter(announced()), (0, 0, 0), (1, 0, 0), (2, 1.0, full))
     assert (first.power_source, first.power_w) == ("", 0.0)
@@ -166,7 +166,7 @@ def test_without_nvml_an_idle_and_a_busy_second_are_modelled():
 def test_a_paced_node_uses_energy_in_its_own_time():
     node = announced(source="paced", dilation=10.0)
     *_, last = reports(PowerReporter(node, FakeNvml([300.0], [[99.0]])), (0, 0, 0), (10, 10, 0))
-    idle, cap = gpu_power("H100-SXM5-80GB").idle_w, 700.0
+    idle, cap = GPUS["H100-SXM5-80GB"].idle_w, 700.0
     assert last.power_source == "paced"
     assert last.power_w == pytest.approx(idle + (cap - idle) / 2)
     assert last.energy_j_total == pytest.approx(last.power_w * 1.0)

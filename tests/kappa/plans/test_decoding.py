@@ -143,13 +143,6 @@ def test_what_is_held_bounds_the_split() -> None:
     )
 
 
-@pytest.mark.parametrize(("context", "block"), [(0, 16), (16, 0)])
-def test_bad_sizes_are_refused(context: int, block: int) -> None:
-    rates = rates_from_law(SHAPES["opt-6.7b"], A100)
-    with pytest.raises(ValueError, match="give 1 or more"):
-        split_paper(rates, 1, context, block)
-
-
 def attending(rng: Generator, *, plain: bool = False) -> PlanRates:
     rates = random_rates(rng, plain=plain)
     mu = rates.load_token_s
@@ -217,9 +210,5 @@ def test_the_cpu_is_asked_from_a_share_of_the_links_bandwidth_on() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     rates = attending(default_rng(9))
-    with pytest.raises(ValueError, match="11 tokens on the CPU of 10"):
-        split_s(rates, 1, 10, 11)
-    with pytest.raises(ValueError, match="1 or more"):
-        split_context(rates, 1, 0)
     with pytest.raises(ValueError, match="CPU attention fit has R²"):
         replace(rates, attend=LineFit("CPU attention", 1e-6, 0.0, 0.5))

@@ -17,12 +17,6 @@ def test_layout_puts_recompute_in_front_or_at_the_back() -> None:
     assert layout(0) == ()
 
 
-@pytest.mark.parametrize(("recompute", "activations"), [(65, 0), (60, 5), (-1, 0), (0, -1)])
-def test_layout_refuses_what_does_not_fit(recompute: int, activations: int) -> None:
-    with pytest.raises(ValueError, match="layout of 64 tokens"):
-        layout(64, recompute=recompute, activations=activations)
-
-
 def test_runs_merge_where_neighbours_are_alike() -> None:
     runs = from_runs([("A", 16), ("A", 16), ("K", 0), ("K", 16), ("A", 3)])
     assert runs == (Segment("A", 0, 32), Segment("K", 32, 48), Segment("A", 48, 51))

@@ -13,7 +13,6 @@ from kappa.cost import kappa_eff as kappa_eff_loading
 from kappa.hardware import NodeProfile, node_profile
 from kappa.plans.architecture import architecture_from_config
 from kappa.plans.planners import (
-    EXACT,
     Cached,
     Planning,
     Policy,
@@ -217,10 +216,6 @@ def test_nothing_cached_is_a_plan_without_segments() -> None:
 
 def test_bad_requests_are_refused() -> None:
     rates = law("opt-6.7b", 50)
-    with pytest.raises(ValueError, match="block_tokens is 0"):
-        choose(Costs(rates, 1, 1), block_tokens=0)
-    with pytest.raises(ValueError, match=r"\['S'\] are not chosen here"):
-        choose(Costs(rates, 1, 1), kinds=EXACT | {"S"})
     with pytest.raises(ValueError, match="policy is 'fast'"):
         policy_ttft_s(Costs(rates, 1, 1), "fast")  # type: ignore[arg-type]
 

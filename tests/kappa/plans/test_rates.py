@@ -171,12 +171,6 @@ def test_a_decoding_step_loads_what_does_not_come_from_activations() -> None:
     assert rates.decode_s(4, 1_000)[1] == pytest.approx(rates.step.step_s([(1, 1_000)] * 4))
 
 
-@pytest.mark.parametrize(("batch", "activations"), [(0, 0), (1, 11), (1, -1)])
-def test_decoding_steps_that_cannot_be_are_refused(batch: int, activations: int) -> None:
-    with pytest.raises(ValueError, match="one sequence or more"):
-        opt_rates().decode_s(batch, 10, activations)
-
-
 def test_measured_decoding_steps_overrule_the_law_inside_their_grid_and_correct_it_beyond() -> None:
     rates = opt_rates()
     sequences, resident = (1.0, 8.0), (0.0, 4_000.0)

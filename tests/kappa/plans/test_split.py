@@ -93,12 +93,6 @@ def test_a_plan_that_loads_nothing_waits_for_no_link() -> None:
     assert Costs(slow, 20, 3).of(Split(19)) > 1_000.0
 
 
-@pytest.mark.parametrize("counts", [(-1, 1, 0), (1, -1, 0), (1, 1, -1)])
-def test_negative_counts_are_refused(counts: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="counts of 0 or more"):
-        Costs(simple_rates(), *counts)
-
-
 _ROUNDING = 1 + 1e-12
 
 
@@ -280,8 +274,6 @@ def test_segments_that_cannot_be_priced_are_refused() -> None:
     costs = Costs(opt_rates(), 96, 10)
     with pytest.raises(ValueError, match="cover 64 tokens of 96"):
         predict(costs, layout(64))
-    with pytest.raises(ValueError, match=r"segment S \[0, 96\)"):
-        predict(costs, from_runs([("S", 96)]))
 
 
 def test_what_stays_in_host_memory_crosses_once_for_the_first_token() -> None:
