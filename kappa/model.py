@@ -63,19 +63,15 @@ class ModelShape:
             raise refusal(self, "attention", self.attention, f"use one of {get_args(Attention)}")
         if self.attention == "mla" and self.kv_lora_rank == 0:
             raise refusal(self, "kv_lora_rank", 0, "MLA needs the rank of its KV latent")
-        if self.kv_heads > self.heads:
-            raise refusal(self, "kv_heads", self.kv_heads, f"at most heads = {self.heads}")
-        if self.params_active > self.params_total:
-            remedy = f"at most params_total = {self.params_total}"
-            raise refusal(self, "params_active", self.params_active, remedy)
-        if self.experts_active > self.experts:
-            remedy = f"at most experts = {self.experts}"
-            raise refusal(self, "experts_active", self.experts_active, remedy)
+        for name, most in (
+            ("kv_heads", "heads"), ("params_active", "params_total"),
+            ("experts_active", "experts"), ("attention_layers", "layers"),
+        ):  # fmt: skip
+            value, bound = getattr(self, name), getattr(self, most)
+            if value > bound:
+                raise refusal(self, name, value, f"at most {most} = {bound}")
         if self.experts and not self.experts_active:
             raise refusal(self, "experts_active", 0, "say how many experts a token uses")
-        if self.attention_layers > self.layers:
-            remedy = f"at most layers = {self.layers}"
-            raise refusal(self, "attention_layers", self.attention_layers, remedy)
 
     @property
     def kv_layers(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -308,51 +309,6 @@ class EngineSettings(Section):
     def _yes_or_no(cls, value: Any) -> Any:
         return {True: "ask", False: "never"}[value] if isinstance(value, bool) else value
 
-    @model_validator(mode="after")
-    def _of_this_kind(self) -> EngineSettings:
-        if self.approx != "never" and self.kind != "torch":
-            raise ValueError(f"approx {self.approx} needs kind torch, and this is {self.kind}")
-        if self.approx != "never" and self.host_bytes == 0:
-            raise ValueError(f"approx {self.approx} needs host_bytes above zero: KV is kept there")
-        known = _PLANNERS.get(self.kind)
-        if known is not None and self.planner not in known:
-            raise ValueError(
-                f"planner {self.planner} is not one of kind {self.kind}: choose {', '.join(known)}"
-            )
-        if self.kind == "torch" and self.dtype in ("auto", "half", "float"):
-            raise ValueError(
-                f"dtype is {self.dtype}, and kind torch wants it by its whole name: use float32, "
-                "bfloat16 or float16"
-            )
-        if self.cpu_threads and (self.kind != "torch" or self.host_bytes == 0):
-            raise ValueError("cpu_threads needs kind torch and host_bytes above zero")
-        if self.planner.startswith("host-") and self.host_bytes == 0:
-            raise ValueError(
-                f"planner {self.planner} needs host_bytes above zero: it keeps KV there"
-            )
-        wrong = {"host-kv": self.act_share > 0, "host-kvpr": 0 < self.act_share < 1}
-        if wrong.get(self.planner):
-            raise ValueError(
-                f"act_share is {self.act_share} with planner {self.planner}: leave it out, since "
-                "host-kv stores no activations and host-kvpr those of every block"
-            )
-        if self.planner == "cpu" and not self.cpu_threads:
-            raise ValueError("planner cpu needs cpu_threads above zero: who else would attend")
-        tier, elsewhere = self.host_tier, self.host_tier in ("native", "lmcache")
-        if (elsewhere or tier == "stock") and self.kind != "vllm":
-            raise ValueError(f"host_tier {tier} needs kind vllm, and this is {self.kind}")
-        if self.handover_dir and (self.kind != "vllm" or tier in ("lmcache", "stock")):
-            raise ValueError("handover_dir needs kind vllm and host_tier auto or own")
-        if self.load == "layers" and (
-            self.kind != "vllm" or tier not in ("auto", "own") or self.host_bytes == 0
-        ):
-            raise ValueError("load layers needs kind vllm, host_tier auto or own, and host_bytes")
-        if self.load == "layers" and self.disk_bytes:
-            raise ValueError("load layers needs disk_bytes 0: a row on disk holds all layers")
-        if elsewhere and self.host_bytes == 0:
-            raise ValueError(f"host_tier {tier} needs host_bytes above zero")
-        return self
-
     @field_validator("extra")
     @classmethod
     def _none_of_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -367,49 +323,71 @@ class EngineSettings(Section):
         return value
 
     @model_validator(mode="after")
-    def _limits_once(self) -> EngineSettings:
+    def _agrees(self) -> EngineSettings:
+        if fault := next(self._faults(), None):
+            raise ValueError(fault)
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        """What of these does not go together."""
+        kind, planner, tier, host = self.kind, self.planner, self.host_tier, self.host_bytes
+        vllm, torch, known = kind == "vllm", kind == "torch", _PLANNERS.get(kind)
+        our_tier = vllm and tier in ("auto", "own")
+        if self.approx != "never" and not torch:
+            yield f"approx {self.approx} needs kind torch, and this is {kind}"
+        if self.approx != "never" and host == 0:
+            yield f"approx {self.approx} needs host_bytes above zero: KV is kept there"
+        if known is not None and planner not in known:
+            yield f"planner {planner} is not one of kind {kind}: choose {', '.join(known)}"
+        if torch and self.dtype in ("auto", "half", "float"):
+            yield (f"dtype is {self.dtype}, and kind torch wants it by its whole name: use "
+                   "float32, bfloat16 or float16")  # fmt: skip
+        if self.cpu_threads and (not torch or host == 0):
+            yield "cpu_threads needs kind torch and host_bytes above zero"
+        if planner.startswith("host-") and host == 0:
+            yield f"planner {planner} needs host_bytes above zero: it keeps KV there"
+        share = self.act_share
+        if {"host-kv": share > 0, "host-kvpr": 0 < share < 1}.get(planner):
+            yield (f"act_share is {share} with planner {planner}: leave it out, since host-kv "
+                   "stores no activations and host-kvpr those of every block")  # fmt: skip
+        if planner == "cpu" and not self.cpu_threads:
+            yield "planner cpu needs cpu_threads above zero: who else would attend"
+        if tier in ("native", "lmcache", "stock") and not vllm:
+            yield f"host_tier {tier} needs kind vllm, and this is {kind}"
+        if self.handover_dir and not (vllm and tier in ("auto", "own", "native")):
+            yield "handover_dir needs kind vllm and host_tier auto or own"
+        if self.load == "layers" and not (our_tier and host != 0):
+            yield "load layers needs kind vllm, host_tier auto or own, and host_bytes"
+        if self.load == "layers" and self.disk_bytes:
+            yield "load layers needs disk_bytes 0: a row on disk holds all layers"
+        if tier in ("native", "lmcache") and host == 0:
+            yield f"host_tier {tier} needs host_bytes above zero"
         twice = [
             f"{name} and extra.{argument} are the same: drop one"
             for name, (argument, _) in VLLM_LIMITS.items()
             if argument in self.extra and getattr(self, name) is not None
         ]
         if twice:
-            raise ValueError("; ".join(twice))
-        return self
+            yield "; ".join(twice)
+        folder, size = self.disk_dir or "", self.disk_bytes
+        if bool(size) != bool(folder) or (folder and not folder.startswith("/")):
+            yield (f"disk_bytes is {size:,} and disk_dir {folder or 'none'}: give both, the folder "
+                   "as a whole path, or neither")  # fmt: skip
+        if size and not (our_tier and not self.handover_dir):
+            yield "disk_bytes needs kind vllm, host_tier auto or own, no handover_dir"
+        if size and host is not None and not 0 < host < size:
+            yield (f"disk_bytes is {size:,} and host_bytes {host:,}: the disk holds what host "
+                   "memory holds, and is reached through it: give that less, but some")  # fmt: skip
+        blocks, tokens, longest = self.device_blocks, self.block_tokens, self.max_context_tokens
+        if blocks and tokens and longest and (blocks - 1) * tokens < longest:
+            yield (f"device_blocks * block_tokens holds {(blocks - 1) * tokens} tokens, less than "
+                   f"max_context_tokens = {longest}: raise the one or lower the other")  # fmt: skip
 
     def tier_on(self, gpus: int) -> str:
         """The host tier of a worker with so many GPUs: what `host_tier: auto` means there."""
         if self.host_tier != "auto":
             return self.host_tier
         return "native" if gpus and self.kind == "vllm" else "own"
-
-    @model_validator(mode="after")
-    def _disk_can_be(self) -> EngineSettings:
-        folder, size, host = self.disk_dir or "", self.disk_bytes, self.host_bytes
-        own = self.kind == "vllm" and self.host_tier in ("auto", "own") and not self.handover_dir
-        if bool(size) != bool(folder) or (folder and not folder.startswith("/")):
-            raise ValueError(
-                f"disk_bytes is {size:,} and disk_dir {folder or 'none'}: give both, the folder as "
-                "a whole path, or neither"
-            )
-        if size and not own:
-            raise ValueError("disk_bytes needs kind vllm, host_tier auto or own, no handover_dir")
-        if size and host is not None and not 0 < host < size:
-            raise ValueError(
-                f"disk_bytes is {size:,} and host_bytes {host:,}: the disk holds what host memory "
-                "holds, too, and is reached through it: give that less, but some"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _context_fits(self) -> EngineSettings:
-        blocks, tokens, longest = self.device_blocks, self.block_tokens, self.max_context_tokens
-        if blocks and tokens and longest and (blocks - 1) * tokens < longest:
-            raise ValueError(
-                f"device_blocks * block_tokens holds {(blocks - 1) * tokens} tokens, less than "
-                f"max_context_tokens = {longest}: raise the one or lower the other"
-            )
-        return self
 
     def on(self, gpus: int) -> EngineSettings:
         """The same with the limits that an engine has there: vLLM on GPUs chooses those that are
