@@ -227,17 +227,15 @@ class NodeMemory:
 
     # -- the host tier ------------------------------------------------------------------------
 
-    def put_in_host(self, ids: Ids, stop: int) -> int:
-        """Hold the first `stop` blocks in the host tier, and on disk, as far as there is room; how
-        many are new.
+    def put_in_host(self, ids: Ids, stop: int) -> None:
+        """Hold the first `stop` blocks in the host tier, and on disk, as far as there is room.
 
         Runs being loaded are not evicted for it.
         """
-        path, stop, length = self._into("host", ids, stop)
+        path, stop = self._into("host", ids, stop)
         self.host.unpin(path)
         if self.disk_blocks:
             self.disk.unpin(self._into("disk", ids, stop)[0])
-        return max(stop - length, 0)
 
     @property
     def spare_host_blocks(self) -> int:
@@ -258,27 +256,29 @@ class NodeMemory:
 
     def _into(
         self, tier: Literal["host", "disk"], ids: Ids, stop: int, copy: bool = False
-    ) -> tuple[PrefixRun | None, int, int]:
-        """Pinned in a tier as far as there is room: the handle, where it ends and began."""
+    ) -> tuple[PrefixRun | None, int]:
+        """Pinned in a tier as far as there is room: the handle, and where it ends."""
         cache = self.host if tier == "host" else self.disk
         blocks = self.host_blocks if tier == "host" else self.disk_blocks
         run, length = cache.match(ids, stop)
         path = cache.pin(run, length)
         room = blocks - cache.blocks
         if room < stop - length:
-            dropped = cache.evict(stop - length - room)
-            if dropped and self._listener is not None:
-                self._listener.drop(self.node, tier, dropped)
+            self._evict(tier, stop - length - room)
             stop = min(stop, length + blocks - cache.blocks)
         if stop > length:
             path = cache.extend(path, ids, stop, copy)
             if self._listener is not None:
                 self._listener.hold(self.node, tier, ids[length:stop])
-        return path, stop, length
+        return path, stop
 
     def _make_room(self, blocks: int) -> None:
         short = blocks - (self.capacity_blocks - self.private - self.device.blocks)
         if short > 0:
-            dropped = self.device.evict(short)
-            if dropped and self._listener is not None:
-                self._listener.drop(self.node, "device", dropped)
+            self._evict("device", short)
+
+    def _evict(self, tier: Tier, blocks: int) -> None:
+        cache: TierCache = getattr(self, tier)
+        dropped = cache.evict(blocks)
+        if dropped and self._listener is not None:
+            self._listener.drop(self.node, tier, dropped)

@@ -102,9 +102,7 @@ class Node:
         self._loop = loop
         self._noise, link_noise = noise
         self._listener = listener
-        self._admitted = events.admitted
-        self._first_token = events.first_token
-        self._finished = events.finished
+        self._events = events
         self.link = NodeLink(loop, link_noise, model, self._loaded, self._stored)
         self.link.up.beside = self._load_factor
         self._version = 0
@@ -173,9 +171,6 @@ class Node:
         self.alive = False
         return lost
 
-    def recover(self) -> None:
-        self.alive = True
-
     def set_slow(self, factor: float) -> None:
         """From now on everything takes `factor` times as long; what is under way does not."""
         self.slow = factor
@@ -240,8 +235,8 @@ class Node:
                 self.link.load(work, quote.host_tokens // size)
                 if self.model.overlap and len(self.jobs) == 1:
                     self._by_layer = work, self.model.link_rates.load_s(quote.host_tokens)
-            if self._admitted is not None:
-                self._admitted(work)
+            if self._events.admitted is not None:
+                self._events.admitted(work)
 
     def _start_step(self, step: Step) -> None:
         decoding, model = self._decoding, self.model
@@ -336,16 +331,15 @@ class Node:
 
     def _join(self, job: SimulatedJob) -> None:
         """Its prompt is computed, and with it its next token."""
-        first = job.first_s < 0
-        if first:
+        if job.first_s < 0:
             job.first_s = self._loop.now_s
-            self._first_token(job)
+            self._events.first_token(job)
         job.generated += 1
         left = job.output_tokens - job.generated
         if left <= 0:
             self._end_job(job)
-            return
-        self._decoding.join(job, left)
+        else:
+            self._decoding.join(job, left)
 
     def _end_finished(self) -> None:
         while (job := self._decoding.next_finished()) is not None:
@@ -363,7 +357,7 @@ class Node:
         self.memory.release(job)
         self.scheduler.finish(job, job.output_tokens, self._loop.now_s)
         del self.jobs[job]
-        self._finished(job)
+        self._events.finished(job)
 
     def _grow_upto(self, count: int) -> bool:
         """Give blocks to those that need one for the steps up to `count`.

@@ -19,6 +19,9 @@ from kappa.slo import Limits
 from simulator.node import NodeTotals
 
 IDLE_POWER_SHARE = 0.3
+_OF_THE_RUN = (
+    "policy", "scheduler", "trace", "cluster", "load", "capacity_rps", "rate_rps", "seed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,21 +95,17 @@ class Outcome:
         r = self.records
         picked = r.measured
         done = picked & ~np.isnan(r.e2e_s)
-        window_s = self._window_s()
+        arrivals_s = r.arrival_s[picked]
+        window_s = float(np.ptp(arrivals_s)) if len(arrivals_s) else 0.0
+        window_s = window_s or max(self.end_s, 1e-9)
+        cost = sum(node.cost_per_hour for node in self.nodes) * window_s / 3600.0
         output = float(r.output_tokens[done].sum())
         totals = [node.totals for node in self.nodes]
         fill_steps = sum(node.fill_steps for node in totals)
         queued_steps = sum(node.queued_steps for node in totals)
         queued_tokens = sum(node.queued_tokens for node in totals)
         return {
-            "policy": self.policy,
-            "scheduler": self.scheduler,
-            "trace": self.trace,
-            "cluster": self.cluster,
-            "load": self.load,
-            "capacity_rps": self.capacity_rps,
-            "rate_rps": self.rate_rps,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in _OF_THE_RUN},
             "requests": int(picked.sum()),
             "completed": int(done.sum()),
             "rejected": int((picked & np.isnan(r.e2e_s)).sum()),
@@ -115,12 +114,9 @@ class Outcome:
             "e2e_s": spread(r.e2e_s[done]),
             "goodput_rps": float(r.met[picked].sum()) / window_s,
             "slo": self._slo(picked, done),
-            "cost_per_mtok": self._cost(window_s) / output * 1e6 if output else None,
+            "cost_per_mtok": cost / output * 1e6 if output else None,
             "energy_j_per_tok": self._energy_j(window_s) / output if output else None,
-            "decision_us": {
-                name: _scaled(_quantile(self.decision_s, q), 1e6)
-                for name, q in (("p50", 0.5), ("p99", 0.99))
-            },
+            "decision_us": {f"p{q}": _quantile(self.decision_s * 1e6, q / 100) for q in (50, 99)},
             "budget_fill": sum(node.fill for node in totals) / fill_steps if fill_steps else None,
             "scheduled_tokens": queued_tokens / queued_steps if queued_steps else None,
             "vram_fill": sum(node.held_share for node in self.nodes) / len(self.nodes),
@@ -131,11 +127,6 @@ class Outcome:
             "preemptions": sum(node.preemptions for node in totals),
             "nodes": [self._node(i) for i in range(len(self.nodes))],
         }
-
-    def _window_s(self) -> float:
-        arrivals = self.records.arrival_s[self.records.measured]
-        window_s = float(arrivals.max() - arrivals.min()) if len(arrivals) else 0.0
-        return window_s or max(self.end_s, 1e-9)
 
     def _slo(self, picked: NDArray[np.bool_], done: NDArray[np.bool_]) -> dict[str, Any]:
         r, limits = self.records, self.limits
@@ -149,9 +140,6 @@ class Outcome:
             "ttft_limit_s_p50": _quantile(limits.ttft_s[picked], 0.5),
             "tpot_limit_s_p50": _quantile(limits.tpot_s[picked], 0.5),
         }
-
-    def _cost(self, window_s: float) -> float:
-        return sum(node.cost_per_hour for node in self.nodes) * window_s / 3600.0
 
     def _energy_j(self, window_s: float) -> float:
         """Over the window, at each node's mean busy share of the run."""
@@ -208,10 +196,6 @@ def spread(values: NDArray[np.float64]) -> dict[str, float | None]:
         return {"mean": None, "p50": None, "p90": None, "p99": None}
     p50, p90, p99 = np.quantile(values, (0.5, 0.9, 0.99)).tolist()
     return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 def _quantile(values: NDArray[np.float64], q: float) -> float | None:

@@ -37,11 +37,8 @@ class Play:
         seed: int,
         report_period_s: float = 1.0,
     ) -> None:
-        self.traffic = traffic
-        self.dispatcher = dispatcher
-        self._loop = Loop()
-        self._faults = faults
-        self._seed = seed
+        self.traffic, self.dispatcher = traffic, dispatcher
+        self._loop, self._faults, self._seed = Loop(), faults, seed
         self._period_s = report_period_s
         total = traffic.requests
         self.arrival_s = [nan] * total
@@ -75,22 +72,12 @@ class Play:
         listens, sigma = self.dispatcher.listens, self._faults.noise_sigma
         admitted = self._admitted if listens else None
         events = JobEvents(self._first_token, self._finished, admitted)
+        listener = self.dispatcher if listens else None
         nodes: list[Node] = []
         for index, model in enumerate(models):
             seeds = np.random.SeedSequence((self._seed, 3, index)).spawn(2)
-            nodes.append(
-                Node(
-                    index,
-                    model,
-                    self._loop,
-                    (
-                        Noise(np.random.default_rng(seeds[0]), sigma),
-                        Noise(np.random.default_rng(seeds[1]), sigma),
-                    ),
-                    events,
-                    self.dispatcher if listens else None,
-                )
-            )
+            steps, link = (Noise(np.random.default_rng(seed), sigma) for seed in seeds)
+            nodes.append(Node(index, model, self._loop, (steps, link), events, listener))
         return nodes
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -125,10 +112,8 @@ class Play:
     def _warm_up(self) -> None:
         """Put the warm prefixes into host tiers, each on a node drawn by host capacity."""
         warm = self.traffic.warm
-        if not warm:
-            return
         sizes = np.array([node.model.host_blocks for node in self.nodes], dtype=np.float64)
-        if not sizes.sum():
+        if not (warm and sizes.any()):
             return
         rng = np.random.default_rng((self._seed, 4))
         drawn = rng.choice(len(sizes), size=len(warm), p=sizes / sizes.sum()).tolist()
@@ -290,5 +275,5 @@ class Play:
             self._send(job.key, failure.node)
 
     def _recover(self, index: int) -> None:
-        self.nodes[index].recover()
+        self.nodes[index].alive = True
         self.dispatcher.back(index, self._loop.now_s)

@@ -120,10 +120,6 @@ def build_traffic(
         seed: of everything random in it.
         warm: whether caches hold documents and histories at the start.
     """
-    if requests < 1:
-        raise ValueError(f"requests is {requests}: give 1 or more")
-    if not rate_rps > 0:
-        raise ValueError(f"the rate is {rate_rps} requests/s: give one above zero")
     facts = session_facts(workload, speed)
     turns_mean = sum(len(s.turns) for s in workload.sessions) / len(workload.sessions)
     session_rate = rate_rps / turns_mean
@@ -283,9 +279,7 @@ def session_facts(workload: Workload, speed: IdleSpeed) -> dict[str, SessionFact
     in_several = _shared_blocks(workload)
     facts: dict[str, SessionFacts] = {}
     for session in workload.sessions:
-        reuse = [0] * len(session.turns)
-        for number in range(1, len(session.turns)):
-            reuse[number] = longest_left(session.turns[:number], session.turns[number])
+        reuse = _left_before(session)
         first = session.turns[0]
         shared = sum(1 for _ in takewhile(in_several.__contains__, first.blocks.tolist()))
         document = document_blocks(session, reuse)
@@ -309,12 +303,12 @@ def document_blocks(session: SessionShape, reuse: Sequence[int] | None = None) -
     if grows:
         return 0
     document = shared_prefix(turns[0].blocks, turns[1].blocks)
-    shared = (
-        reuse[1:]
-        if reuse is not None
-        else [longest_left(turns[:number], turn) for number, turn in enumerate(turns) if number]
-    )
-    return document if all(blocks == document for blocks in shared) else 0
+    return document if {*(reuse or _left_before(session))[1:]} == {document} else 0
+
+
+def _left_before(session: SessionShape) -> list[int]:
+    """The longest prefix of each turn, in blocks, that one of its predecessors left."""
+    return [longest_left(session.turns[:n], turn) for n, turn in enumerate(session.turns)]
 
 
 def _shared_blocks(workload: Workload) -> set[int]:

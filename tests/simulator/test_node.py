@@ -63,7 +63,7 @@ def own_ids(key, tokens, shared=0):
 
 
 def in_host(bench, ids, blocks):
-    assert bench.node.memory.put_in_host(ids, blocks) == blocks
+    bench.node.memory.put_in_host(ids, blocks)
 
 
 def test_a_cold_prompt_is_prefilled_in_chunks_of_the_budget():

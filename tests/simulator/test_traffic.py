@@ -129,12 +129,6 @@ def test_what_another_session_began_with_counts_as_reusable(chats):
     assert set(traffic.reuse_tokens.tolist()) == {0, 128}
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"requests": 0}, "0"), ({"rate_rps": 0}, "0")])
-def test_nothing_to_send_is_refused(chats, changes, message):
-    with pytest.raises(ValueError, match=message):
-        build(chats, **changes)
-
-
 def test_document_blocks_are_those_of_texts_and_not_of_talks(documents, chats):
     assert [document_blocks(s) for s in documents.sessions] == [100 + 40 * i for i in range(12)]
     assert not any(document_blocks(s) for s in chats.sessions)
