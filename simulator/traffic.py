@@ -132,12 +132,12 @@ def build_traffic(
 def _under_way(
     workload: Workload, facts: dict[str, SessionFacts], session_rate: float, seed: int
 ) -> list[tuple[float, SessionShape]]:
-    """Sessions that began before time 0 and are not over, with when they began.
+    """Sessions that began before time 0 and have turns to send yet, with when they began.
 
-    The stream is followed back from time 0, as far as the longest session lasts; what is not over
-    by then is kept, so that long ones are met in proportion to their duration.
+    The stream is followed back from time 0, as far as the longest session goes on sending, so that
+    long ones are met in proportion to their duration.
     """
-    ends_s = np.array([facts[session.id].end_s for session in workload.sessions])
+    ends_s = np.array([facts[session.id].starts_s[-1] for session in workload.sessions])
     gaps = np.random.default_rng((seed, 1))
     found: list[tuple[float, SessionShape]] = []
     age_s, copies = 0.0, count(_COPIES_BEFORE)
@@ -165,8 +165,6 @@ def _collect(
     settled = 0
     for start_s, session in sessions:
         known = facts.get(session.id) or facts[session.id.rpartition("~")[0]]
-        if start_s + known.starts_s[-1] < 0:
-            continue
         while ahead and ahead[0] <= start_s:
             heapq.heappop(ahead)
             settled += 1
@@ -261,14 +259,13 @@ def _history(session: SessionShape, done: int) -> Ids:
 class SessionFacts:
     """What all copies of a session have in common.
 
-    starts_s: of each turn since the session's first, if nobody queues; ends_s its last token's end.
+    starts_s: of each turn since the session's first, if nobody queues.
     reuse_blocks: longest prefix of each turn that one of its predecessors left. shared_blocks:
     leading blocks of the first turn that other sessions use too. document_blocks: leading blocks
     that all turns share.
     """
 
     starts_s: list[float]
-    end_s: float
     reuse_blocks: list[int]
     shared_blocks: int
     document_blocks: int
@@ -283,8 +280,8 @@ def session_facts(workload: Workload, speed: IdleSpeed) -> dict[str, SessionFact
         first = session.turns[0]
         shared = sum(1 for _ in takewhile(in_several.__contains__, first.blocks.tolist()))
         document = document_blocks(session, reuse)
-        starts, end_s = _schedule(session, reuse, workload.block_tokens, speed)
-        facts[session.id] = SessionFacts(starts, end_s, reuse, shared, document)
+        starts = _schedule(session, reuse, workload.block_tokens, speed)
+        facts[session.id] = SessionFacts(starts, reuse, shared, document)
     return facts
 
 
@@ -323,8 +320,8 @@ def _shared_blocks(workload: Workload) -> set[int]:
 
 def _schedule(
     session: SessionShape, reuse: list[int], block_tokens: int, speed: IdleSpeed
-) -> tuple[list[float], float]:
-    """When each turn would start if nobody queued, and when the last one would end."""
+) -> list[float]:
+    """When each turn would start if nobody queued."""
     prompts = np.array([turn.input_tokens for turn in session.turns])
     outputs = np.array([turn.output_tokens for turn in session.turns])
     cached = np.minimum(np.array(reuse) * block_tokens, prompts - 1)
@@ -336,7 +333,7 @@ def _schedule(
         now_s += turn.after_s
         starts.append(now_s)
         now_s += service_s
-    return starts, now_s
+    return starts
 
 
 def longest_left(earlier: Sequence[TurnShape], turn: TurnShape) -> int:
