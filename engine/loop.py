@@ -29,10 +29,11 @@ from engine.sparse.forward import SparseForward
 from engine.sparse.serving import SPARSE, SparseServing
 from engine.stats import EngineStats
 from engine.store import HostStore
+from kappa.cost import StepLimit
 from kappa.plans.planners import Planning
 from kappa.protocol import Charge
 from scheduler.batching import Batcher, Step
-from scheduler.catalogue import rule_named
+from scheduler.catalogue import rule_named, step_factor
 from scheduler.config import LinkRates
 from scheduler.fair import Fair
 from scheduler.work import Work
@@ -88,7 +89,9 @@ class Engine:
         rates = self.planning.rates
         link = None if rates is None else LinkRates(rates.load_token_s, rates.load.fixed_s)
         rule = rule_named(settings.scheduler, settings.fair, link)
-        self.batcher = Batcher(memory, rule, settings.budget_tokens, settings.max_running)
+        factor = step_factor(settings.scheduler, settings.fair)
+        limit = None if rates is None else StepLimit(rates.step, factor)
+        self.batcher = Batcher(memory, rule, settings.budget_tokens, settings.max_running, limit)
         self._stats = EngineStats()
         self._loads = Loads(self.arena, self.mover, memory, self._stats)
         self._model = model
@@ -173,7 +176,8 @@ class Engine:
             if sequence.finish_reason is not None:
                 self._leave(sequence, now_s)
         admit = self._grow(now_s)
-        step = self.batcher.step(now_s, len(self._decoding), admit)
+        context_tokens = sum(len(sequence.tokens) for sequence in self._decoding)
+        step = self.batcher.step(now_s, len(self._decoding), admit, context_tokens)
         self._admitted(step, now_s)
         if step.chunks or self._decoding:
             self._iterate(step)

@@ -170,6 +170,58 @@ class StepModel:
         return record_from(cls, data, "StepModel")
 
 
+# A step computes prompts for at least so many times its fixed cost, or that would be most of it;
+# GEMMs compute whole tiles of tokens.
+_LEAST_OF_FIXED = 4.0
+TILE_TOKENS = 128
+# A prompt is on the way to be late once it took so many times its own computing, or so long.
+_LATE_FACTOR, _LATE_S = 2.5, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit:
+    """How long a step may last for those that decode in it, as tokens that fit.
+
+    A prompt that fills a step's token budget holds up everybody who decodes there by all of its
+    computing. Computed in parts, it fills the GPU as well, and each part comes with a token for
+    everyone (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4). What bounds a part here is
+    seconds, by the engine's cost model.
+
+    factor: while requests decode, a step lasts at most so many times what it would for one of them
+    alone; 0: nothing but the token budget bounds it.
+    """
+
+    step: StepModel
+    factor: float
+
+    def tokens(
+        self, requests: int, context_tokens: float, behind_tokens: float, waited: float = 1.0
+    ) -> float:
+        """Tokens of a step in which `requests` decode over so many tokens, these included, and the
+        others are a prompt's, behind so many of it; infinite where nobody decodes.
+
+        waited: as `lateness` has it, by which the prompt's seconds grow. Prompts get a third of the
+        limit at the least, and a tile's tokens.
+        """
+        step = self.step
+        if not requests or not self.factor or step.token_s <= 0:
+            return math.inf
+        fixed_s, read_s = step.fixed_s, context_tokens * step.context_token_s
+        limit_s = self.factor * (step.weights_s + read_s / requests + fixed_s)
+        beside_s = requests * step.token_s + context_tokens * step.pair_s
+        # Reading takes its time anyway: computing meanwhile costs those that decode nothing.
+        room_s = max(limit_s, step.weights_s + read_s + fixed_s) - fixed_s - beside_s
+        prompt_s = max(room_s, limit_s / 3, _LEAST_OF_FIXED * fixed_s) * max(waited, 1.0)
+        new = prompt_s / (step.token_s + behind_tokens * step.pair_s)
+        tiles = max(round((requests + new) / TILE_TOKENS), requests // TILE_TOKENS + 1)
+        return tiles * TILE_TOKENS
+
+    def lateness(self, prompt_tokens: int, waited_s: float) -> float:
+        """What a prompt waited so far, over what it may before those that decode wait for it."""
+        own_s = prompt_tokens * (self.step.token_s + 0.5 * prompt_tokens * self.step.pair_s)
+        return waited_s / (max(_LATE_S, _LATE_FACTOR * own_s) * self.step.dilation)
+
+
 def step_model(
     shape: ModelShape,
     node: NodeProfile,

@@ -82,6 +82,7 @@ class Announcement:
     net_bytes_per_s: how fast it can fetch blocks from another worker's host tier, until it did; 0
     when it cannot. peer: where its own host tier can be read, host:port/token; empty: nowhere.
     packs: its scheduler goes on past a request that does not fit, and starts loads just in time.
+    step_factor: what bounds its steps besides the token budget (`kappa.cost.StepLimit`).
     engine: its kind.
     load_plan: how it brings cached prefixes back, {"planner": name, "cpu_room_share": as in the
     settings, where its CPU attends to host memory, "act_share": share of stored blocks kept as
@@ -126,6 +127,7 @@ class Announcement:
     max_sequences: int = 0
     disk_blocks: int = 0
     graphs: str = ""
+    step_factor: float = 0.0
     protocol: int = PROTOCOL
 
     @property

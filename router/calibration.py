@@ -510,6 +510,7 @@ class Calibration:
             budget_tokens=announced.max_batch_tokens,
             capacity_tokens=(announced.device_blocks - 1) * announced.block_tokens,
             packs=announced.packs,
+            step_factor=announced.step_factor,
             factors=tuple(theta[len(constants) :].tolist()),
         )
         self.overhead_s = min(float(constants[7]), _MOST_OVERHEAD_S)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kappa.cost import StepModel, transfer_s
+from kappa.cost import StepLimit, StepModel, transfer_s
 
 # A forecast that would take longer than this many steps is cut off: it is "very late" anyway.
 _MAX_STEPS = 2_000
@@ -42,7 +42,8 @@ def step_factor(factors: Sequence[float], tokens: int) -> float:
 class EngineSpeed:
     """What an engine can do: steps, link, token budget and VRAM, in real seconds.
 
-    disk_token_s: what a token on disk takes besides. packs: as `kappa.protocol.Announcement`.
+    disk_token_s: what a token on disk takes besides. packs, step_factor: as
+    `kappa.protocol.Announcement` has them.
     factors: logarithms of what a step of 1, 2, 4, ... tokens takes over what `step` says; none: it
     says all.
     """
@@ -55,6 +56,7 @@ class EngineSpeed:
     packs: bool = False
     disk_token_s: float = 0.0
     factors: tuple[float, ...] = ()
+    step_factor: float = 0.0
 
     def step_s(self, work: Work) -> float:
         """Real seconds of one step."""
@@ -62,6 +64,16 @@ class EngineSpeed:
         if self.factors:
             seconds *= step_factor(self.factors, sum(new for new, _ in work))
         return seconds
+
+    def most_tokens(self, decoding: Work, behind_tokens: int, waited: float = 1.0) -> int:
+        """Tokens of a step beside those that decode, as `StepLimit.tokens` has them."""
+        if not self.step_factor:
+            return self.budget_tokens
+        context = sum(context for _, context in decoding)
+        most = StepLimit(self.step, self.step_factor).tokens(
+            len(decoding), context, behind_tokens, waited
+        )
+        return int(min(most, self.budget_tokens))
 
     def load_s(self, tokens: int, disk_tokens: int = 0) -> float:
         """Real seconds of link time for `tokens`, some of them on disk; none costs nothing."""
@@ -238,7 +250,8 @@ class EngineQueue:
         decoding = [(1, job.context_tokens) for job in jobs]
         step_s, total_s = self.speed.step_s, 0.0
         alone_s = step_s(decoding)
-        chunk = max(self.speed.budget_tokens - len(decoding), 1)
+        most = self.speed.most_tokens(decoding, context_tokens + new_tokens // 2)
+        chunk = max(most - len(decoding), 1)
         # Every step with a part of the prompt in it delays a token of those that still decode.
         for i in range(max(left, default=0)):
             if new_tokens <= 0:
@@ -396,14 +409,20 @@ class EngineQueue:
                 budget -= 1
         # A prompt that has begun goes on before another begins.
         prompts.sort(key=lambda job: job.prefilled_tokens == 0)
+        prompts = [job for job in prompts if self._known(job)]
+        if prompts and work and self.speed.step_factor:
+            head = prompts[0]
+            limit = StepLimit(self.speed.step, self.speed.step_factor)
+            waited = limit.lateness(head.new_tokens, self._now_s - head.arrival_s)
+            most = self.speed.most_tokens(work, head.context_tokens, waited)
+            budget = min(budget, most - len(work))
         for job in prompts:
             if budget <= 0:
                 break
-            if self._known(job):
-                tokens = min(job.new_tokens, budget)
-                work.append((tokens, job.context_tokens))
-                done[job.request_id] = tokens
-                budget -= tokens
+            tokens = min(job.new_tokens, budget)
+            work.append((tokens, job.context_tokens))
+            done[job.request_id] = tokens
+            budget -= tokens
         return work, done
 
     def _compute(self, done: dict[str, int], steps: int = 1) -> None:

@@ -171,6 +171,7 @@ class Fleet:
         self._set(
             self._slots[worker],
             budget_tokens=speed.budget_tokens,
+            step_factor=speed.step_factor,
             capacity_tokens=speed.capacity_tokens,
             load_token_s=speed.load_token_s,
             load_fixed_s=speed.load_fixed_s,

@@ -21,9 +21,9 @@ from router.decision import Floats, Slots
 # One worker's record; all are floats.
 _IDENTITY = (
     "load_token_s", "load_fixed_s", "disk_token_s", "token_s", "pair_s", "weights_s",
-    "context_token_s", "step_fixed_s", "overhead_s", "dilation", "budget_tokens", "capacity_tokens",
-    "max_sequences", "kappa_crit", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour",
-    "net_tokens_per_s", "seen_s",
+    "context_token_s", "step_fixed_s", "overhead_s", "dilation", "budget_tokens", "step_factor",
+    "capacity_tokens", "max_sequences", "kappa_crit", "h2d_bytes_per_s", "flops_per_s",
+    "cost_per_hour", "net_tokens_per_s", "seen_s",
     "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
 )  # fmt: skip
 # Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
@@ -43,6 +43,8 @@ WORKER = np.dtype(
 )
 
 MOST_USE = 0.95
+# As `kappa.cost.StepLimit` has them.
+_TILE_TOKENS, _LEAST_OF_FIXED = 128, 4.0
 # Of what the objective allows a first token, the wait above which later ones count less: a share
 # that simulation chose, not derived (docs/adr/0005).
 MOST_WAIT = 0.5
@@ -88,6 +90,22 @@ def factor(worker: Any, tokens: float) -> float:
 
 
 @compiled
+def chunk_tokens(worker: Any, decoding: float, decode_context: float, behind: float) -> float:
+    """Most tokens of a prompt in a step: the budget, or what `kappa.cost.StepLimit` leaves beside
+    those that decode, for a prompt that has not waited."""
+    if worker.step_factor <= 0 or decoding <= 0 or worker.token_s <= 0:
+        return worker.budget_tokens
+    fixed_s, read_s = worker.step_fixed_s, decode_context * worker.context_token_s
+    limit_s = worker.step_factor * (worker.weights_s + read_s / decoding + fixed_s)
+    beside_s = decoding * worker.token_s + decode_context * worker.pair_s
+    room_s = max(limit_s, worker.weights_s + read_s + fixed_s) - fixed_s - beside_s
+    prompt_s = max(room_s, limit_s / 3, _LEAST_OF_FIXED * fixed_s)
+    new = prompt_s / (worker.token_s + behind * worker.pair_s)
+    tiles = max(np.rint((decoding + new) / _TILE_TOKENS), decoding // _TILE_TOKENS + 1)
+    return max(min(tiles * _TILE_TOKENS, worker.budget_tokens) - decoding, 1.0)
+
+
+@compiled
 def prefill_s(
     worker: Any, prompt_tokens: float, held_tokens: float, decoding: float, decode_context: float
 ) -> tuple[float, float, float]:
@@ -97,8 +115,9 @@ def prefill_s(
     what they take beside those that decode there.
     """
     new = prompt_tokens - held_tokens
-    steps = np.ceil(new / worker.budget_tokens)
-    pairs = new * (held_tokens + 0.5 * new)
+    behind_tokens = held_tokens + 0.5 * new
+    steps = np.ceil(new / chunk_tokens(worker, decoding, decode_context, behind_tokens))
+    pairs = new * behind_tokens
     work_s = new * worker.token_s + pairs * worker.pair_s
     beside_s = decoding * worker.token_s + decode_context * worker.pair_s
     read_tokens = prompt_tokens + decode_context
@@ -368,8 +387,11 @@ def price(
             continue
         token_s = worker.token_s + prompt_tokens * worker.context_token_s
         step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
-        used = step_s / tpot_limit_s + worker.prompts_s / answer_s
-        added = row.interference_s / answer_s + token_s / tpot_limit_s
+        used, added = step_s / tpot_limit_s, token_s / tpot_limit_s
+        if worker.step_factor <= 0:
+            # Prompts hold up those that decode, where nothing bounds a step's seconds.
+            used += worker.prompts_s / answer_s
+            added += row.interference_s / answer_s
         # The growth of the square of what is used; what is late already counts as just late.
         each = 2 * min(used, 1.0) * min(added, 1.0)
         # For so much longer who comes waits past the least objective of a first token.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from kappa.cost import StepLimit
 from scheduler.work import PENDING, Memory, Quote, Room, Rule, Work
 
 
@@ -36,6 +37,7 @@ class Batcher:
         rule: owns what waits and says what is admitted.
         budget_tokens: of an iteration, decoding requests included.
         max_running: requests that compute; those being loaded are not counted, as in vLLM.
+        limit: of the seconds of an iteration in which requests decode; none: the tokens' alone.
 
     `was_queued`: somebody waited when the last step was planned; `passed`: how many were looked at
     then and left, by reason. `budget_fill`: sum of the shares of the budget used, and the steps
@@ -43,10 +45,12 @@ class Batcher:
     """
 
     def __init__(
-        self, memory: Memory, rule: Rule, budget_tokens: int = 8192, max_running: int = 256
-    ) -> None:
+        self, memory: Memory, rule: Rule, budget_tokens: int = 8192, max_running: int = 256,
+        limit: StepLimit | None = None,
+    ) -> None:  # fmt: skip
         self.memory, self.rule = memory, rule
         self.budget_tokens, self.max_running = budget_tokens, max_running
+        self._limit = limit
         self.running: dict[Work, None] = {}
         self.prefilling: list[Work] = []
         self.ready: deque[Work] = deque()
@@ -140,13 +144,16 @@ class Batcher:
 
     # -- the next iteration -------------------------------------------------------------------
 
-    def step(self, now_s: float, decoding: int, admit: bool = True) -> Step:
+    def step(
+        self, now_s: float, decoding: int, admit: bool = True, context_tokens: float = 0.0
+    ) -> Step:
         """Plan an iteration in which `decoding` requests take a token each.
 
-        admit: False after a preemption, when nobody new may take the blocks just freed.
+        context_tokens: of them together. admit: False after a preemption, when nobody new may take
+        the blocks just freed.
         """
         step = self._step = Step()
-        budget = self.budget_tokens - decoding
+        most = budget = self._most_tokens(now_s, decoding, context_tokens) - decoding
         for work in self.prefilling:
             if budget <= 0:
                 break
@@ -160,8 +167,20 @@ class Batcher:
         if admit and self.was_queued:
             budget = self._admit(step, budget, now_s)
         self._wanting = bool(step.chunks) or self.queued > 0
-        self._count_fill(1, self.budget_tokens - budget)
+        self._count_fill(1, decoding + most - budget)
         return step
+
+    def _most_tokens(self, now_s: float, decoding: int, context_tokens: float) -> int:
+        """Tokens of an iteration: the budget, or as many as those that decode have time for."""
+        if self._limit is None:
+            return self.budget_tokens
+        behind, waited = 0, 1.0
+        head = self.prefilling[0] if self.prefilling else self.ready[0] if self.ready else None
+        if head is not None:
+            behind = head.computed_tokens
+            waited = self._limit.lateness(head.total_tokens - behind, now_s - head.arrival_s)
+        tokens = self._limit.tokens(decoding, context_tokens, behind, waited)
+        return int(min(tokens, self.budget_tokens))
 
     def repeat(self, steps: int, decoding: int) -> None:
         """The last step's decoding went on alone for `steps` more iterations."""

@@ -27,6 +27,12 @@ def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | No
     return rule
 
 
+def step_factor(name: str, config: FairConfig | None = None) -> float:
+    """What bounds a step of an engine with this rule besides its token budget
+    (`kappa.cost.StepLimit`); 0: nothing."""
+    return (config or FairConfig()).step_factor if name == FAIR else 0.0
+
+
 def packs(name: str) -> bool:
     """Whether a rule goes on past a request that does not fit; False if it is none of ours."""
     return name == FAIR or (name in SCHEDULERS and bool(_other(name).packs))

@@ -40,7 +40,7 @@ class FairConfig:
     request (off only to show what happens then). expected_output_tokens: length of an answer before
     any was seen. headroom: where there are several tenants, the share of slots and blocks that
     those with something running leave to those with nothing. class_s: seconds of head start that
-    each class of priority has on the next.
+    each class of priority has on the next. step_factor: as `kappa.cost.StepLimit` has it.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -54,10 +54,13 @@ class FairConfig:
     expected_output_tokens: int = 128
     headroom: float = 1 / 16
     class_s: float = 10.0
+    step_factor: float = 2.5
 
     def __post_init__(self) -> None:
         check_not_negative(
-            self, "max_skips", "due_after_s", "slack_s", "credit", "headroom", "class_s"
+            self,
+            *("max_skips", "due_after_s", "slack_s", "credit", "headroom", "class_s"),
+            "step_factor",
         )
         check_positive(self, "window", "expected_output_tokens", "default_weight")
         if self.headroom > _MAX_HEADROOM:

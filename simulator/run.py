@@ -24,7 +24,7 @@ from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
 from router.load_plans import planner_of
 from router.policy import Policy, policy_named
 from router.router import Router, RouterConfig
-from scheduler.catalogue import SCHEDULERS, packs
+from scheduler.catalogue import SCHEDULERS, packs, step_factor
 from simulator.clusters import NodeModel, NodeSpec, SimulatedCluster, check, node_model
 from simulator.decode import OURS, EngineLaw
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
@@ -228,6 +228,7 @@ def announcements_of(config: SimulationConfig, models: Sequence[NodeModel]) -> l
             max_context_tokens=model.device_blocks * model.block_tokens,
             max_sequences=model.max_running, events_endpoint="", snapshot_endpoint="",
             net_bytes_per_s=node.network_bytes_per_s, packs=packs(model.rule), load_plan=plan,
+            step_factor=step_factor(model.rule, model.fair),
         ))  # fmt: skip
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from kappa.cost import StepModel, step_model
+from kappa.cost import step_model
 from kappa.hardware import NODE_RATES, NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.clo import HeadProfile, SparseSettings
@@ -18,7 +18,8 @@ from kappa.plans.rates import LEAST_R2
 from kappa.protocol import Announcement
 from kappa.settings.engine import TransferSettings, share_bytes
 from kappa.settings.routing import ObservingSettings
-from scheduler.catalogue import packs
+from scheduler.catalogue import packs, step_factor
+from scheduler.config import FairConfig
 from workers.vllm.arguments import (
     BY_SHARE,
     Endpoints,
@@ -31,7 +32,13 @@ from workers.vllm.arguments import (
     fingerprint,
     meet_peers,
 )
-from workers.vllm.options import PERSIST_KEY, STOCK, LinkRules, SchedulerOptions
+from workers.vllm.options import (
+    PERSIST_KEY,
+    STOCK,
+    LinkRules,
+    SchedulerOptions,
+    fitted_step,
+)
 from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 
 # What most of vLLM's backends for GPUs choose.
@@ -215,7 +222,7 @@ def measured_node(
         flops_per_s=measured["flops_per_s"],
         load_fixed_s=measured.get("load_fixed_s", 0.0),
     )
-    step = measured_step(measured)
+    step = fitted_step(measured)
     if step is None or shape is None:
         return node
     peak = step_model(shape, replace(node, attention_flops_per_s=0.0))
@@ -228,20 +235,11 @@ def measured_node(
     )
 
 
-def measured_step(measured: Mapping[str, Any]) -> StepModel | None:
-    """The constants fitted to the engine's own steps, if they are nearer to these than the prior
-    is."""
-    found = measured.get("step")
-    if not found or not found["error"] < found["prior_error"]:
-        return None
-    return StepModel(**{name: found[name] for name in StepModel.__dataclass_fields__})
-
-
 def check_measured(measured: Mapping[str, Any]) -> None:
     """Raise ValueError, KeyError or TypeError if nothing could be announced by it."""
     prior = NodeProfile("prior", "", "", 1.0, 1.0, 1.0)
     measured_node(prior, dict(measured))
-    measured_step(measured)
+    fitted_step(measured)
     shortcomings(measured)
 
 
@@ -250,7 +248,7 @@ def shortcomings(measured: Mapping[str, Any]) -> str:
     found = [f"not measured: {each}" for each in measured.get("unmeasured", ())]
     step = measured.get("step")
     if step and not step["r2"] >= LEAST_R2:
-        used = "" if measured_step(measured) else ", and the prior is nearer and is used"
+        used = "" if fitted_step(measured) else ", and the prior is nearer and is used"
         found.append(
             f"the step fit has R² {step['r2']:.3f} over {step['steps']} steps, below {LEAST_R2}; "
             f"half of them are off by more than {step['error']:.0%}{used}"
@@ -315,12 +313,15 @@ def announce(
     else:
         step = step_model(shape, node)
         if not paced:
-            step = measured_step(profile.measured) or step
+            step = fitted_step(profile.measured) or step
         planner = TAIL if tail else LOAD_ALL
         if not tail and plan.layers_loaded:
             tail = tail_rates(shape, node, plan.layers_loaded)
         if tail:
             load_plan = {"planner": planner, "act_share": 0.0, "rates": dict(tail)}
+    bounded = 0.0
+    if plan.kind != "emulated" and (rates or paced or fitted_step(profile.measured)):
+        bounded = step_factor(plan.scheduler.rule, FairConfig(**plan.scheduler.config))
     return Announcement(
         worker=replica.worker,
         model=replica.model,
@@ -342,6 +343,7 @@ def announce(
         peer=replica.peer,
         profile_error=profile.error or shortcomings(profile.measured),
         packs=packs(plan.scheduler.rule),
+        step_factor=bounded,
         engine=plan.kind,
         load_plan=load_plan,
         tier=plan.tier.kind,

@@ -326,8 +326,8 @@ def engine_scheduler(settings: ClusterSettings) -> Any:
     from workers.vllm.options import SchedulerOptions
 
     s = settings.scheduler
-    names = ("max_skips", "due_after_s", "window", "slack_s", "credit", "class_s", "reserve")
-    config = {name: getattr(s, name) for name in names}
+    names = "max_skips", "due_after_s", "window", "slack_s", "credit", "class_s", "step_factor"
+    config = {name: getattr(s, name) for name in (*names, "reserve")}
     # Replicas have working folders of their own.
     log = str(Path(s.log).absolute()) if s.log else None
     return SchedulerOptions(s.name, config | {"weights": dict(settings.tenants.weights)}, log=log)

@@ -74,6 +74,12 @@ class SchedulerSettings(Section):
     slack_s: Finite = Field(0.25, ge=0, description="service a tenant may be ahead of others")
     credit: Finite = Field(0.1, ge=0, description="service that a second of waiting is worth")
     class_s: Finite = Field(10.0, ge=0, description="head start of a priority class on the next")
+    step_factor: Finite = Field(
+        2.5,
+        ge=0,
+        le=100,
+        description="a step lasts at most so many times one request's decoding alone; 0: any time",
+    )
     reserve: bool = Field(True, description="set blocks aside for a request that is due")
     log: str | None = Field(None, description="file for JSON lines, one per iteration; none: off")
     store_backlog_s: Finite = Field(

@@ -294,3 +294,51 @@ def test_ratio_counts_neither_device_tokens_nor_less_than_one_new() -> None:
 def test_counts_refuse_negatives() -> None:
     with pytest.raises(ValueError, match=r"TokenCounts\.cached_tokens"):
         TokenCounts(0, -1, 1)
+
+
+# -- what a step may last for those that decode ---------------------------------------------------
+
+LIMITED = StepModel(1e-4, 0.0, weights_s=10e-3, context_token_s=1e-6, fixed_s=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("requests", "context", "behind", "pair_s", "waited", "tokens"),
+    [
+        # Alone 10 + 1 + 1 ms, so 30 ms; beside four tokens 28.6 ms, 286 tokens: 290, of 128 each 2.
+        (4, 4000, 0, 0.0, 1.0, 256),
+        # Behind 10,000 tokens each takes 0.2 ms: (29 - 0.44) / 0.2 = 143 and 4.
+        (4, 4000, 10_000, 1e-8, 1.0, 128),
+        # Waited three times as long as it may: 858 and 4.
+        (4, 4000, 0, 0.0, 3.0, 896),
+        # 300 decode for 30 ms, past the limit of 27.5: a third of that, 92 and 300.
+        (300, 0, 0, 0.0, 1.0, 384),
+        # 700 decode: 70 ms; a tile more than theirs at the least.
+        (700, 0, 0, 0.0, 1.0, 768),
+    ],
+)
+def test_a_step_has_as_many_tokens_as_those_that_decode_have_time_for(
+    requests, context, behind, pair_s, waited, tokens
+):
+    limit = law.StepLimit(replace(LIMITED, pair_s=pair_s), 2.5)
+    assert limit.tokens(requests, context, behind, waited) == tokens
+
+
+def test_where_nobody_decodes_or_nothing_is_set_only_the_budget_bounds_a_step():
+    assert law.StepLimit(LIMITED, 2.5).tokens(0, 0, 0) == math.inf
+    assert law.StepLimit(LIMITED, 0.0).tokens(4, 4000, 0) == math.inf
+    free = replace(LIMITED, token_s=0.0)
+    assert law.StepLimit(free, 2.5).tokens(4, 4000, 0) == math.inf
+
+
+def test_computing_meanwhile_is_free_where_reading_takes_longer_than_the_limit():
+    # 40 contexts of 10,000 tokens: 410 ms of reading, of which one alone has 20 + 1: 52.5 at most.
+    limit = law.StepLimit(replace(LIMITED, fixed_s=1e-3), 2.5)
+    assert limit.tokens(40, 400_000, 0) == round((410e-3 - 4e-3) / 1e-4 / 128 + 40 / 128) * 128
+
+
+def test_a_prompt_is_late_after_a_quarter_second_or_two_and_a_half_of_its_own():
+    limit = law.StepLimit(LIMITED, 2.5)
+    assert limit.lateness(100, 0.25) == pytest.approx(1.0)  # 10 ms of its own
+    assert limit.lateness(10_000, 5.0) == pytest.approx(2.0)  # a second of its own
+    slow = law.StepLimit(replace(LIMITED, dilation=10.0), 2.5)
+    assert slow.lateness(100, 2.5) == pytest.approx(1.0)

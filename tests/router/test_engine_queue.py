@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kappa.cost import StepModel
+from kappa.cost import StepLimit, StepModel
 from router.engine_queue import EngineJob, EngineQueue, EngineSpeed
 
 STEP = StepModel(token_s=0.01, pair_s=1e-5, weights_s=0.05, context_token_s=1e-5, fixed_s=0.002)
@@ -521,3 +521,25 @@ class TestAnEngineThatPacks:
         queue.submit(EngineJob("first", 1.0, 15, 15, 1, 1), 1.0)
         second = EngineJob("second", 1.0, 15, 15, 1, 1)
         assert queue.first_token_s(second, 1.0) >= 1.0 + 2 * self.SPEED.load_s(15)
+
+
+def test_a_prompt_in_parts_is_forecast_as_the_engine_computes_it():
+    speed = replace(SPEED, budget_tokens=4096, step_factor=2.5)
+    queue = EngineQueue(speed)
+    for i in range(4):
+        decoding(queue, f"d{i}", 0.0, context=100, output=1000)
+    long, limit = job("long", new=1000), StepLimit(STEP, 2.5)
+    now_s, done, steps = 0.0, 0, 0
+    while done < 1000:
+        waited = limit.lateness(1000 - done, now_s)
+        budget = int(limit.tokens(4, 4 * (101 + steps), done, waited)) - 4
+        tokens = min(1000 - done, budget)
+        now_s += STEP.real_s([*[(1, 101 + steps)] * 4, (tokens, done)])
+        done, steps = done + tokens, steps + 1
+    assert steps > 2
+    assert queue.first_token_s(long, 0.0) == pytest.approx(now_s)
+    whole = EngineQueue(replace(speed, step_factor=0.0))
+    for i in range(4):
+        decoding(whole, f"d{i}", 0.0, context=100, output=1000)
+    assert whole.first_token_s(long, 0.0) < now_s
+    assert queue.decode_delay_s(1000, 0) < whole.decode_delay_s(1000, 0)

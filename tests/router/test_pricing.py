@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 
-from kappa.cost import StepModel, StepWork, chunk_work, transfer_s
+from kappa.cost import StepLimit, StepModel, StepWork, chunk_work, transfer_s
 from router import pricing
 from router.decision import ESTIMATE
 
@@ -50,6 +50,19 @@ def test_a_prompt_beside_requests_that_decode():
     # Together max(5 + 2 x 0.14, 3.5) + 2 x 0.2 = 5.68.
     found = pricing.prefill_s(worker(), 250.0, 50.0, 4.0, 1000.0)
     assert found == pytest.approx((5.0, 3.5, 5.68))
+
+
+@pytest.mark.parametrize("decoding", [1.0, 4.0, 200.0])
+@pytest.mark.parametrize("behind", [0.0, 3000.0])
+def test_a_part_of_a_prompt_is_as_long_as_the_engine_makes_it(decoding, behind):
+    step = StepModel(0.01, 0.0001, 0.5, 0.001, 0.2)
+    limit, budget = StepLimit(step, 2.5), 1000.0
+    found = pricing.chunk_tokens(
+        worker(step_factor=2.5, budget_tokens=budget), decoding, 50 * decoding, behind
+    )
+    tokens = min(limit.tokens(int(decoding), 50 * decoding, behind), budget)
+    assert found == tokens - decoding
+    assert pricing.chunk_tokens(worker(step_factor=2.5), 0.0, 0.0, behind) == 100.0
 
 
 def test_a_short_prompt_takes_as_long_as_reading_the_weights():
@@ -282,6 +295,15 @@ def test_an_answer_is_missed_once_however_late_it_gets():
         assert row["interference_s"] == pytest.approx(
             5 * (row["load_s"] + row["work_s"] + 0.05) * (6 * 2 * added + row["work_s"]), rel=1e-3
         )
+
+
+def test_prompts_hold_nobody_up_where_an_engine_bounds_its_steps():
+    def price(**changes):
+        return float(priced(workers(BUSY | changes), output_tokens=5000.0)["interference_s"])
+
+    # What is left is what its own tokens make each step longer.
+    bounded = price(step_factor=2.5)
+    assert bounded == price(step_factor=2.5, prompts_s=0.0) < price()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kappa.cost import StepLimit, StepModel
 from scheduler.batching import Batcher
 from scheduler.catalogue import SCHEDULERS, rule_named
 from scheduler.work import Work
@@ -39,6 +40,20 @@ def test_what_is_left_of_the_budget_goes_to_the_next_in_line():
     step = core.step(0.0, 0)
     assert shares(step) == [(60, 0), (40, 0)] and step.prefilled == [first]
     assert core.step(0.1, 1).prefilled == [second]
+
+
+def test_a_long_prompt_is_computed_in_parts_only_while_others_decode():
+    # A token 1 ms, one request alone 20 ms and 5: 62.5 ms, of which 57.5 less those that decode.
+    limit = StepLimit(StepModel(1e-3, 0.0, 20e-3, 0.0, 5e-3), 2.5)
+    core, _ = batcher(budget_tokens=8192, limit=limit)
+    long = Work(3000, 0.0)
+    add(core, long)
+    assert shares(core.step(0.0, decoding=10, context_tokens=100)) == [(118, 0)]
+    # It is 2.9 s long, so late after 7.2; then as much more fits as it waited longer.
+    assert shares(core.step(0.1, decoding=10, context_tokens=100)) == [(118, 118)]
+    (late,) = shares(core.step(30.0, decoding=10, context_tokens=100))
+    assert late == (246, 236)
+    assert shares(core.step(30.1, decoding=0)) == [(3000 - 482, 482)]
 
 
 def test_first_come_stops_at_the_first_that_does_not_fit():

@@ -210,7 +210,8 @@ def engine_kwargs(
         options = msgspec.structs.replace(scheduler, stats=endpoints.stats)
         if pace is not None:
             link = {"token_s": pace.link.token_s, "fixed_s": pace.link.fixed_s}
-            options = msgspec.structs.replace(options, link=link, profile="")
+            step = pace.step.to_dict()
+            options = msgspec.structs.replace(options, link=link, step=step, profile="")
         additional[SCHEDULER_KEY] = msgspec.to_builtins(options)
     if limits.host_bytes:
         config = transfer_config(tier, limits.host_bytes, endpoints.stats)

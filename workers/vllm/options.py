@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from scheduler.catalogue import rule_named
+from kappa.cost import StepLimit, StepModel
+from scheduler.catalogue import rule_named, step_factor
 from scheduler.config import FairConfig, LinkRates
 from scheduler.work import Rule
 
@@ -45,13 +46,15 @@ def read_options(config: Mapping[str, Any] | None, key: str, kind: type[T]) -> T
 
 class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """rule: its name, or `STOCK`; config: the fields of a `FairConfig`; link: the fields of a
-    `LinkRates`, if known; stats: endpoint of the stats channel; log: file for JSON lines;
-    tenant_required: an ingress of ours names every request's tenant, so one without is refused;
-    profile: file in which the engine's measurements have the link's rates, once it was measured."""
+    `LinkRates`, if known; step: those of a `StepModel`, if the engine is paced; stats: endpoint of
+    the stats channel; log: file for JSON lines; tenant_required: an ingress of ours names every
+    request's tenant, so one without is refused; profile: file in which the engine's measurements
+    have the link's rates and the step's constants, once it was measured."""
 
     rule: str = "fair"
     config: dict[str, Any] = {}
     link: dict[str, float] | None = None
+    step: dict[str, float] | None = None
     stats: str = ""
     log: str | None = None
     tenant_required: bool = False
@@ -92,6 +95,15 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{SCHEDULER_KEY}: {error}") from None
         return rule_named(self.rule, config, link)
 
+    def make_limit(self) -> StepLimit | None:
+        """What bounds a step besides its token budget; None: nothing, or what steps take is not
+        known."""
+        if self.rule == STOCK:
+            return None
+        factor = step_factor(self.rule, FairConfig(**self.config))
+        step = StepModel.from_dict(self.step) if self.step else measured_step(self.profile)
+        return StepLimit(step, factor) if step is not None and factor else None
+
 
 def measured_link(profile: str) -> LinkRates | None:
     """What loads take, from the file of an engine's measurements; None if it has none."""
@@ -99,6 +111,22 @@ def measured_link(profile: str) -> LinkRates | None:
         found = json.loads(Path(profile).read_text(encoding="utf-8"))
         return LinkRates(found["load_token_s"], found["load_fixed_s"])
     return None
+
+
+def measured_step(profile: str) -> StepModel | None:
+    """What steps take, from the same file; None if it has none that fits."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return fitted_step(json.loads(Path(profile).read_text(encoding="utf-8")))
+    return None
+
+
+def fitted_step(measured: Mapping[str, Any]) -> StepModel | None:
+    """The constants fitted to the engine's own steps, if they are nearer to these than the prior
+    is."""
+    found = measured.get("step")
+    if not found or not found["error"] < found["prior_error"]:
+        return None
+    return StepModel(**{name: found[name] for name in StepModel.__dataclass_fields__})
 
 
 class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

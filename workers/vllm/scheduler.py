@@ -78,6 +78,8 @@ class FairScheduler(SchedulerNames):
         self._works: dict[str, EngineWork] = {}
         self._rule.restart((), time.monotonic())
         self._measured = not options.profile
+        self._limit = options.make_limit()
+        self._most_tokens = self.max_num_scheduled_tokens
 
     def _rule_failed(self, event: str, error: Exception) -> None:
         log.error("scheduling_rule_failed", during=event, reason=repr(error), exc_info=error)
@@ -91,6 +93,7 @@ class FairScheduler(SchedulerNames):
         if not self._measured:  # it is now: an engine measures itself before it serves
             self._measured = True
             self._rule.restart((), time.monotonic())
+            self._limit = self._options.make_limit()
         refused = self._options.tenant_required and not tenant_of(extra)
         if refused:
             # Blocked, it is never scheduled.
@@ -156,6 +159,7 @@ class FairScheduler(SchedulerNames):
         arrived = getattr(self.connector, "kappa_arrived", None)
         if arrived is not None and arrived():
             self._memory.landed()
+        self.max_num_scheduled_tokens = self._step_tokens(now_s)
         chosen = None
         if self.pause_state == PauseState.UNPAUSED and not self._rule.given_up:
             try:
@@ -175,7 +179,7 @@ class FairScheduler(SchedulerNames):
         now.capacity_blocks = self._memory.capacity_blocks
         now.blocks = now.capacity_blocks - self._memory.free_blocks
         now.tokens = output.total_num_scheduled_tokens
-        now.budget_tokens = self.max_num_scheduled_tokens
+        now.budget_tokens = self._most_tokens
         now.waiting, now.loading, now.running = self._counts()
         self._log.scheduled(now)
         return output
@@ -203,6 +207,29 @@ class FairScheduler(SchedulerNames):
         """Requests that wait, load and run."""
         loading = sum(request.status == LOADING for request in self.held)
         return len(self.waiting) + len(self.held) - loading, loading, len(self.running)
+
+    def _step_tokens(self, now_s: float) -> int:
+        """Most tokens of the coming step: the engine's budget, or what those that decode have time
+        for. An engine that computes prompts whole keeps its budget."""
+        if self._limit is None or not self.scheduler_config.enable_chunked_prefill:
+            return self._most_tokens
+        decoding = context = wanted = 0
+        head: Request | None = None
+        for request in self.running:
+            if request in self._inflight_prefills:
+                head = head or request
+                continue
+            done = request.num_computed_tokens
+            decoding += 1
+            context += done
+            wanted += request.num_tokens_with_spec + request.num_output_placeholders - done
+        behind, waited = 0, 1.0
+        if head is not None:
+            behind = head.num_computed_tokens
+            arrival_s = self._works[head.request_id].arrival_s
+            waited = self._limit.lateness(head.num_tokens - behind, now_s - arrival_s)
+        tokens = self._limit.tokens(decoding, context, behind, waited)
+        return int(min(max(tokens, wanted + 1), self._most_tokens))
 
     # -- what the rule says -------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kappa.cost import StepModel
+from kappa.cost import StepLimit, StepModel
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import CHARGES_KEY, DEVICE_TOKENS_KEY, HOST_TOKENS_KEY, TENANT_KEY, WEIGHT_KEY
 from kappa.shapes import model_shape
@@ -520,6 +520,40 @@ def test_the_rates_of_loads_are_read_once_the_engine_has_measured_them(engine, t
     assert len(engine.run()) == 1
     engine.settle()
     scheduler._options, scheduler._rule = before
+
+
+def test_a_long_prompt_is_computed_in_parts_while_somebody_decodes(engine, monkeypatch, tmp_path):
+    # A token 1 ms, one request alone 60 ms: 150 ms, with one that decodes 149 tokens: 150, a tile.
+    step, scheduler = StepModel(1e-3, 0.0, 60e-3, 0.0, 0.0), engine.scheduler
+    profile = tmp_path / "profile.json"
+    options = SchedulerOptions("fair", profile=str(profile))
+    assert options.make_limit() is None
+    profile.write_text(json.dumps({"step": {**step.to_dict(), "error": 0.1, "prior_error": 0.2}}))
+    assert options.make_limit() == StepLimit(step, FairConfig().step_factor)
+    assert SchedulerOptions("fcfs", step=step.to_dict()).make_limit() is None
+    assert SchedulerOptions("fair", {"step_factor": 0.0}, step=step.to_dict()).make_limit() is None
+    monkeypatch.setattr(scheduler, "_limit", options.make_limit())
+    parts, schedule = [], scheduler.schedule
+
+    def watched(*given):
+        output = schedule(*given)
+        parts.append(dict(output.num_scheduled_tokens))
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", watched)
+    engine.add("decodes", prompt(81, 40), 30)
+    for _ in range(3):
+        engine.step()
+    engine.add("long", prompt(82, 600), 2)
+    answers = tokens_of(engine.run())
+    assert {name: len(tokens) for name, tokens in answers.items()} == {"decodes": 30, "long": 2}
+    long = [next(v for k, v in part.items() if "long" in k) for part in parts
+            if any("long" in k for k in part)]  # fmt: skip
+    assert long[:4] == [127] * 4 and sum(long[:5]) == 600
+    monkeypatch.undo()
+    engine.add("alone", prompt(82, 600), 2)
+    assert tokens_of(engine.run())["alone"] == answers["long"]
+    scheduler._step_tokens(0.0)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"load_token_s": -1, "load_fixed_s": 0}'])

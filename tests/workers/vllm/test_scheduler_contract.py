@@ -56,7 +56,7 @@ def test_methods_take_what_we_pass_on(method, parameters):
         # workers.vllm.scheduler
         (Scheduler, "waiting skipped_waiting running requests policy block_size connector "
          "kv_cache_manager max_num_running_reqs max_num_scheduled_tokens vllm_config "
-         "num_waiting_for_streaming_input _inflight_prefills"),
+         "num_waiting_for_streaming_input _inflight_prefills scheduler_config"),
         # workers.vllm.engine_view
         (Request, "num_computed_tokens num_output_placeholders max_tokens priority block_hashes "
          "sampling_params request_id status"),
@@ -71,7 +71,7 @@ def test_the_fields_that_we_read_are_set(cls, names):
 
 
 def test_the_class_can_be_named_and_is_an_async_scheduler():
-    assert "scheduler_cls" in SchedulerConfig.__annotations__
+    assert {"scheduler_cls", "enable_chunked_prefill"} <= SchedulerConfig.__annotations__.keys()
     ours = resolve_obj_by_qualname("workers.vllm.scheduler.FairScheduler")
     assert issubclass(ours, AsyncScheduler)
 
