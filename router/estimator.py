@@ -1,0 +1,309 @@
+"""The most probable constants of an engine, given observations of it, and how sure they are.
+
+Observations are seconds of so much work, all sums of the same constants. Each constant is the
+announced one times a multiple whose logarithm is normal; noise has long tails (Student's t). The
+most probable multiples are found by Gauss-Newton, whose curvature at the end says how sure they
+are. `router.calibration` keeps the observations of a worker, and is the only caller. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa.compiled import compiled
+
+# Of observations.
+KINDS = STEP, LOAD, TTFT, GAP = 0, 1, 2, 3
+
+
+class Observation(NamedTuple):
+    """So many seconds for so much work; what is not given is nothing.
+
+    steps: alike, of so many tokens, pairs and reads each (`kappa.cost.StepWork`), and `mixed`
+    others; loads and their tokens, of which some from disk; requests: overheads in it; known_s:
+    part of the seconds that teaches nothing. doubt: share of the seconds that something else may be
+    to blame for. number: in the order of arrival of its kind. stale: from before a change, not 0.
+    """
+
+    kind: float
+    seconds: float
+    known_s: float = 0.0
+    doubt: float = 0.0
+    steps: float = 0.0
+    tokens: float = 0.0
+    pairs: float = 0.0
+    reads: float = 0.0
+    mixed: float = 0.0
+    mixed_tokens: float = 0.0
+    mixed_pairs: float = 0.0
+    mixed_reads: float = 0.0
+    loads: float = 0.0
+    load_tokens: float = 0.0
+    disk_tokens: float = 0.0
+    requests: float = 0.0
+    number: float = 0.0
+    stale: float = 0.0
+
+
+OBSERVATION = np.dtype([(name, np.float64) for name in Observation._fields])
+# The constants, in this order, then the factors at steps of 1, 2, 4, ... tokens.
+CONSTANTS = (
+    "token_s", "pair_s", "weights_s", "context_token_s", "fixed_s", "load_token_s", "load_fixed_s",
+    "overhead_s", "disk_token_s",
+)  # fmt: skip
+FACTORS = 14
+PARAMETERS = len(CONSTANTS) + FACTORS
+FACTOR_WIDTH = 0.25
+_TAIL = 4.0
+_MOST_STEP = 1.0
+_ITERATIONS = 8
+_CONVERGED = 1e-3
+_LEAST_S = 1e-9
+
+Floats = NDArray[np.float64]
+Observations = NDArray[np.void]
+Places = NDArray[np.intp]
+
+
+class Prior(NamedTuple):
+    """What is believed before anything was observed, shape (constants,) each.
+
+    values: seconds. floors: a constant moves as if it were larger by so much, lest one that was
+    announced as nothing stay nothing. widths: standard deviation of the logarithm. most: how far
+    the logarithm may move.
+    """
+
+    values: Floats
+    floors: Floats
+    widths: Floats
+    most: Floats
+
+
+@compiled
+def constants_of(theta: Floats, values: Floats, floors: Floats) -> Floats:
+    """The constants in seconds, from the logarithms of their multiples."""
+    out = np.empty(len(values))
+    for k in range(len(values)):
+        out[k] = max(values[k] + (values[k] + floors[k]) * math.expm1(theta[k]), 0.0)
+    return out
+
+
+@compiled
+def place(tokens: float) -> tuple[int, float]:
+    """Between which factors a step of so many tokens lies: the first, and the share of the next."""
+    x = math.log2(max(tokens, 1.0))
+    low = min(int(x), FACTORS - 2)
+    return low, min(x - low, 1.0)
+
+
+@compiled
+def _add_steps(
+    count: float, work: tuple[float, float, float], theta: Floats, constants: Floats,
+    slopes: Floats, gradient: Floats,
+) -> float:  # fmt: skip
+    """Seconds of `count` steps alike; what each parameter adds to them goes to `gradient`.
+
+    slopes: of the constants, by the logarithms of their multiples.
+    """
+    tokens, pairs, reads = work
+    compute_s = tokens * constants[0] + pairs * constants[1]
+    read_s = constants[2] + reads * constants[3]
+    low, share = place(tokens)
+    first = len(constants) + low
+    scale = count * math.exp((1 - share) * theta[first] + share * theta[first + 1])
+    seconds = scale * (max(compute_s, read_s) + constants[4])
+    if compute_s >= read_s:
+        gradient[0] += scale * tokens * slopes[0]
+        gradient[1] += scale * pairs * slopes[1]
+    else:
+        gradient[2] += scale * slopes[2]
+        gradient[3] += scale * reads * slopes[3]
+    gradient[4] += scale * slopes[4]
+    gradient[first] += (1 - share) * seconds
+    gradient[first + 1] += share * seconds
+    return seconds
+
+
+@compiled
+def _seconds(row: Any, theta: Floats, constants: Floats, slopes: Floats, gradient: Floats) -> float:
+    """What an observation should have taken; `gradient` is filled in."""
+    gradient[:] = 0.0
+    seconds = row.known_s
+    if row.steps > 0:
+        work = (row.tokens, row.pairs, row.reads)
+        seconds += _add_steps(row.steps, work, theta, constants, slopes, gradient)
+    if row.mixed > 0:
+        work = (row.mixed_tokens, row.mixed_pairs, row.mixed_reads)
+        seconds += _add_steps(row.mixed, work, theta, constants, slopes, gradient)
+    seconds += row.load_tokens * constants[5] + row.loads * constants[6]
+    seconds += row.requests * constants[7] + row.disk_tokens * constants[8]
+    gradient[5] += row.load_tokens * slopes[5]
+    gradient[6] += row.loads * slopes[6]
+    gradient[7] += row.requests * slopes[7]
+    gradient[8] += row.disk_tokens * slopes[8]
+    return seconds
+
+
+@compiled
+def _slopes(theta: Floats, values: Floats, floors: Floats) -> Floats:
+    """Of the constants, by the logarithms of their multiples."""
+    out = np.empty(len(values))
+    for k in range(len(values)):
+        moved = (values[k] + floors[k]) * math.exp(theta[k])
+        # One that is nothing, and would be less, hardly moves.
+        out[k] = moved if moved > floors[k] else 0.5 * moved
+    return out
+
+
+@compiled
+def expected(
+    rows: Observations, theta: Floats, covariance: Floats, values: Floats, floors: Floats
+) -> tuple[Floats, Floats]:
+    """Seconds that each of `rows` should take, and their standard deviation."""
+    constants, slopes = constants_of(theta, values, floors), _slopes(theta, values, floors)
+    seconds, deviations = np.empty(len(rows)), np.empty(len(rows))
+    gradient = np.empty(len(theta))
+    for i in range(len(rows)):
+        found_s = _seconds(rows[i], theta, constants, slopes, gradient)
+        seconds[i], variance = max(found_s, _LEAST_S), 0.0
+        for a in range(len(theta)):
+            for b in range(len(theta)):
+                variance += gradient[a] * covariance[a, b] * gradient[b]
+        deviations[i] = math.sqrt(max(variance, 0.0))
+    return seconds, deviations
+
+
+@compiled
+def _equations(
+    rows: Observations, theta: Floats, prior: Prior, noise: Floats, weights: Floats
+) -> tuple[Floats, Floats]:
+    """Curvature and slope of the logarithm of the probability at `theta`."""
+    values, floors, widths, _ = prior
+    total = len(theta)
+    gradient, slope = np.empty(total), np.empty(total)
+    curvature = np.zeros((total, total))
+    constants, slopes = constants_of(theta, values, floors), _slopes(theta, values, floors)
+    for k in range(total):
+        curvature[k, k] = 1 / widths[k] ** 2
+        slope[k] = -theta[k] * curvature[k, k]
+    for i in range(len(rows)):
+        row = rows[i]
+        expected_s = max(_seconds(row, theta, constants, slopes, gradient), _LEAST_S)
+        error = math.log(row.seconds / expected_s)
+        deviation = noise[int(row.kind)] + row.doubt
+        spread = error / deviation
+        weight = weights[i] * (_TAIL + 1) / (_TAIL + spread * spread) / (deviation * deviation)
+        for a in range(total):
+            if gradient[a] != 0.0:
+                at = weight * gradient[a] / expected_s
+                slope[a] += at * error
+                for b in range(a + 1):
+                    if gradient[b] != 0.0:
+                        curvature[a, b] += at * gradient[b] / expected_s
+    for a in range(total):
+        for b in range(a):
+            curvature[b, a] = curvature[a, b]
+    return curvature, slope
+
+
+@compiled
+def _moved(theta: Floats, change: Floats, most: Floats) -> bool:
+    """Move `theta`, no further than it may go; whether there was hardly anything to move."""
+    largest = 0.0
+    for k in range(len(theta)):
+        largest = max(largest, abs(change[k]))
+    share = min(1.0, _MOST_STEP / max(largest, _MOST_STEP))
+    for k in range(len(theta)):
+        at = theta[k] + change[k] * share
+        # What is no number stays none: the caller looks.
+        if at > most[k]:
+            at = most[k]
+        elif at < -most[k]:
+            at = -most[k]
+        theta[k] = at
+    return largest < _CONVERGED
+
+
+def fit(rows: Observations, theta: Floats, prior: Prior, noise: Floats, weights: Floats) -> Floats:
+    """Move `theta` to the most probable parameters; returns their covariance.
+
+    noise: standard deviation of the logarithm of each kind's seconds; weights: of each row.
+    """
+    for _ in range(_ITERATIONS):
+        curvature, slope = _equations(rows, theta, prior, noise, weights)
+        change: Floats = np.linalg.solve(curvature, slope).astype(np.float64, copy=False)
+        if _moved(theta, change, prior.most):
+            break
+    covariance: Floats = np.linalg.inv(curvature).astype(np.float64, copy=False)
+    return covariance
+
+
+# -- how far off they are -------------------------------------------------------------------------
+
+
+@compiled
+def observed(
+    rows: Observations, counts: Floats, scale: float
+) -> tuple[Observations, Floats, Places]:
+    """Copies of the rows that hold an observation, with waiting as long as `scale` makes it, which
+    is learnt over announced seconds now; of each, how many of its kind came later; and of each
+    place in `rows` the one among the copies.
+
+    counts: observations of each kind so far.
+    """
+    places, found = np.full(len(rows), -1), 0
+    for i in range(len(rows)):
+        if rows[i].seconds > 0:
+            places[i], found = found, found + 1
+    kept, later = rows[:found].copy(), np.empty(found)
+    for i in range(len(rows)):
+        if places[i] >= 0:
+            kept[places[i]] = rows[i]
+            row = kept[places[i]]
+            row.known_s = min(row.known_s * scale, 0.9 * row.seconds)
+            later[places[i]] = counts[int(row.kind)] - row.number
+    return kept, later, places
+
+
+@compiled
+def _ratios(rows: Observations, theta: Floats, values: Floats, floors: Floats) -> Floats:
+    """Observed over expected seconds."""
+    out, gradient = np.empty(len(rows)), np.empty(len(theta))
+    constants, slopes = constants_of(theta, values, floors), _slopes(theta, values, floors)
+    for i in range(len(rows)):
+        expected_s = _seconds(rows[i], theta, constants, slopes, gradient)
+        out[i] = rows[i].seconds / max(expected_s, _LEAST_S)
+    return out
+
+
+def errors_of(rows: Observations, theta: Floats, prior: Prior) -> Floats:
+    """Logarithms of observed over expected seconds."""
+    errors: Floats = np.log(_ratios(rows, theta, prior.values, prior.floors))
+    return errors
+
+
+@compiled
+def middle(values: Floats) -> float:
+    """The median of at least one value."""
+    ordered, half = np.sort(values), len(values) // 2
+    return 0.5 * (ordered[len(values) - 1 - half] + ordered[half])
+
+
+@compiled
+def spreads(rows: Observations, errors: Floats) -> tuple[Floats, Floats]:
+    """Of each kind, how many observations there are since its last change, and the median distance
+    of their errors from their middle: what all are off by is still to be learnt, and no noise."""
+    counts, medians, own = np.zeros(len(KINDS)), np.zeros(len(KINDS)), np.empty(len(rows))
+    for kind in range(len(KINDS)):
+        found = 0
+        for i in range(len(rows)):
+            if rows[i].kind == kind and rows[i].stale == 0:
+                own[found], found = errors[i], found + 1
+        if found:
+            counts[kind] = found
+            medians[kind] = middle(np.abs(own[:found] - middle(own[:found])))
+    return counts, medians

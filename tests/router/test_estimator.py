@@ -1,0 +1,52 @@
+"""The compiled sums behind what is learnt of an engine, against numpy and the standard library."""
+
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router import estimator
+from router.estimator import GAP, LOAD, STEP, TTFT, Observation, middle, observed, spreads
+
+
+def table(*rows):
+    return np.array([tuple(row) for row in rows], dtype=estimator.OBSERVATION)
+
+
+def steps(seconds, tokens, **more):
+    return Observation(STEP, seconds, steps=1.0, tokens=tokens, reads=tokens, **more)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
+def test_the_middle_is_the_median(values):
+    assert middle(np.array(values)) == statistics.median(values)
+
+
+def test_places_without_an_observation_are_left_out():
+    nothing, wait = Observation(STEP, 0.0), Observation(TTFT, 1.0, 0.2, number=3)
+    rows, later, places = observed(table(nothing, wait, steps(0.1, 8)), np.array([5, 0, 7, 0.0]), 2)
+    assert rows["seconds"].tolist() == [1.0, 0.1] and places.tolist() == [-1, 0, 1]
+    assert later.tolist() == [4.0, 5.0]
+    assert rows["known_s"].tolist() == [0.4, 0.0]
+
+
+def test_waiting_is_never_all_of_a_first_token():
+    rows, _, _ = observed(table(Observation(TTFT, 1.0, 0.5)), np.zeros(4), 3.0)
+    assert rows["known_s"][0] == 0.9
+
+
+def test_noise_is_about_the_middle_and_of_what_came_since_the_change():
+    stale = steps(1.0, 8, stale=1.0)
+    rows = table(*[steps(1.0, 8)] * 3, stale, Observation(GAP, 1.0), Observation(LOAD, 1.0))
+    counts, medians = spreads(rows, np.array([1.0, 1.2, 1.5, 9.0, 4.0, 0.0]))
+    assert counts.tolist() == [3, 1, 0, 1]
+    assert medians == pytest.approx([0.2, 0.0, 0.0, 0.0])
+
+
+def test_what_cannot_be_a_number_is_shown_to_the_caller():
+    theta, some = np.zeros(23), np.full(9, 1e-3)
+    prior = estimator.Prior(some, some, np.ones(23), np.ones(23))
+    estimator.fit(table(steps(np.nan, 8)), theta, prior, np.ones(4), np.ones(1))
+    assert np.isnan(theta).any()
