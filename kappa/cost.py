@@ -138,7 +138,9 @@ class StepModel:
 
         The sum of each chunk's `parts`, written out: forecasts and simulations live in this loop.
         """
-        compute_s, read_s, fixed_s = self.parts(decode_work(requests, context_tokens))
+        compute_s, read_s, fixed_s = 0.0, self.weights_s, self.fixed_s
+        if requests or context_tokens:
+            compute_s, read_s, fixed_s = self.parts(decode_work(requests, context_tokens))
         token_s, pair_s, context_token_s = self.token_s, self.pair_s, self.context_token_s
         for new, context in chunks:
             compute_s += new * token_s + new * (context + 0.5 * new) * pair_s

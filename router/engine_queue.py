@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import attrgetter
 
 from kappa.cost import StepLimit, StepModel, transfer_s
 
@@ -62,7 +63,7 @@ class EngineSpeed:
         """Real seconds of one step."""
         seconds = self.step.real_s(work)
         if self.factors:
-            seconds *= step_factor(self.factors, sum(new for new, _ in work))
+            seconds *= step_factor(self.factors, sum([new for new, _ in work]))
         return seconds
 
     def most_tokens(self, decoding: Work, behind_tokens: int, waited: float = 1.0) -> int:
@@ -121,6 +122,10 @@ class EngineJob:
         return self.host_tokens > 0
 
 
+# To copy them: several times as quick as `dataclasses.replace`.
+_values = attrgetter(*EngineJob.__dataclass_fields__)
+
+
 class EngineQueue:
     """The forecast of one engine; jobs are kept in the order of their arrival."""
 
@@ -133,6 +138,8 @@ class EngineQueue:
         # A forecast lets streams end after the tokens they are expected to make; the live state
         # keeps them until their end is reported.
         self._guess_ends = False
+        # When the step that is under way ends, at which speed; nothing of it while jobs change.
+        self._under_way: tuple[float, EngineSpeed] | None = None
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -140,15 +147,15 @@ class EngineQueue:
     # -- what happens -------------------------------------------------------------------------
 
     def submit(self, job: EngineJob, now_s: float) -> None:
-        self.advance(now_s)
-        self._jobs[job.request_id] = replace(job)
+        self._change(now_s)
+        self._jobs[job.request_id] = EngineJob(*_values(job))
 
     def correct(
         self, request_id: str, device: int, host: int, new: int, now_s: float, disk: int = 0
     ) -> None:
         """The engine admitted it, and reported what it really took (`disk` of `host` from disk);
         other loads move up or back."""
-        self.advance(now_s)
+        self._change(now_s)
         job = self._jobs.get(request_id)
         if job is None or job.decoding:
             return
@@ -184,13 +191,13 @@ class EngineQueue:
 
     def prefilled(self, request_id: str, now_s: float) -> None:
         """Its first token has come, whatever the forecast thought."""
-        self.advance(now_s)
+        self._change(now_s)
         job = self._jobs.get(request_id)
         if job is None or job.decoding:
             return
         if self._now_s < now_s:
             # The step that made this token ended just now, and with it what else it computed.
-            _, done = self._schedule()
+            _, done, _ = self._schedule()
             if done.pop(request_id, 0):
                 self._compute(done)
             self._polled_s, self._now_s = self._now_s, now_s
@@ -203,11 +210,21 @@ class EngineQueue:
         job.new_tokens, job.admitted = 0, True
 
     def finish(self, request_id: str, now_s: float) -> None:
-        self.advance(now_s)
+        self._change(now_s)
         self._jobs.pop(request_id, None)
+
+    def _change(self, now_s: float) -> None:
+        """Jobs are about to change, at `now_s`."""
+        self.advance(now_s)
+        self._under_way = None
 
     def advance(self, now_s: float) -> None:
         """Bring the forecast to `now_s`: finish the steps that will have ended by then."""
+        if self._under_way is not None:
+            end_s, speed = self._under_way
+            if end_s > now_s and speed is self.speed:
+                return
+            self._under_way = None
         for _ in range(_MAX_STEPS):
             if not self._jobs or not self._step(now_s):
                 break
@@ -220,9 +237,9 @@ class EngineQueue:
         """When the first token of `job` would come if it were sent now (same clock as `now_s`)."""
         self.advance(now_s)
         ahead = EngineQueue(self.speed)
-        ahead._jobs = {known.request_id: replace(known) for known in self._jobs.values()}
+        ahead._jobs = {n: EngineJob(*_values(known)) for n, known in self._jobs.items()}
         ahead._jobs.pop(job.request_id, None)
-        mine = ahead._jobs[job.request_id] = replace(job)
+        mine = ahead._jobs[job.request_id] = EngineJob(*_values(job))
         ahead._now_s, ahead._link_free_s = self._now_s, self._link_free_s
         ahead._polled_s, ahead._guess_ends = self._polled_s, True
         for _ in range(_MAX_STEPS):
@@ -267,13 +284,14 @@ class EngineQueue:
     def _step(self, until_s: float) -> bool:
         """Run one step if it ends by `until_s`; False when there is nothing to run by then."""
         self._admit()
-        work, done = self._schedule()
+        work, done, prefills = self._schedule()
         if not work:
             return self._skip_to_next_event(until_s)
         duration_s = self.speed.step_s(work)
         if self._now_s + duration_s > until_s:
+            self._under_way = self._now_s + duration_s, self.speed
             return False
-        if all(self._jobs[request_id].decoding for request_id in done):
+        if not prefills:
             steps, forward_s, last_s = self._fast_forward(work, duration_s, until_s)
             self._now_s += forward_s
             self._polled_s = self._now_s - last_s
@@ -394,18 +412,19 @@ class EngineQueue:
             free_s = max(free_s, other.loaded_s)
         self._link_free_s = free_s
 
-    def _schedule(self) -> tuple[Work, dict[str, int]]:
-        """Fill one step: decoding requests first, then prompts in order, within the budget."""
+    def _schedule(self) -> tuple[Work, dict[str, int], bool]:
+        """Fill one step: decoding requests first, then prompts in order, within the budget; and
+        whether there is a prompt in it."""
         budget = self.speed.budget_tokens
         work: Work = []
         done: dict[str, int] = {}
-        prompts = []
-        for job in self._jobs.values():
+        prompts, prefills = [], False
+        for name, job in self._jobs.items():
             if job.new_tokens > 0:
                 prompts.append(job)
             elif budget > 0:
                 work.append((1, job.context_tokens))
-                done[job.request_id] = 1
+                done[name] = 1
                 budget -= 1
         # A prompt that has begun goes on before another begins.
         prompts.sort(key=lambda job: job.prefilled_tokens == 0)
@@ -422,8 +441,8 @@ class EngineQueue:
             tokens = min(job.new_tokens, budget)
             work.append((tokens, job.context_tokens))
             done[job.request_id] = tokens
-            budget -= tokens
-        return work, done
+            budget, prefills = budget - tokens, True
+        return work, done, prefills
 
     def _compute(self, done: dict[str, int], steps: int = 1) -> None:
         """A step computed this many tokens of each; `steps` alike if all of them decode."""

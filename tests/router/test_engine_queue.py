@@ -543,3 +543,19 @@ def test_a_prompt_in_parts_is_forecast_as_the_engine_computes_it():
         decoding(whole, f"d{i}", 0.0, context=100, output=1000)
     assert whole.first_token_s(long, 0.0) < now_s
     assert queue.decode_delay_s(1000, 0) < whole.decode_delay_s(1000, 0)
+
+
+def test_a_step_under_way_is_forgotten_when_anything_changes():
+    # One step of 10 new tokens; half-way through another request comes, then a better speed.
+    queue, plain = EngineQueue(SPEED), EngineQueue(SPEED)
+    for each in (queue, plain):
+        each.submit(job("a"), 0.0)
+    for at_s in (0.01, 0.02, 0.03):
+        queue.advance(at_s)
+    for each in (queue, plain):
+        each.submit(job("b", 0.03, new=20), 0.03)
+        each.speed = replace(SPEED, step=STEP.scaled(0.5))
+    queue.advance(0.04)
+    probe = job("x", 0.05)
+    assert queue.first_token_s(probe, 0.05) == plain.first_token_s(probe, 0.05)
+    assert queue.backlog_s(0.06) == plain.backlog_s(0.06)
