@@ -21,6 +21,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kappa.slo import ServiceObjective
 from router.decision import Estimates, RouteRequest
 from router.fleet import Fleet, Flight
 from router.pricing import MOST_USE
@@ -129,11 +130,13 @@ class RequestLimits(NamedTuple):
         return max(self.ttft_s - self.idle_s, 0.0)
 
 
-def limits(fleet: Fleet, estimates: Estimates, share: float = 1.0) -> RequestLimits:
+def limits(
+    allowed: ServiceObjective, idle: tuple[float, float, float, float], share: float = 1.0
+) -> RequestLimits:
     """The objective of one request, by the median over the workers of loading what the best holder
-    has and computing the rest; it may use `share` of what lies between that and the limit."""
-    idle_s, token_s, dilation = fleet.idle_s(estimates)
-    allowed = fleet.objective
+    has and computing the rest (`Fleet.idle_s`); it may use `share` of what lies between that and
+    the limit."""
+    idle_s, token_s, dilation, _ = idle
     limit_s = max(allowed.ttft_s * dilation, allowed.ttft_idle_factor * idle_s)
     each_s = max(allowed.tpot_s * dilation, allowed.tpot_idle_factor * token_s)
     return RequestLimits(
@@ -148,24 +151,23 @@ def evaluate(
     limit: RequestLimits,
 ) -> Evaluation:  # fmt: skip
     """The worker in row `at` against the request's limits."""
-    now_s, workers = estimates.now_s, len(estimates)
-    worker, row = estimates.workers[at], estimates.row(at)
-    record = fleet.record(estimates.slots[at])
-    long = row.work_s > _LONG_PROMPT_S * float(record["dilation"])
+    row, now_s, workers = estimates.row(at), estimates.now_s, len(estimates)
+    outcomes = lateness.of(estimates.workers[at])
+    long = row.work_s > _LONG_PROMPT_S * estimates.nodes[at].dilation
     # Prompts delay the tokens of what decodes beside them: by how much they did is how much they
     # will.
-    token_s = lateness.token_s(worker, now_s, alone_s(row), long=long)
-    late_s = row.ttft_s + lateness.late_s(worker, now_s)
+    token_s = outcomes.token_s(now_s, alone_s(row), long=long)
+    late_s = row.ttft_s + outcomes.late_s(now_s)
     return Evaluation(
-        late_s=late_s - limit.usable_ttft_s,
-        slow_s=token_s - limit.usable_tpot_s,
-        token_s=token_s,
+        late_s - limit.usable_ttft_s,
+        token_s - limit.usable_tpot_s,
+        token_s,
         # Without a free slot it waits until another ends, which no prediction has priced.
-        full=row.in_flight >= float(record["max_sequences"]),
-        idle=row.in_flight == 0,
-        blocked=demand.blocked(now_s, row.compute_s, workers),
-        budget_wait_s=demand.budget_wait_s(now_s, BLOCKING_SHARE * workers),
-        ends_s=estimates.expected_output_tokens * token_s,
+        row.in_flight >= float(fleet.record(estimates.slots[at])["max_sequences"]),
+        row.in_flight == 0,
+        demand.blocked(now_s, row.compute_s, workers),
+        demand.budget_wait_s(now_s, BLOCKING_SHARE * workers),
+        estimates.expected_output_tokens * token_s,
     )
 
 
@@ -302,19 +304,51 @@ class Demand:
 
 
 @dataclass(slots=True)
-class _Outcomes:
+class Outcomes:
+    """Of one worker: how late first tokens came lately, how slow later ones were, and the delay by
+    prompts in seconds per second, of the last 3 s and of the last 12 s.
+
+    slowdown: how many times longer than expected recent tokens took; 1 if there were none.
+    """
+
     dilation: float = 1.0
-    late_s: deque[float] = field(default_factory=lambda: deque(maxlen=_OUTCOMES_KEPT))
+    late: deque[float] = field(default_factory=lambda: deque(maxlen=_OUTCOMES_KEPT))
+    typical_late_s: float = 0.0
     late_at_s: float = -math.inf
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=_OUTCOMES_KEPT))
+    slowdown: float = 1.0
     short: float = 0.0
     long: float = 0.0
     sent_at_s: float = -math.inf
     # By request, in the order in which they were sent: the first one has waited longest.
     waiting: dict[str, Flight] = field(default_factory=dict)
 
+    def late_s(self, now_s: float) -> float:
+        """Seconds by which a first token there comes after its prediction, at least 0.
 
-_NONE = _Outcomes()
+        Four of five recent ones came no later; and no request has waited longer than this for
+        nothing.
+        """
+        age_s = max(now_s - self.late_at_s, 0.0)
+        learnt_s = self.typical_late_s * math.exp(-age_s / (_FADE_S * self.dilation))
+        oldest = next(iter(self.waiting.values()), None)
+        return max(learnt_s, 0.0 if oldest is None else _overdue_s(oldest, now_s), 0.0)
+
+    def token_s(self, now_s: float, alone_s: float, *, long: bool = False) -> float:
+        """Seconds per token to expect there, where it is `alone_s` without prompts in between."""
+        return _stretched_s(self.slowdown * alone_s, self.prompt_share(now_s, long=long))
+
+    def prompt_share(self, now_s: float, *, long: bool = False) -> float:
+        """Delay by the prompts sent there, in seconds per second: of the last 3, or of the last 12.
+
+        In the long view a prompt of a second is not yet a flood.
+        """
+        share, window_s = (self.long, _LONG_S) if long else (self.short, _SHORT_S)
+        age_s = max(now_s - self.sent_at_s, 0.0)
+        return share * math.exp(-age_s / (window_s * self.dilation))
+
+
+_NONE = Outcomes()
 
 
 class Lateness:
@@ -327,23 +361,26 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        self._workers: dict[str, _Outcomes] = {}
+        self._workers: dict[str, Outcomes] = {}
 
     def sent(self, flight: Flight, now_s: float, delay_s: float) -> None:
         """A request went out, which delays each token beside it by so many seconds in all."""
         assert flight.chosen is not None
         worker, dilation = flight.worker, flight.chosen.node.dilation
-        outcomes = self._workers.setdefault(worker, _Outcomes())
+        outcomes = self._workers.get(worker)
+        if outcomes is None:
+            outcomes = self._workers[worker] = Outcomes()
         outcomes.dilation = dilation
         outcomes.waiting[flight.request_id] = flight
-        outcomes.short = self.prompt_share(worker, now_s) + delay_s / (_SHORT_S * dilation)
-        outcomes.long = self.prompt_share(worker, now_s, long=True) + delay_s / (_LONG_S * dilation)
+        outcomes.short = outcomes.prompt_share(now_s) + delay_s / (_SHORT_S * dilation)
+        outcomes.long = outcomes.prompt_share(now_s, long=True) + delay_s / (_LONG_S * dilation)
         outcomes.sent_at_s = now_s
 
     def first_token(self, flight: Flight, now_s: float) -> None:
         outcomes = self._workers.get(flight.worker)
         if outcomes is not None and outcomes.waiting.pop(flight.request_id, None) is not None:
-            outcomes.late_s.append(_overdue_s(flight, now_s))
+            outcomes.late.append(_overdue_s(flight, now_s))
+            outcomes.typical_late_s = _quantile(outcomes.late, _LATE_QUANTILE)
             outcomes.late_at_s = now_s
 
     def ended(self, flight: Flight, now_s: float, tokens: int) -> None:
@@ -355,45 +392,18 @@ class Lateness:
         if tokens > 1 and flight.tpot_s > 0 and flight.first_token_s is not None:
             # By the prompts that came meanwhile, not by those before it: else a rise of their share
             # would count twice, until outcomes of it are in.
-            expected_s = _stretched_s(flight.tpot_s, self.prompt_share(flight.worker, now_s))
+            expected_s = _stretched_s(flight.tpot_s, outcomes.prompt_share(now_s))
             measured_s = (now_s - flight.first_token_s) / (tokens - 1)
             outcomes.slowdowns.append(measured_s / expected_s)
+            typical = _quantile(outcomes.slowdowns, 0.5)
+            outcomes.slowdown = min(max(typical, _LEAST_SLOWDOWN), _MOST_SLOWDOWN)
 
     def left(self, worker: str) -> None:
         self._workers.pop(worker, None)
 
-    def late_s(self, worker: str, now_s: float) -> float:
-        """Seconds by which a first token there comes after its prediction, at least 0.
-
-        Four of five recent ones came no later; and no request has waited longer than this for
-        nothing.
-        """
-        outcomes = self._workers.get(worker, _NONE)
-        age_s = max(now_s - outcomes.late_at_s, 0.0)
-        faded = math.exp(-age_s / (_FADE_S * outcomes.dilation))
-        learnt_s = _typical(outcomes.late_s, 0.0, _LATE_QUANTILE) * faded
-        oldest = next(iter(outcomes.waiting.values()), None)
-        return max(learnt_s, 0.0 if oldest is None else _overdue_s(oldest, now_s), 0.0)
-
-    def token_s(self, worker: str, now_s: float, alone_s: float, *, long: bool = False) -> float:
-        """Seconds per token to expect there, where it is `alone_s` without prompts in between."""
-        share = self.prompt_share(worker, now_s, long=long)
-        return _stretched_s(self.slowdown(worker) * alone_s, share)
-
-    def slowdown(self, worker: str) -> float:
-        """How many times longer than expected recent tokens took there; 1 if there were none."""
-        typical = _typical(self._workers.get(worker, _NONE).slowdowns, 1.0)
-        return min(max(typical, _LEAST_SLOWDOWN), _MOST_SLOWDOWN)
-
-    def prompt_share(self, worker: str, now_s: float, *, long: bool = False) -> float:
-        """Delay by the prompts sent there, in seconds per second: of the last 3, or of the last 12.
-
-        In the long view a prompt of a second is not yet a flood.
-        """
-        outcomes = self._workers.get(worker, _NONE)
-        share, window_s = (outcomes.long, _LONG_S) if long else (outcomes.short, _SHORT_S)
-        age_s = max(now_s - outcomes.sent_at_s, 0.0)
-        return share * math.exp(-age_s / (window_s * outcomes.dilation))
+    def of(self, worker: str) -> Outcomes:
+        """What came of recent requests there."""
+        return self._workers.get(worker, _NONE)
 
 
 def _overdue_s(flight: Flight, now_s: float) -> float:
@@ -407,6 +417,5 @@ def _stretched_s(alone_s: float, share: float) -> float:
     return alone_s / (1 - min(share, MOST_USE))
 
 
-def _typical(samples: deque[float], without: float, quantile: float = 0.5) -> float:
-    """A quantile of the samples, the middle by default; `without` any there is that instead."""
-    return sorted(samples)[int(quantile * len(samples))] if samples else without
+def _quantile(samples: deque[float], share: float) -> float:
+    return sorted(samples)[int(share * len(samples))]

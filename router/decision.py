@@ -156,6 +156,7 @@ class Estimates:
     fetch_from: str = ""
     fetching: Estimates | None = None
     plans: dict[int, PlannedLoad] = field(default_factory=dict)
+    _read: tuple[int, Any] = (-1, None)
 
     # Leading tokens of the prompt in each tier, and what is left to compute.
     device_tokens = Column()
@@ -216,30 +217,27 @@ class Estimates:
         return np.maximum(self.link_backlog_s, self.gpu_backlog_s)
 
     def row(self, index: int) -> Any:
-        """Row `index` as a named tuple of plain numbers, which are read many times sooner."""
-        return _Row._make(self.rows[index].item())
+        """Row `index`, priced for good, as a named tuple of plain numbers, which are read many
+        times sooner; the last one is kept."""
+        if self._read[0] != index:
+            self._read = index, _Row._make(self.rows[index].item())
+        return self._read[1]
 
     def candidate(self, index: int) -> PricedWorker:
         """What a decision shows of row `index`."""
         row = self.row(index)
         device, cached, new = row.device_tokens, row.cached_tokens, row.new_tokens
         plan = self.plans.get(index)
+        queue_s = row.ttft_s - row.load_s - row.compute_s - row.fixed_s
+        # In order: names take a decision longer.
         return PricedWorker(
-            worker=self.workers[index],
-            node=self.nodes[index],
-            counts=TokenCounts(int(device), int(cached), int(new), int(row.disk_tokens)),
-            kappa_crit=row.kappa_crit,
-            queue_s=max(row.ttft_s - row.load_s - row.compute_s - row.fixed_s, 0.0),
-            load_s=row.load_s,
-            compute_s=row.compute_s,
-            ttft_s=row.ttft_s,
-            tpot_impact_s=row.tpot_impact_s,
-            backlog_s=max(row.link_backlog_s, row.gpu_backlog_s),
-            in_flight=int(row.in_flight),
-            ttft_sd=row.ttft_sd,
-            plan=plan.kind if plan is not None else "",
-            recomputed_tokens=plan.recomputed_tokens if plan is not None else 0,
-        )
+            self.workers[index], self.nodes[index],
+            TokenCounts(int(device), int(cached), int(new), int(row.disk_tokens)),
+            row.kappa_crit, max(queue_s, 0.0), row.load_s, row.compute_s, row.ttft_s,
+            row.tpot_impact_s, max(row.link_backlog_s, row.gpu_backlog_s), int(row.in_flight),
+            plan.kind if plan is not None else "",
+            plan.recomputed_tokens if plan is not None else 0, row.ttft_sd,
+        )  # fmt: skip
 
 
 ESTIMATE = np.dtype([(n, np.float64) for n, v in vars(Estimates).items() if isinstance(v, Column)])
@@ -247,8 +245,7 @@ ESTIMATE = np.dtype([(n, np.float64) for n, v in vars(Estimates).items() if isin
 _Row: Any = namedtuple("_Row", ESTIMATE.names or ())  # type: ignore[misc]
 
 
-@dataclass(frozen=True, slots=True)
-class PricedWorker:
+class PricedWorker(NamedTuple):
     """One worker, priced for one request; seconds are real ones.
 
     queue_s: from now until its own load or prompt could start; ttft_s: prediction until the first

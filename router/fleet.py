@@ -184,6 +184,7 @@ class Fleet:
             overhead_s=overhead_s,
             **certainty._asdict(),
         )
+        pricing.decode(self._records, self._slots[worker], 0, 0)
 
     def reported(
         self, worker: str, now_s: float, spare_tokens: float, net_tokens_per_s: float = 0.0
@@ -217,22 +218,21 @@ class Fleet:
 
     def reserve(self, request_id: str, estimates: Estimates, index: int) -> Flight:
         """Put a request on the worker that row `index` of its estimates is about."""
-        slot, now_s = int(estimates.slots[index]), estimates.now_s
-        row = estimates.rows[index]
+        slot, now_s, row = int(estimates.slots[index]), estimates.now_s, estimates.row(index)
         flight = Flight(
-            request_id, estimates.workers[index], slot, float(row["load_s"]), float(row["work_s"]),
-            int(row["new_tokens"]), estimates.prompt_tokens,
+            request_id, estimates.workers[index], slot, row.load_s, row.work_s,
+            int(row.new_tokens), estimates.prompt_tokens,
         )  # fmt: skip
-        record = self._records[slot]
-        flight.host_tokens, flight.disk_tokens = int(row["cached_tokens"]), int(row["disk_tokens"])
-        flight.beside = float(record["decoding"]), float(record["decode_context_tokens"])
-        pricing.reserve(self._records, slot, estimates.rows, index, now_s, USE_WINDOW_S)
+        flight.host_tokens, flight.disk_tokens = int(row.cached_tokens), int(row.disk_tokens)
+        flight.beside = pricing.reserve(
+            self._records, slot, estimates.rows, index, now_s, USE_WINDOW_S
+        )
         self._prompts[slot][request_id] = flight
         if estimates.fetch_from:
-            flight.fetch_tokens = float(row["fetch_tokens"])
+            flight.fetch_tokens = row.fetch_tokens
             self._records["promised_tokens"][slot] += flight.fetch_tokens
             ends = np.array([slot, self._slots[estimates.fetch_from]])
-            self.transfer(ends, float(row["fetch_s"]), now_s)
+            self.transfer(ends, row.fetch_s, now_s)
         return flight
 
     def correct(
@@ -317,7 +317,7 @@ class Fleet:
         to come from it first. A transfer occupies the network cards of both ends, and takes for
         ever where the host tier has no spare room for it beside what was promised to others.
         """
-        rows = np.zeros(len(slots), dtype=ESTIMATE)
+        rows = np.empty(len(slots), dtype=ESTIMATE)
         rows["device_tokens"], rows["cached_tokens"], rows["disk_tokens"] = held
         fetch_from, source = "", -1
         if fetch is not None:
@@ -334,9 +334,10 @@ class Fleet:
             prompt.session, prompt.output_tokens, nodes, fetch_from,
         )  # fmt: skip
 
-    def idle_s(self, estimates: Estimates) -> tuple[float, float, float]:
+    def idle_s(self, estimates: Estimates) -> tuple[float, float, float, float]:
         """TTFT and time per output token of the median worker with nothing else to do and what the
-        best holder has in its host tier, and the median dilation."""
+        best holder has in its host tier, and the median dilation; and the least gpu seconds that
+        the request adds to any."""
         return pricing.median_idle(
             self._records, estimates.slots, estimates.rows, float(estimates.prompt_tokens)
         )

@@ -14,6 +14,7 @@ What other systems do is in `benchmarks.baselines.routing`; `policy_named` finds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -94,11 +95,11 @@ class Priced(Stateless):
     def __init__(self, name: str = "priced", *, fetches: bool = False) -> None:
         self.name, self.fetches = name, fetches
         # Compiled now rather than while the first request waits.
-        _score_s(np.ones(1, dtype=ESTIMATE))
+        _cheapest(np.ones(1, dtype=ESTIMATE), np.empty(1))
 
     def choose(self, estimates: Estimates) -> Choice:
-        score = _score_s(estimates.rows)
-        soonest = _soonest(estimates, score)
+        score = np.empty(len(estimates))
+        soonest = _choice(*_cheapest(estimates.rows, score))
         index, fetching = soonest.index, estimates.fetching
         if fetching is not None:
             # It must gain the request itself more than the transfer takes of two cards: what is
@@ -116,8 +117,9 @@ class Priced(Stateless):
 
 
 @compiled
-def _score_s(rows: Any) -> Floats:
-    """Own wait, congestion externality and interference, in seconds, per row.
+def _cheapest(rows: Any, score: Floats) -> tuple[int, int]:
+    """`_soonest` by own wait, congestion externality and interference, in seconds, which `score`
+    is filled in with.
 
     The externality: others' waiting for computing more than the least that any worker would. The
     interference: what later tokens of those in flight beside it cost.
@@ -127,13 +129,12 @@ def _score_s(rows: Any) -> Floats:
     use = min(rows.gpu_use.sum() / workers, _FULL)
     price = rows.prefills_per_s.sum() / workers / (1 - use)
     queue_s = rows.gpu_backlog_s.sum() / workers
-    out = np.empty(workers)
     for i in range(workers):
         row = rows[i]
         wasted_s = (1 - needed_tokens / row.new_tokens) * row.work_s
         externality_s = wasted_s * (wasted_s + queue_s) * price
-        out[i] = row.ttft_s + externality_s + row.interference_s
-    return out
+        score[i] = row.ttft_s + externality_s + row.interference_s
+    return _soonest(rows, score)
 
 
 def fetch_externality_s(estimates: Estimates) -> Floats:
@@ -201,8 +202,13 @@ class LeastTtft(Stateless):
 
     name = "ttft"
 
+    def __init__(self) -> None:
+        # Compiled now, as in `Priced`.
+        _soonest(np.ones(1, dtype=ESTIMATE), np.empty(1))
+
     def choose(self, estimates: Estimates) -> Choice:
-        return _soonest(estimates, estimates.ttft_s + estimates.tpot_impact_s)
+        score = estimates.ttft_s + estimates.tpot_impact_s
+        return _choice(*_soonest(estimates.rows, score))
 
 
 class LeastBacklog(Stateless):
@@ -215,29 +221,50 @@ class LeastBacklog(Stateless):
         return Choice(least(estimates.backlog_s, *ties), "least_backlog")
 
 
-def _soonest(estimates: Estimates, score: Floats) -> Choice:
-    """The row of the least score, and what set it apart from the second best: seconds of queue,
-    load, compute and delay; no reason names the overhead besides them."""
-    index = least(score, estimates.in_flight, -estimates.h2d_bytes_per_s)
-    if len(estimates) == 1:
-        return Choice(index, "only_worker")
-    others = score.copy()
-    others[index] = np.inf
-    second = int(others.argmin())
-    if others[second] - score[index] <= 1e-9:
-        return Choice(index, "tie")
-    lost, got = _parts_s(estimates.rows[second]), _parts_s(estimates.rows[index])
-    gains_s = [other_s - own_s for other_s, own_s in zip(lost, got, strict=True)]
-    return Choice(index, _REASONS[gains_s.index(max(gains_s))])
+def _choice(index: int, reason: int) -> Choice:
+    return Choice(index, _REASONS[reason])
 
 
-def _parts_s(row: np.void) -> tuple[float, float, float, float]:
-    load_s, compute_s = float(row["load_s"]), float(row["compute_s"])
-    queue_s = float(row["ttft_s"]) - load_s - compute_s - float(row["fixed_s"])
-    return queue_s, load_s, compute_s, float(row["tpot_impact_s"])
+_REASONS = "shorter_queue", "faster_load", "less_compute", "less_harm", "only_worker", "tie"
+_ONLY, _TIE = 4, 5
 
 
-_REASONS = ("shorter_queue", "faster_load", "less_compute", "less_harm")
+@compiled
+def _soonest(rows: Any, score: Floats) -> tuple[int, int]:
+    """The row of the least score, as `least` has it by fewest in flight and then by the fastest
+    link; and the place in `_REASONS` of what set it apart from the second best: seconds of queue,
+    load, compute and delay. No reason names the overhead besides them."""
+    index = 0
+    for i in range(1, len(rows)):
+        row, best = rows[i], rows[index]
+        if score[i] != score[index]:
+            sooner = score[i] < score[index]
+        elif row.in_flight != best.in_flight:
+            sooner = row.in_flight < best.in_flight
+        else:
+            sooner = row.h2d_bytes_per_s > best.h2d_bytes_per_s
+        if sooner:
+            index = i
+    if len(rows) == 1:
+        return index, _ONLY
+    second, second_s = 0, math.inf
+    for i in range(len(rows)):
+        if i != index and score[i] < second_s:
+            second, second_s = i, score[i]
+    if second_s - score[index] <= 1e-9:
+        return index, _TIE
+    lost, got = _parts_s(rows[second]), _parts_s(rows[index])
+    reason = 0
+    for part in range(1, len(lost)):
+        if lost[part] - got[part] > lost[reason] - got[reason]:
+            reason = part
+    return index, reason
+
+
+@compiled
+def _parts_s(row: Any) -> tuple[float, float, float, float]:
+    queue_s = row.ttft_s - row.load_s - row.compute_s - row.fixed_s
+    return queue_s, row.load_s, row.compute_s, row.tpot_impact_s
 
 
 def least(score: Floats, *ties: Floats) -> int:

@@ -28,13 +28,14 @@ _IDENTITY = (
 )  # fmt: skip
 # Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
 # of its queue; requests and tokens by state; gpu seconds of the prompts of all in flight, computed
-# or not; recent use, as of `used_s`; the network card, and the
-# host tier's room, of which a part is promised to fetches.
+# or not; recent use, as of `used_s`; the network card, and the host tier's room, of which a part is
+# promised to fetches; and `factor` of a step of those that decode, and of one with one more: they
+# change when a request begins or ends, and logarithms and powers are most of what a price costs.
 _LOAD = (
     "link_reserved_s", "link_free_s", "gpu_reserved_s", "gpu_since_s", "gpu_head_s", "in_flight",
     "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "prompts_s",
     "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
-    "spare_tokens", "promised_tokens",
+    "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor",
 )  # fmt: skip
 # `factors`: as `router.engine_queue.EngineSpeed` has them.
 _FACTORS = 14
@@ -59,22 +60,22 @@ Slo = tuple[float, float, float, float]
 
 @compiled
 def leading_tokens(
-    blocks: NDArray[np.int64], columns: Slots, slots: Slots, usable_blocks: int, block_tokens: int
-) -> tuple[Floats, Floats, Floats]:
-    """Leading tokens that each of `slots` has on the device, further ones, and of these on disk.
+    blocks: NDArray[np.int64], columns: Slots, slots: Slots, usable_blocks: int, block_tokens: int,
+    held: Floats,
+) -> None:  # fmt: skip
+    """Fill in leading tokens that each of `slots` has on the device, further ones, and of these
+    on disk: shape (3, slots). (To return arrays takes numba a microsecond each.)
 
     blocks: shape (3, the index's columns), as its `match_columns` gives them, of which
     `usable_blocks` count together, the deepest last; columns: of each slot.
     """
-    device, host, disk = np.empty(len(slots)), np.empty(len(slots)), np.empty(len(slots))
     for i in range(len(slots)):
         column = columns[slots[i]]
         here = min(blocks[0, column], usable_blocks)
-        device[i] = here * block_tokens
+        held[0, i] = here * block_tokens
         behind = min(blocks[1, column], usable_blocks - here)
-        host[i] = behind * block_tokens
-        disk[i] = min(blocks[2, column], behind) * block_tokens
-    return device, host, disk
+        held[1, i] = behind * block_tokens
+        held[2, i] = min(blocks[2, column], behind) * block_tokens
 
 
 # -- one worker -----------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
         return 0.0
     beside_s = decoding * worker.token_s + context * worker.pair_s
     read_s = worker.weights_s + context * worker.context_token_s
-    step_s = (max(beside_s, read_s) + worker.step_fixed_s) * factor(worker, decoding)
+    step_s = (max(beside_s, read_s) + worker.step_fixed_s) * worker.decoding_factor
     return step_s * (1.5 if cached_tokens > 0 else 0.5)
 
 
@@ -163,7 +164,7 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
 def reading_step_s(worker: Any, context_tokens: float) -> float:
     """A step that waits for memory: the weights and so many tokens' KV are read."""
     read_s = worker.weights_s + context_tokens * worker.context_token_s
-    return (read_s + worker.step_fixed_s) * factor(worker, worker.decoding + 1)
+    return (read_s + worker.step_fixed_s) * worker.one_more_factor
 
 
 @compiled
@@ -200,8 +201,9 @@ def deviation(worker: Any, row: Any) -> float:
 @compiled
 def reserve(
     workers: Workers, slot: int, rows: Rows, index: int, now_s: float, window_s: float
-) -> None:
-    """Put the request that row `index` of the estimates prices on its worker."""
+) -> tuple[float, float]:
+    """Put the request that row `index` of the estimates prices on its worker; returns how many
+    decode there, and their context."""
     worker, row = workers[slot], rows[index]
     if worker.waiting == 0:
         worker.gpu_since_s, worker.gpu_head_s = now_s, row.work_s
@@ -219,6 +221,7 @@ def reserve(
     loads = 1.0 if row.load_s > 0 else 0.0
     worker.loads_per_s = worker.loads_per_s * left + loads / window_s
     worker.prefills_per_s = worker.prefills_per_s * left + 1 / window_s
+    return worker.decoding, worker.decode_context_tokens
 
 
 @compiled
@@ -263,10 +266,13 @@ def finish_prompt(workers: Workers, slot: int, done: Prompt, now_s: float) -> No
 
 @compiled
 def decode(workers: Workers, slot: int, requests: int, context_tokens: float) -> None:
-    """So many more requests (or fewer) decode over so many tokens."""
+    """So many more requests (or fewer) decode over so many tokens; with none, the worker's factors
+    are new."""
     worker = workers[slot]
     worker.decoding += requests
     worker.decode_context_tokens += context_tokens
+    worker.decoding_factor = factor(worker, worker.decoding)
+    worker.one_more_factor = factor(worker, worker.decoding + 1)
 
 
 @compiled
@@ -302,7 +308,8 @@ def objective(
         compute_s = max(row.work_s, alone_s[i])
         idle_s = min(idle_s, worker.overhead_s + row.load_s + compute_s)
         dilation = max(dilation, worker.dilation)
-    tpot_limit_s = tpot_factor * np.sort(alone_s)[len(alone_s) // 2]
+    middle = len(alone_s) // 2
+    tpot_limit_s = tpot_factor * np.partition(alone_s, middle)[middle]
     tpot_limit_s = max(tpot_limit_s, tpot_floor_s * dilation)
     if tpot_limit_s <= 0:
         return math.inf, math.inf
@@ -331,10 +338,12 @@ def price(
     """Price a request on each of `slots`; `rows`, a record each, is filled in.
 
     `rows` has `device_tokens`, `cached_tokens` and of these `disk_tokens`, and `fetch_tokens` where
-    they come from the worker in place `source` (-1: nothing is fetched). request: the time, the
-    seconds that recent use looks back, tokens of the prompt, and of the output.
+    they come from the worker in place `source` (-1: nothing is fetched); whatever else it has is
+    overwritten. request: the time, the seconds that recent use looks back, tokens of the prompt,
+    and of the output.
     """
     now_s, window_s, prompt_tokens, output_tokens = request
+    steps_s = np.empty(len(slots))
     for i in range(len(slots)):
         worker, row = workers[slots[i]], rows[i]
         cached = row.cached_tokens
@@ -371,12 +380,14 @@ def price(
         if source >= 0:
             row.fetch_s = fetch_s(worker, workers[source], row.fetch_tokens)
             start_s = max(link_s, row.net_backlog_s + row.fetch_s)
+        else:
+            row.fetch_tokens = row.fetch_s = 0.0
         row.link_backlog_s, row.gpu_backlog_s = link_s, gpu_s
         wait_s = max(start_s + row.load_s, gpu_s) + under_way_s(worker, cached)
         row.ttft_s = worker.overhead_s + wait_s + row.compute_s
         row.ttft_sd = deviation(worker, row)
-        step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
-        row.tpot_s = step_s / (1 - min(row.gpu_use, MOST_USE))
+        steps_s[i] = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
+        row.tpot_s = steps_s[i] / (1 - min(row.gpu_use, MOST_USE))
     ttft_limit_s, tpot_limit_s = objective(workers, slots, rows, prompt_tokens, slo)
     share = interference_share(rows, ttft_limit_s)
     answer_s = max(output_tokens, 1.0) * tpot_limit_s
@@ -386,8 +397,7 @@ def price(
             row.interference_s = 0.0
             continue
         token_s = worker.token_s + prompt_tokens * worker.context_token_s
-        step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
-        used, added = step_s / tpot_limit_s, token_s / tpot_limit_s
+        used, added = steps_s[i] / tpot_limit_s, token_s / tpot_limit_s
         if worker.step_factor <= 0:
             # Prompts hold up those that decode, where nothing bounds a step's seconds.
             used += worker.prompts_s / answer_s
@@ -419,15 +429,17 @@ def idle_s(
 @compiled
 def median_idle(
     workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float, float]:
     """Medians over workers: `idle_s` where the host tier holds what the best holder among `rows`
-    has, and the dilation. A median is the least figure that half of them reach, as
-    `kappa.slo.median_node` has it."""
-    held_tokens = 0.0
+    has, and the dilation; and the least `work_s` of `rows`. A median is the least figure that half
+    of them reach, as `kappa.slo.median_node` has it."""
+    held_tokens, least_s = 0.0, math.inf
     dilations = np.empty(len(slots))
     for i in range(len(slots)):
         held_tokens = max(held_tokens, rows[i].device_tokens + rows[i].cached_tokens)
+        least_s = min(least_s, rows[i].work_s)
         dilations[i] = workers[slots[i]].dilation
     ttft_s, tpot_s = idle_s(workers, slots, prompt_tokens, held_tokens)
-    middle = (len(slots) - 1) // 2
-    return np.sort(ttft_s)[middle], np.sort(tpot_s)[middle], np.sort(dilations)[middle]
+    k = (len(slots) - 1) // 2
+    ttft_s, tpot_s = np.partition(ttft_s, k), np.partition(tpot_s, k)
+    return ttft_s[k], tpot_s[k], np.partition(dilations, k)[k], least_s

@@ -156,7 +156,8 @@ class Router:
         self._numbers: Slots = np.zeros(0, dtype=np.intp)
         self._any_planner = self._tiers_shared = False
         # Compiled now rather than while the first request waits.
-        pricing.leading_tokens(np.zeros((3, 0), dtype=np.int64), self._columns, self._columns, 0, 1)
+        none = np.zeros((3, 0))
+        pricing.leading_tokens(none.astype(np.int64), self._columns, self._columns, 0, 1, none)
 
     # -- workers ------------------------------------------------------------------------------
 
@@ -531,13 +532,14 @@ class Router:
         are."""
         estimates = decision.priced
         now_s, demand = estimates.now_s, self.workers[decision.worker].model.demand
-        standing = demand.standing(request, float(estimates.work_s.min()))
-        limit = limits(self.fleet, estimates, demand.slack_share(standing))
+        idle = self.fleet.idle_s(estimates)
+        standing = demand.standing(request, idle[-1])
+        limit = limits(self.fleet.objective, idle, demand.slack_share(standing))
         known = self._lateness, demand, limit
-        row, found = decision.index, evaluate(self.fleet, estimates, decision.index, *known)
+        at, found = decision.index, evaluate(self.fleet, estimates, decision.index, *known)
         # The others matter where the chosen one would be late.
         if found.rejected:
-            each = [evaluate(self.fleet, estimates, at, *known) for at in range(len(estimates))]
+            each = [evaluate(self.fleet, estimates, i, *known) for i in range(len(estimates))]
             if all(one.rejected for one in each):
                 demand.evaluated(now_s, request, standing, limit.slack_s, admitted=False)
                 soonest = min(each, key=attrgetter("wait_s"))
@@ -547,11 +549,11 @@ class Router:
                 )
             late = {w for w, one in zip(estimates.workers, each, strict=True) if one.rejected}
             decision = self._decide(replace(request, exclude=request.exclude | late), now_s)
-            row = estimates.workers.index(decision.worker)
-            found = each[row]
+            at = estimates.workers.index(decision.worker)
+            found = each[at]
         demand.evaluated(now_s, request, standing, limit.slack_s, admitted=True)
         if found.blocks:
-            demand.spend(float(estimates.compute_s[row]))
+            demand.spend(float(estimates.compute_s[at]))
         return decision
 
     # -- what a request costs -----------------------------------------------------------------
@@ -571,7 +573,7 @@ class Router:
         elif hashes is None:
             hashes = NO_HASHES
         prompt = PricedPrompt(request.tokens, expected, size, hashes, request.session)
-        device, cached, disk = held = self._held_tokens(prompt, slots)
+        device, cached, disk = held = self._held_tokens(model, prompt, slots)
         if request.handed_tokens:
             # They come into the host tier.
             handed = float(min(request.handed_tokens, prompt.tokens - 1) // size * size)
@@ -592,7 +594,7 @@ class Router:
             self._forecast(estimates)
         return estimates
 
-    def _held_tokens(self, prompt: PricedPrompt, slots: Slots) -> Held:
+    def _held_tokens(self, model: ModelState, prompt: PricedPrompt, slots: Slots) -> Held:
         """Leading tokens that each worker has on the device, and further ones behind it.
 
         Workers that name the same LMCache server announce it. Each reports only what it stored or
@@ -606,8 +608,10 @@ class Router:
             return Held(np.zeros(len(slots)), np.zeros(len(slots)), np.zeros(len(slots)))
         # An engine computes at least the last token: a full hit gives its last block back.
         usable = (prompt.tokens - 1) // size
-        held = self._at(slots[0]).model.index.match_columns(hashes)
-        device, cached, disk = pricing.leading_tokens(held, self._columns, slots, usable, size)
+        held = model.index.match_columns(hashes)
+        tokens = np.empty((3, len(slots)))
+        pricing.leading_tokens(held, self._columns, slots, usable, size, tokens)
+        device, cached, disk = tokens
         servers: dict[str, list[int]] = {}
         for row, slot in enumerate(slots if self._tiers_shared else ()):
             server = self._at(slot).announcement.shared_tier

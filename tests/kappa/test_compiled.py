@@ -78,11 +78,16 @@ def test_the_prices_are_those_that_python_gives(source):
     workers = np.zeros(5, dtype=pricing.WORKER)
     for name in workers.dtype.names:
         workers[name] = rng.uniform(0.5, 2.0, workers[name].shape)
+    workers["spare_tokens"] += 2.0
     workers["net_tokens_per_s"][0] = workers["spare_tokens"][1] = 0.0
     workers["decoding"][2] = 0.0
     workers["resident_tokens"][4] = 5000.0
-    estimates = np.zeros(4, dtype=ESTIMATE)
+    for slot in range(5):
+        pricing.decode(workers, slot, 0, 0)
+    # What is not given is overwritten.
+    estimates = np.full(4, np.nan, dtype=ESTIMATE)
     estimates["device_tokens"], estimates["cached_tokens"] = rng.uniform(0, 100, (2, 4))
+    estimates["disk_tokens"] = 0.0
     estimates["cached_tokens"][0] = 0.0
     estimates["fetch_tokens"] = estimates["cached_tokens"] / 100
     rest = (3.0, 20.0, 1000.0, 50.0), source, (0.5, 5.0, 0.1, 3.0)
@@ -92,6 +97,7 @@ def test_the_prices_are_those_that_python_gives(source):
     records = workers.view(np.recarray), slots, expected.view(np.recarray)
     pricing.price.py_func(*records, *rest)
     for name in got.dtype.names:
+        assert not np.isnan(got[name]).any(), name
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-12, err_msg=name)
     assert (got["interference_s"] > 0).all()
 
@@ -101,5 +107,7 @@ def test_the_score_is_the_one_that_python_gives():
     rows = np.zeros(7, dtype=ESTIMATE)
     for name in rows.dtype.names:
         rows[name] = rng.uniform(0.1, 0.9, 7)
-    expected = policy._score_s.py_func(rows.view(np.recarray))
-    np.testing.assert_allclose(policy._score_s(rows), expected, rtol=1e-12)
+    got, expected = np.empty(7), np.empty(7)
+    found = policy._cheapest(rows, got)
+    assert policy._cheapest.py_func(rows.view(np.recarray), expected) == found
+    np.testing.assert_allclose(got, expected, rtol=1e-12)

@@ -36,6 +36,10 @@ def router(*workers, admission=True, **options):
     return building.router(*workers, admission=admission, stale_after_s=1e9, **options)
 
 
+def limits_of(fleet, estimates, share=1.0):
+    return limits(fleet.objective, fleet.idle_s(estimates), share)
+
+
 def flood(made, limit=200):
     """Send long prompts at once until one is rejected; returns how many were admitted."""
     for i in range(limit):
@@ -83,7 +87,7 @@ def test_the_floor_is_in_dilated_time(dilation):
     estimates = made.explain(ask(), 1.0).estimates
     fleet = made.fleet
     idle_s = fleet.idle_s(estimates)[0]
-    assert limits(fleet, estimates).ttft_s == max(0.5 * dilation, 5 * idle_s)
+    assert limits_of(fleet, estimates).ttft_s == max(0.5 * dilation, 5 * idle_s)
 
 
 def test_a_node_with_many_streams_is_too_slow_per_token():
@@ -166,7 +170,7 @@ def test_cheap_requests_are_admitted_where_costly_ones_are_not():
     for name, tokens in (("cheap", 10), ("costly", 20_000)):
         estimates = made.explain(ask("x", tokens=tokens, seed=9), 60.0).estimates
         share = demand.slack_share(Standing(work_s=float(estimates.work_s[0])))
-        limit = limits(fleet, estimates, share)
+        limit = limits_of(fleet, estimates, share)
         found = evaluate(fleet, estimates, 0, made._lateness, demand, limit)
         allowed[name] = (found.token_s - found.slow_s) / limit.tpot_s
     assert allowed["cheap"] == pytest.approx(1.0, abs=0.05)
@@ -181,7 +185,7 @@ def test_an_idle_cluster_admits_anything_whatever_came_of_others(tokens):
     made.release("slow", 100.0)
     for _ in range(128):
         came(made.models["m"].demand, 1e-9, 100.0, 1e9, admitted=False)
-    assert made._lateness.late_s("a", 100.0) > 3
+    assert made._lateness.of("a").late_s(100.0) > 3
     made.route(ask("costly", tokens=tokens, seed=3), 100.0)
     with pytest.raises(OverloadedError):
         made.route(ask("next", tokens=tokens, seed=4), 100.0)
@@ -232,7 +236,7 @@ def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host():
     fleet.objective = ServiceObjective(
         ttft_s=0.0, ttft_idle_factor=4.0, tpot_s=0.0, tpot_idle_factor=3.0
     )
-    found = limits(fleet, estimates, 0.25)
+    found = limits_of(fleet, estimates, 0.25)
     assert found.idle_s == pytest.approx(expected_s)
     assert found.ttft_s == pytest.approx(4 * expected_s)
     assert found.slack_s == pytest.approx(3 * expected_s)
@@ -240,7 +244,7 @@ def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host():
     assert found.usable_ttft_s == pytest.approx(1.75 * expected_s)
     assert found.usable_tpot_s == pytest.approx(0.5 * found.tpot_s)
     fleet.objective = ServiceObjective(ttft_s=9.0, tpot_s=2.0)
-    assert limits(fleet, estimates)[1:3] == (9.0, 2.0)
+    assert limits_of(fleet, estimates)[1:3] == (9.0, 2.0)
 
 
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
@@ -256,7 +260,14 @@ def test_a_long_prompt_is_evaluated_by_the_long_view_in_dilated_time(dilation):
         estimates = estimate(fleet, now_s=1.0)
         estimates.work_s[:] = work_s * dilation
         alone_s = float(estimates.tpot_s[0])
-        found = evaluate(fleet, estimates, 0, lateness, Demand(), limits(fleet, estimates))
+        found = evaluate(
+            fleet,
+            estimates,
+            0,
+            lateness,
+            Demand(),
+            limits_of(fleet, estimates),
+        )
         stretched[work_s] = found.token_s / alone_s
     assert stretched == pytest.approx({0.24: 1 / 0.6, 0.26: 1 / 0.9})
 
@@ -271,7 +282,7 @@ def test_an_evaluation_by_hand():
     idle_s = step.step_s([(4000, 0)])
     idle_token_s = step.weights_s + 4000 * step.context_token_s + step.fixed_s
     # It may use all of the slack: up to 5 and 3 times idle.
-    found = evaluate(fleet, estimates, 0, Lateness(), Demand(), limits(fleet, estimates))
+    found = evaluate(fleet, estimates, 0, Lateness(), Demand(), limits_of(fleet, estimates))
     assert found.late_s == pytest.approx(7.0 - 5 * idle_s)
     # Prompts take 0.2 of the time: 0.5 s a token are 0.4 s without them; none were sent lately.
     assert found.token_s == pytest.approx(0.4)

@@ -178,26 +178,28 @@ def test_who_is_refused_is_to_come_back_one_after_the_other():
 
 def test_without_outcomes_nothing_is_added():
     lateness = Lateness()
-    assert (lateness.late_s("a", 5.0), lateness.prompt_share("a", 5.0)) == (0.0, 0.0)
+    assert (lateness.of("a").late_s(5.0), lateness.of("a").prompt_share(5.0)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
 def test_an_outcome_counts_for_a_third_after_half_a_second_of_the_workers_own(dilation):
     lateness = Lateness()
     first_token(lateness, sent(lateness, "r", "a", 0.0, 0.0, dilation=dilation), 1.0)
-    late_s = [lateness.late_s("a", 1.0 + seconds * dilation) for seconds in (-1.0, 0.0, 0.5, 1.0)]
+    late_s = [
+        lateness.of("a").late_s(1.0 + seconds * dilation) for seconds in (-1.0, 0.0, 0.5, 1.0)
+    ]
     assert late_s == pytest.approx([1.0, 1.0, math.exp(-1), math.exp(-2)])
-    assert lateness.late_s("b", 1.0) == 0.0
+    assert lateness.of("b").late_s(1.0) == 0.0
 
 
 def test_an_overdue_first_token_counts_at_once():
     lateness = Lateness()
     first = sent(lateness, "first", "a", 0.0, 0.5)
     sent(lateness, "second", "a", 1.0, 0.5)
-    assert lateness.late_s("a", 0.4) == 0.0
-    assert lateness.late_s("a", 2.0) == pytest.approx(1.5)
+    assert lateness.of("a").late_s(0.4) == 0.0
+    assert lateness.of("a").late_s(2.0) == pytest.approx(1.5)
     lateness.ended(first, 2.0, 0)
-    assert lateness.late_s("a", 2.0) == pytest.approx(0.5)
+    assert lateness.of("a").late_s(2.0) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("long", "window_s"), [(False, 3.0), (True, 12.0)])
@@ -206,10 +208,10 @@ def test_work_of_prompts_adds_up_and_fades_with_its_window(long, window_s, dilat
     lateness = Lateness()
     for i in range(4):
         sent(lateness, f"r{i}", "a", 10.0, 0.1, 0.1 * window_s * dilation, dilation=dilation)
-    assert lateness.prompt_share("a", 10.0, long=long) == pytest.approx(0.4)
+    assert lateness.of("a").prompt_share(10.0, long=long) == pytest.approx(0.4)
     later_s = 10.0 + window_s * dilation
-    assert lateness.prompt_share("a", later_s, long=long) == pytest.approx(0.4 / math.e)
-    assert lateness.prompt_share("a", 9.0, long=long) == pytest.approx(0.4), (
+    assert lateness.of("a").prompt_share(later_s, long=long) == pytest.approx(0.4 / math.e)
+    assert lateness.of("a").prompt_share(9.0, long=long) == pytest.approx(0.4), (
         "a clock may run backwards"
     )
 
@@ -218,10 +220,10 @@ def test_nothing_is_kept_of_a_worker_that_left():
     lateness = Lateness()
     flight = sent(lateness, "r", "b", 0.0, 0.1, 0.1)
     lateness.left("b")
-    assert lateness.late_s("b", 99.0) == lateness.prompt_share("b", 0.0) == 0.0
+    assert lateness.of("b").late_s(99.0) == lateness.of("b").prompt_share(0.0) == 0.0
     first_token(lateness, flight, 9.0)
     lateness.ended(flight, 9.0, 10)
-    assert lateness.late_s("b", 9.0) == 0.0 and lateness.slowdown("b") == 1.0
+    assert lateness.of("b").late_s(9.0) == 0.0 and lateness.of("b").slowdown == 1.0
 
 
 def test_one_that_was_sent_before_outcomes_were_compared_tells_nothing():
@@ -230,7 +232,7 @@ def test_one_that_was_sent_before_outcomes_were_compared_tells_nothing():
     unknown = Flight("u", "a", 0, 0.0, 0.0, 1, 1)
     first_token(lateness, unknown, 9.0)
     lateness.ended(unknown, 99.0, 10)
-    assert lateness.late_s("a", 0.5) == 0.0 and lateness.slowdown("a") == 1.0
+    assert lateness.of("a").late_s(0.5) == 0.0 and lateness.of("a").slowdown == 1.0
 
 
 def slowed(lateness, expected_s, actual_s, tokens=11, count=20):
@@ -246,8 +248,8 @@ def slowed(lateness, expected_s, actual_s, tokens=11, count=20):
 def test_tokens_are_expected_as_slow_as_recent_ones_within_bounds(actual_s, factor):
     lateness = Lateness()
     slowed(lateness, 0.02, actual_s)
-    assert lateness.slowdown("a") == pytest.approx(factor)
-    assert lateness.slowdown("b") == 1.0
+    assert lateness.of("a").slowdown == pytest.approx(factor)
+    assert lateness.of("b").slowdown == 1.0
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -255,7 +257,7 @@ def test_what_was_cut_short_tells_nothing_of_the_slowdown(tokens):
     lateness = Lateness()
     slowed(lateness, 0.02, 0.03)
     slowed(lateness, 0.02, 9.0, tokens=tokens)
-    assert lateness.slowdown("a") == pytest.approx(1.5)
+    assert lateness.of("a").slowdown == pytest.approx(1.5)
 
 
 def test_prompts_that_came_meanwhile_are_no_slowdown():
@@ -266,10 +268,10 @@ def test_prompts_that_came_meanwhile_are_no_slowdown():
         first_token(lateness, flight, 0.0)
     for i in range(20):
         sent(lateness, f"prompt{i}", "a", 0.4, 0.0, 1.5 / 20)
-    assert lateness.prompt_share("a", 0.4) == pytest.approx(0.5)
+    assert lateness.of("a").prompt_share(0.4) == pytest.approx(0.5)
     for flight in flights:
         lateness.ended(flight, 0.4, 11)
-    assert lateness.slowdown("a") == pytest.approx(1.0)
+    assert lateness.of("a").slowdown == pytest.approx(1.0)
 
 
 def test_without_a_predicted_time_per_token_the_outcome_tells_nothing():
@@ -277,7 +279,7 @@ def test_without_a_predicted_time_per_token_the_outcome_tells_nothing():
     flight = sent(lateness, "r", "a", 0.0, 0.1)
     first_token(lateness, flight, 0.1)
     lateness.ended(flight, 9.0, 11)
-    assert lateness.slowdown("a") == 1.0
+    assert lateness.of("a").slowdown == 1.0
 
 
 def late(lateness, seconds):
@@ -285,7 +287,7 @@ def late(lateness, seconds):
         flight = sent(lateness, f"l{i}", "a", -late_s, 0.0)
         first_token(lateness, flight, 0.0)
         lateness.ended(flight, 0.0, 0)
-    return lateness.late_s("a", 0.0)
+    return lateness.of("a").late_s(0.0)
 
 
 @pytest.mark.parametrize(
@@ -311,8 +313,8 @@ def test_two_tokens_are_enough_and_the_middle_one_of_the_last_sixteen_counts():
         flight = sent(lateness, f"p{i}", "a", 0.0, 0.0, 0.0, 0.5)
         first_token(lateness, flight, 1.0)
         lateness.ended(flight, 1.0 + 0.5 * factor, 2)
-    assert lateness.slowdown("a") == pytest.approx(1.2)
+    assert lateness.of("a").slowdown == pytest.approx(1.2)
     # 0.5 s alone, 1.2 times that here, and prompts that take a quarter of the time: 0.6 / 0.75.
     sent(lateness, "prompt", "a", 5.0, 0.0, 0.75)
-    assert lateness.token_s("a", 5.0, 0.5) == pytest.approx(0.8)
-    assert lateness.token_s("a", 5.0, 0.5, long=True) == pytest.approx(0.6 / (1 - 0.75 / 12))
+    assert lateness.of("a").token_s(5.0, 0.5) == pytest.approx(0.8)
+    assert lateness.of("a").token_s(5.0, 0.5, long=True) == pytest.approx(0.6 / (1 - 0.75 / 12))

@@ -10,7 +10,7 @@ import pytest
 from kappa.cost import TokenCounts
 from kappa.hardware import NodeProfile
 from router.decision import COMPUTE, MEMORY, PricedWorker
-from router.policy import Priced, _score_s, fetch_externality_s, policy_named
+from router.policy import Priced, _cheapest, fetch_externality_s, policy_named
 from tests.router.offering import estimates
 
 THRESHOLD, LITERAL, TTFT, BACKLOG, PRICED = (
@@ -249,7 +249,9 @@ LONG = {
 
 
 def score(*workers):
-    return _score_s(estimates(*workers).rows)
+    score = np.empty(len(workers))
+    _cheapest(estimates(*workers).rows, score)
+    return score
 
 
 def test_wasted_work_costs_what_a_queue_of_that_load_makes_others_wait():

@@ -29,6 +29,8 @@ def records(names, *rows):
     for record, row in zip(made, rows, strict=True):
         for name, value in row.items():
             record[name] = value
+    for slot in range(len(made) if names is pricing.WORKER else 0):
+        pricing.decode(made, slot, 0, 0)
     return made
 
 
@@ -103,7 +105,8 @@ def test_a_fetch_is_as_slow_as_the_slower_of_the_two_cards():
 def test_leading_tokens_on_the_device_and_behind_them_in_host():
     # Columns 2 and 0 of the index; only 5 whole blocks of the prompt count, of 16 tokens each.
     blocks = np.array([[3, 0, 2], [9, 0, 1], [8, 0, 0]])
-    device, host, disk = pricing.leading_tokens(blocks, np.array([2, 0]), np.array([0, 1]), 5, 16)
+    device, host, disk = held = np.empty((3, 2))
+    pricing.leading_tokens(blocks, np.array([2, 0]), np.array([0, 1]), 5, 16, held)
     assert device.tolist() == [2 * 16, 3 * 16]
     assert host.tolist() == [1 * 16, 2 * 16]
     assert disk.tolist() == [0, 2 * 16], "no more than count behind the device's"
