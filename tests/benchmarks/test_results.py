@@ -42,6 +42,7 @@ SHOWN = [
     ("2026-11-23-bench-capacity-peers.json", capacity.show, "priced / peer"),
     ("2026-11-23-bench-capacity-common.json", capacity.show, "ray_prefix"),
     ("2026-11-22-bench-router.json", router.show, "dynamo"),
+    ("2026-11-24-bench-router.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
     ("2026-11-23-ladder-smollm2-vllm.json", show_ladder, "κ_crit 40.2"),
     ("2026-11-21-bench-offload-cpu.json", offload.show, "kvpr-ahead"),
