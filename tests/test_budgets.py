@@ -57,9 +57,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 58_455),  # goal: 33,000
+        (PRODUCT, 58_640),  # goal: 33,000
         (("benchmarks",), 16_800),  # goal: 8,000
-        (("tests",), 59_980),  # goal: 30,000
+        (("tests",), 60_080),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
@@ -69,8 +69,8 @@ def test_code_stays_within_its_budget_of_lines(packages, most):
 @pytest.mark.parametrize(
     ("module", "most"),
     [
-        ("router.router", 20),
-        ("router.api.request_path", 52),  # goal: 40
+        ("router.router", 21),
+        ("router.api.request_path", 53),  # goal: 40
         ("engine.loop", 53),
     ],
 )
