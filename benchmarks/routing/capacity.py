@@ -194,23 +194,39 @@ def _rate(rows: Sequence[Row]) -> float | None:
 
 
 def against(rows: Sequence[Row]) -> list[Row]:
-    """Our capacity over that of the best policy that is not ours; the worst first."""
+    """Our capacity over that of the best policy that is not ours, each with the same nodes, and our
+    policy and rule over the best of the others with the nodes as they come; the worst first."""
     places: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         places.setdefault((row["trace"], row["cluster"]), {})[row["policy"]] = row
-    found = [one for place, named in places.items() if (one := _against(place, named)) is not None]
+    found = []
+    for place, named in places.items():
+        rules = sorted({name.partition("@")[2] for name in named})
+        for ours, theirs in {*zip(rules, rules, strict=True), *((rule, "") for rule in rules)}:
+            if (one := _against(place, named, ours, theirs)) is not None:
+                found.append(one)
     return sorted(found, key=lambda one: one["ratio"])
 
 
-def _against(place: tuple[str, str], named: Mapping[str, Row]) -> Row | None:
-    peers = [row for name, row in named.items() if name not in (*grid.OURS, FETCHING)]
-    if US not in named or not peers:
+def _against(
+    place: tuple[str, str], named: Mapping[str, Row], ours: str, theirs: str
+) -> Row | None:
+    """Our policy on nodes with the one rule, the others on nodes with the other."""
+    peers = [
+        row
+        for name, row in named.items()
+        if name.partition("@")[0] not in (*grid.OURS, FETCHING) and name.partition("@")[2] == theirs
+    ]
+    us = named.get(f"{US}@{ours}" if ours else US)
+    if us is None or not peers:
         return None
     best = max(peers, key=lambda row: row["capacity_rps"])
-    if min(named[US]["capacity_rps"], best["capacity_rps"]) <= 0:
+    if min(us["capacity_rps"], best["capacity_rps"]) <= 0:
         return None
-    ratio = named[US]["capacity_rps"] / best["capacity_rps"]
-    return {"trace": place[0], "cluster": place[1], "peer": best["policy"], "ratio": ratio}
+    return {
+        "trace": place[0], "cluster": place[1], "policy": us["policy"], "peer": best["policy"],
+        "ratio": us["capacity_rps"] / best["capacity_rps"],
+    }  # fmt: skip
 
 
 def show(facts: Mapping[str, Any], console: Any) -> None:
@@ -235,11 +251,15 @@ def show(facts: Mapping[str, Any], console: Any) -> None:
     )
     console.print(table("", columns, shown, left=("cluster", "policy")))
     compared = [
-        (one["trace"], one["cluster"], one["peer"], f"{one['ratio']:.2f}") for one in ratios
-    ]
+        (
+            one["trace"], one["cluster"], one.get("policy", US), one["peer"],
+            f"{one['ratio']:.2f}",
+        )
+        for one in ratios
+    ]  # fmt: skip
     if compared:
-        heads = ("trace", "cluster", "best peer", f"{US} / peer")
-        console.print(table("", heads, compared, left=("cluster", "best peer")))
+        heads = ("trace", "cluster", "ours", "best peer", f"{US} / peer")
+        console.print(table("", heads, compared, left=("cluster", "ours", "best peer")))
 
 
 def _number(value: float | None, form: str) -> str:

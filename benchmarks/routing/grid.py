@@ -25,6 +25,7 @@ from benchmarks.baselines.routing.catalogue import BASELINES
 from benchmarks.harness import append_line, note, read_lines
 from kappa.shapes import model_shape
 from router.policy import policy_named
+from scheduler.catalogue import rule_named
 from simulator.capacity import capacity_rps
 from simulator.clusters import cluster_named
 from simulator.faults import RESOURCES, Faults, drawn_failures, misprofiled_third
@@ -80,7 +81,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation."""
+    """One simulation. policy: by name; after an @ what the nodes schedule by, as in priced@fair, if
+    that is not the settings' rule."""
 
     cell: Cell
     policy: str
@@ -142,7 +144,9 @@ def check(cells: Iterable[Cell], policies: Sequence[str], settings: Settings) ->
     if not policies:
         raise ValueError(f"--policies names none: give some of {', '.join(default_policies())}")
     for policy in policies:
-        policy_named(policy)
+        name, _, rule = policy.partition("@")
+        policy_named(name)
+        rule_named(rule or settings.scheduler)
     if len(set(policies)) < len(policies):
         raise ValueError(f"a policy is named twice in {', '.join(policies)}")
     for cell in {(cell.cluster, cell.trace): cell for cell in cells}.values():
@@ -230,9 +234,10 @@ def simulated(run: Run, settings: Settings) -> Row:
     cell = run.cell
     plain = replace(cell, faults="none", admission=False)
     traffic, base = traffic_in(plain, run.seed, settings)
+    policy, _, scheduler = run.policy.partition("@")
     config = replace(
-        base, policy=run.policy, faults=_faults(cell, base, run.seed),
-        admission=cell.admission,
+        base, policy=policy, scheduler=scheduler or settings.scheduler,
+        faults=_faults(cell, base, run.seed), admission=cell.admission,
     )  # fmt: skip
     start_s = time.perf_counter()
     outcome = simulate(config, traffic=traffic, timer=time.perf_counter)

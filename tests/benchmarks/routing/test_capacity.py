@@ -98,6 +98,20 @@ def test_ours_is_compared_with_the_best_policy_that_is_not_ours():
     assert found["peer"] == "llm_d" and found["ratio"] == pytest.approx(0.9)
 
 
+def test_our_rule_is_compared_on_the_same_nodes_and_with_the_others_as_they_come():
+    rates = {"priced": 9.0, "llm_d": 10.0, "priced@fair": 14.0, "llm_d@fair": 12.0}
+    rows = [
+        {"trace": "a", "cluster": "small", "policy": policy, "capacity_rps": rps}
+        for policy, rps in rates.items()
+    ]
+    found = {(one["policy"], one["peer"]): one["ratio"] for one in capacity.against(rows)}
+    assert found == {
+        ("priced", "llm_d"): pytest.approx(0.9),
+        ("priced@fair", "llm_d@fair"): pytest.approx(14 / 12),
+        ("priced@fair", "llm_d"): pytest.approx(1.4),
+    }
+
+
 def share_in_time(use, services=4):
     """P(wait <= so many services) in a queue with Poisson arrivals and equal service times (Erlang
     1909), of `use` in service times a unit of time."""
@@ -142,7 +156,8 @@ def test_one_node_of_equal_prompts_has_the_capacity_of_its_queue(tmp_path):
 
 @pytest.mark.parametrize(
     "options", [("--trace", "nowhere"), ("--trace", "azure", "--cluster", "x"),
-                ("--trace", "azure", "--policies", "x"), ("--trace", "azure", "--policies", ","),
+                ("--trace", "azure", "--policies", "x"), ("--trace", "azure", "--policies", "ttft@x"),
+                ("--trace", "azure", "--policies", ","),
                 ("--trace", "azure", "--attainment", "0")],
 )  # fmt: skip
 def test_a_wrong_option_is_refused(options):
