@@ -156,8 +156,8 @@ def test_one_node_of_equal_prompts_has_the_capacity_of_its_queue(tmp_path):
 
 @pytest.mark.parametrize(
     "options", [("--trace", "nowhere"), ("--trace", "azure", "--cluster", "x"),
-                ("--trace", "azure", "--policies", "x"), ("--trace", "azure", "--policies", "ttft@x"),
-                ("--trace", "azure", "--policies", ","),
+                ("--trace", "azure", "--policies", "ttft@x"),
+                ("--trace", "azure", "--policies", "x"), ("--trace", "azure", "--policies", ","),
                 ("--trace", "azure", "--attainment", "0")],
 )  # fmt: skip
 def test_a_wrong_option_is_refused(options):
