@@ -2,7 +2,8 @@
 
 First line of stdin: {"nodes": [{"name"}], "package": "sglang_router" or "vllm_router", "options":
 more of its command line}. "route" sends a completion through the gateway and is answered with the
-name of the worker that got it, which holds it until "done"; "first" is not for it.
+name of the worker that got it, which holds it until "done"; "first" is not for it. vLLM's has each
+worker render a prompt first: without token ids it goes by queues alone.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import aiohttp
 from aiohttp import web
-from wire import prompt_text, serve  # type: ignore[import-not-found]
+from wire import prompt_text, prompt_tokens, serve  # type: ignore[import-not-found]
 
 START_S = 40.0
 LIMIT_BYTES = 1 << 26
@@ -26,6 +27,7 @@ async def chooser(hello):
     reached: dict = {}
     released: dict = {}
     answered: dict = {}
+    rendered: dict = {}
 
     async def listening(name):
         async def complete(request):
@@ -34,11 +36,16 @@ async def chooser(hello):
             await released[request_id].wait()
             return web.json_response({"choices": [{"text": "."}], "usage": {}})
 
+        async def render(request):
+            ids = rendered[(await request.json())["user"]]
+            return web.json_response([{"request_id": "", "token_ids": ids}])
+
         async def anything(request):
             return web.json_response({"status": "ok", "data": [{"id": "m"}]})
 
         app = web.Application(client_max_size=LIMIT_BYTES)
         app.router.add_post("/v1/completions", complete)
+        app.router.add_post("/v1/completions/render", render)
         app.router.add_route("*", "/{path:.*}", anything)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -63,7 +70,9 @@ async def chooser(hello):
         if message["op"] == "route":
             reached[request_id] = asyncio.get_running_loop().create_future()
             released[request_id] = asyncio.Event()
-            text = prompt_text(message["blocks"], request_id)
+            blocks = message["blocks"]
+            rendered[request_id] = prompt_tokens(blocks, hello["block_tokens"], message["tokens"])
+            text = prompt_text(blocks, request_id)
             body = {"model": "m", "prompt": text, "user": request_id, "max_tokens": 1}
             answered[request_id] = asyncio.create_task(post(client, body))
             done, _ = await asyncio.wait(
@@ -71,6 +80,7 @@ async def chooser(hello):
             )
             if reached[request_id] not in done:
                 raise RuntimeError(f"the gateway answered itself: {answered[request_id].result()}")
+            del rendered[request_id]
             return {"worker": reached.pop(request_id).result()}
         if message["op"] == "done":
             released.pop(request_id).set()

@@ -1,6 +1,8 @@
 """`kappa bench faithful`: what counts as the same decision, and who hears of what."""
 
 import io
+import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -9,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.baselines.routing.catalogue import BASELINES
 from benchmarks.baselines.routing.catalogue import baseline_named as made
-from benchmarks.routing.peers import faithful
+from benchmarks.routing.peers import faithful, routers
 from benchmarks.routing.peers.faithful import NOT_COMPARED, PEERS, Shadowed, compared
 from kappa.shapes import model_shape
 from simulator.clusters import cluster_named
@@ -82,6 +84,39 @@ def test_the_real_one_steers_and_hears_of_first_tokens_and_ends():
         assert sorted(names) == sorted(f"r{k}" for k in range(1, 41)), op
     route = next(m for m in ask.messages if m["op"] == "route")
     assert len(route["held"]) == 4 and len(route["blocks"]) == route["tokens"] // 512
+
+
+GATEWAY = """
+import sys
+from aiohttp import ClientSession, web
+urls = sys.argv[sys.argv.index("--worker-urls") + 1 : sys.argv.index("--host")]
+async def answer(request):
+    if request.method == "GET":
+        return web.Response()
+    async with ClientSession() as http:
+        async def ask(url):
+            async with http.post(url, data=await request.read(), headers=request.headers) as found:
+                return await found.json()
+        ids = (await ask(urls[0] + "/v1/completions/render"))[0]["token_ids"]
+        return web.json_response(await ask(urls[len(ids) % 2] + "/v1/completions"))
+app = web.Application()
+app.router.add_route("*", "/{path:.*}", answer)
+web.run_app(app, port=int(sys.argv[sys.argv.index("--port") + 1]))
+"""
+
+
+async def test_a_gateway_that_asks_workers_for_a_prompts_tokens_gets_them(tmp_path):
+    (tmp_path / "vllm_router").mkdir()
+    (tmp_path / "vllm_router" / "launch_router.py").write_text(GATEWAY)
+    script = Path(routers.__file__).with_name("scripts") / "gateway_router.py"
+    command = ["env", f"PYTHONPATH={tmp_path}", sys.executable, str(script)]
+    hello = {"nodes": [{"name": "even"}, {"name": "odd"}], "package": "vllm_router",
+             "options": [], "block_tokens": 16}  # fmt: skip
+    async with routers.started("gateway", command, hello) as process:
+        for tokens, worker in ((32, "even"), (33, "odd")):
+            route = {"op": "route", "request": f"r{tokens}", "tokens": tokens, "blocks": [1, 2]}
+            assert (await process.ask(route))["worker"] == worker
+            await process.ask({"op": "done", "request": f"r{tokens}"})
 
 
 def test_every_baseline_is_compared_or_it_is_said_why_not():
