@@ -34,6 +34,7 @@ from benchmarks.harness import (
     table,
     usage_errors,
 )  # fmt: skip
+from benchmarks.routing.peers.dynamo_aiperf import AIPERF, aiperf, trace_of
 from benchmarks.routing.peers.dynamo_cluster import (
     BLOCK_TOKENS,
     BUDGET_TOKENS,
@@ -58,7 +59,7 @@ from benchmarks.routing.peers.dynamo_rows import (
     summary,
     tuned,
 )  # fmt: skip
-from benchmarks.routing.peers.routers import DYNAMO_VERSION, PeerError, dynamo_python, started
+from benchmarks.routing.peers.routers import DYNAMO, DYNAMO_VERSION, PeerError, python_of, started
 from kappa.hardware import node_profile
 from kappa.host import free_port
 from kappa.model import kv_bytes_per_token
@@ -79,6 +80,7 @@ _ARMS = "ours,kv,two-tier,least-loaded,round-robin"
 _WRONG_BY = 3.0
 _PROXY = "benchmarks.routing.peers.dynamo_proxy"
 _WIRE_S = 0.2
+Bodies = dict[tuple[str, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,21 +233,26 @@ async def send(
     one.error, one.ended_s = error, now()
 
 
-async def play(
-    url: str, sessions: Sequence[ReplaySession], load: HarnessLoad, limit_s: float
-) -> list[Sent]:
-    """Send all, each turn a pause after its predecessor's end; what is not through after `limit_s`
-    is unfinished."""
+def bodies_of(sessions: Sequence[ReplaySession], output: int) -> Bodies:
+    """What is sent, by session and turn; output: tokens an answer."""
     bodies = {}
     for session in sessions:
         for turn in session.requests:
             prompt = turn.make_prompt()
             assert isinstance(prompt, np.ndarray)
             bodies[session.id, turn.turn] = msgspec.json.encode({
-                "model": MODEL, "prompt": prompt.tolist(), "max_tokens": load.output,
+                "model": MODEL, "prompt": prompt.tolist(), "max_tokens": output,
                 "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True},
                 "nvext": {"extra_fields": ["worker_id"]},
             })  # fmt: skip
+    return bodies
+
+
+async def play(
+    url: str, sessions: Sequence[ReplaySession], bodies: Bodies, pause_s: float, limit_s: float
+) -> list[Sent]:
+    """Send all, each turn a pause after its predecessor's end; what is not through after `limit_s`
+    is unfinished."""
     sent: list[Sent] = []
     begun_s = time.monotonic() + _WIRE_S
 
@@ -255,7 +262,7 @@ async def play(
     async def one_session(http: aiohttp.ClientSession, session: ReplaySession) -> None:
         due_s = session.arrival_s
         for turn in session.requests:
-            due_s = now() + min(turn.after_s, load.pause) if turn.turn else due_s
+            due_s = now() + min(turn.after_s, pause_s) if turn.turn else due_s
             await asyncio.sleep(max(due_s - now(), 0.0))
             one = Sent(f"{session.id}#{turn.turn}", turn.input_tokens, due_s)
             sent.append(one)
@@ -277,9 +284,12 @@ async def play(
     return sent
 
 
-async def run(arm: str, load: HarnessLoad, emulation: Emulation, seed: int, model: Path) -> Row:
+async def run(
+    arm: str, load: HarnessLoad, emulation: Emulation, seed: int, model: Path, client: str
+) -> Row:
     """One arm, one seed, with all processes its own."""
     sessions = load.sessions(seed)
+    bodies = bodies_of(sessions, load.output)
     limit_s = 60.0 + 4 * load.requests / load.rate
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -292,7 +302,12 @@ async def run(arm: str, load: HarnessLoad, emulation: Emulation, seed: int, mode
             }
             command = [sys.executable, "-m", _PROXY]
             async with started(f"hop of {arm}", command, hello) as hop:
-                sent = await play(f"http://{HOST}:{port}", sessions, load, limit_s)
+                url = f"http://{HOST}:{port}"
+                if client == "aiperf":
+                    trace = trace_of(sessions, bodies, load.pause)
+                    sent = await asyncio.to_thread(aiperf, url, trace, model, folder, limit_s)
+                else:
+                    sent = await play(url, sessions, bodies, load.pause, limit_s)
                 decided = await hop.ask({"op": "decisions"})
     nodes = {instance: node for node, instance in found.instances.items()}
     return {
@@ -314,6 +329,7 @@ def dynamo_bench(
     seed: Annotated[int, typer.Option(help="The first one.")] = 1,
     requests: Annotated[int, typer.Option(min=20, help="Of a run.")] = 300,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests a wall second.")] = 15.0,
+    client: Annotated[str, typer.Option(help="Of ours, aiperf (NVIDIA's).")] = "ours",
     dilation: Annotated[float, typer.Option(min=0.1, help="Wall seconds an emulated one.")] = 5.0,
     minutes: Annotated[float, typer.Option(min=0.1, help="Begin no run after so many.")] = 1e6,
     out: Annotated[Path, typer.Option(help="Rows are appended, and go on from.")] = Path(
@@ -329,10 +345,12 @@ def dynamo_bench(
             chosen = [arm.strip() for arm in arms.split(",")]
         load, emulation = HarnessLoad(trace, requests, rate), Emulation(nodes, dilation)
         load.sessions(seed)
-        rows = read_lines(out)
+        client = names(client, ("ours", "aiperf"), "--client")[0]
+        rows = [row for row in read_lines(out) if row.get("client", "ours") == client]
     done = {(r["trace"], r["cluster"], r["arm"], r["seed"]) for r in rows}
     until_s, model = time.monotonic() + 60 * minutes, _tokenizer()
-    dynamo_python()
+    for made in (DYNAMO, AIPERF) if client == "aiperf" else (DYNAMO,):
+        python_of(made)
     # What drifts hits all arms.
     turns = [
         (arm, each)
@@ -345,11 +363,11 @@ def dynamo_bench(
             continue
         try:
             spec = tuned(rows, trace, cluster) if arm == TUNED else arm
-            found = asyncio.run(run(spec, load, emulation, each, model))
+            found = asyncio.run(run(spec, load, emulation, each, model, client))
         except PeerError as error:
             note(f"{arm} seed {each}: not run: {error}")
             continue
-        row = {"cluster": cluster, **found, "arm": arm, "spec": spec}
+        row = {"cluster": cluster, **found, "arm": arm, "spec": spec, "client": client}
         append_line(out, row)
         rows.append(row)
         note(_line(row))

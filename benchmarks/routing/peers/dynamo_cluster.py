@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 
-from benchmarks.routing.peers.routers import OUR_VARIABLES, PeerError, dynamo_python
+from benchmarks.routing.peers.routers import DYNAMO, OUR_VARIABLES, PeerError, python_of
 from kappa.cost import StepModel, step_model
 from kappa.hardware import node_profile
 from kappa.host import die_with_parent, free_port
@@ -122,7 +122,7 @@ async def dynamo(
     Raises:
         PeerError: they were not ready in time; with the last words of a log.
     """
-    python, store = dynamo_python(), folder / "discovery"
+    python, store = python_of(DYNAMO), folder / "discovery"
     store.mkdir()
     environment = _environment(store)
     running: list[asyncio.subprocess.Process] = []

@@ -209,11 +209,6 @@ async def started(
             await asyncio.gather(router.reader, return_exceptions=True)
 
 
-def dynamo_python() -> str:
-    """The interpreter of Dynamo's environment. PeerError: it cannot be made."""
-    return python_of(DYNAMO)
-
-
 def python_of(made: Environment) -> str:
     """The interpreter of an environment, which is made if it is not there.
 
