@@ -35,6 +35,8 @@ SHOWN = [
     ("2026-11-23-bench-serve.json", serve.show, "stock_no_batching"),
     ("2026-11-21-bench-validate.json", validate.show, "least_backlog"),
     ("2026-11-23-bench-dynamo-1000.json", dynamo.show, "two-tier"),
+    ("2026-11-23-bench-dynamo-mooncake.json", dynamo.show, "two-tier"),
+    ("2026-11-24-bench-dynamo-aiperf.json", dynamo.show, "two-tier"),
     ("2026-11-23-bench-faithful.json", faithful.show, "SelectionService"),
     ("2026-11-22-bench-peers.json", peers.show, "ray-prefix"),
     ("2026-11-23-bench-peers-agents-0.8.json", peers.show, "ray-prefix"),
