@@ -58,8 +58,8 @@ def closure(start: str) -> set[str]:
     ("packages", "most"),
     [
         (PRODUCT, 58_640),  # goal: 33,000
-        (("benchmarks",), 16_800),  # goal: 8,000
-        (("tests",), 60_080),  # goal: 30,000
+        (("benchmarks",), 16_940),  # goal: 8,000
+        (("tests",), 60_150),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
