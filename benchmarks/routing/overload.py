@@ -1,8 +1,8 @@
 """`kappa bench overload`: how much of its peak goodput a simulated cluster keeps past saturation.
 
-The same traffic at rising loads, with admission and without. Goodput counts requests within their
-objective, since their first try; the peak is the best load of the same column. Simulated, as by
-`kappa simulate`.
+The same traffic at rising loads, with admission and without, on nodes that schedule by `fair`.
+Goodput counts requests within their objective, since their first try; the peak is the best load of
+the same column. Simulated, as by `kappa simulate`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from benchmarks.harness import Json, note, numbers, publish, result, table, usag
 from deploy.commands.console import Patience, RefusedClients
 from kappa.shapes import model_shape
 from router.policy import policy_named
+from scheduler.catalogue import FAIR
 from simulator.clusters import cluster_named
 from simulator.run import SimulationConfig, capacity_of, simulate
 from simulator.traffic import Clients, Retry
@@ -45,7 +46,7 @@ def overload(
         policy_named(policy, seed=seed)
         config = SimulationConfig(
             cluster=cluster_named(cluster), workload=workload_named(trace),
-            shape=model_shape(MODEL), policy=policy, load=chosen[0], seed=seed,
+            shape=model_shape(MODEL), policy=policy, load=chosen[0], seed=seed, scheduler=FAIR,
             clients=Clients(cast(Retry, retry), patience),
         )  # fmt: skip
     rows = measure(config, chosen, seconds)
