@@ -188,8 +188,9 @@ def searched(
 ) -> Row:
     """Play a policy, and search from what it did."""
     traffic, config = grid.traffic_in(cell, seed, settings)
-    config = replace(config, faults=_QUIET)
-    played = simulate(replace(config, policy=policy), traffic=traffic)
+    name, _, rule = policy.partition("@")
+    config = replace(config, policy=name, faults=_QUIET, scheduler=rule or settings.scheduler)
+    played = simulate(config, traffic=traffic)
     search = Search(
         lambda plan: simulate(config, traffic=traffic, assignment=plan.tolist()),
         len(config.cluster.nodes), random.Random(f"{seed} {policy}"), patience,

@@ -91,14 +91,14 @@ def bench(*options):
 def test_the_command_prints_each_search_and_its_end(cell):
     done = bench(
         "--trace", cell.trace, "--cluster", cell.cluster, "--load", 60, "--requests", 40,
-        "--seeds", 1, "--trials", 3, "--policies", "ttft", "--jobs", 1, "--json",
+        "--seeds", 1, "--trials", 3, "--policies", "ttft@fair", "--jobs", 1, "--json",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     (row,) = facts["rows"]
     assert row["trials"] == 3 and not row["converged"]
     assert row["plan_met"] >= row["met"]
-    assert facts["left"][0]["policy"] == "ttft"
+    assert facts["left"][0]["policy"] == "ttft@fair"
 
 
 @pytest.mark.parametrize(
