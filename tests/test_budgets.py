@@ -58,7 +58,7 @@ def closure(start: str) -> set[str]:
     ("packages", "most"),
     [
         (PRODUCT, 58_640),  # goal: 33,000
-        (("benchmarks",), 16_940),  # goal: 8,000
+        (("benchmarks",), 16_950),  # goal: 8,000
         (("tests",), 60_150),  # goal: 30,000
     ],
 )

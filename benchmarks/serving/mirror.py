@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.serving.validate_play import Answered
 from benchmarks.serving.validate_scripts import Script
-from deploy.app.plan import pool_nodes
+from deploy.app.plan import engine_scheduler, pool_nodes
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
@@ -29,6 +29,9 @@ from kappa.settings.cluster import ClusterSettings
 from router.decision import Decision, RouteRequest
 from router.policy import policy_named
 from router.router import Router, RouterConfig
+from scheduler.catalogue import SCHEDULERS, packs, step_factor
+from scheduler.config import FairConfig
+from scheduler.fcfs import Fcfs
 from simulator.clusters import NodeModel
 from simulator.dispatch import RouterDispatch
 from simulator.faults import Faults
@@ -91,6 +94,8 @@ def mirror_of(
             or the limits of its engine are not given.
     """
     announcements, models = [], []
+    rule = settings.scheduler.name if settings.scheduler.name in SCHEDULERS else Fcfs.name
+    fair = FairConfig(**engine_scheduler(settings).config)
     for pool in settings.all_pools:
         given = pool.engine_settings(settings.engine)
         engine = EngineLimits.of(given)
@@ -119,7 +124,7 @@ def mirror_of(
                     host_blocks=host_blocks, disk_blocks=disk_blocks,
                     max_batch_tokens=engine.max_batch_tokens,
                     max_context_tokens=engine.max_context_tokens, events_endpoint="",
-                    snapshot_endpoint="",
+                    snapshot_endpoint="", packs=packs(rule), step_factor=step_factor(rule, fair),
                 )
             )  # fmt: skip
             seconds = (step.token_s, step.pair_s, step.weights_s, step.context_token_s,
@@ -135,6 +140,7 @@ def mirror_of(
                     store_block_s=dilation * block_bytes / profile.store_bytes_per_s,
                     load_fixed_s=dilation * profile.load_fixed_s,
                     budget_tokens=engine.max_batch_tokens, max_running=engine.max_sequences,
+                    rule=rule, fair=fair,
                     disk_blocks=disk_blocks,
                     disk_block_s=block_bytes / profile.disk_bytes_per_s if disk_blocks else 0.0,
                 )
