@@ -156,14 +156,15 @@ def evaluate(
     long = row.work_s > _LONG_PROMPT_S * estimates.nodes[at].dilation
     # Prompts delay the tokens of what decodes beside them: by how much they did is how much they
     # will.
-    token_s = outcomes.token_s(now_s, alone_s(row), long=long)
+    worker = fleet.record(estimates.slots[at])
+    token_s = outcomes.token_s(now_s, alone_s(row), bounded_s(worker), long=long)
     late_s = row.ttft_s + outcomes.late_s(now_s)
     return Evaluation(
         late_s - limit.usable_ttft_s,
         token_s - limit.usable_tpot_s,
         token_s,
         # Without a free slot it waits until another ends, which no prediction has priced.
-        row.in_flight >= float(fleet.record(estimates.slots[at])["max_sequences"]),
+        row.in_flight >= float(worker["max_sequences"]),
         row.in_flight == 0,
         demand.blocked(now_s, row.compute_s, workers),
         demand.budget_wait_s(now_s, BLOCKING_SHARE * workers),
@@ -186,6 +187,17 @@ def alone_s(row: Any) -> float:
     """Seconds per token beside all that are in flight, without prompts."""
     alone_s: float = row.tpot_s * (1 - min(row.gpu_use, MOST_USE))
     return alone_s
+
+
+def bounded_s(worker: Any) -> float:
+    """Most seconds per token on a worker that bounds its steps (`kappa.cost.StepLimit`); infinite
+    on any other."""
+    factor = float(worker["step_factor"])
+    if factor <= 0:
+        return math.inf
+    context_tokens = float(worker["decode_context_tokens"]) / max(float(worker["decoding"]), 1.0)
+    read_s = float(worker["weights_s"]) + context_tokens * float(worker["context_token_s"])
+    return factor * (read_s + float(worker["step_fixed_s"]))
 
 
 # -- recent demand: who goes first when not all can -----------------------------------------------
@@ -334,9 +346,13 @@ class Outcomes:
         oldest = next(iter(self.waiting.values()), None)
         return max(learnt_s, 0.0 if oldest is None else _overdue_s(oldest, now_s), 0.0)
 
-    def token_s(self, now_s: float, alone_s: float, *, long: bool = False) -> float:
-        """Seconds per token to expect there, where it is `alone_s` without prompts in between."""
-        return _stretched_s(self.slowdown * alone_s, self.prompt_share(now_s, long=long))
+    def token_s(
+        self, now_s: float, alone_s: float, bounded_s: float = math.inf, *, long: bool = False
+    ) -> float:
+        """Seconds per token to expect there, where it is `alone_s` without prompts in between, and
+        no more than `bounded_s` with them."""
+        share = self.prompt_share(now_s, long=long)
+        return _stretched_s(self.slowdown * alone_s, share, self.slowdown * bounded_s)
 
     def prompt_share(self, now_s: float, *, long: bool = False) -> float:
         """Delay by the prompts sent there, in seconds per second: of the last 3, or of the last 12.
@@ -392,7 +408,8 @@ class Lateness:
         if tokens > 1 and flight.tpot_s > 0 and flight.first_token_s is not None:
             # By the prompts that came meanwhile, not by those before it: else a rise of their share
             # would count twice, until outcomes of it are in.
-            expected_s = _stretched_s(flight.tpot_s, outcomes.prompt_share(now_s))
+            share = outcomes.prompt_share(now_s)
+            expected_s = _stretched_s(flight.tpot_s, share, flight.bounded_s)
             measured_s = (now_s - flight.first_token_s) / (tokens - 1)
             outcomes.slowdowns.append(measured_s / expected_s)
             typical = _quantile(outcomes.slowdowns, 0.5)
@@ -412,9 +429,9 @@ def _overdue_s(flight: Flight, now_s: float) -> float:
     return now_s - flight.sent_s - flight.chosen.ttft_s
 
 
-def _stretched_s(alone_s: float, share: float) -> float:
+def _stretched_s(alone_s: float, share: float, bounded_s: float) -> float:
     """Seconds per token where prompts take this share of the time."""
-    return alone_s / (1 - min(share, MOST_USE))
+    return min(alone_s / (1 - min(share, MOST_USE)), max(alone_s, bounded_s))
 
 
 def _quantile(samples: deque[float], share: float) -> float:

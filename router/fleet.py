@@ -33,7 +33,8 @@ class Flight:
     prefilled: its prompt is done, as its worker or its stream reported.
 
     Of its own ones: chosen, informed, sent_s; tpot_s: predicted seconds per token if no prompts
-    come in between, where outcomes are compared with predictions (0: they are not);
+    come in between, where outcomes are compared with predictions (0: they are not), bounded_s: most
+    with them;
     first_token_s: when that came; output_tokens: how many went to the client. host_tokens: loaded,
     as far as is known, disk_tokens of them from disk; beside: requests that decoded there when it
     was sent, and their context; decoded: when its first token came, and what the worker had decoded
@@ -54,6 +55,7 @@ class Flight:
     informed: bool = False
     sent_s: float = 0.0
     tpot_s: float = 0.0
+    bounded_s: float = math.inf
     first_token_s: float | None = None
     output_tokens: int = 0
     host_tokens: int = 0

@@ -57,9 +57,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 58_640),  # goal: 33,000
+        (PRODUCT, 58_650),  # goal: 33,000
         (("benchmarks",), 16_950),  # goal: 8,000
-        (("tests",), 60_150),  # goal: 30,000
+        (("tests",), 60_170),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,10 @@ from router.admission import (
     Demand,
     Evaluation,
     Lateness,
+    Outcomes,
     Standing,
     alone_s,
+    bounded_s,
     delay_s,
     evaluate,
     limits,
@@ -347,3 +350,20 @@ def test_who_is_rejected_and_where(figures, rejected, while_waiting):
 def test_a_rejection_says_why_and_when_to_come_back(worker, budget_wait_s, why, wait_s):
     found = evaluation(budget_wait_s, **worker)
     assert (found.why, found.wait_s) == (why, pytest.approx(wait_s))
+
+
+def test_prompts_slow_tokens_no_further_than_an_engine_bounds_its_steps():
+    worker = {
+        "step_factor": 2.5, "weights_s": 0.005, "context_token_s": 1e-6, "step_fixed_s": 0.002,
+        "decoding": 4.0, "decode_context_tokens": 12_000.0,
+    }  # fmt: skip
+    # One alone: 5 + 3 + 2 ms.
+    assert bounded_s(worker) == pytest.approx(0.025)
+    assert bounded_s(worker | {"step_factor": 0.0}) == math.inf
+    outcomes = Outcomes(short=0.9, sent_at_s=1.0)
+    assert outcomes.token_s(1.0, 0.010) == pytest.approx(0.100)
+    assert outcomes.token_s(1.0, 0.010, 0.025) == pytest.approx(0.025)
+    # What reads for longer than the bound takes its time.
+    assert outcomes.token_s(1.0, 0.040, 0.025) == pytest.approx(0.040)
+    outcomes.slowdown = 1.2
+    assert outcomes.token_s(1.0, 0.010, 0.025) == pytest.approx(0.030)
