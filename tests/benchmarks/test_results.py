@@ -10,7 +10,7 @@ from rich.console import Console
 from benchmarks.faults import command as faults
 from benchmarks.hardware.ladder_page import page
 from benchmarks.offload import run as offload
-from benchmarks.routing import capacity, router, scenarios
+from benchmarks.routing import capacity, regret, router, scenarios
 from benchmarks.routing.peers import dynamo, faithful, peers
 from benchmarks.serving import predict, serve, validate
 
@@ -43,6 +43,9 @@ SHOWN = [
     ("2026-11-23-bench-scenario.json", scenarios.show, "fair in the engine"),
     ("2026-11-23-bench-capacity-peers.json", capacity.show, "priced / peer"),
     ("2026-11-23-bench-capacity-common.json", capacity.show, "ray_prefix"),
+    ("2026-11-24-bench-capacity.json", capacity.show, "priced@fair"),
+    ("2026-11-24-bench-regret.json", regret.show, "best plan"),
+    ("2026-11-24-bench-predict-bounded.json", predict.show, "queue"),
     ("2026-11-22-bench-router.json", router.show, "dynamo"),
     ("2026-11-24-bench-router.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
