@@ -174,7 +174,7 @@ class StepModel:
 
 # A step computes prompts for at least so many times its fixed cost, or that would be most of it;
 # GEMMs compute whole tiles of tokens.
-_LEAST_OF_FIXED = 4.0
+LEAST_OF_FIXED = 4.0
 TILE_TOKENS = 128
 # A prompt is on the way to be late once it took so many times its own computing, or so long.
 _LATE_FACTOR, _LATE_S = 2.5, 0.25
@@ -213,7 +213,7 @@ class StepLimit:
         beside_s = requests * step.token_s + context_tokens * step.pair_s
         # Reading takes its time anyway: computing meanwhile costs those that decode nothing.
         room_s = max(limit_s, step.weights_s + read_s + fixed_s) - fixed_s - beside_s
-        prompt_s = max(room_s, limit_s / 3, _LEAST_OF_FIXED * fixed_s) * max(waited, 1.0)
+        prompt_s = max(room_s, limit_s / 3, LEAST_OF_FIXED * fixed_s) * max(waited, 1.0)
         new = prompt_s / (step.token_s + behind_tokens * step.pair_s)
         tiles = max(round((requests + new) / TILE_TOKENS), requests // TILE_TOKENS + 1)
         return tiles * TILE_TOKENS

@@ -21,6 +21,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kappa.cost import LEAST_OF_FIXED, TILE_TOKENS
 from kappa.slo import ServiceObjective
 from router.decision import Estimates, RouteRequest
 from router.fleet import Fleet, Flight
@@ -195,9 +196,12 @@ def bounded_s(worker: Any) -> float:
     factor = float(worker["step_factor"])
     if factor <= 0:
         return math.inf
-    context_tokens = float(worker["decode_context_tokens"]) / max(float(worker["decoding"]), 1.0)
+    decoding, fixed_s = float(worker["decoding"]), float(worker["step_fixed_s"])
+    context_tokens = float(worker["decode_context_tokens"]) / max(decoding, 1.0)
     read_s = float(worker["weights_s"]) + context_tokens * float(worker["context_token_s"])
-    return factor * (read_s + float(worker["step_fixed_s"]))
+    # Whole tiles are computed, and so many fixed costs at the least, whatever they take.
+    tiles_s = (decoding // TILE_TOKENS + 1) * TILE_TOKENS * float(worker["token_s"])
+    return max(factor * (read_s + fixed_s), tiles_s + fixed_s, (1 + LEAST_OF_FIXED) * fixed_s)
 
 
 # -- recent demand: who goes first when not all can -----------------------------------------------

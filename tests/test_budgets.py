@@ -59,7 +59,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 58_650),  # goal: 33,000
         (("benchmarks",), 16_950),  # goal: 8,000
-        (("tests",), 60_170),  # goal: 30,000
+        (("tests",), 60_180),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
