@@ -101,9 +101,7 @@ def capacity(
         int, typer.Option(min=10, help="Requests a run; the first fifth is not measured.")
     ] = 4_000,
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Caches at the start.")] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; one per core if not given.")
-    ] = None,
+    jobs: grid.Jobs = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory that keeps finished runs, to go on there.")
     ] = None,
@@ -201,7 +199,7 @@ def against(rows: Sequence[Row]) -> list[Row]:
         places.setdefault((row["trace"], row["cluster"]), {})[row["policy"]] = row
     found = []
     for place, named in places.items():
-        rules = sorted({name.partition("@")[2] for name in named})
+        rules = sorted({grid.parted(name)[1] for name in named})
         for ours, theirs in {*zip(rules, rules, strict=True), *((rule, "") for rule in rules)}:
             if (one := _against(place, named, ours, theirs)) is not None:
                 found.append(one)
@@ -215,7 +213,7 @@ def _against(
     peers = [
         row
         for name, row in named.items()
-        if name.partition("@")[0] not in (*grid.OURS, FETCHING) and name.partition("@")[2] == theirs
+        if (parts := grid.parted(name))[0] not in (*grid.OURS, FETCHING) and parts[1] == theirs
     ]
     us = named.get(f"{US}@{ours}" if ours else US)
     if us is None or not peers:

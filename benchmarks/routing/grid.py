@@ -19,7 +19,9 @@ from functools import lru_cache
 from itertools import islice, product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from benchmarks.baselines.routing.catalogue import BASELINES
 from benchmarks.harness import append_line, note, read_lines
@@ -35,6 +37,7 @@ from workload.catalogue import workload_named
 from workload.shapes import Workload
 
 Row = dict[str, Any]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; one per core if not given.")]
 
 OURS = ("priced", "ttft", "threshold", "threshold_literal", "least_backlog")
 """Policies that are not another system's."""
@@ -124,6 +127,12 @@ def policies_of(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts if part.strip())
 
 
+def parted(policy: str) -> tuple[str, str]:
+    """A policy and, after an @, the rule of the nodes; empty: that of the settings."""
+    name, _, rule = policy.partition("@")
+    return name, rule
+
+
 def show_progress(done: int, total: int, left_s: float, last: str) -> None:
     """One line to standard error."""
     note(f"{done}/{total}, {left_s / 60:.1f} min left: {last}")
@@ -144,7 +153,7 @@ def check(cells: Iterable[Cell], policies: Sequence[str], settings: Settings) ->
     if not policies:
         raise ValueError(f"--policies names none: give some of {', '.join(default_policies())}")
     for policy in policies:
-        name, _, rule = policy.partition("@")
+        name, rule = parted(policy)
         policy_named(name)
         rule_named(rule or settings.scheduler)
     if len(set(policies)) < len(policies):
@@ -234,7 +243,7 @@ def simulated(run: Run, settings: Settings) -> Row:
     cell = run.cell
     plain = replace(cell, faults="none", admission=False)
     traffic, base = traffic_in(plain, run.seed, settings)
-    policy, _, scheduler = run.policy.partition("@")
+    policy, scheduler = parted(run.policy)
     config = replace(
         base, policy=policy, scheduler=scheduler or settings.scheduler,
         faults=_faults(cell, base, run.seed), admission=cell.admission,

@@ -152,9 +152,7 @@ def regret(
         int, typer.Option(min=1, help="It has converged after so many without gain.")
     ] = 500,
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Caches at the start.")] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; one per core if not given.")
-    ] = None,
+    jobs: grid.Jobs = None,
     json_output: Json = False,
 ) -> None:
     """The misses that a plan made in hindsight avoids, with every request known."""
@@ -188,7 +186,7 @@ def searched(
 ) -> Row:
     """Play a policy, and search from what it did."""
     traffic, config = grid.traffic_in(cell, seed, settings)
-    name, _, rule = policy.partition("@")
+    name, rule = grid.parted(policy)
     config = replace(config, policy=name, faults=_QUIET, scheduler=rule or settings.scheduler)
     played = simulate(config, traffic=traffic)
     search = Search(

@@ -54,9 +54,7 @@ def routing(
     ] = False,
     model: Annotated[str, typer.Option(help="Model that the nodes serve.")] = "llama-3.1-8b",
     scheduler: Annotated[str, typer.Option(help="Scheduler of the nodes.")] = "fcfs",
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; one per core if not given.")
-    ] = None,
+    jobs: grid.Jobs = None,
     only_report: Annotated[
         bool, typer.Option("--report", help="Run nothing: tables of what is in the directory.")
     ] = False,

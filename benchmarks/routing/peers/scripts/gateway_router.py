@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import aiohttp
 from aiohttp import web
-from wire import prompt_text, prompt_tokens, serve  # type: ignore[import-not-found]
+from wire import prompt_text, prompt_tokens, serve  # type: ignore[import-not-found] # by sys.path
 
 START_S = 40.0
 LIMIT_BYTES = 1 << 26
