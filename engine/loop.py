@@ -29,11 +29,10 @@ from engine.sparse.forward import SparseForward
 from engine.sparse.serving import SPARSE, SparseServing
 from engine.stats import EngineStats
 from engine.store import HostStore
-from kappa.cost import StepLimit
 from kappa.plans.planners import Planning
 from kappa.protocol import Charge
 from scheduler.batching import Batcher, Step
-from scheduler.catalogue import rule_named, step_factor
+from scheduler.catalogue import rule_named, step_limit
 from scheduler.config import LinkRates
 from scheduler.fair import Fair
 from scheduler.work import Work
@@ -89,8 +88,8 @@ class Engine:
         rates = self.planning.rates
         link = None if rates is None else LinkRates(rates.load_token_s, rates.load.fixed_s)
         rule = rule_named(settings.scheduler, settings.fair, link)
-        factor = step_factor(settings.scheduler, settings.fair)
-        limit = None if rates is None else StepLimit(rates.step, factor)
+        step = None if rates is None else rates.step
+        limit = step_limit(settings.scheduler, settings.fair, step)
         self.batcher = Batcher(memory, rule, settings.budget_tokens, settings.max_running, limit)
         self._stats = EngineStats()
         self._loads = Loads(self.arena, self.mover, memory, self._stats)

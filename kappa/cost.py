@@ -174,8 +174,8 @@ class StepModel:
 
 # A step computes prompts for at least so many times its fixed cost, or that would be most of it;
 # GEMMs compute whole tiles of tokens.
-LEAST_OF_FIXED = 4.0
-TILE_TOKENS = 128
+_LEAST_OF_FIXED = 4.0
+_TILE_TOKENS = 128
 # A prompt is on the way to be late once it took so many times its own computing, or so long.
 _LATE_FACTOR, _LATE_S = 2.5, 0.25
 
@@ -197,13 +197,14 @@ class StepLimit:
     factor: float
 
     def tokens(
-        self, requests: int, context_tokens: float, behind_tokens: float, waited: float = 1.0
-    ) -> float:
+        self, requests: int, context_tokens: float, behind_tokens: float = 0.0,
+        left_tokens: int = 0, waited_s: float = 0.0,
+    ) -> float:  # fmt: skip
         """Tokens of a step in which `requests` decode over so many tokens, these included, and the
         others are a prompt's, behind so many of it; infinite where nobody decodes.
 
-        waited: as `lateness` has it, by which the prompt's seconds grow. Prompts get a third of the
-        limit at the least, and a tile's tokens.
+        left_tokens, waited_s: of that prompt, whose seconds grow once it is late. Prompts get a
+        third of the limit at the least, and a tile's tokens.
         """
         step = self.step
         if not requests or not self.factor or step.token_s <= 0:
@@ -213,10 +214,11 @@ class StepLimit:
         beside_s = requests * step.token_s + context_tokens * step.pair_s
         # Reading takes its time anyway: computing meanwhile costs those that decode nothing.
         room_s = max(limit_s, step.weights_s + read_s + fixed_s) - fixed_s - beside_s
-        prompt_s = max(room_s, limit_s / 3, LEAST_OF_FIXED * fixed_s) * max(waited, 1.0)
+        waited = max(self.lateness(left_tokens, waited_s), 1.0)
+        prompt_s = max(room_s, limit_s / 3, _LEAST_OF_FIXED * fixed_s) * waited
         new = prompt_s / (step.token_s + behind_tokens * step.pair_s)
-        tiles = max(round((requests + new) / TILE_TOKENS), requests // TILE_TOKENS + 1)
-        return tiles * TILE_TOKENS
+        tiles = max(round((requests + new) / _TILE_TOKENS), requests // _TILE_TOKENS + 1)
+        return tiles * _TILE_TOKENS
 
     def lateness(self, prompt_tokens: int, waited_s: float) -> float:
         """What a prompt waited so far, over what it may before those that decode wait for it."""

@@ -21,7 +21,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kappa.cost import LEAST_OF_FIXED, TILE_TOKENS
 from kappa.slo import ServiceObjective
 from router.decision import Estimates, RouteRequest
 from router.fleet import Fleet, Flight
@@ -157,15 +156,15 @@ def evaluate(
     long = row.work_s > _LONG_PROMPT_S * estimates.nodes[at].dilation
     # Prompts delay the tokens of what decodes beside them: by how much they did is how much they
     # will.
-    worker = fleet.record(estimates.slots[at])
-    token_s = outcomes.token_s(now_s, alone_s(row), bounded_s(worker), long=long)
+    bounded_s = fleet.bounded_s(estimates.slots[at])
+    token_s = outcomes.token_s(now_s, alone_s(row), bounded_s, long=long)
     late_s = row.ttft_s + outcomes.late_s(now_s)
     return Evaluation(
         late_s - limit.usable_ttft_s,
         token_s - limit.usable_tpot_s,
         token_s,
         # Without a free slot it waits until another ends, which no prediction has priced.
-        row.in_flight >= float(worker["max_sequences"]),
+        row.in_flight >= float(fleet.record(estimates.slots[at])["max_sequences"]),
         row.in_flight == 0,
         demand.blocked(now_s, row.compute_s, workers),
         demand.budget_wait_s(now_s, BLOCKING_SHARE * workers),
@@ -188,20 +187,6 @@ def alone_s(row: Any) -> float:
     """Seconds per token beside all that are in flight, without prompts."""
     alone_s: float = row.tpot_s * (1 - min(row.gpu_use, MOST_USE))
     return alone_s
-
-
-def bounded_s(worker: Any) -> float:
-    """Most seconds per token on a worker that bounds its steps (`kappa.cost.StepLimit`); infinite
-    on any other."""
-    factor = float(worker["step_factor"])
-    if factor <= 0:
-        return math.inf
-    decoding, fixed_s = float(worker["decoding"]), float(worker["step_fixed_s"])
-    context_tokens = float(worker["decode_context_tokens"]) / max(decoding, 1.0)
-    read_s = float(worker["weights_s"]) + context_tokens * float(worker["context_token_s"])
-    # Whole tiles are computed, and so many fixed costs at the least, whatever they take.
-    tiles_s = (decoding // TILE_TOKENS + 1) * TILE_TOKENS * float(worker["token_s"])
-    return max(factor * (read_s + fixed_s), tiles_s + fixed_s, (1 + LEAST_OF_FIXED) * fixed_s)
 
 
 # -- recent demand: who goes first when not all can -----------------------------------------------

@@ -43,10 +43,9 @@ def step_factor(factors: Sequence[float], tokens: int) -> float:
 class EngineSpeed:
     """What an engine can do: steps, link, token budget and VRAM, in real seconds.
 
-    disk_token_s: what a token on disk takes besides. packs, step_factor: as
-    `kappa.protocol.Announcement` has them.
-    factors: logarithms of what a step of 1, 2, 4, ... tokens takes over what `step` says; none: it
-    says all.
+    disk_token_s: what a token on disk takes besides. packs, step_factor: as the `Announcement` has
+    them. factors: logarithms of what a step of 1, 2, 4, ... tokens takes over what `step` says;
+    none: it says all.
     """
 
     step: StepModel
@@ -66,14 +65,15 @@ class EngineSpeed:
             seconds *= step_factor(self.factors, sum([new for new, _ in work]))
         return seconds
 
-    def most_tokens(self, decoding: Work, behind_tokens: int, waited: float = 1.0) -> int:
-        """Tokens of a step beside those that decode, as `StepLimit.tokens` has them."""
+    def most_tokens(
+        self, decoding: Work, behind_tokens: int, left_tokens: int = 0, waited_s: float = 0.0
+    ) -> int:
+        """Tokens of a step, those that decode included, as `StepLimit.tokens` has them."""
         if not self.step_factor:
             return self.budget_tokens
-        context = sum(context for _, context in decoding)
-        most = StepLimit(self.step, self.step_factor).tokens(
-            len(decoding), context, behind_tokens, waited
-        )
+        context = sum([context for _, context in decoding])
+        limit = StepLimit(self.step, self.step_factor)
+        most = limit.tokens(len(decoding), context, behind_tokens, left_tokens, waited_s)
         return int(min(most, self.budget_tokens))
 
     def load_s(self, tokens: int, disk_tokens: int = 0) -> float:
@@ -429,11 +429,9 @@ class EngineQueue:
         # A prompt that has begun goes on before another begins.
         prompts.sort(key=lambda job: job.prefilled_tokens == 0)
         prompts = [job for job in prompts if self._known(job)]
-        if prompts and work and self.speed.step_factor:
-            head = prompts[0]
-            limit = StepLimit(self.speed.step, self.speed.step_factor)
-            waited = limit.lateness(head.new_tokens, self._now_s - head.arrival_s)
-            most = self.speed.most_tokens(work, head.context_tokens, waited)
+        if prompts:
+            head, waited_s = prompts[0], self._now_s - prompts[0].arrival_s
+            most = self.speed.most_tokens(work, head.context_tokens, head.new_tokens, waited_s)
             budget = min(budget, most - len(work))
         for job in prompts:
             if budget <= 0:

@@ -34,11 +34,10 @@ class Flight:
 
     Of its own ones: chosen, informed, sent_s; tpot_s: predicted seconds per token if no prompts
     come in between, where outcomes are compared with predictions (0: they are not), bounded_s: most
-    with them;
-    first_token_s: when that came; output_tokens: how many went to the client. host_tokens: loaded,
-    as far as is known, disk_tokens of them from disk; beside: requests that decoded there when it
-    was sent, and their context; decoded: when its first token came, and what the worker had decoded
-    by then.
+    with them; first_token_s: when that came; output_tokens: how many went to the client.
+    host_tokens: loaded, as far as is known, disk_tokens of them from disk; beside: requests that
+    decoded there when it was sent, and their context; decoded: when its first token came, and what
+    the worker had decoded by then.
     """
 
     request_id: str
@@ -116,6 +115,7 @@ class Fleet:
             self._active, 0.0, PricedPrompt(1, 1), Held(nothing, nothing, nothing)
         )
         pricing.queued_s(records[0], 0.0)
+        pricing.bounded_s(records, 0)
         row = np.zeros(1, dtype=estimates.rows.dtype)
         pricing.median_idle(records, np.zeros(1, dtype=np.intp), row, 1.0)
         pricing.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
@@ -343,6 +343,10 @@ class Fleet:
         return pricing.median_idle(
             self._records, estimates.slots, estimates.rows, float(estimates.prompt_tokens)
         )
+
+    def bounded_s(self, slot: int) -> float:
+        """As `pricing.bounded_s`."""
+        return pricing.bounded_s(self._records, slot)
 
     def record(self, slot: int) -> np.void:
         """What is priced of a worker (`pricing.WORKER`)."""

@@ -91,13 +91,33 @@ def factor(worker: Any, tokens: float) -> float:
 
 
 @compiled
+def step_limit_s(worker: Any, decoding: float, read_s: float) -> float:
+    """What a worker's step may last for those that decode, whose contexts it reads in `read_s`."""
+    alone_s = worker.weights_s + read_s / max(decoding, 1.0) + worker.step_fixed_s
+    return worker.step_factor * alone_s
+
+
+@compiled
+def bounded_s(workers: Workers, slot: int) -> float:
+    """Most seconds per token where `kappa.cost.StepLimit` bounds steps, elsewhere infinite."""
+    worker = workers[slot]
+    if worker.step_factor <= 0:
+        return math.inf
+    read_s = worker.decode_context_tokens * worker.context_token_s
+    limit_s, fixed_s = step_limit_s(worker, worker.decoding, read_s), worker.step_fixed_s
+    # Whole tiles are computed, and so many fixed costs at the least, whatever they take.
+    tiles_s = (worker.decoding // _TILE_TOKENS + 1) * _TILE_TOKENS * worker.token_s
+    return max(limit_s, tiles_s + fixed_s, (1 + _LEAST_OF_FIXED) * fixed_s)
+
+
+@compiled
 def chunk_tokens(worker: Any, decoding: float, decode_context: float, behind: float) -> float:
     """Most tokens of a prompt in a step: the budget, or what `kappa.cost.StepLimit` leaves beside
     those that decode, for a prompt that has not waited."""
     if worker.step_factor <= 0 or decoding <= 0 or worker.token_s <= 0:
         return worker.budget_tokens
     fixed_s, read_s = worker.step_fixed_s, decode_context * worker.context_token_s
-    limit_s = worker.step_factor * (worker.weights_s + read_s / decoding + fixed_s)
+    limit_s = step_limit_s(worker, decoding, read_s)
     beside_s = decoding * worker.token_s + decode_context * worker.pair_s
     room_s = max(limit_s, worker.weights_s + read_s + fixed_s) - fixed_s - beside_s
     prompt_s = max(room_s, limit_s / 3, _LEAST_OF_FIXED * fixed_s)

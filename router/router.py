@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from kappa.protocol import Announcement, Arrival, WorkerReport
 from kappa.slo import OBJECTIVE, ServiceObjective
 from router import pricing
-from router.admission import Demand, Lateness, alone_s, bounded_s, delay_s, evaluate, limits
+from router.admission import Demand, Lateness, alone_s, delay_s, evaluate, limits
 from router.calibration import Calibration, OutputLengths
 from router.decision import (
     NO_HASHES,
@@ -482,7 +482,7 @@ class Router:
         if self.config.admission:
             row = estimates.row(index)
             flight.tpot_s = alone_s(row)
-            flight.bounded_s = bounded_s(self.fleet.record(estimates.slots[index]))
+            flight.bounded_s = self.fleet.bounded_s(estimates.slots[index])
             self._lateness.sent(flight, now_s, delay_s(row))
         return decision
 

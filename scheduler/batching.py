@@ -174,12 +174,12 @@ class Batcher:
         """Tokens of an iteration: the budget, or as many as those that decode have time for."""
         if self._limit is None:
             return self.budget_tokens
-        behind, waited = 0, 1.0
         head = self.prefilling[0] if self.prefilling else self.ready[0] if self.ready else None
+        prompt = (0, 0, 0.0)
         if head is not None:
             behind = head.computed_tokens
-            waited = self._limit.lateness(head.total_tokens - behind, now_s - head.arrival_s)
-        tokens = self._limit.tokens(decoding, context_tokens, behind, waited)
+            prompt = behind, head.total_tokens - behind, now_s - head.arrival_s
+        tokens = self._limit.tokens(decoding, context_tokens, *prompt)
         return int(min(tokens, self.budget_tokens))
 
     def repeat(self, steps: int, decoding: int) -> None:

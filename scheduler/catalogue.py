@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kappa.cost import StepLimit, StepModel
 from kappa.host import SCHEDULING_RULES, installed
 from scheduler.config import FairConfig, LinkRates
 from scheduler.fair import Fair
@@ -31,6 +32,12 @@ def step_factor(name: str, config: FairConfig | None = None) -> float:
     """What bounds a step of an engine with this rule besides its token budget
     (`kappa.cost.StepLimit`); 0: nothing."""
     return (config or FairConfig()).step_factor if name == FAIR else 0.0
+
+
+def step_limit(name: str, config: FairConfig | None, step: StepModel | None) -> StepLimit | None:
+    """The same for an engine of these steps; None: nothing, or what they take is not known."""
+    factor = step_factor(name, config)
+    return StepLimit(step, factor) if factor and step is not None else None
 
 
 def packs(name: str) -> bool:

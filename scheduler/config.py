@@ -57,11 +57,8 @@ class FairConfig:
     step_factor: float = 2.5
 
     def __post_init__(self) -> None:
-        check_not_negative(
-            self,
-            *("max_skips", "due_after_s", "slack_s", "credit", "headroom", "class_s"),
-            "step_factor",
-        )
+        waits = "max_skips", "due_after_s", "slack_s", "credit", "class_s"
+        check_not_negative(self, *waits, "headroom", "step_factor")
         check_positive(self, "window", "expected_output_tokens", "default_weight")
         if self.headroom > _MAX_HEADROOM:
             raise ValueError(

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add
 
-from kappa.cost import StepLimit, StepWork, batch_work, decode_work
+from kappa.cost import StepWork, batch_work, decode_work
 from kappa.protocol import Samples
 from scheduler.batching import Batcher, Step
-from scheduler.catalogue import rule_named, step_factor
+from scheduler.catalogue import rule_named, step_limit
 from simulator.cache import Ids
 from simulator.clusters import NodeModel
 from simulator.decode import DecodeRun, Decoding
@@ -112,7 +112,7 @@ class Node:
         model = self.model
         self.memory = NodeMemory(self.index, model, self._listener)
         rule = rule_named(model.rule, model.fair, model.link_rates)
-        limit = StepLimit(model.step, step_factor(model.rule, model.fair))
+        limit = step_limit(model.rule, model.fair, model.step)
         self.scheduler = Batcher(self.memory, rule, model.budget_tokens, model.max_running, limit)
         # Whether the rule may admit with time what it did not before, though nothing happened.
         self._timed: bool = getattr(rule, "timed", True)

@@ -18,8 +18,7 @@ from kappa.plans.rates import LEAST_R2
 from kappa.protocol import Announcement
 from kappa.settings.engine import TransferSettings, share_bytes
 from kappa.settings.routing import ObservingSettings
-from scheduler.catalogue import packs, step_factor
-from scheduler.config import FairConfig
+from scheduler.catalogue import packs
 from workers.vllm.arguments import (
     BY_SHARE,
     Endpoints,
@@ -32,13 +31,7 @@ from workers.vllm.arguments import (
     fingerprint,
     meet_peers,
 )
-from workers.vllm.options import (
-    PERSIST_KEY,
-    STOCK,
-    LinkRules,
-    SchedulerOptions,
-    fitted_step,
-)
+from workers.vllm.options import PERSIST_KEY, STOCK, LinkRules, SchedulerOptions, fitted_step
 from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 
 # What most of vLLM's backends for GPUs choose.
@@ -319,9 +312,7 @@ def announce(
             tail = tail_rates(shape, node, plan.layers_loaded)
         if tail:
             load_plan = {"planner": planner, "act_share": 0.0, "rates": dict(tail)}
-    bounded = 0.0
-    if plan.kind != "emulated" and (rates or paced or fitted_step(profile.measured)):
-        bounded = step_factor(plan.scheduler.rule, FairConfig(**plan.scheduler.config))
+    known = rates or paced or fitted_step(profile.measured)
     return Announcement(
         worker=replica.worker,
         model=replica.model,
@@ -343,7 +334,7 @@ def announce(
         peer=replica.peer,
         profile_error=profile.error or shortcomings(profile.measured),
         packs=packs(plan.scheduler.rule),
-        step_factor=bounded,
+        step_factor=plan.scheduler.step_factor if known and plan.kind != "emulated" else 0.0,
         engine=plan.kind,
         load_plan=load_plan,
         tier=plan.tier.kind,

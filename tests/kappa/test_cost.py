@@ -302,25 +302,25 @@ LIMITED = StepModel(1e-4, 0.0, weights_s=10e-3, context_token_s=1e-6, fixed_s=1e
 
 
 @pytest.mark.parametrize(
-    ("requests", "context", "behind", "pair_s", "waited", "tokens"),
+    ("requests", "context", "behind", "pair_s", "waited_s", "tokens"),
     [
         # Alone 10 + 1 + 1 ms, so 30 ms; beside four tokens 28.6 ms, 286 tokens: 290, of 128 each 2.
-        (4, 4000, 0, 0.0, 1.0, 256),
+        (4, 4000, 0, 0.0, 0.0, 256),
         # Behind 10,000 tokens each takes 0.2 ms: (29 - 0.44) / 0.2 = 143 and 4.
-        (4, 4000, 10_000, 1e-8, 1.0, 128),
+        (4, 4000, 10_000, 1e-8, 0.0, 128),
         # Waited three times as long as it may: 858 and 4.
-        (4, 4000, 0, 0.0, 3.0, 896),
+        (4, 4000, 0, 0.0, 0.75, 896),
         # 300 decode for 30 ms, past the limit of 27.5: a third of that, 92 and 300.
-        (300, 0, 0, 0.0, 1.0, 384),
+        (300, 0, 0, 0.0, 0.0, 384),
         # 700 decode: 70 ms; a tile more than theirs at the least.
-        (700, 0, 0, 0.0, 1.0, 768),
+        (700, 0, 0, 0.0, 0.0, 768),
     ],
 )
 def test_a_step_has_as_many_tokens_as_those_that_decode_have_time_for(
-    requests, context, behind, pair_s, waited, tokens
+    requests, context, behind, pair_s, waited_s, tokens
 ):
     limit = law.StepLimit(replace(LIMITED, pair_s=pair_s), 2.5)
-    assert limit.tokens(requests, context, behind, waited) == tokens
+    assert limit.tokens(requests, context, behind, 0, waited_s) == tokens
 
 
 def test_where_nobody_decodes_or_nothing_is_set_only_the_budget_bounds_a_step():

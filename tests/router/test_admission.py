@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from router.admission import (
     Outcomes,
     Standing,
     alone_s,
-    bounded_s,
     delay_s,
     evaluate,
     limits,
@@ -353,16 +351,6 @@ def test_a_rejection_says_why_and_when_to_come_back(worker, budget_wait_s, why, 
 
 
 def test_prompts_slow_tokens_no_further_than_an_engine_bounds_its_steps():
-    worker = {
-        "step_factor": 2.5, "weights_s": 0.005, "context_token_s": 1e-6, "step_fixed_s": 0.002,
-        "decoding": 4.0, "decode_context_tokens": 12_000.0, "token_s": 1e-5,
-    }  # fmt: skip
-    # One alone: 5 + 3 + 2 ms.
-    assert bounded_s(worker) == pytest.approx(0.025)
-    assert bounded_s(worker | {"step_factor": 0.0}) == math.inf
-    # A tile of 128 tokens of 1 ms each; five times a fixed cost of 20 ms.
-    assert bounded_s(worker | {"token_s": 1e-3}) == pytest.approx(0.130)
-    assert bounded_s(worker | {"step_fixed_s": 0.02}) == pytest.approx(0.100)
     outcomes = Outcomes(short=0.9, sent_at_s=1.0)
     assert outcomes.token_s(1.0, 0.010) == pytest.approx(0.100)
     assert outcomes.token_s(1.0, 0.010, 0.025) == pytest.approx(0.025)

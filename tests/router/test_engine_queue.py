@@ -531,8 +531,7 @@ def test_a_prompt_in_parts_is_forecast_as_the_engine_computes_it():
     long, limit = job("long", new=1000), StepLimit(STEP, 2.5)
     now_s, done, steps = 0.0, 0, 0
     while done < 1000:
-        waited = limit.lateness(1000 - done, now_s)
-        budget = int(limit.tokens(4, 4 * (101 + steps), done, waited)) - 4
+        budget = int(limit.tokens(4, 4 * (101 + steps), done, 1000 - done, now_s)) - 4
         tokens = min(1000 - done, budget)
         now_s += STEP.real_s([*[(1, 101 + steps)] * 4, (tokens, done)])
         done, steps = done + tokens, steps + 1

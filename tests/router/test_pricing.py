@@ -300,6 +300,22 @@ def test_an_answer_is_missed_once_however_late_it_gets():
         )
 
 
+def test_a_token_comes_no_later_than_the_bound_on_steps_allows():
+    def bounded_s(**changes):
+        worker = {
+            "step_factor": 2.5, "weights_s": 0.005, "context_token_s": 1e-6, "step_fixed_s": 0.002,
+            "decoding": 4.0, "decode_context_tokens": 12_000.0, "token_s": 1e-5,
+        }  # fmt: skip
+        return pricing.bounded_s(workers(worker | changes), 0)
+
+    # One alone: 5 + 3 + 2 ms.
+    assert bounded_s() == pytest.approx(0.025)
+    assert bounded_s(step_factor=0.0) == math.inf
+    # A tile of 128 tokens of 1 ms each; five times a fixed cost of 20 ms.
+    assert bounded_s(token_s=1e-3) == pytest.approx(0.130)
+    assert bounded_s(step_fixed_s=0.02) == pytest.approx(0.100)
+
+
 def test_prompts_hold_nobody_up_where_an_engine_bounds_its_steps():
     def price(**changes):
         return float(priced(workers(BUSY | changes), output_tokens=5000.0)["interference_s"])

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from kappa.cost import StepLimit, StepModel
-from scheduler.catalogue import rule_named, step_factor
+from scheduler.catalogue import rule_named, step_factor, step_limit
 from scheduler.config import FairConfig, LinkRates
 from scheduler.work import Rule
 
@@ -95,14 +95,16 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{SCHEDULER_KEY}: {error}") from None
         return rule_named(self.rule, config, link)
 
+    @property
+    def step_factor(self) -> float:
+        return step_factor(self.rule, FairConfig(**self.config))
+
     def make_limit(self) -> StepLimit | None:
-        """What bounds a step besides its token budget; None: nothing, or what steps take is not
-        known."""
+        """What bounds a step besides its token budget; None: nothing, or steps are not known."""
         if self.rule == STOCK:
             return None
-        factor = step_factor(self.rule, FairConfig(**self.config))
         step = StepModel.from_dict(self.step) if self.step else measured_step(self.profile)
-        return StepLimit(step, factor) if step is not None and factor else None
+        return step_limit(self.rule, FairConfig(**self.config), step)
 
 
 def measured_link(profile: str) -> LinkRates | None:

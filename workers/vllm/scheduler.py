@@ -213,23 +213,18 @@ class FairScheduler(SchedulerNames):
         for. An engine that computes prompts whole keeps its budget."""
         if self._limit is None or not self.scheduler_config.enable_chunked_prefill:
             return self._most_tokens
-        decoding = context = wanted = 0
-        head: Request | None = None
-        for request in self.running:
-            if request in self._inflight_prefills:
-                head = head or request
-                continue
-            done = request.num_computed_tokens
-            decoding += 1
-            context += done
-            wanted += request.num_tokens_with_spec + request.num_output_placeholders - done
-        behind, waited = 0, 1.0
+        prompts = self._inflight_prefills
+        decoding = [request for request in self.running if request not in prompts]
+        context = sum([r.num_computed_tokens for r in decoding])
+        wanted = sum([r.num_tokens_with_spec + r.num_output_placeholders for r in decoding])
+        head = next((request for request in self.running if request in prompts), None)
+        prompt = (0, 0, 0.0)
         if head is not None:
             behind = head.num_computed_tokens
             arrival_s = self._works[head.request_id].arrival_s
-            waited = self._limit.lateness(head.num_tokens - behind, now_s - arrival_s)
-        tokens = self._limit.tokens(decoding, context, behind, waited)
-        return int(min(max(tokens, wanted + 1), self._most_tokens))
+            prompt = behind, head.num_tokens - behind, now_s - arrival_s
+        tokens = self._limit.tokens(len(decoding), context, *prompt)
+        return int(min(max(tokens, wanted - context + 1), self._most_tokens))
 
     # -- what the rule says -------------------------------------------------------------------
 
