@@ -1,9 +1,11 @@
-"""How large the code may be. A figure goes down towards the goal beside it; the product's went up
-three times: for what a GPU needs (vLLM's own host tier, measured rates, the checks before a start),
-for what a newcomer tries (`kappa route`, the page, other APIs, several models), and for what the
-papers ask (contexts in host memory, KV from peers, classes of priority, loads by layers)."""
+"""How large the code may be: lines that hold code, neither blank nor comment nor docstring.
+
+A figure goes down towards the goal beside it. A raise names in an ADR what it buys.
+"""
 
 import ast
+import io
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -22,8 +24,29 @@ def files(*packages: str) -> list[Path]:
     return [path for name in packages for path in sorted((ROOT / name).rglob("*.py"))]
 
 
+NO_CODE = (
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)  # fmt: skip
+
+
+def code_lines(text: str) -> int:
+    """Lines of a module that hold code."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings.update(range(first.lineno, first.end_lineno + 1))
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            held.update(range(token.start[0], token.end[0] + 1))
+    return len(held - docstrings)
+
+
 def lines(*packages: str) -> int:
-    return sum(path.read_text(encoding="utf-8").count("\n") for path in files(*packages))
+    return sum(code_lines(path.read_text(encoding="utf-8")) for path in files(*packages))
 
 
 def trees() -> dict[str, ast.Module]:
@@ -57,13 +80,18 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 58_650),  # goal: 33,000
-        (("benchmarks",), 16_950),  # goal: 8,000
-        (("tests",), 60_180),  # goal: 30,000
+        (PRODUCT, 44_500),  # goal: 37,000; until the Python relay goes, both data planes stand
+        (("benchmarks",), 12_500),  # goal: 9,000
+        (("tests",), 48_500),  # goal: 40,000
     ],
 )
-def test_code_stays_within_its_budget_of_lines(packages, most):
+def test_code_lines_stay_within_budget(packages, most):
     assert lines(*packages) <= most
+
+
+def test_code_lines_counts_neither_docstring_nor_comment():
+    text = '"""Doc.\n\nMore."""\n\n# why\nx = [\n    1,\n]\n\n\ndef f():\n    """Doc."""\n'
+    assert code_lines(text + "    return x\n") == 5
 
 
 @pytest.mark.parametrize(
