@@ -11,6 +11,16 @@ def engine(**section):
     return load_settings(engine=section).engine
 
 
+def test_host_planners_take_contexts_beyond_the_device():
+    given = {"kind": "torch", "device_blocks": 64, "block_tokens": 32, "host_bytes": 1 << 30}
+    for planner in ("host-kv", "host-kvpr", "host-hybrid"):
+        made = engine(planner=planner, max_context_tokens=8192, dtype="float32", **given)
+        assert made.max_context_tokens == 8192
+    beyond = "holds 2016 tokens, less than max_context_tokens = 8192"
+    with pytest.raises(SettingsError, match=beyond):
+        engine(planner="kv", max_context_tokens=8192, dtype="float32", **given)
+
+
 def test_by_default_the_host_tier_follows_the_device_and_no_answer_is_approximate():
     found = load_settings().engine
     assert (found.host_tier, found.planner, found.lmcache.server) == ("auto", "auto", None)
