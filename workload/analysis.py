@@ -109,7 +109,7 @@ def analyse(workload: Workload, critical: Mapping[str, float]) -> dict[str, Any]
             "share_above": share_above(engine.kappa, critical),
         },
         "paper": compared(workload, ratios),
-        "why_ours_differ": WHY_OURS_DIFFER.get(workload.name, ""),
+        "why_ours_differ": WHY_OURS_DIFFER.get(workload.name, "") if workload.built_in else "",
     }
 
 

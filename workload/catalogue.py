@@ -30,7 +30,7 @@ def workload_named(name_or_path: str, how: ReadAs = DEFAULT) -> Workload:
         WorkloadError: if there is no such workload or file, or the file cannot be used.
     """
     if name_or_path in _BUILT_IN:
-        return _BUILT_IN[name_or_path](how)
+        return replace(_BUILT_IN[name_or_path](how), built_in=True)
     path = Path(name_or_path)
     if not path.exists():
         raise WorkloadError(

@@ -96,7 +96,8 @@ class Workload:
     """Sessions that share a block size.
 
     block_tokens: tokens a block. source: attribution. notes: what the reader had to cut or leave
-    out, in words. texts: what the prompts say; None if the source has only lengths.
+    out, in words. texts: what the prompts say; None if the source has only lengths. built_in:
+    whether it ships with the package; a file of the user's may have the same name and layout.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Workload:
     source: str
     notes: tuple[str, ...] = ()
     texts: Texts | None = None
+    built_in: bool = False
 
 
 def turn_of(

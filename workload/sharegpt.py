@@ -18,12 +18,14 @@ import msgspec
 import numpy as np
 
 from workload.reading import (
+    CHARACTERS_PER_TOKEN,
     DEFAULT,
     MOST_TOKENS,
     ReadAs,
     TokenCounter,
     WorkloadError,
     at,
+    estimated_tokens,
     json_items,
     read_table,
 )
@@ -125,9 +127,15 @@ def read_sharegpt_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
     if not conversations:
         raise WorkloadError(f"{path}: holds no conversation with an answer")
     left_out = number - len(conversations)
-    notes = (f"{left_out} of {number} conversations left out: no answer to anything",)
+    notes: list[str] = []
+    if how.count_tokens is estimated_tokens:
+        notes.append(f"tokens are estimated, {CHARACTERS_PER_TOKEN:g} characters each")
+    if left_out:
+        notes.append(f"{left_out} of {number} conversations left out: no answer to anything")
     texts = Texts(lambda session, turn: talks[session][: prompts[session][turn]])
-    return replace(_workload(conversations, how), notes=notes if left_out else (), texts=texts)
+    source = f"texts in the layout of ShareGPT, {path.name}"
+    made = _workload(conversations, how)
+    return replace(made, source=source, notes=tuple(notes), texts=texts)
 
 
 def _measured(

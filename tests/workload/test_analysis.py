@@ -123,6 +123,17 @@ def test_each_workload_of_the_paper_says_why_ours_differs():
     assert set(WHY_OURS_DIFFER) <= set(BUILT_IN)
 
 
+def test_analysis_explains_differences_of_built_in_data_only(tmp_path):
+    talk = [{"from": "human", "value": "What is two and two?"}, {"from": "gpt", "value": "Four."}]
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps([{"id": "a", "conversations": talk}]))
+    own = analyse(workload_named(str(path)), {})
+    assert own["source"] == "texts in the layout of ShareGPT, talks.json"
+    assert own["notes"] == ["tokens are estimated, 3.07 characters each"]
+    assert own["why_ours_differ"] == ""
+    assert "570 pieces" in analyse(workload_named("sharegpt"), {})["why_ours_differ"]
+
+
 def test_no_requests_are_refused():
     with pytest.raises(ValueError, match="'none' has no requests"):
         source_ratios(Workload("none", SIZE, (), "made up"))
