@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -242,8 +242,16 @@ def print_dry_run(settings: ClusterSettings, descriptions: list[str], json_outpu
         warn(note)
     for fault in wrong:
         warn(fault, "red")
-    print_text(f"\n{len(wrong)} fault(s)" if wrong else "\nnothing is wrong")
+    print_text(f"\n{_verdict(wrong, found['notes'])}")
     return 1 if wrong else 0
+
+
+def _verdict(wrong: Sequence[str], notes: Sequence[str]) -> str:
+    if wrong:
+        return f"{len(wrong)} fault(s)"
+    if notes:
+        return f"no fault in what could be checked; {len(notes)} note(s) above say what could not"
+    return "nothing is wrong"
 
 
 def _ray_demand(pool: dict[str, Any]) -> str:
