@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -82,13 +82,37 @@ def print_text(text: str) -> None:
 def print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1
 ) -> None:
-    """A table whose first `left` columns are text, the others figures."""
-    table = Table(title=title, title_justify="left")
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number < left else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    """A table whose first `left` columns are text, the others figures. Columns that do not fit the
+    terminal without cutting a word follow in a second table, behind the first column again."""
+    console, found = Console(), [tuple(row) for row in rows]
+    words = [_longest_word((name, *(row[i] for row in found))) for i, name in enumerate(columns)]
+    for part in _fitting(words, console.width):
+        table = Table(title=title, title_justify="left")
+        for number in part:
+            justify: JustifyMethod = "left" if number < left else "right"
+            table.add_column(columns[number], justify=justify, min_width=words[number])
+        for row in found:
+            table.add_row(*(row[number] for number in part))
+        console.print(table)
+        title = None
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return max((len(word) for text in texts for word in text.split()), default=0)
+
+
+def _fitting(words: Sequence[int], width: int) -> list[list[int]]:
+    """Columns by number, cut into tables that are at most `width` characters wide; words: the
+    longest word of each column. A border is one character, a column's padding and border three."""
+    parts, used = [[0]], 1 + words[0] + 3
+    for number in range(1, len(words)):
+        needed = words[number] + 3
+        if used + needed > width and len(parts[-1]) > 1:
+            parts.append([0])
+            used = 1 + words[0] + 3
+        parts[-1].append(number)
+        used += needed
+    return parts
 
 
 def seconds(value: float | None) -> str:
