@@ -149,11 +149,12 @@ def table3_rows() -> list[dict[str, str | float]]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A figure from the text: what is printed (None where the print lost it), what we compute."""
+    """A figure from the text: as printed (None where the print lost it), and as its own inputs
+    give it."""
 
     name: str
     paper: float | None
-    ours: float
+    recomputed: float
 
 
 def cases() -> list[Case]:

@@ -45,7 +45,7 @@ def test_tables_json_contract() -> None:
     assert all(set(row) == {"gpu", "pcie", "paper", "ours"} for row in data["table2"])
     keys = {"model", "gpu", "paper", "paper_formula", "corrected", "dense_decimal"}
     assert all(set(row) == keys for row in data["table3"])
-    assert all(set(row) == {"name", "paper", "ours"} for row in data["cases"])
+    assert all(set(row) == {"name", "paper", "recomputed"} for row in data["cases"])
     assert (len(data["table2"]), len(data["table3"])) == (6, 15)
 
 
