@@ -16,18 +16,21 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
+from kappa.incremental_tokenizer import Ids
 from router.api import errors
 from router.api.tenants import Tenant
-from router.api.tokenizer import PromptTokenizer, PromptTooLong
+from router.api.tokenizer import PromptTokenizer, PromptTooLong, unpacked
 
 # What vLLM passes on of a message; a template sees nothing else.
 _KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "task")
@@ -39,7 +42,13 @@ _MESSAGE_TOKENS = 8
 _MEDIA_TOKENS = 16_384
 
 SHORT_BYTES = 16 << 10
-"""Of a prompt that a thread tokenizes: about 10 ms of work."""
+"""Of new text that a thread tokenizes: about 10 ms of work."""
+# Of a body whose template a thread renders, and of its messages: what a model's template makes of
+# more can take seconds, and only a process can be ended.
+_LIGHT_BYTES, _LIGHT_MESSAGES = 1 << 20, 1024
+# Looking up what is known takes an eightieth of encoding it.
+_LOOK_UP_SHARE = 80
+_MOST_PROCESSES = 4
 _START_S = 60.0
 # Measured, 3.9 MB of one-byte tokens: 8 s on a free core, 28 s on a busy one.
 _SHORTEST_S, _S_PER_BYTE = 5.0, 20e-6
@@ -201,18 +210,34 @@ def _bytes_in(value: Any) -> int:
 # -- lanes ------------------------------------------------------------------------------------
 
 
+class _MuchIsNew(Exception):  # for another lane, not a fault
+    """More of a prompt is new than a thread should encode; `args`: how many characters."""
+
+
 class Tokenizing:
-    """Turns prompts into tokens for all requests of an ingress, whichever model they ask for."""
+    """Turns prompts into tokens for all requests of an ingress, whichever model they ask for.
+
+    A thread renders a prompt and encodes what is new of it, if that is short. Else processes encode
+    it, one for each core at most; each takes one prompt at a time.
+    """
 
     def __init__(
-        self, renderers: Mapping[str, PromptRenderer], process: TokenizerProcess | None = None
+        self,
+        renderers: Mapping[str, PromptRenderer],
+        processes: Sequence[TokenizerProcess] | None = None,
     ) -> None:
-        """`renderers`: by model; `process`: tokenizes long prompts of all of them; by default one
-        of the renderers' tokenizers."""
+        """`renderers`: by model; `processes`: encode long texts for all of them; by default as many
+        as there are cores, at most four, of the renderers' tokenizers."""
         self._renderers = dict(renderers)
-        sources = dict.fromkeys(renderer.source for renderer in renderers.values())
-        self._process = process or TokenizerProcess(*sources)
-        self._short, self._long = TokenizingLane("tokenize"), TokenizingLane("tokenize-long")
+        if processes is None:
+            sources = dict.fromkeys(renderer.source for renderer in renderers.values())
+            count = max(1, min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
+            processes = [TokenizerProcess(*sources) for _ in range(count)]
+        self._processes = tuple(processes)
+        # Last in, first out: a second one is started only where two prompts are long at a time.
+        self._idle = list(reversed(self._processes))
+        self._short = TokenizingLane("tokenize")
+        self._long = TokenizingLane("tokenize-long", len(self._processes))
 
     async def tokens(
         self, model: str, body: Any, body_bytes: int, tenant: Tenant, most_tokens: int | None
@@ -227,21 +252,36 @@ class Tokenizing:
                 process to do it.
             Exception: whatever the template raises.
         """
-        prompt = getattr(body, "prompt", "")
-        holds_text = isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str)
-        short = body_bytes <= SHORT_BYTES or not holds_text
-        renderer = self._renderers[model]
+        renderer, new_chars = self._renderers[model], body_bytes
 
-        def ids(plain: dict[str, Any]) -> np.ndarray:
-            if short:
-                return renderer.tokenizer.tokens(plain, most_tokens)
-            return self._process.tokens(plain, most_tokens, renderer.source)
+        def little(texts: list[str]) -> list[Ids]:
+            chars = sum(map(len, texts))
+            if chars > SHORT_BYTES:
+                raise _MuchIsNew(chars)
+            return renderer.tokenizer.encode(texts)
 
-        def work() -> TokenizedPrompt:
-            return renderer.render(body, ids)
+        def here(plain: dict[str, Any]) -> np.ndarray:
+            return renderer.tokenizer.tokens(plain, most_tokens, tenant.name, little)
+
+        def there(plain: dict[str, Any]) -> np.ndarray:
+            process = self._idle.pop()
+            try:
+                if not _is_light(body, body_bytes):
+                    return process.tokens(plain, most_tokens, renderer.source, tenant.name)
+                encode = partial(process.encode, source=renderer.source)
+                return renderer.tokenizer.tokens(plain, most_tokens, tenant.name, encode)
+            finally:
+                self._idle.append(process)
 
         try:
-            return await (self._short if short else self._long).run(tenant, body_bytes, work)
+            if _is_light(body, body_bytes):
+                work = partial(renderer.render, body, here)
+                cost = min(body_bytes, SHORT_BYTES + body_bytes // _LOOK_UP_SHARE)
+                try:
+                    return await self._short.run(tenant, cost, work)
+                except _MuchIsNew as much:
+                    new_chars = much.args[0]
+            return await self._long.run(tenant, new_chars, partial(renderer.render, body, there))
         except PromptTooLong as error:
             token_bytes = renderer.tokenizer.longest_token_bytes
             assert token_bytes is not None
@@ -251,19 +291,29 @@ class Tokenizing:
             ) from None  # fmt: skip
 
     def close(self) -> None:
-        """End the process, and let the threads go."""
+        """End the processes, and let the threads go."""
         self._short.close()
         self._long.close()
-        self._process.close()
+        for process in self._processes:
+            process.close()
+
+
+def _is_light(body: Any, body_bytes: int) -> bool:
+    """Whether a thread may render a body: one without text has nothing to render."""
+    prompt = getattr(body, "prompt", "")
+    if not isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str):
+        return True
+    messages = len(getattr(body, "messages", None) or ())
+    return body_bytes <= _LIGHT_BYTES and messages <= _LIGHT_MESSAGES
 
 
 class TokenizingLane:
-    """Runs one piece of work at a time in a thread of its own; who is next, the queue says."""
+    """Runs `width` pieces of work at a time in threads of its own; the queue says who is next."""
 
-    def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+    def __init__(self, name: str, width: int = 1) -> None:
+        self._threads = ThreadPoolExecutor(width, thread_name_prefix=name)
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
-        self._busy = False
+        self._free = width
 
     async def run(self, tenant: Tenant, cost: int, work: Callable[[], T]) -> T:
         """The result of `work`, or what it raises. Cancelled while it waits, it leaves the queue;
@@ -271,35 +321,38 @@ class TokenizingLane:
         loop = asyncio.get_running_loop()
         admission: asyncio.Future[None] = loop.create_future()
         self._queue.put(admission, tenant.name, tenant.weight, max(cost, 1))
-        if not self._busy:
-            self._next()
+        self._next()
         try:
             await admission
         except asyncio.CancelledError:
             self._queue.drop(admission, tenant.name)
             if admission.done() and not admission.cancelled():
-                self._next()
+                self._over()
             raise
-        job = loop.run_in_executor(self._thread, work)
+        job = loop.run_in_executor(self._threads, work)
         job.add_done_callback(self._done)
         return await asyncio.shield(job)
 
     def close(self) -> None:
-        """Let the thread go."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Let the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, job: asyncio.Future[Any]) -> None:
         # Nobody may be left to take note of what it raised.
         if not job.cancelled():
             job.exception()
+        self._over()
+
+    def _over(self) -> None:
+        self._free += 1
         self._next()
 
     def _next(self) -> None:
-        while (admission := self._queue.take()) is not None and admission.cancelled():
-            pass
-        self._busy = admission is not None
-        if admission is not None:
-            admission.set_result(None)
+        """Admit who is next, if a thread is free."""
+        while self._free and (admission := self._queue.take()) is not None:
+            if not admission.cancelled():
+                self._free -= 1
+                admission.set_result(None)
 
 
 class FairQueue(Generic[T]):
@@ -372,8 +425,9 @@ class TokenizerProcess:
         self._lock, self._closed = threading.Lock(), False
 
     def tokens(
-        self, plain: Mapping[str, Any], most_tokens: int | None = None, source: str = ""
-    ) -> np.ndarray:
+        self, plain: Mapping[str, Any], most_tokens: int | None = None, source: str = "",
+        tenant: str = "",
+    ) -> np.ndarray:  # fmt: skip
         """As `PromptTokenizer.tokens`, there; `source`: by which tokenizer, empty: the first.
 
         Raises:
@@ -381,8 +435,18 @@ class TokenizerProcess:
             PromptTooLong: it cannot fit `most_tokens`.
             PromptRefused: the template or the tokenizer refused it.
         """
-        prompt = {"plain": plain, "most_tokens": most_tokens, "source": source}
-        question = json.dumps(prompt).encode()
+        prompt = {
+            "plain": plain, "most_tokens": most_tokens, "source": source, "tenant": tenant,
+        }  # fmt: skip
+        return np.frombuffer(self._ask(prompt), dtype="<i4").astype(np.int64)
+
+    def encode(self, texts: list[str], source: str = "") -> list[Ids]:
+        """As `PromptTokenizer.encode`, there; raises as `tokens` does."""
+        return unpacked(self._ask({"texts": texts, "source": source}))
+
+    def _ask(self, prompt: Mapping[str, Any]) -> memoryview:
+        """The ids in the process' answer to a question."""
+        question = msgspec.json.encode(prompt)
         limit_s = longest_s(len(question))
         too_much = errors.PROMPT_NOT_TOKENIZED(prompt_bytes=len(question), limit_s=limit_s)
         pipe = self._started()
@@ -395,7 +459,7 @@ class TokenizerProcess:
             self._end()
             raise too_much from None
         if answer[:1] != b"{":
-            return np.frombuffer(answer[1:], dtype="<i4").astype(np.int64)
+            return memoryview(answer)[1:]
         failure = json.loads(answer)
         if "too_long" in failure:
             raise PromptTooLong(failure["too_long"])

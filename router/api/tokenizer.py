@@ -20,9 +20,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kappa.host import die_with_parent
+from kappa.incremental_tokenizer import Ids, IncrementalTokenizer
+
+Encode = Callable[[list[str]], list[Ids]]
+"""Ids of each of some texts, without special tokens around them."""
 
 # A template that looks into a list of content parts gets the list from vLLM, any other one string.
 _LOOKS_INTO_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*content")
@@ -58,20 +63,26 @@ class PromptTokenizer:
         template = str(chat_template or self._tokenizer.chat_template or "")
         self.takes_parts = bool(_LOOKS_INTO_PARTS.search(template))
         self.takes_developers = "developer" in template
-        self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
-        self.longest_token_bytes = longest_token_bytes(self._backend)
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        self.longest_token_bytes = longest_token_bytes(backend)
         # The first call takes truncation and padding out of the backend, which `tokens` calls.
         self._tokenizer("a")
+        self._incremental = None if backend is None else IncrementalTokenizer(backend)
 
-    def tokens(self, plain: Mapping[str, Any], most_tokens: int | None = None) -> np.ndarray:
-        """Token ids, int64, of a text or of messages with what their template is given.
+    def tokens(
+        self, plain: Mapping[str, Any], most_tokens: int | None = None, tenant: str = "",
+        encode: Encode | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """Token ids, int64, of a text or of messages with what their template is given. Only parts
+        that this tenant has not sent lately are encoded (`kappa.incremental_tokenizer`).
 
         plain: `{"text": str}` or `{"chat": {...}}` with the arguments of `apply_chat_template`, and
-        `add_special_tokens`. most_tokens: the largest context; None: not known.
+        `add_special_tokens`. most_tokens: the largest context; None: not known. encode: encodes
+        those parts; by default this tokenizer does.
 
         Raises:
             PromptTooLong: it cannot fit, found before it is tokenized.
-            Exception: whatever a template raises.
+            Exception: whatever a template, or `encode`, raises.
         """
         if "text" in plain:
             text = plain["text"]
@@ -84,14 +95,18 @@ class PromptTokenizer:
             if text_bytes > most_tokens * self.longest_token_bytes:
                 raise PromptTooLong(text_bytes)
         special = plain["add_special_tokens"]
-        if self._backend is None:
+        if self._incremental is None:
             ids = self._tokenizer(text, add_special_tokens=special).input_ids
-        else:
-            # The tokenizer's own call also builds masks, offsets and lists that nobody reads, which
-            # takes as long as tokenizing itself.
-            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
-            ids = found.ids
-        return np.asarray(ids, dtype=np.int64)
+            return np.asarray(ids, dtype=np.int64)
+        found = self._incremental.look_up(text, tenant)
+        encode = encode or self.encode
+        found.fill(encode(found.missing) if found.missing else [], self._incremental.cache)
+        return self._incremental.finish(found, add_special_tokens=special).astype(np.int64)
+
+    def encode(self, texts: list[str]) -> list[Ids]:
+        """Ids of parts of prompts, int32; nothing is remembered."""
+        assert self._incremental is not None
+        return self._incremental.encode_parts(texts)
 
 
 def longest_token_bytes(backend: Any) -> int | None:
@@ -137,8 +152,9 @@ def _flat(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def main(sources: Sequence[str], load: Callable[[str], Any] = PromptTokenizer) -> None:
     """Load the tokenizers of `sources` and serve on standard input until the ingress is gone.
 
-    Answers are ids as little-endian int32 after a space, or a JSON object with `error` or
-    `too_long`.
+    A question is a prompt (`plain`) or `texts` that are parts of one. Answers are ids as
+    little-endian int32 after a space, of texts behind their number and lengths; or a JSON object
+    with `error` or `too_long`.
     """
     die_with_parent()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -160,9 +176,11 @@ def main(sources: Sequence[str], load: Callable[[str], Any] = PromptTokenizer) -
 
 def _answer(tokenizers: Mapping[str, Any], question: bytes) -> bytes:
     try:
-        given = json.loads(question)
+        given = msgspec.json.decode(question)
         tokenizer = tokenizers[given["source"] or next(iter(tokenizers))]
-        ids = tokenizer.tokens(given["plain"], given["most_tokens"])
+        if "texts" in given:
+            return b" " + packed(tokenizer.encode(given["texts"]))
+        ids = tokenizer.tokens(given["plain"], given["most_tokens"], given["tenant"])
         return b" " + bytes(ids.astype("<i4").tobytes())
     except PromptTooLong as error:
         return json.dumps({"too_long": error.args[0]}).encode()
@@ -172,6 +190,20 @@ def _answer(tokenizers: Mapping[str, Any], question: bytes) -> bytes:
     except Exception as error:
         # Not its text, which may quote the prompt.
         return json.dumps({"error": type(error).__name__}).encode()
+
+
+def packed(parts: Sequence[Ids]) -> bytes:
+    """Ids of several texts as int32: their number, the length of each, then all ids."""
+    head = np.array([len(parts), *map(len, parts)], dtype="<i4")
+    return b"".join(np.asarray(one, dtype="<i4").tobytes() for one in (head, *parts))
+
+
+def unpacked(data: bytes | memoryview) -> list[Ids]:
+    """What `packed` made."""
+    numbers = np.frombuffer(data, dtype="<i4")
+    count = int(numbers[0])
+    stops = np.cumsum(numbers[1 : 1 + count])
+    return np.split(numbers[1 + count :], stops[:-1])[:count]
 
 
 def _bound_memory(more_bytes: int) -> None:

@@ -11,7 +11,7 @@ from router.api.tokenizer import main
 class Script:
     """What a text asks for; any other text gives its bytes."""
 
-    def tokens(self, plain, most_tokens):
+    def tokens(self, plain, most_tokens, tenant):
         match plain["text"]:
             case "hang":
                 threading.Event().wait()

@@ -253,4 +253,4 @@ async def test_a_replica_that_goes_ends_its_threads_and_sends_its_last_spans(ser
     ingress.__del__()
     assert ended == ["spans"]
     with pytest.raises(RuntimeError, match="shutdown"):
-        ingress._path.tokenizing._short._thread.submit(len, "")
+        ingress._path.tokenizing._short._threads.submit(len, "")

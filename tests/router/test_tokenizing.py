@@ -24,7 +24,7 @@ from router.api.render import (
     longest_s,
 )
 from router.api.tenants import Tenant
-from router.api.tokenizer import PromptTooLong, longest_token_bytes
+from router.api.tokenizer import PromptTooLong, longest_token_bytes, packed, unpacked
 from tests.router.stream_worker import until
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
@@ -178,12 +178,16 @@ async def test_what_was_begun_for_one_who_left_ends_before_the_next(begin):
 class Recorded:
     """Stands for the process: notes what it is asked."""
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, tokenizer):
+        self.asked, self._tokenizer = [], tokenizer
 
-    def tokens(self, plain, most_tokens, _source):
-        self.asked.append((plain, most_tokens))
+    def tokens(self, plain, most_tokens, _source, tenant):
+        self.asked.append((plain, most_tokens, tenant))
         return np.arange(3)
+
+    def encode(self, texts, source):
+        self.asked.append(texts)
+        return self._tokenizer.encode(texts)
 
     def close(self):
         self.asked.append("closed")
@@ -191,8 +195,8 @@ class Recorded:
 
 @pytest.fixture
 def tokenizing(renderer):
-    process = Recorded()
-    tokenizing = Tokenizing({"m": renderer}, process)
+    process = Recorded(renderer.tokenizer)
+    tokenizing = Tokenizing({"m": renderer}, [process])
     yield tokenizing, process
     tokenizing.close()
     assert process.asked[-1] == "closed"
@@ -202,15 +206,57 @@ def prompt(text):
     return CompletionRequest(model="m", prompt=text)
 
 
-async def test_only_long_texts_go_to_the_process(tokenizing, renderer):
+async def test_tokens_are_made_here_while_little_is_new(tokenizing, renderer):
     tokenizing, process = tokenizing
     short = await tokenizing.tokens("m", prompt("hello"), SHORT_BYTES, ALICE, None)
     expected = renderer.render(prompt("hello")).token_ids
     assert short.token_ids.tolist() == expected.tolist()
     ids = await tokenizing.tokens("m", prompt([5, 6]), SHORT_BYTES + 1, ALICE, None)
     assert ids.token_ids.tolist() == [5, 6] and process.asked == []
-    await tokenizing.tokens("m", prompt("hello"), SHORT_BYTES + 1, ALICE, 9)
-    assert process.asked == [({"text": "hello", "add_special_tokens": True}, 9)]
+
+
+def talk(*texts):
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+    return ChatCompletionRequest(model="m", messages=messages)
+
+
+async def test_tokens_of_long_new_text_are_made_by_a_process(tokenizing, renderer):
+    tokenizing, process = tokenizing
+    long = "a quick brown fox jumps " * SHORT_BYTES
+    size = len(long)
+    first = await tokenizing.tokens("m", talk(long), size, ALICE, None)
+    assert first.token_ids.tolist() == renderer.render(talk(long)).token_ids.tolist()
+    assert [sum(map(len, texts)) >= size for texts in process.asked] == [True]
+    # The next turn brings little that is new; to another tenant all of it is.
+    turn = talk(long, "over the dog", "why?")
+    found = await tokenizing.tokens("m", turn, size, ALICE, None)
+    assert found.token_ids.tolist() == renderer.render(turn).token_ids.tolist()
+    assert len(process.asked) == 1
+    await tokenizing.tokens("m", turn, size, BOB, None)
+    assert len(process.asked) == 2
+
+
+async def test_tokens_of_very_long_bodies_are_made_whole_by_a_process(tokenizing):
+    tokenizing, process = tokenizing
+    await tokenizing.tokens("m", prompt("hello"), (1 << 20) + 1, ALICE, 9)
+    assert process.asked == [({"text": "hello", "add_special_tokens": True}, 9, "alice")]
+
+
+async def test_lane_runs_as_many_at_once_as_it_is_wide():
+    lane, gate = TokenizingLane("test", 2), Gate()
+    tasks = [asyncio.create_task(lane.run(ALICE, 1, gate(name))) for name in ("a", "b", "c")]
+    await until(lambda: len(gate.begun) == 2)
+    assert sorted(gate.begun) == ["a", "b"]
+    gate.may_end.release(3)
+    assert await asyncio.gather(*tasks) == ["a", "b", "c"]
+    lane.close()
+
+
+def test_packed_ids_are_unpacked():
+    parts = [np.array(one, dtype=np.int32) for one in ([1, 2, 3], [], [4])]
+    assert [one.tolist() for one in unpacked(packed(parts))] == [[1, 2, 3], [], [4]]
+    assert unpacked(packed([])) == []
 
 
 async def test_a_prompt_of_too_many_bytes_is_refused_untokenized(tokenizing, renderer):
@@ -325,6 +371,9 @@ def test_the_process_gives_the_same_tokens_and_imports_no_torch(renderer):
         chat = ChatCompletionRequest(model="m", messages=messages)
         (plain,) = renderer.plain(chat)
         assert process.tokens(plain).tolist() == renderer.render(chat).token_ids.tolist()
+        texts = ["hé😀 hello", "", "world " * 99]
+        expected = [one.tolist() for one in renderer.tokenizer.encode(texts)]
+        assert [one.tolist() for one in process.encode(texts)] == expected
         # 2,000 times 20 bytes, and 31 of <s>, <|user|>, <|end|> and <|assistant|>
         with pytest.raises(PromptTooLong, match="40031"):
             process.tokens(plain, 1)
