@@ -178,13 +178,17 @@ class Engine:
         context_tokens = sum(len(sequence.tokens) for sequence in self._decoding)
         step = self.batcher.step(now_s, len(self._decoding), admit, context_tokens)
         self._admitted(step, now_s)
+        iterated = None
         if step.chunks or self._decoding:
-            self._iterate(step)
+            iterated = self._iterate(step)
         elif self._live and not self.batcher.ready:
             waited = self._loads.rest(REST_S) or self.store.rest(REST_S)
             if not waited:
                 time.sleep(REST_S)
         outputs, self._outputs = self._outputs, []
+        # Only now: with the last outputs handed over, an engine that has answered all is idle.
+        if self._observer is not None and iterated is not None:
+            self._observer.iterated(self, *iterated)
         return outputs
 
     def stats(self) -> EngineStats:
@@ -270,7 +274,8 @@ class Engine:
             for sequence in self._loads.due(self.batcher.budget_tokens):
                 self.batcher.landed(sequence, now_s)
 
-    def _iterate(self, step: Step) -> None:
+    def _iterate(self, step: Step) -> tuple[float, list[Chunk], list[Sequence]]:
+        """Compute a step; its seconds, its chunks, and the prompts that have their last one."""
         begin_s = self._clock()
         decoding = list(self._decoding)
         chunks = {s: Chunk(len(s.tokens) - 1, len(s.tokens)) for s in decoding}
@@ -301,8 +306,7 @@ class Engine:
             self._append(sequence, token, end_s)
         if self.sparse is not None:
             self._change_slots(self.sparse, end_s)
-        if self._observer is not None:
-            self._observer.iterated(self, seconds, list(chunks.values()), prefilled)
+        return seconds, list(chunks.values()), prefilled
 
     def _change_slots(self, sparse: SparseServing, now_s: float) -> None:
         """Who lost a slot is computed again, exactly; who may be computed sparsely gets one."""

@@ -50,6 +50,11 @@ class EngineRunner:
         self._thread = threading.Thread(target=self._run, name="kappa-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def owed(self) -> int:
+        """Requests that have not got all that they get, and calls that were not done yet."""
+        return len(self._deliver) + self._calls.qsize()
+
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Do something with the engine between iterations; its result, or what it raised.
 

@@ -108,8 +108,8 @@ class KappaServer(LLMServer):
         self._start_s = process_age_s()
         announced = self._announce(profile)
         self._stream.complete = power_reporter(announced, plan.gpus)
-        # Our own engines look at their loops themselves, and a stock one says nothing of its own.
-        if plan.kind == "vllm" and plan.tier.kind != STOCK_TIER:
+        # A stock engine says nothing of its own.
+        if plan.kind != "vllm" or plan.tier.kind != STOCK_TIER:
             self._hang = HangWatch(hang_patience_s(announced), time.monotonic())
         node = announced.node
         log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
@@ -330,15 +330,21 @@ class KappaServer(LLMServer):
             try:
                 await super().check_health()
                 if self._hang is not None:
-                    # Requests that vLLM has not answered, whatever their clients have read of it.
-                    client = getattr(self.engine, "_engine_client", None)
-                    owed = client.output_processor.get_num_unfinished_requests() if client else 0
-                    self._hang.look(time.monotonic(), owed, self._stream.totals.engine_messages)
+                    messages = self._stream.totals.engine_messages
+                    self._hang.look(time.monotonic(), self._owed(), messages)
             except Exception as error:
                 last = self._stream.in_flight.last(_IN_FLIGHT_NAMED)
                 self._death = f"worker {self._worker}: {error!r}; last of its requests: {last}"
         if self._death:
             raise EngineDiedError(self._death)
+
+    def _owed(self) -> int:
+        """Requests that the engine has not answered, whatever their clients have read of it."""
+        owed = getattr(self.engine, "owed", None)  # an engine of ours
+        if owed is not None:
+            return int(owed)
+        client = getattr(self.engine, "_engine_client", None)
+        return client.output_processor.get_num_unfinished_requests() if client else 0
 
     async def _start_engine(self) -> None:
         # As Ray's, without its usage report: that starts one more actor of some 400 MB.

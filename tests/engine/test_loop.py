@@ -284,6 +284,7 @@ class Watcher:
     def __init__(self) -> None:
         self.admissions: list[tuple[str, int, int]] = []
         self.iterations: list[tuple[int, list[str]]] = []
+        self.busy: list[bool] = []
 
     def admitted(self, sequence) -> None:
         cached = sequence.load.plan.cached_tokens if sequence.load else 0
@@ -291,6 +292,7 @@ class Watcher:
 
     def iterated(self, made, seconds, chunks, prefilled) -> None:
         assert seconds > 0
+        self.busy.append(made.busy)
         tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         self.iterations.append((tokens, [sequence.request.name for sequence in prefilled]))
 
@@ -306,6 +308,13 @@ def test_an_observer_is_told_of_admissions_and_iterations() -> None:
         finish(made)
     assert watcher.admissions == [("first", 0, 0), ("second", 0, 40)]
     assert watcher.iterations == [(24, []), (16, ["first"]), (1, []), (1, ["second"])]
+
+
+def test_an_engine_that_has_answered_all_is_idle_to_observers() -> None:
+    watcher = Watcher()
+    with engine(observer=watcher) as made:
+        generate(made, prompt(6), count=3)
+    assert watcher.busy == [True, True, False]
 
 
 def test_what_others_charged_reaches_the_rule_that_cares() -> None:

@@ -62,6 +62,25 @@ async def test_the_last_output_has_the_account() -> None:
     assert account is not None and account.new_tokens == 9 and account.ttft_s > 0
 
 
+async def test_a_runner_owes_what_it_has_not_answered_or_begun() -> None:
+    with runner() as running:
+        entered, go_on = threading.Event(), threading.Event()
+
+        def held(_) -> None:
+            entered.set()
+            assert go_on.wait(20)
+
+        running.call(held)
+        assert entered.wait(20)
+        assert running.owed == 0, "what the thread does now is not waited for twice"
+        answers = [asyncio.create_task(collect(running, prompt(5, n), 2)) for n in range(2)]
+        await asyncio.sleep(0)
+        assert running.owed == 2, "submitted, and not begun"
+        go_on.set()
+        await asyncio.gather(*answers)
+        assert running.owed == 0
+
+
 async def test_who_leaves_early_holds_nothing() -> None:
     with runner() as running:
         stream = running.stream(EngineRequest(prompt(9), 60))

@@ -110,6 +110,13 @@ async def test_a_repeated_prompt_is_found_and_reported_by_source(bench):
     assert (second["device_tokens"], second["new_tokens"]) == (16, 2)
 
 
+async def test_totals_leave_when_the_engine_falls_idle(bench):
+    await answers(bench.engine, completion(range(10)))
+    while bench.told("iterations")[-1]["iterations"] < 3:
+        assert bench.stats.poll(PATIENCE_MS), "the last iterations were not told"
+        bench.messages.append(msgspec.msgpack.decode(bench.stats.recv()))
+
+
 async def test_what_the_device_evicts_is_loaded_from_the_host(bench):
     await answers(bench.engine, completion(range(30), "first"))
     await answers(bench.engine, completion(range(100, 150), "other"))  # fills the device

@@ -4,13 +4,17 @@ The replica is real but for its start: no Ray, and an engine that does what a te
 """
 
 import asyncio
+import base64
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import pytest_asyncio
 from ray.serve.llm.openai_api_models import CompletionRequest
 
 from kappa.hardware import node_profile
@@ -18,12 +22,14 @@ from kappa.protocol import EngineDiedError
 from kappa.settings.engine import EngineSettings
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
+from tests.workers.emulation import emulated_plan
 from workers.identity import WorkerPlan
 from workers.in_flight import InFlight
+from workers.own_engine.emulated import EmulatedEngine
 from workers.reaper import HangWatch
 from workers.replica import KappaServer, _alone, configure_logs
 from workers.report_totals import ReportTotals
-from workers.vllm.arguments import EngineLimits
+from workers.vllm.arguments import Endpoints, EngineLimits
 from workers.vllm_plugin import LOG_ENV, log_as
 
 pytestmark = pytest.mark.vllm
@@ -174,6 +180,55 @@ async def test_time_in_which_the_replica_itself_stood_still_is_not_held_against_
     clock[0] += 10 * PATIENCE_S
     await replica.check_health()
     await look_for(replica, clock, PATIENCE_S - 5)  # the long pause counted for 5 s
+
+
+@pytest_asyncio.fixture
+async def own():
+    """A replica of an emulated engine, on its thread."""
+    limits = EngineLimits(60, 4, 17, 0, 16, 4, "float32")
+    plan = emulated_plan("w", limits, Endpoints("", ""))
+    replica = Replica()
+    replica.engine = EmulatedEngine(
+        SimpleNamespace(engine_kwargs={"kappa_own": plan}, model_id="m")
+    )
+    await replica.engine.start()
+    yield replica
+    await replica.engine.shutdown()
+
+
+def answers(replica):
+    prompt = base64.b64encode(np.arange(10, dtype="<i4").tobytes()).decode()
+    words = {"kappa_prompt": prompt, "kappa_request_id": "r"}
+    stream = replica.engine.completions(body(vllm_xargs=words, max_tokens=3))
+    return everything(replica._counted(body("r"), stream))
+
+
+async def test_an_own_engine_that_has_answered_is_healthy_however_long(own, clock):
+    for _ in range(2):
+        (answer,) = await answers(own)
+        assert answer.usage.completion_tokens == 3
+        await look_for(own, clock, 3 * PATIENCE_S)
+
+
+async def test_an_own_engine_that_hangs_fails_the_replicas_health(own, clock):
+    computer, begun, go_on = own.engine._built.engine._computer, Event(), Event()
+    compute = computer.compute
+
+    def hangs(chunks):
+        begun.set()
+        assert go_on.wait(20)
+        return compute(chunks)
+
+    computer.compute = hangs
+    answer = asyncio.create_task(answers(own))
+    try:
+        assert await asyncio.to_thread(begun.wait, 20)
+        await look_for(own, clock, 1 + PATIENCE_S)
+        with pytest.raises(EngineDiedError, match=r"owes 1 answers.*\['r'\]"):
+            await look_for(own, clock, 1)
+    finally:
+        go_on.set()
+        await answer
 
 
 async def test_a_replica_that_has_not_announced_itself_yet_has_no_engine_that_hangs(clock):

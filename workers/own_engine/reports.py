@@ -57,9 +57,7 @@ class EngineReports:
     """Follows one engine (`engine.loop.Observer`) and publishes its cache's changes.
 
     log: file for JSON lines. blocks: that device and host hold: no more salts can matter at a time.
-    paced: there is no link, so loads are known by their tokens alone, and stores take no time.
-    `ran_s`: when the last iteration ended, monotonic; `was_busy`: whether there was more to do
-    then."""
+    paced: there is no link, so loads are known by their tokens alone, and stores take no time."""
 
     def __init__(
         self,
@@ -69,8 +67,6 @@ class EngineReports:
         blocks: int = 0,
         paced: bool = False,
     ) -> None:
-        self.ran_s = time.monotonic()
-        self.was_busy = False
         self._most_salts = max(blocks, _LEAST_SALTS)
         self._stats = StatsSender(stats_endpoint)
         self._log = IterationLog(self._stats.send, log)
@@ -122,8 +118,7 @@ class EngineReports:
             "overrun": False,
         }
         self._stats.send(step, urgent=bool(named))
-        now_s = self.ran_s = time.monotonic()
-        self.was_busy = engine.busy
+        now_s = time.monotonic()
         batcher, memory = engine.batcher, engine.memory
         waiting, running = len(batcher.rule), len(batcher.running)
         loading = len(batcher.loading) + len(batcher.ready)
