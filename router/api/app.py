@@ -242,11 +242,10 @@ class Gate:
         if tenant is None and not is_open:
             state.keys_refused += 1
             raise errors.UNKNOWN_KEY() if keys else errors.NO_KEY()
-        tenant = tenant or tenants.default
+        tenant = inbound.tenant = tenant or tenants.default
         guarded = path in OPERATOR_PATHS or (path == _METRICS_PATH and not is_open)
         if guarded and not tenant.operator:
             raise errors.OPERATOR_ONLY(path=path)
-        inbound.tenant = tenant
         if self._access.limits(path):
             reply.headers = lambda: self._limits.headers(tenant.name, time.monotonic())
             try:

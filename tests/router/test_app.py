@@ -221,7 +221,7 @@ async def test_a_refusal_is_logged_with_its_tenant(client_of, capsys):
     assert "alice" in printed and "queue_full" in printed and "sk-alice" not in printed
 
 
-async def test_what_concerns_the_whole_cluster_is_for_operators(client_of):
+async def test_what_concerns_the_whole_cluster_is_for_operators(client_of, capsys):
     client, free = client_of(TENANTS), client_of()
     for method, path in (
         ("GET", "/v1/nodes"), ("GET", "/v1/tenants"), ("POST", "/v1/nodes/profile"),
@@ -230,6 +230,7 @@ async def test_what_concerns_the_whole_cluster_is_for_operators(client_of):
         answer = await client.request(method, path, headers=ALICE)
         assert answer.status_code == 403
         assert method == "HEAD" or code(answer, 403) == "operator_only"
+        assert "alice" in "".join(capsys.readouterr()), "whose key it was"
         assert (await client.request(method, path, headers=OPS)).status_code != 403
         # Without keys everybody is an operator.
         assert (await free.request(method, path)).status_code not in (401, 403)
