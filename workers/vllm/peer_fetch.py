@@ -28,9 +28,9 @@ from workers.vllm.peer_server import (
     BlockQuestion,
     HostRows,
     PeerError,
-    left_s,
-    receive_exactly,
+    receive,
     receive_frame,
+    receive_into,
     send_frame,
     transfer_until_s,
 )
@@ -228,10 +228,10 @@ class HostTierFetches:
         question = BlockQuestion(address[2], keys, pace_s, fetch.handed)
         with socket.create_connection((host.strip("[]"), int(port)), options.wait_s) as connection:
             send_frame(connection, msgspec.msgpack.encode(question))
-            connection.settimeout(options.wait_s * (2 if fetch.handed else 1))
             # Others' transfers may be ahead of ours.
+            until_s = time.monotonic() + options.wait_s * (2 if fetch.handed else 1)
             found, widths = msgspec.msgpack.decode(
-                receive_frame(connection), type=tuple[int, list[int]]
+                receive_frame(connection, until_s), type=tuple[int, list[int]]
             )
             start_s = time.monotonic()
             if found and widths != rows.widths:
@@ -243,16 +243,14 @@ class HostTierFetches:
                 for row in rows.of(slot):
                     if fetch.cancelled.is_set():
                         raise PeerError("the tier was emptied")
-                    connection.settimeout(min(left_s(until_s), options.wait_s))
-                    receive_exactly(connection, row)
+                    receive_into(connection, row, min(until_s, time.monotonic() + options.wait_s))
             tokens = found * self._block_tokens
             pause_s = start_s + options.pace_s(tokens) - time.monotonic()
             if found and pause_s > 0:
                 fetch.cancelled.wait(pause_s)
             connection.settimeout(options.wait_s)
             connection.sendall(b"\x01")
-            last = bytearray(LENGTH.size)
-            receive_exactly(connection, memoryview(last))
+            last = receive(connection, LENGTH.size, time.monotonic() + options.wait_s)
             (whole,) = LENGTH.unpack(last)
         took_s = time.monotonic() - start_s
         news: _News = {"kind": "fetch", "tokens": tokens, "bytes": size, "took_s": took_s}

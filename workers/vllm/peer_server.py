@@ -4,7 +4,8 @@ A reader names blocks by their keys and is sent the leading ones that are there,
 prompt that is handed over, those that are being stored are waited for. Nothing is pinned: the
 scheduler's thread may evict a block while it is sent, so the last word of an answer is how many of
 the blocks were still in their places when all was sent. KV cache is as good as text: a reader must
-know a token, which the router alone has, and the bytes are not encrypted.
+know a token, which the router alone has, and the bytes are not encrypted. A question begins with
+the token, and of one that begins otherwise no more is read; the whole of it must come in time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import socketserver
 import struct
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,9 @@ log = structlog.get_logger(__name__)
 
 # A question is keys of some 40 bytes; readers at a time; a transfer slower than this is ended.
 _MOST_QUESTION_BYTES, _MOST_READERS, _LEAST_BYTES_PER_S = 4 << 20, 16, 10e6
+_QUESTION_S = 5.0
+# Connections that have not shown the token; who shows it does so at once.
+_MOST_STRANGERS = 64
 _STORED_POLL_S = 0.002
 LENGTH = struct.Struct("<I")
 
@@ -40,8 +46,8 @@ class PeerError(Exception):
 
 
 class BlockQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reader sends. pace_s: how long it will take to say that it has all. handed: a prompt
-    just computed for it, whose blocks may still be on their way to host memory."""
+    """What a reader sends, the token first. pace_s: how long it will take to say that it has all.
+    handed: a prompt just computed for it, whose blocks may still be on their way to host memory."""
 
     token: str
     keys: list[bytes]
@@ -112,6 +118,10 @@ class PeerServer(socketserver.ThreadingTCPServer):
         super().__init__((options.host, options.port), _PeerReader)
         self.options, self._rows, self._place, self._coming = options, rows, place, coming
         self._card, self._readers = threading.Lock(), threading.Semaphore(_MOST_READERS)
+        # As a question has it, behind the byte that says how many fields there are.
+        self._greeting = msgspec.msgpack.encode({"token": options.token})[1:]
+        self._strangers: OrderedDict[socket.socket, None] = OrderedDict()
+        self._strangers_lock = threading.Lock()
         self._thread = threading.Thread(target=self.serve_forever, name="kappa-peers", daemon=True)
         self._thread.start()
 
@@ -125,20 +135,44 @@ class PeerServer(socketserver.ThreadingTCPServer):
 
     def answer(self, connection: socket.socket) -> None:
         """One reader's question, and the rows."""
-        if not self._readers.acquire(blocking=False):
-            return
+        until_s = time.monotonic() + _QUESTION_S
         try:
-            connection.settimeout(self.options.wait_s)
-            question = msgspec.msgpack.decode(receive_frame(connection), type=BlockQuestion)
-            if hmac.compare_digest(question.token.encode(), self.options.token.encode()):
+            begin, rest_bytes = self._greeted(connection, until_s)
+            if not self._readers.acquire(blocking=False):
+                raise PeerError("too many readers")
+            try:
+                body = begin + receive(connection, rest_bytes, until_s)
+                question = msgspec.msgpack.decode(body, type=BlockQuestion)
                 if question.handed:
                     self._await_stores(question.keys)
                 with self._card:
                     self._send(connection, question)
+            finally:
+                self._readers.release()
         except (OSError, PeerError, msgspec.MsgspecError) as error:
             log.debug("peer_reader_refused", reason=repr(error))
+
+    def _greeted(self, connection: socket.socket, until_s: float) -> tuple[bytes, int]:
+        """A question up to its token, and how many bytes are to come; PeerError: it is another.
+
+        Where too many have not shown the token yet, the oldest of them is ended: those that hold
+        their places for long never keep out who shows it at once.
+        """
+        with self._strangers_lock:
+            self._strangers[connection] = None
+            if len(self._strangers) > _MOST_STRANGERS:
+                oldest, _ = self._strangers.popitem(last=False)
+                with suppress(OSError):  # it left by itself
+                    oldest.shutdown(socket.SHUT_RDWR)
+        try:
+            size = _receive_size(connection, until_s)
+            begin = receive(connection, min(1 + len(self._greeting), size), until_s)
         finally:
-            self._readers.release()
+            with self._strangers_lock:
+                self._strangers.pop(connection, None)
+        if not hmac.compare_digest(begin[1:], self._greeting):
+            raise PeerError("the question does not begin with the token")
+        return begin, size - len(begin)
 
     def _await_stores(self, keys: Sequence[bytes]) -> None:
         until_s = time.monotonic() + self.options.wait_s
@@ -156,6 +190,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
                 break
             places.append(found)
         widths = rows.widths if rows is not None else []
+        connection.settimeout(self.options.wait_s)
         send_frame(connection, msgspec.msgpack.encode((len(places), widths)))
         size = len(places) * sum(widths)
         until_s = transfer_until_s(self.options, size)
@@ -165,8 +200,8 @@ class PeerServer(socketserver.ThreadingTCPServer):
                 connection.settimeout(left_s(until_s))
                 connection.sendall(row)
         # The reader holds its own card, and ours, for as long as a paced transfer takes.
-        connection.settimeout(self.options.wait_s + min(max(question.pace_s, 0.0), 60.0))
-        receive_exactly(connection, memoryview(bytearray(1)))
+        pace_s = min(max(question.pace_s, 0.0), 60.0)
+        receive(connection, 1, time.monotonic() + self.options.wait_s + pace_s)
         whole = 0
         for key, (block, slot) in zip(question.keys, places, strict=False):
             found = self._place(key)
@@ -200,21 +235,31 @@ def send_frame(connection: socket.socket, body: bytes) -> None:
     connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def receive_frame(connection: socket.socket) -> bytes:
-    """PeerError: the peer left, or says too much."""
-    head = bytearray(LENGTH.size)
-    receive_exactly(connection, memoryview(head))
-    (size,) = LENGTH.unpack(head)
+def receive_frame(connection: socket.socket, until_s: float) -> bytes:
+    """PeerError, OSError: as `receive_into`'s, or the peer says too much."""
+    return receive(connection, _receive_size(connection, until_s), until_s)
+
+
+def _receive_size(connection: socket.socket, until_s: float) -> int:
+    size: int
+    (size,) = LENGTH.unpack(receive(connection, LENGTH.size, until_s))
     if size > _MOST_QUESTION_BYTES:
         raise PeerError(f"a message of {size} bytes; at most {_MOST_QUESTION_BYTES} are read")
+    return size
+
+
+def receive(connection: socket.socket, size: int, until_s: float) -> bytes:
+    """So many bytes; PeerError, OSError: as `receive_into`'s."""
     body = bytearray(size)
-    receive_exactly(connection, memoryview(body))
+    receive_into(connection, memoryview(body), until_s)
     return bytes(body)
 
 
-def receive_exactly(connection: socket.socket, into: memoryview) -> None:
-    """Fill a buffer; PeerError: the peer left before."""
+def receive_into(connection: socket.socket, into: memoryview, until_s: float) -> None:
+    """Fill a buffer. PeerError, TimeoutError: the peer left before, or has not sent all by then
+    (monotonic), however it came."""
     while into:
+        connection.settimeout(left_s(until_s))
         count = connection.recv_into(into)
         if not count:
             raise PeerError("the peer closed the connection")

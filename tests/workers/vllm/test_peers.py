@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import msgspec
@@ -14,6 +15,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from kappa.host import free_port
 from kappa.protocol import PEER_PARAM
+from workers.vllm import peer_server
 from workers.vllm.host_tier_manager import HostTierManager
 from workers.vllm.options import LinkPace, PeerOptions
 from workers.vllm.peer_fetch import HostTierFetches
@@ -214,7 +216,7 @@ def test_a_peer_that_dies_in_mid_transfer_leaves_nothing_behind(tier):
     def half():
         connection, _ = listener.accept()
         with connection:
-            receive_frame(connection)
+            receive_frame(connection, time.monotonic() + 20.0)
             send_frame(connection, msgspec.msgpack.encode((2, list(WIDTHS))))
             connection.sendall(b"x" * (sum(WIDTHS) + 10))
 
@@ -344,14 +346,88 @@ def test_a_paced_transfer_holds_both_cards_for_as_long_as_the_named_network(tier
     assert news["took_s"] >= 0.02 + 2 * TOKENS * 0.01
 
 
+def connected(giver):
+    return socket.create_connection((HOST, giver.options.port), 20.0)
+
+
+def is_ended(connection):
+    """Whether the server sends nothing more; bounded by the connection's timeout."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:  # it left bytes of ours unread
+        return True
+
+
+def trickle(connection):
+    """Send a byte now and then, for some 20 s at most; whether the other side ended that."""
+    try:
+        for _ in range(2000):
+            connection.sendall(b"\0")
+            time.sleep(0.01)
+    except OSError:
+        return True
+    return False
+
+
 def test_a_server_says_nothing_to_who_does_not_know_its_token(tier):
     giver = tier()
     giver.store(1)
-    for token in ("", "secre", "secrets"):
-        with socket.create_connection(("127.0.0.1", giver.options.port), 5.0) as connection:
+    for token in ("", "secre", "secrets", "s\u00e9cret"):
+        with connected(giver) as connection:
             question = BlockQuestion(token, [bytes(key(1))])
             send_frame(connection, msgspec.msgpack.encode(question))
-            assert connection.recv(1) == b""
+            assert is_ended(connection)
+
+
+def test_no_keys_are_read_of_who_does_not_know_the_token(tier, monkeypatch):
+    monkeypatch.setattr(peer_server, "_QUESTION_S", 600.0)
+    giver = tier(wait_s=600.0)
+    with connected(giver) as connection:
+        begin = msgspec.msgpack.encode({"token": "guess!"})
+        connection.sendall(LENGTH.pack(4 << 20) + begin)
+        assert is_ended(connection), "the rest was waited for"
+
+
+def test_a_question_that_trickles_is_ended_though_its_token_is_right(tier, monkeypatch):
+    monkeypatch.setattr(peer_server, "_QUESTION_S", 0.2)
+    giver = tier()
+    begin = msgspec.msgpack.encode({"token": giver.options.token, "keys": []})
+    with connected(giver) as connection:
+        connection.sendall(LENGTH.pack(4 << 20) + begin)
+        assert trickle(connection)
+
+
+def test_connections_without_the_token_keep_no_reader_out(tier, monkeypatch):
+    monkeypatch.setattr(peer_server, "_QUESTION_S", 600.0)
+    monkeypatch.setattr(peer_server, "_MOST_STRANGERS", 18)
+    giver, taker = tier(wait_s=600.0), tier()
+    giver.store(1)
+    with ExitStack() as open_ones:
+        strangers = [open_ones.enter_context(connected(giver)) for _ in range(20)]
+        for connection in strangers:
+            connection.sendall(LENGTH.pack(4 << 20))
+        taker.fetch(giver.endpoint, [1])
+        assert taker.found(1) == [HIT]
+        assert is_ended(strangers[0]), "the oldest gives way"
+
+
+def test_a_peer_that_trickles_its_answer_is_given_up(tier):
+    taker, listener = tier(wait_s=0.2), socket.create_server((HOST, 0))
+    ended = []
+
+    def answer():
+        connection, _ = listener.accept()
+        with connection:
+            receive_frame(connection, time.monotonic() + 20.0)
+            connection.sendall(LENGTH.pack(4 << 20))
+            ended.append(trickle(connection))
+
+    giver = threading.Thread(target=answer, daemon=True)
+    giver.start()
+    taker.fetch(f"{HOST}:{listener.getsockname()[1]}/secret", [1])
+    giver.join(60.0)
+    listener.close()
+    assert ended == [True] and taker.found(1) == [MISS]
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93", LENGTH.pack(1 << 30)])
