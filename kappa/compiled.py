@@ -14,8 +14,9 @@ from numba import njit
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compiled(function: F) -> F:
-    """`function`, compiled when it is first called with arguments of these types (numba).
+def compiled(function: F, *, nogil: bool = False) -> F:
+    """`function`, compiled when it is first called with arguments of these types (numba); `nogil`:
+    it runs without the interpreter's lock.
 
     Division by zero gives infinity or NaN, as with arrays; indices are not checked. What was
     compiled is kept for the next process beside the source or in the user's cache; where there is
@@ -25,7 +26,7 @@ def compiled(function: F) -> F:
     uses, constants and other compiled functions, must stand in that file or come as an argument.
     """
     try:
-        made = njit(cache=True, error_model="numpy")(function)
+        made = njit(cache=True, error_model="numpy", nogil=nogil)(function)
     except RuntimeError:
-        made = njit(error_model="numpy")(function)
+        made = njit(error_model="numpy", nogil=nogil)(function)
     return cast(F, made)

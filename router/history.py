@@ -34,6 +34,9 @@ _SLACK_BLOCKS = 8
 """So many fewer found than expected say nothing: blocks of engines have up to 256 tokens."""
 # What stands before the messages: in chats, responses and messages.
 _BEFORE = ("tools", "system", "instructions")
+PROMPT_FIELDS = ("messages", "input", "prompt", *_BEFORE)
+"""What `prompt_tokens` reads."""
+_IDS_AT_ONCE = 1 << 15  # numpy reads a list under the interpreter's lock.
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 
@@ -76,7 +79,8 @@ def prompt_tokens(body: Mapping[str, Any]) -> np.ndarray | None:
         elif isinstance(prompt, str):
             text = prompt.encode(errors="replace")
         elif isinstance(prompt, list) and all(type(one) is int for one in prompt):
-            return np.array(prompt, dtype=np.int64)
+            parts = range(0, len(prompt), _IDS_AT_ONCE) or (0,)
+            return np.concatenate([np.array(prompt[i : i + _IDS_AT_ONCE], np.int64) for i in parts])
         else:
             return None
     except (TypeError, ValueError, OverflowError, RecursionError):

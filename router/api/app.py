@@ -146,7 +146,11 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        # FastAPI makes one of what is raised while it reads a body.
+        cause = error.__cause__
+        return (
+            cause if isinstance(cause, ApiError) else ApiError(error.status_code, str(error.detail))
+        )
     inbound = inbound_of(request)
     if request.url.path in _BODY_PATHS and not inbound.accepted:
         return errors.unreadable_body(error)

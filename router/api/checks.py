@@ -161,6 +161,11 @@ class FieldClasses(NamedTuple):
     refused: Mapping[str, tuple[str, tuple[Any, ...]]]
     dropped: frozenset[str]
 
+    @property
+    def read(self) -> frozenset[str]:
+        """Fields of which more than the name counts."""
+        return frozenset((*self.allowed, *self.refused))
+
     def kept(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """What goes on of a body; raises ApiError 400 for what is refused, or in no class."""
         kept = {}

@@ -10,11 +10,10 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.llm._internal.serve.core.configs.openai_api_models import ModelCard
@@ -22,17 +21,17 @@ from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from ray.serve.llm.openai_api_models import ChatCompletionRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from kappa.logging import configure
-from router.api import errors, messages, responses, status
+from router.api import bodies, errors, messages, responses, status
 from router.api.app import Access, inbound_of, make_app
 from router.api.blocks import RewordedStream, Wording, reworded
-from router.api.errors import ApiError
+from router.api.bodies import ChatBody, CompletionBody, posted
 from router.api.face import Face
-from router.api.fields import checked_chat, checked_completion
 from router.api.metadata import PIN_HEADER, POOL_HEADER
+from router.api.reading import read
 from router.api.render import PromptRenderer, Tokenizing
 from router.api.request import model_of
 from router.api.request_path import RequestPath
@@ -51,12 +50,6 @@ _PROFILE_TIMEOUT_S = 90.0
 _WAKE_TIMEOUT_S = 120.0
 # Workers that start with us take longer; one that joins others knows them sooner.
 _FIRST_SIGHT_S = 25.0
-
-ChatBody = Annotated[ChatCompletionRequest, BeforeValidator(checked_chat)]
-"""A chat's body, of which only what may go on reaches the schema; ApiError 400."""
-CompletionBody = Annotated[CompletionRequest, BeforeValidator(checked_completion)]
-"""A completion's body, likewise."""
-_CHAT, _COMPLETION = TypeAdapter(ChatBody), TypeAdapter(CompletionBody)
 
 
 class PoolHandles:
@@ -181,27 +174,27 @@ class KappaIngress(Face, OpenAiIngress):
 
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages, streamed or not."""
-        chat = messages.to_chat(errors.json_object(await request.body()))
+        chat = await read(await request.body(), bodies.message)
         answer = messages.MessageAnswer(inbound_of(request).request_id)
         return await self._as_chat(chat, request, answer)
 
     async def count_tokens(self, request: Request) -> Response:
         """The tokens of an Anthropic message's prompt; nothing is run or reserved."""
-        chat = messages.to_chat(errors.json_object(await request.body()), counted=True)
-        routed = await self._path.to_explain(_validated(_CHAT, chat), request)
+        chat = await read(await request.body(), bodies.counted_message)
+        routed = await self._path.to_explain(chat, request)
         if routed.token_ids is None:
             raise errors.UNSUPPORTED_PROMPT()
         return JSONResponse({"input_tokens": len(routed.token_ids)})
 
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses, streamed or not."""
-        kept = responses.checked(errors.json_object(await request.body()))
+        kept, chat = await read(await request.body(), bodies.response)
         made = responses.ResponseAnswer(inbound_of(request).request_id, kept, time.time())
-        return await self._as_chat(responses.to_chat(kept), request, made)
+        return await self._as_chat(chat, request, made)
 
-    async def _as_chat(self, chat: dict[str, Any], request: Request, wording: Wording) -> Response:
+    async def _as_chat(self, chat: Any, request: Request, wording: Wording) -> Response:
         """Answer a chat, whatever it was made of, in another API's words."""
-        answer = await self._path.serve(_validated(_CHAT, chat), "chat", request)
+        answer = await self._path.serve(chat, "chat", request)
         if isinstance(answer, StreamingResponse):
             answer.body_iterator = _reworded(answer.body_iterator, RewordedStream(wording))
             return answer
@@ -233,7 +226,8 @@ class KappaIngress(Face, OpenAiIngress):
 
     async def route(self, request: Request) -> Response:
         """What would be decided for a chat or completion body; nothing is run or reserved."""
-        routed = await self._path.to_explain(await _parsed(request), request)
+        body = await read(await request.body(), bodies.either)
+        routed = await self._path.to_explain(body, request)
         return self.explained(routed, request)
 
     # -- what other ingresses ask ---------------------------------------------------------------
@@ -280,29 +274,11 @@ async def _reworded(chat: AsyncIterable[Any], stream: RewordedStream) -> AsyncIt
             yield made
 
 
-async def _parsed(request: Request) -> Any:
-    """A chat or completion body by its own look; ApiError 400 if it is neither."""
-    data = errors.json_object(await request.body())
-    return _validated(_CHAT if "messages" in data else _COMPLETION, data)
-
-
-def _validated(schema: TypeAdapter[Any], data: dict[str, Any]) -> Any:
-    """A body by its schema; ApiError 400 for whatever the schema raises."""
-    try:
-        return schema.validate_python(data)
-    except ApiError:
-        raise
-    except ValidationError as error:
-        raise errors.validation_error(list(error.errors())) from None
-    except Exception as error:
-        raise errors.unreadable_body(error) from None
-
-
 ROUTES: dict[str, Callable[[FastAPI], Any]] = {
     "models": lambda a: a.get("/v1/models"),
     "model_data": lambda a: a.get("/v1/models/{model:path}"),
-    "chat": lambda a: a.post("/v1/chat/completions"),
-    "completions": lambda a: a.post("/v1/completions"),
+    "chat": posted("/v1/chat/completions", bodies.chat),
+    "completions": posted("/v1/completions", bodies.completion),
     "responses": lambda a: a.post("/v1/responses"),
     "messages": lambda a: a.post("/v1/messages"),
     "count_tokens": lambda a: a.post("/v1/messages/count_tokens"),

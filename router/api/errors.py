@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from router import json_body
 
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPICS = {
@@ -136,6 +137,7 @@ UNKNOWN_REQUEST = Fault(
     "request_id")
 INVALID_JSON = Fault(400, "invalid_json", "The request body is not valid JSON: {why}.")
 NO_OBJECT = Fault(400, "invalid_value", "The request body is not a JSON object.")
+BODY_TOO_COMPLEX = Fault(400, "body_too_complex", "The request body {why}.")
 UNKNOWN_FIELD = Fault(  # The name is the client's text, and no parameter for the log.
     400, "unknown_parameter", "Unrecognized request argument supplied: {name}; leave it out.")
 NO_APPROXIMATION = Fault(
@@ -217,15 +219,18 @@ def refused_field(name: str, remedy: str) -> ApiError:
     )  # fmt: skip
 
 
-def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that a body is; raises ApiError 400 if it is none."""
+def json_object(body: bytes, wanted: Container[str]) -> dict[str, Any]:
+    """As `json_body.read_object`; raises ApiError 400 for its errors."""
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise INVALID_JSON(why=error) from None
-    if not isinstance(data, dict):
-        raise NO_OBJECT()
-    return data
+        return json_body.read_object(body, wanted)
+    except json_body.NoObjectError:
+        raise NO_OBJECT() from None
+    except json_body.ExcessiveError as error:
+        raise BODY_TOO_COMPLEX(why=error) from None
+    except json_body.MalformedError as error:
+        fault = INVALID_JSON(why=error)
+        fault.param = error.field
+        raise fault from None
 
 
 def validation_error(faults: list[Mapping[str, Any]]) -> ApiError:

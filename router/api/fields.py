@@ -10,13 +10,13 @@ any schema does, so that nothing recursive or costly meets an unbounded value.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from kappa.protocol import MOST_PRIORITY
+from router import json_body
 from router.api.checks import (
     MAX_COUNT,
     MAX_DEPTH,
@@ -101,10 +101,22 @@ def _template_options(where: str, value: Any) -> Any:
 def tool_arguments(where: str, value: Any) -> Any:
     """A tool call's arguments, JSON in a string; what is no JSON the engine judges."""
     TEXT(where, value)
-    if value.count("{") + value.count("[") > MAX_DEPTH:
-        with contextlib.suppress(ValueError):
-            check_json_text(where, value)
+    if _brackets(value) > MAX_DEPTH and _arguments_shape(where, value).nesting > MAX_DEPTH:
+        raise bad_field(where, TOO_DEEP)
     return value
+
+
+def _brackets(text: str) -> int:
+    return text.count("{") + text.count("[")
+
+
+def _arguments_shape(where: str, text: str) -> json_body.Shape:
+    try:
+        return json_body.shape_of(text.encode())
+    except json_body.ExcessiveError as error:
+        raise bad_field(where, str(error)) from None
+    except json_body.MalformedError:
+        return json_body.Shape(0, 0)
 
 
 def _schema(where: str, value: Any) -> Any:
@@ -243,21 +255,26 @@ DROPPED = frozenset({
 # -- whole bodies -----------------------------------------------------------------------------
 
 
-def _checked(allowed: Mapping[str, Check], body: Any) -> Any:
+CHAT_FIELDS = FieldClasses(CHAT, REFUSED, DROPPED)
+COMPLETION_FIELDS = FieldClasses(COMPLETION, REFUSED, DROPPED)
+
+
+def _checked(classes: FieldClasses, body: Any) -> Any:
     """A body with the fields that may go on; raises ApiError 400."""
     if not isinstance(body, dict):
         return body  # The schema says so.
-    kept = FieldClasses(allowed, REFUSED, DROPPED).kept(body)
+    kept = classes.kept(body)
     choices = choices_in(kept)
     if choices > MAX_CHOICES:
         raise bad_field("n", f"asks for {choices} answers; ask for {MAX_CHOICES} at most, which "
                         "are n for every prompt")  # fmt: skip
     _check_schemas(kept)
+    _check_arguments(kept)
     return kept
 
 
-checked_chat = partial(_checked, CHAT)
-checked_completion = partial(_checked, COMPLETION)
+checked_chat = partial(_checked, CHAT_FIELDS)
+checked_completion = partial(_checked, COMPLETION_FIELDS)
 
 
 def choices_in(body: Mapping[str, Any]) -> int:
@@ -282,6 +299,17 @@ def _check_schemas(body: Mapping[str, Any]) -> None:
     for i, message in enumerate(body.get("messages") or ()):
         if message.get("tools"):
             _json_bytes(f"messages.{i}.tools", message["tools"], MAX_TOOLS_BYTES)
+
+
+def _check_arguments(body: Mapping[str, Any]) -> None:
+    """Bound what the arguments of all tool calls hold: templates and engines parse every one."""
+    where, most = "messages.*.tool_calls.*.function.arguments", json_body.MAX_CONTAINERS
+    calls = (call for one in body.get("messages") or () for call in one.get("tool_calls") or ())
+    texts = [(call.get("function") or {}).get("arguments") or "" for call in calls]
+    if sum(map(_brackets, texts)) > most:
+        held = sum(_arguments_shape(where, text).containers for text in texts)
+        if held > most:
+            raise bad_field(where, f"hold {held} lists and objects together; {most} are read")
 
 
 def _json_bytes(where: str, value: Any, most_bytes: int) -> int:

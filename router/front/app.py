@@ -92,7 +92,6 @@ class _Face(Face):
         """What would be decided for a chat or completion body; nothing is sent or reserved.
         ApiError 400 if that is no JSON object; what else is wrong with it a server would say."""
         inbound = inbound_of(request)
-        data, size_bytes = errors.json_object(inbound.body), len(inbound.body)
-        wanted = await self._front.understood(DECIDED_PATHS[0], data, size_bytes)
+        wanted = await self._front.read(DECIDED_PATHS[0], inbound.body, strict=True)
         routed = self._front.request(inbound.request_id, wanted)
         return self.explained(routed, request)

@@ -51,7 +51,7 @@ _HOP = frozenset((
 ))  # fmt: skip
 KEY_HEADERS = ("authorization", "x-api-key")
 # What of a body makes its prompt.
-_PROMPT_FIELDS = (
+TOKENIZED_FIELDS = (
     "model", "messages", "prompt", "tools", "add_generation_prompt", "continue_final_message",
     "add_special_tokens", "chat_template_kwargs",
 )  # fmt: skip
@@ -188,7 +188,7 @@ class Backend:
 
     async def tokens(self, body: Mapping[str, Any]) -> np.ndarray | None:
         """A prompt's token ids as its `/tokenize` makes them (vLLM); None if it does not."""
-        prompt = {name: body[name] for name in _PROMPT_FIELDS if name in body}
+        prompt = {name: body[name] for name in TOKENIZED_FIELDS if name in body}
         with contextlib.suppress(
             aiohttp.ClientError, TimeoutError, OSError, LookupError, ValueError, TypeError
         ):

@@ -26,13 +26,15 @@ import structlog
 from kappa.protocol import Admission, Announcement
 from kappa.settings.front import FrontSettings
 from router.api import errors
+from router.api.errors import ApiError
 from router.api.metadata import CONVERSATION_KEYS
+from router.api.reading import read
 from router.api.start import IngressSettings, member_rule, router_config
 from router.decision import Decision, NoWorkerError, RouteRequest
-from router.front.backend import Backend, Head
+from router.front.backend import TOKENIZED_FIELDS, Backend, Head
 from router.front.facts import Usage
 from router.front.rollout import FrontRollout
-from router.history import BLOCK_TOKENS, BYTES_PER_TOKEN, Sent, prompt_tokens
+from router.history import BLOCK_TOKENS, BYTES_PER_TOKEN, PROMPT_FIELDS, Sent, prompt_tokens
 from router.index.prefix_hash import salt_of
 from router.journal import CacheBlocks
 from router.live.kv_subscriber import StreamListener
@@ -44,6 +46,11 @@ from router.live.supervised import supervised
 log = structlog.get_logger(__name__)
 
 DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+# What is read of any body, and of one with a prompt.
+_COMMON = frozenset({
+    "model", "cache_salt", "stream", "max_tokens", "max_completion_tokens", *CONVERSATION_KEYS,
+})  # fmt: skip
+_DECIDED = _COMMON.union(PROMPT_FIELDS, TOKENIZED_FIELDS)
 _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
 # Characters, or token ids, of a text: that its conversation is known by, in steps of so many; and
@@ -195,26 +202,22 @@ class Front:
 
     # -- requests -----------------------------------------------------------------------------
 
-    async def read(self, path: str, body: bytes) -> Wanted:
-        """A body as far as routing reads it; nothing of one that is no JSON object: the server will
-        say why."""
-        try:
-            data = msgspec.json.decode(body) if body else None
-        except (ValueError, RecursionError):  # of bytes that are no UTF-8, too
-            data = None
-        return await self.understood(path, data if isinstance(data, dict) else {}, len(body))
+    async def read(self, path: str, body: bytes, *, strict: bool = False) -> Wanted:
+        """A body as far as routing reads it; nothing of one that is no JSON object, since the
+        server will say why. Raises ApiError 400 for a body that exceeds a bound; if `strict`, for
+        one that is no JSON object, too.
 
-    async def understood(self, path: str, data: Mapping[str, Any], size_bytes: int) -> Wanted:
-        """A JSON body as far as routing reads it. Where servers publish events, its prompt is
-        tokenized by one of them that has least to do; it is only bounded if that does not succeed
-        soon."""
-        wanted = Wanted.of(data)
-        wanted.session = self._conversations.of(data)
-        if path not in DECIDED_PATHS or not data:
+        Where servers publish events, its prompt is tokenized by one of them that has least to do;
+        it is only bounded if that does not succeed soon.
+        """
+        is_decided = path in DECIDED_PATHS
+        parse = partial(_parsed, _DECIDED if is_decided else _COMMON, strict, not self._by_ids)
+        data, wanted, opening = await read(body, parse)
+        wanted.session = self._conversations.of(opening)
+        if not is_decided or not data:
             return wanted
-        wanted.bound = size_bytes // BYTES_PER_TOKEN
+        wanted.bound = len(body) // BYTES_PER_TOKEN
         if not self._by_ids or isinstance(data.get("prompt"), list):
-            wanted.tokens = prompt_tokens(data)
             return wanted
         able = [
             one for name, one in self.backends.items()
@@ -343,33 +346,58 @@ class Conversations:
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
 
-    def of(self, data: Mapping[str, Any]) -> str:
-        """The name of a body's conversation; empty where it has no prompt that can be read."""
-        named = next((data[key] for key in CONVERSATION_KEYS if isinstance(data.get(key), str)), "")
-        messages, prompt = data.get("messages", data.get("input")), data.get("prompt")
-        opening = messages if messages is not None else prompt
-        if named or not opening or not isinstance(opening, list | str):
-            return named
-        with contextlib.suppress(TypeError, ValueError, RecursionError):
-            if messages is None or isinstance(opening, str):
-                return self._begun(opening[:_OPENING])
-            first = (i for i, one in enumerate(opening) if isinstance(one, dict) and _asks(one))
-            return _digest(opening[: next(first, 0) + 1])
-        return ""
-
-    def _begun(self, opening: list[Any] | str) -> str:
-        """The name of the longest known prompt that this one begins with, else its own."""
-        beginnings, running = list[str](), hashlib.blake2b(digest_size=8)
-        for start in range(0, len(opening) - _STRIDE + 1, _STRIDE):
-            running.update(msgspec.json.encode(opening[start : start + _STRIDE]))
-            beginnings.append(running.hexdigest())
-        whole = beginnings[-1] if beginnings else _digest(opening)
-        known = (self._names[one] for one in reversed(beginnings) if one in self._names)
+    def of(self, opening: str | list[str]) -> str:
+        """The name of a body's conversation, by its `opening_of`; empty where it has none."""
+        if isinstance(opening, str):
+            return opening
+        whole = opening[-1]
+        known = (self._names[one] for one in reversed(opening) if one in self._names)
         self._names[whole] = name = next(known, whole)
         self._names.move_to_end(whole)
         if len(self._names) > _MOST_NAMES:
             self._names.popitem(last=False)
         return name
+
+
+def opening_of(data: Mapping[str, Any]) -> str | list[str]:
+    """The name of a body's conversation, empty where it has no prompt that can be read; of a bare
+    prompt the names of all its beginnings, the longest last."""
+    named = next((data[key] for key in CONVERSATION_KEYS if isinstance(data.get(key), str)), "")
+    messages, prompt = data.get("messages", data.get("input")), data.get("prompt")
+    opening = messages if messages is not None else prompt
+    if named or not opening or not isinstance(opening, list | str):
+        return named
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        if messages is None or isinstance(opening, str):
+            return _beginnings(opening[:_OPENING])
+        first = (i for i, one in enumerate(opening) if isinstance(one, dict) and _asks(one))
+        return _digest(opening[: next(first, 0) + 1])
+    return ""
+
+
+def _beginnings(opening: list[Any] | str) -> list[str]:
+    beginnings, running = list[str](), hashlib.blake2b(digest_size=8)
+    for start in range(0, len(opening) - _STRIDE + 1, _STRIDE):
+        running.update(msgspec.json.encode(opening[start : start + _STRIDE]))
+        beginnings.append(running.hexdigest())
+    return beginnings or [_digest(opening)]
+
+
+def _parsed(
+    fields: frozenset[str], strict: bool, by_text: bool, body: bytes
+) -> tuple[dict[str, Any], Wanted, str | list[str]]:
+    """All of a body that needs nothing but the body: its fields, what it asks for, and its
+    `opening_of`. by_text: whether a text is taken in tokens of its bytes."""
+    try:
+        data = errors.json_object(body, fields)
+    except ApiError as error:
+        if strict or error.code == errors.BODY_TOO_COMPLEX.code:
+            raise
+        data = {}
+    wanted = Wanted.of(data)
+    if "prompt" in fields and (by_text or isinstance(data.get("prompt"), list)):
+        wanted.tokens = prompt_tokens(data)
+    return data, wanted, opening_of(data)
 
 
 def _digest(part: Any) -> str:

@@ -246,6 +246,19 @@ def test_arguments_of_calls_are_bounded_in_depth_and_need_not_be_json():
         checked_chat(said("x", tool_calls=called(arguments)))
 
 
+def test_arguments_of_all_calls_are_bounded_together():
+    def calls(count):
+        texts = [json.dumps([[]] * 9_999), '"' + "[" * 90_000 + '"', "no {JSON", ""]
+        return said("x", tool_calls=[called(text)[0] for text in [texts[0]] * count + texts[1:]])
+
+    checked_chat(calls(10))
+    refused(calls(11), "messages.*.tool_calls.*.function.arguments")
+    refused(
+        said("x", tool_calls=called(json.dumps([[]] * 100_000))),
+        "messages.0.tool_calls.0.function.arguments",
+    )
+
+
 def test_ordinary_schemas_pass_as_they_are():
     schema = {"type": "object", "properties": {"a": {"type": "string", "x-own": [1, 2.5, None]}}}
     body = {**formatted(schema), "tools": tools(schema), "tool_choice": "auto"}

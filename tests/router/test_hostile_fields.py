@@ -87,6 +87,28 @@ async def test_json_that_python_cannot_hold_is_400(here):
             assert answer.status_code == 400, answer.text
 
 
+LISTS = b'{"model": "m", "messages": [' + b"[]," * 100_000 + b"0]}"
+
+
+async def test_a_body_of_many_lists_is_refused_by_every_api(here):
+    headers = {"content-type": "application/json"}
+    for path in (PATH, TEXTS, ROUTE, "/v1/responses", "/v1/messages"):
+        answer = await here.client.post(path, content=LISTS, headers=headers)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert "more than 100000 lists and objects: join" in error["message"]
+        assert error.get("code", "body_too_complex") == "body_too_complex"
+
+
+async def test_a_chat_of_many_parts_is_read_and_checked_on_a_thread(here):
+    parts = [{"type": "text", "text": "a"}] * 1024
+    chat = {"messages": [{"role": "user", "content": parts}] * 3, "max_tokens": 1}
+    assert code(await here.send(PATH, chat), 400) == "context_length_exceeded"
+    chat["messages"][0] = {"role": "user", "content": [*parts[:-1], {"type": "poem"}]}
+    answer = await here.send(PATH, chat)
+    assert answer.json()["error"]["param"] == "messages.0.content.1023.type"
+
+
 # -- what cannot be routed by its tokens -----------------------------------------------------------
 
 WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 5

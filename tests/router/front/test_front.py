@@ -52,11 +52,34 @@ async def test_what_a_body_that_is_no_json_is_worth_the_server_says(path, body):
         assert servers[0].seen[-1][3] == body
 
 
-async def test_a_decision_about_a_model_that_is_no_text_is_refused_as_nobody_serves_it():
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/route"])
+async def test_a_body_of_many_lists_reaches_no_server(path):
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
+        body = b'{"model":"llama-3.1-8b","x":[' + b"[]," * 100_000 + b"0]}"
+        answer = await front.http.post(path, data=body)
+        assert answer.status == 400
+        error = (await answer.json())["error"]
+        assert error["code"] == "body_too_complex" and "100000 lists" in error["message"]
+        assert sent_to(servers) == [0]
+        answer = await front.http.post(path, data=b"\x00" + b"[{" * 100_000)
+        assert sent_to(servers) == [path != "/v1/route"], "what is no JSON a server judges"
+
+
+async def test_a_long_chat_is_read_on_a_thread_and_routed_by_its_prompt():
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
+        long = chat("word " * 80_000)
+        answer = await front.http.post(CHAT, json=long)
+        record = front.front.live.records[answer.headers["x-request-id"]]
+        assert answer.status == 200 and servers[0].seen[-1][3] == json.dumps(long).encode()
+        assert record.decision.prompt_tokens == pytest.approx(100_000, abs=20)
+
+
+async def test_a_decision_about_a_model_that_is_no_text_is_refused():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         answer = await front.http.post("/v1/route", data=b'{"model": "\xed\xa0\x80"}')
-        assert answer.status == 404
-        assert (await answer.json())["error"]["code"] == "model_not_found"
+        assert answer.status == 400
+        error = (await answer.json())["error"]
+        assert (error["code"], error["param"]) == ("invalid_json", "model")
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"7", b"[" * 20_000])

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from deploy.cli import app as kappa
 from kappa.settings.base import SettingsError
 from kappa.settings.front import load_front_settings
-from router.front.front import Conversations
+from router.front.front import Conversations, opening_of
 from router.journal import read_journal
 from router.live import record_file
 from tests.router.front.conftest import chat, routing
@@ -129,7 +129,7 @@ def test_modes_that_cannot_be_are_refused(given, why):
 )  # fmt: skip
 def test_a_conversation_is_known_by_its_name_or_its_beginning(one, other, same):
     conversations = Conversations()
-    names = [conversations.of(body) for body in (one, other)]
+    names = [conversations.of(opening_of(body)) for body in (one, other)]
     assert all(names) and (names[0] == names[1]) == same
 
 
@@ -145,21 +145,23 @@ def test_a_bare_prompt_that_grows_stays_one_conversation(key, words):
     conversations, prompt, names = Conversations(), words[0][:0], []
     for word in words:
         prompt = prompt + word
-        names.append(conversations.of({key: prompt}))
+        names.append(conversations.of(opening_of({key: prompt})))
     assert len(set(names)) == 1
-    assert conversations.of({key: prompt[:8] + words[1] + words[0]}) != names[0]
+    assert conversations.of(opening_of({key: prompt[:8] + words[1] + words[0]})) != names[0]
 
 
 def test_prompts_that_only_share_an_opening_are_two_conversations():
     conversations = Conversations()
     one, other = ("system " * 20 + end * 9 for end in ("x", "y"))
-    names = [conversations.of({"prompt": text}) for text in (one, other, one * 2, other * 2)]
+    names = [
+        conversations.of(opening_of({"prompt": text})) for text in (one, other, one * 2, other * 2)
+    ]
     assert names[0] == names[2] != names[1] == names[3]
 
 
 @pytest.mark.parametrize("body", [{}, {"messages": 5}, {"prompt": None}, {"user": 3}])
 def test_a_body_that_tells_no_conversation_has_none(body):
-    assert Conversations().of(body) == ""
+    assert Conversations().of(opening_of(body)) == ""
 
 
 # -- a real balancer in front of the same servers --------------------------------------------------
