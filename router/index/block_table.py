@@ -105,6 +105,21 @@ def _insert(
 
 
 @compiled
+def _replace(values: Int32s, keys: UInt64s, new: UInt64s, given: int, before: Int32s) -> int:
+    """Give all keys of a table by lane one value, add those that are absent, and fill in what each
+    had before, 0 for nothing; returns how many were absent."""
+    added = 0
+    for i in range(len(new)):
+        lane, present = _search(values, keys, False, new[i])
+        before[i] = values[lane]
+        values[lane] = given
+        if not present:
+            keys[lane] = new[i]
+            added += 1
+    return added
+
+
+@compiled
 def _erase(values: Int32s, keys: UInt64s, by_value: bool, old: UInt64s) -> int:
     """Remove keys, moving back those that were pushed on by them; returns how many there were."""
     erased, lanes = 0, len(values)
@@ -151,6 +166,8 @@ class HashTable:
         # Compiled now rather than while the first request waits.
         nothing = np.empty(0, dtype=np.uint64)
         self.add(nothing, self.find(nothing)[0])
+        if not self._by_value:
+            self.replace(nothing, 1)
         self.remove(nothing)
 
     def __len__(self) -> int:
@@ -170,16 +187,18 @@ class HashTable:
 
         Where a key comes more than once, its first value counts for all.
         """
-        entries = self._count + len(keys)
-        if entries > int(len(self.values) * self._max_load):
-            filled = self.values != 0
-            old = self.values[filled]
-            old_keys = self.keys[old] if self._by_value else self.keys[filled]
-            self._allocate(max(64, entries + (entries >> (4 if entries < _LARGE else 3))))
-            self.add(old_keys, old)
+        self._make_room(len(keys))
         now = np.empty(len(keys), dtype=np.int32)
         self._count += _insert(self.values, self.keys, self._by_value, _plain(keys), values, now)
         return now
+
+    def replace(self, keys: UInt64s, value: int) -> Int32s:
+        """Give all keys one value, those that are absent, too; returns what each had before, 0 for
+        nothing. Only for a table that keeps its keys."""
+        self._make_room(len(keys))
+        before = np.empty(len(keys), dtype=np.int32)
+        self._count += _replace(self.values, self.keys, _plain(keys), value, before)
+        return before
 
     def remove(self, keys: UInt64s) -> None:
         """Remove keys; those that are absent do not matter."""
@@ -189,6 +208,15 @@ class HashTable:
         """Keys of the filled lanes that are chosen, of a table that keeps them; a copy."""
         kept: UInt64s = self.keys[chosen & (self.values != 0)]
         return kept
+
+    def _make_room(self, more: int) -> None:
+        entries = self._count + more
+        if entries > int(len(self.values) * self._max_load):
+            filled = self.values != 0
+            old = self.values[filled]
+            old_keys = self.keys[old] if self._by_value else self.keys[filled]
+            self._allocate(max(64, entries + (entries >> (4 if entries < _LARGE else 3))))
+            self.add(old_keys, old)
 
     def _allocate(self, entries: int) -> None:
         # One lane stays empty at least, where searches end.

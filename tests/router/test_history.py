@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from router import history
 from router.history import CacheSize, SentBlocks, prompt_tokens
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
@@ -132,7 +135,94 @@ def test_a_cleared_engine_expects_nothing():
     engine = Engine()
     engine.done("x", 3)
     engine.blocks.clear()
-    assert engine.send("x", 3).before == [0, 0, 0]
+    assert engine.send("x", 3).before.tolist() == [0, 0, 0]
+
+
+def test_caches_are_forgotten_once_when_numbers_run_out(monkeypatch):
+    monkeypatch.setattr(history, "_LAST_NUMBER", 2)
+    engine = Engine(device_blocks=10, host_blocks=10)
+    for letter in "xyz":
+        engine.done(letter, 3)
+    assert [engine.held(letter, 3) for letter in "xyz"] == [(0, 0), (0, 0), (3, 0)]
+    assert engine.send("z", 3).before.tolist() == [1, 1, 1]
+
+
+def test_what_is_given_up_leaves_the_index_at_once(monkeypatch):
+    engine, drops = Engine(device_blocks=25), []
+    monkeypatch.setattr(engine.index, "drop", lambda *dropped: drops.append(len(dropped[2])))
+    for letter in "xyz":
+        engine.done(letter, 10)
+    engine.done("w", 20)
+    assert drops == [5, 20]
+
+
+# -- beside one block after another --------------------------------------------------------------
+
+
+class SlowTier:
+    """A tier block by block: by name, the request that used it last, least recently used first."""
+
+    def __init__(self, most):
+        self.limit, self.size, self.blocks = most, most, {}
+
+    def use(self, names, number):
+        before = [self.blocks.pop(name, 0) for name in names]
+        for name in reversed(names):
+            self.blocks[name] = number
+        return before
+
+    def trim(self):
+        while len(self.blocks) > self.size:
+            del self.blocks[next(iter(self.blocks))]
+
+    def missing(self, number):
+        held = len(self.blocks)
+        self.blocks = {name: last for name, last in self.blocks.items() if last > number}
+        self.size = min(self.size, max(len(self.blocks), held / 2, 1))
+
+
+def leading(names, tier):
+    return next((i for i, name in enumerate(names) if name not in tier.blocks), len(names))
+
+
+@given(st.integers(0, 2**32), st.integers(2, 60), st.sampled_from([0, 5, 90]))
+@settings(max_examples=80, deadline=None)
+def test_holds_what_following_each_block_would_tell(seed, device, host):
+    rng, engine = np.random.default_rng(seed), Engine(device_blocks=device, host_blocks=host)
+    slow = {"device": SlowTier(device)} | ({"host": SlowTier(host)} if host else {})
+    prompts = [engine.hasher.prefix_hashes(rng.integers(0, 2, 80)) for _ in range(3)]
+    # Conversations that begin alike, and some that do not.
+    tokens = rng.integers(0, 5, 80)
+    for _ in range(3):
+        tokens[rng.integers(10, 80) :] += 7
+        prompts.append(engine.hasher.prefix_hashes(tokens))
+    sent = []
+    for number in range(1, 60):
+        prompt = prompts[rng.integers(len(prompts))][: rng.integers(0, 41)]
+        sent.append(engine.blocks.send(engine.index, prompt))
+        names = prompt.tolist()
+        each = [tier.use(names, number) for tier in slow.values()]
+        used = [max(numbers) for numbers in zip(*each, strict=True)]
+        for tier in slow.values():
+            tier.trim()
+        assert sent[-1].before.tolist() == used
+        if rng.random() < 0.7:
+            engine.blocks.ended(sent[-1])
+        if rng.random() < 0.3:
+            found = int(rng.integers(0, len(prompt) + 1))
+            short = engine.blocks.found(engine.index, sent[-1], found)
+            for tier in slow.values():
+                if short:
+                    tier.missing(used[found])
+                elif found >= (used.index(0) if 0 in used else len(used)) - 8:
+                    tier.size = min(tier.size * 1.02, tier.limit)
+        for prompt in prompts:
+            names = prompt.tolist()
+            first = leading(names, slow["device"])
+            more = leading(names[first:], slow["host"]) if host else 0
+            assert engine.index.match_columns(prompt)[:2, 0].tolist() == [first, more]
+        sizes = {name: tier.size for name, tier in slow.items()}
+        assert engine.blocks.size == {"host": 0} | sizes
 
 
 # -- prompts -------------------------------------------------------------------------------------
