@@ -128,11 +128,12 @@ class _Recency:
     def use(self, blocks: UInt64s, number: int) -> Int32s:
         """A request, later than all before, uses blocks; returns which one used each last."""
         before = self._last.replace(blocks, number)
-        numbers, counts = np.unique(before, return_counts=True)
-        for earlier, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        ends = [*(np.flatnonzero(before[1:] != before[:-1]) + 1).tolist(), len(before)]
+        for start, end in itertools.pairwise([0, *ends]):
+            earlier = int(before[start]) if end else 0
             prompt = self._prompts.get(earlier)
             if prompt is not None:
-                prompt.stale += count
+                prompt.stale += end - start
                 # Of what is remembered at least half is needed.
                 if 2 * prompt.stale > len(prompt.blocks):
                     self._tidy(earlier, prompt)
