@@ -1,8 +1,8 @@
 """Load that goes on while things go wrong: clients who send, wait, and send again, and note all.
 
 Each client asks for one document after the other, some streamed and some not, over plain HTTP and
-without retries of its own: what it sees is what the cluster did. Prompts come from a seed and
-repeat, so that caches on all tiers have work.
+without retries of its own: what it sees is what the cluster did. Prompts come from a seed; most
+repeat, so that caches are used, and some never do, so that engines store and evict to the end.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ def reasons(requests: Sequence[Observed]) -> dict[str, int]:
 @dataclass(frozen=True, slots=True)
 class Mix:
     """What is sent. clients: at once; streamed_share: of the requests; documents: different
-    prompts, of up to so many words; max_tokens: of an answer; pause_s: between two requests of a
-    client; timeout_s: of a request."""
+    prompts, of up to so many words; fresh_share: of the clients' requests, with a prompt that no
+    other has; max_tokens: of an answer; pause_s: between two requests of a client; timeout_s: of a
+    request."""
 
     clients: int = 12
     streamed_share: float = 0.4
+    fresh_share: float = 0.2
     documents: int = 24
     words: int = 500
     max_tokens: int = 12
@@ -78,14 +80,11 @@ class Traffic:
         self.seen: list[Observed] = []
         self._url, self._model, self._mix = f"{url}/v1/chat/completions", model, mix
         self._headers = dict(headers or {})
-        self._rng = rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(seed)
         self._tasks: list[asyncio.Task[None]] = []
         self._going = True
-        self._documents = []
-        for number in range(mix.documents):
-            words = rng.integers(0, 997, int(rng.integers(mix.words // 4, mix.words))).tolist()
-            text = " ".join(f"{word} counts." for word in words)
-            self._documents.append(f"Document {number}. {text}")
+        self._written = 0
+        self._documents = [self._document() for _ in range(mix.documents)]
 
     async def __aenter__(self) -> Traffic:
         timeout = aiohttp.ClientTimeout(total=self._mix.timeout_s)
@@ -105,20 +104,33 @@ class Traffic:
         await asyncio.gather(*self._tasks)
 
     async def ask(self, document: int, streamed: bool) -> Observed:
-        """One request, noted in `seen`."""
+        """One request about a document that repeats, noted in `seen`."""
+        return await self._ask(self._documents[document], streamed)
+
+    async def _ask(self, text: str, streamed: bool) -> Observed:
         body = {
             "model": self._model, "max_tokens": self._mix.max_tokens, "temperature": 0.0,
-            "messages": [{"role": "user", "content": self._documents[document]}],
+            "messages": [{"role": "user", "content": text}],
             "ignore_eos": True, "stream": streamed,
         }  # fmt: skip
         self.seen.append(await self._send(body, streamed))
         return self.seen[-1]
 
+    def _document(self) -> str:
+        """One more, unlike all before."""
+        rng, longest = self._rng, self._mix.words
+        words = rng.integers(0, 997, int(rng.integers(longest // 4, longest))).tolist()
+        self._written += 1
+        return f"Document {self._written}. {' '.join(f'{word} counts.' for word in words)}"
+
     async def _client(self) -> None:
         mix = self._mix
         while self._going:
             streamed = bool(self._rng.random() < mix.streamed_share)
-            seen = await self.ask(int(self._rng.integers(mix.documents)), streamed)
+            fresh = self._rng.random() < mix.fresh_share
+            repeated = int(self._rng.integers(mix.documents))
+            text = self._document() if fresh else self._documents[repeated]
+            seen = await self._ask(text, streamed)
             # One that fails at once must not become a flood.
             await asyncio.sleep(max(mix.pause_s, 0.0 if seen.ok else 0.05))
 

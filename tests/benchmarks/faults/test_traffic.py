@@ -107,6 +107,18 @@ async def test_clients_send_until_they_settle_and_what_they_send_is_the_seeds(se
     assert {stream for stream, _ in sent[0]} == {True, False}
 
 
+async def test_clients_never_stop_sending_prompts_without_a_cache(served):
+    """Else an engine has stored everything after a moment, and publishes no event to be lost."""
+    endpoint, url = served
+    async with Traffic(url, "m", Mix(clients=2, documents=4, words=20), 3):
+        while len(endpoint.bodies) < 200:
+            await asyncio.sleep(0.005)
+    sent = [body["messages"][0]["content"] for body in endpoint.bodies[:200]]
+    late = [text for i, text in enumerate(sent) if i >= 100 and text not in sent[:i]]
+    assert len(late) > 5
+    assert len(set(sent)) < 100, "most repeat"
+
+
 class Rows:
     """A target without a cluster: rows, and nothing reserved."""
 
