@@ -65,6 +65,7 @@ def route(
     import uvicorn
 
     from kappa.logging import configure
+    from router.api.reading import prepare
     from router.front.app import make_front_app
 
     seen = settings.observing
@@ -74,8 +75,10 @@ def route(
         f"{', '.join(one.url for one in settings.backends)}; "
         f"watch it at http://{settings.http.host}:{settings.http.port}/", "dim",
     )  # fmt: skip
+    app = make_front_app(settings)
+    prepare()
     uvicorn.run(
-        make_front_app(settings), host=settings.http.host, port=settings.http.port,
+        app, host=settings.http.host, port=settings.http.port,
         log_level="error", access_log=False, server_header=False, date_header=False,
         timeout_graceful_shutdown=int(settings.drain_s), timeout_keep_alive=75, ws="none",
     )  # fmt: skip

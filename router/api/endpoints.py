@@ -31,7 +31,7 @@ from router.api.blocks import RewordedStream, Wording, reworded
 from router.api.bodies import ChatBody, CompletionBody, posted
 from router.api.face import Face
 from router.api.metadata import PIN_HEADER, POOL_HEADER
-from router.api.reading import read
+from router.api.reading import prepare, read
 from router.api.render import PromptRenderer, Tokenizing
 from router.api.request import model_of
 from router.api.request_path import RequestPath
@@ -120,6 +120,7 @@ class KappaIngress(Face, OpenAiIngress):
         }  # fmt: skip
         super().__init__(dict.fromkeys(cards, self._pools.all()[0]), cards)
         self._wire(kappa, {m.name: PromptRenderer(m.tokenizer_source) for m in kappa.models})
+        prepare()
 
     def _wire(self, settings: IngressSettings, renderers: Mapping[str, PromptRenderer]) -> None:
         try:

@@ -11,7 +11,7 @@ any schema does, so that nothing recursive or costly meets an unbounded value.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,8 @@ from router.api.checks import (
 from router.api.errors import bad_field
 
 MAX_CHOICES = 128
+MAX_PARTS = 8_192
+"""Of the contents of all messages together."""
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_SCHEMA_BYTES = 65_536
@@ -269,7 +271,7 @@ def _checked(classes: FieldClasses, body: Any) -> Any:
         raise bad_field("n", f"asks for {choices} answers; ask for {MAX_CHOICES} at most, which "
                         "are n for every prompt")  # fmt: skip
     _check_schemas(kept)
-    _check_arguments(kept)
+    _check_messages(kept.get("messages") or ())
     return kept
 
 
@@ -301,10 +303,16 @@ def _check_schemas(body: Mapping[str, Any]) -> None:
             _json_bytes(f"messages.{i}.tools", message["tools"], MAX_TOOLS_BYTES)
 
 
-def _check_arguments(body: Mapping[str, Any]) -> None:
-    """Bound what the arguments of all tool calls hold: templates and engines parse every one."""
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Bound what all messages hold together: the schema takes 7 us for a part and has the
+    interpreter's lock meanwhile, templates and engines parse the arguments of every tool call."""
+    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+    parts = sum(map(len, contents))
+    if parts > MAX_PARTS:
+        raise bad_field("messages", f"hold {parts} parts of content; {MAX_PARTS} are read: join "
+                        "texts that follow one another")  # fmt: skip
     where, most = "messages.*.tool_calls.*.function.arguments", json_body.MAX_CONTAINERS
-    calls = (call for one in body.get("messages") or () for call in one.get("tool_calls") or ())
+    calls = (call for one in messages for call in one.get("tool_calls") or ())
     texts = [(call.get("function") or {}).get("arguments") or "" for call in calls]
     if sum(map(_brackets, texts)) > most:
         held = sum(_arguments_shape(where, text).containers for text in texts)

@@ -246,6 +246,12 @@ def test_arguments_of_calls_are_bounded_in_depth_and_need_not_be_json():
         checked_chat(said("x", tool_calls=called(arguments)))
 
 
+def test_parts_of_all_messages_are_bounded_together():
+    most = [{"role": "user", "content": ["a"] * 1024}] * 8
+    checked_chat({"messages": [*most, {"role": "user", "content": "b"}]})
+    refused({"messages": [*most, {"role": "user", "content": ["b"]}]}, "messages")
+
+
 def test_arguments_of_all_calls_are_bounded_together():
     def calls(count):
         texts = [json.dumps([[]] * 9_999), '"' + "[" * 90_000 + '"', "no {JSON", ""]

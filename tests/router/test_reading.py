@@ -1,10 +1,11 @@
 """Which bodies are read on the event loop, and which on a thread."""
 
+import gc
 import threading
 
 import pytest
 
-from router.api.reading import INLINE_BYTES, INLINE_CONTAINERS, read
+from router.api.reading import INLINE_BYTES, INLINE_CONTAINERS, prepare, read
 
 HERE, THREAD = "MainThread", "bodies"
 
@@ -26,3 +27,11 @@ async def test_a_large_body_or_many_brackets_go_to_a_thread(body, where):
 async def test_read_raises_what_making_raises(size):
     with pytest.raises(ZeroDivisionError):
         await read(b"x" * size, lambda body: 1 // 0)
+
+
+def test_prepare_leaves_what_there_is_to_no_later_collection():
+    try:
+        prepare()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
