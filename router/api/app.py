@@ -9,12 +9,13 @@ parameters, and places in the code.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class Access:
         """Whether a request for `path` counts against its tenant's limits."""
         if self.limit_all:
             return path not in (*_OPEN_PATHS, _METRICS_PATH, *OPERATOR_PATHS, "/v1/models")
-        return path in _LIMITED_PATHS
+        return path.rstrip("/") in _LIMITED_PATHS
 
 
 @dataclass(slots=True)
@@ -217,6 +218,9 @@ class Gate:
                 body = await self._body(scope, receive, headers, inbound.tenant)
                 if body is not None:  # else the client left
                     inbound.body = body
+                    if inbound.lease is not None:
+                        with _counting(scope, inbound.tenant):
+                            inbound.lease.received(len(body), time.monotonic())
                     await self._serve(scope, receive, body, reply)
             except ApiError as error:
                 await _error_response(Request(scope), error)(scope, receive, reply)
@@ -236,27 +240,26 @@ class Gate:
         if size_bytes > most:
             raise errors.HEADERS_TOO_LARGE(what=f"{size_bytes} bytes of headers", limit=most)
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        path = path.rstrip("/") or "/"
         await self._keyring.refresh(time.monotonic())
         tenants, state = self._keyring.tenants, scope["app"].state
         given = (headers.get(name, b"") for name in (b"authorization", b"x-api-key"))
         keys = keys_in(*(value.decode("latin-1") for value in given))
         tenant = tenants.find(keys)
+        # Compared as routes are: with a slash more it is none of ours, and may be another's.
         is_open = path in _OPEN_PATHS or (path == _METRICS_PATH and self._access.open_metrics)
         if tenant is None and not is_open:
             state.keys_refused += 1
             raise errors.UNKNOWN_KEY() if keys else errors.NO_KEY()
         tenant = inbound.tenant = tenant or tenants.default
-        guarded = path in OPERATOR_PATHS or (path == _METRICS_PATH and not is_open)
+        named = path.rstrip("/")
+        guarded = named in OPERATOR_PATHS or (named == _METRICS_PATH and not is_open)
         if guarded and not tenant.operator:
             raise errors.OPERATOR_ONLY(path=path)
         if self._access.limits(path):
             reply.headers = lambda: self._limits.headers(tenant.name, time.monotonic())
-            try:
-                inbound.lease = self._limits.enter(tenant.name, time.monotonic())
-            except ApiError as error:
-                state.refused[tenant.name, error.code or ""] += 1
-                raise
+            declared = min(_declared_bytes(headers), self._access.max_body_bytes)
+            with _counting(scope, tenant):
+                inbound.lease = self._limits.enter(tenant.name, time.monotonic(), declared)
 
     async def _body(
         self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], tenant: Tenant
@@ -273,10 +276,9 @@ class Gate:
             if not self._outstanding.take(holder, tenant):
                 raise errors.BODIES_OUTSTANDING(limit=self._access.max_outstanding_bodies, who=who)
         timeout_s, most_bytes = self._access.body_timeout_s, self._access.max_body_bytes
-        declared = headers.get(b"content-length", b"")[:20]
         body, more = bytearray(), True
         try:
-            if declared.isdigit() and int(declared) > most_bytes:
+            if _declared_bytes(headers) > most_bytes:
                 raise errors.BODY_TOO_LARGE(limit_bytes=most_bytes)
             async with asyncio.timeout(timeout_s):
                 while more:
@@ -314,6 +316,22 @@ class Gate:
             if reply.status:
                 raise
             raise _as_api_error(Request(scope), error) from None
+
+
+def _declared_bytes(headers: Mapping[bytes, bytes]) -> int:
+    """The size that a body is announced with, 0 if it is not."""
+    declared = headers.get(b"content-length", b"")[:20]
+    return int(declared) if declared.isdigit() else 0
+
+
+@contextlib.contextmanager
+def _counting(scope: Scope, tenant: Tenant) -> Iterator[None]:
+    """Count what the tenant's limits refuse."""
+    try:
+        yield
+    except ApiError as error:
+        scope["app"].state.refused[tenant.name, error.code or ""] += 1
+        raise
 
 
 class _Reply:

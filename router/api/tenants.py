@@ -15,7 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from kappa.keys import digest_of
 from router.api import errors
+from router.api.errors import ApiError
 
+REQUEST_BYTES = 1 << 20
+"""A longer body counts as several requests: it takes as much longer to read."""
 _BEARER = "bearer "
 _MINUTE_S = 60.0
 
@@ -170,9 +173,26 @@ class Lease:
     tenant: str
     _meter: _Meter
     worked: bool = False
+    _requests: int = 0
     _reserved: float = 0.0
     _used: float = 0.0
     _open: bool = True
+
+    def received(self, size_bytes: int, now_s: float) -> None:
+        """Take what a body of that size counts as, a request for each MiB, begun ones too, and at
+        least one; a second time instead of the first. Raises ApiError 429, and then takes no more
+        than before."""
+        bucket, wanted = self._meter.requests, max(-(-size_bytes // REQUEST_BYTES), 1)
+        if bucket is None or wanted <= self._requests:
+            return
+        bucket.refill(now_s)
+        bucket.level += self._requests
+        try:
+            _take(bucket, float(wanted), errors.REQUESTS_OVER_RATE, self.tenant)
+        except ApiError:
+            bucket.level -= self._requests
+            raise
+        self._requests = wanted
 
     def reserve(self, prompt_tokens: int, max_tokens: int, now_s: float) -> None:
         """Take what the request may come to; a second time instead of the first. Raises ApiError
@@ -220,16 +240,16 @@ class TenantLimiter:
     replicas: int = 1
     _meters: dict[str, _Meter] = field(default_factory=dict)
 
-    def enter(self, tenant: str, now_s: float) -> Lease:
-        """A request of `tenant` came; raises ApiError 429 if it has used its requests, or has as
-        many open as it may."""
+    def enter(self, tenant: str, now_s: float, size_bytes: int = 0) -> Lease:
+        """A request of `tenant` came, whose body will have so many bytes as far as is known; raises
+        ApiError 429 if it has used its requests, or has as many open as it may."""
         meter = self._meter(tenant, now_s)
         if meter.concurrent is not None and meter.open >= meter.concurrent:
             raise errors.TOO_MANY_AT_ONCE(tenant=tenant, limit=meter.concurrent)
-        if meter.requests is not None:
-            _take(meter.requests, 1.0, errors.REQUESTS_OVER_RATE, tenant)
+        lease = Lease(tenant, meter)
+        lease.received(size_bytes, now_s)
         meter.open += 1
-        return Lease(tenant, meter)
+        return lease
 
     def headers(self, tenant: str, now_s: float) -> dict[str, str]:
         """`x-ratelimit-*` as OpenAI names and writes them, of the limits that `tenant` has."""

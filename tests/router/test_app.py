@@ -117,9 +117,9 @@ async def test_a_request_gets_an_id_or_keeps_its_own_if_it_is_fit_for_a_log(clie
         assert made and made != given and made.isalnum()
 
 
-async def in_chunks(body):
-    for i in range(0, len(body), 100):
-        yield body[i : i + 100]
+async def in_chunks(body, size=100):
+    for i in range(0, len(body), size):
+        yield body[i : i + size]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -215,6 +215,18 @@ async def test_probes_and_scrapers_need_no_key_and_all_else_does(client_of):
     assert (await client.get("/v1/models", headers=ALICE)).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["//", "/ready/", "/health/", "/metrics/", "/ready//"])
+async def test_a_path_like_an_open_one_needs_a_key_and_counts(client_of, path):
+    client = client_of(TENANTS, limit_all=True, allowances={"alice": Allowance(9)})
+    url = httpx.URL("http://test", raw_path=path.encode())
+    assert code(await client.post(url), 401) == "invalid_api_key"
+    answer = await client.post(url, headers=ALICE)
+    if path == "/metrics/":
+        assert code(answer, 403) == "operator_only"
+    else:
+        assert answer.headers["x-ratelimit-remaining-requests"] == "8"
+
+
 async def test_a_refusal_is_logged_with_its_tenant(client_of, capsys):
     await ask(client_of(OPEN), "busy", headers=ALICE)
     printed = "".join(capsys.readouterr())
@@ -297,6 +309,20 @@ async def test_a_limited_tenant_learns_what_is_left_and_when_to_come_back(client
     for path in ("/v1/models", "/metrics", "/ready", "/v1/nodes"):
         answer = await client.get(path)
         assert answer.status_code == 200 and "x-ratelimit-limit-requests" not in answer.headers
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_large_body_counts_as_several_requests(client_of, chunked):
+    client = client_of(default_allowance=Allowance(5))
+    for size, status, left in ((0, 200, "4"), (2 << 20, 200, "1"), (2 << 20, 429, "1")):
+        body = json.dumps({"text": "x" * size}).encode()
+        headers = {"content-type": "application/json"}
+        content = in_chunks(body, 1 << 16) if chunked else body
+        answer = await client.post(PATH, content=content, headers=headers)
+        assert answer.status_code == status
+        left = "0" if chunked and status == 429 else left  # The one that it came as.
+        assert answer.headers["x-ratelimit-remaining-requests"] == left
+    assert client.app.state.refused["default", "rate_limit_exceeded"] == 1
 
 
 async def test_a_refused_tenant_costs_its_neighbour_nothing(client_of):

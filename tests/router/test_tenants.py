@@ -129,6 +129,32 @@ def test_requests_of_a_minute_are_admitted_then_refused_until_the_next_one_has_g
     refused(some.enter, "alice", 110.0)
 
 
+def test_a_body_counts_as_a_request_for_each_begun_mib():
+    some, mib = limits(requests_per_minute=6), 1 << 20
+    for size_bytes, left in ((0, 5), (mib, 4), (mib + 1, 2)):
+        some.enter("alice", 0.0, size_bytes)
+        assert remaining(some, "requests") == str(left)
+    assert refused(some.enter, "alice", 0.0, 3 * mib).retry_after_s == pytest.approx(10.0)
+    some.enter("alice", 10.0, 3 * mib)
+
+
+def test_a_body_larger_than_a_minute_passes_and_leaves_a_debt():
+    some = limits(requests_per_minute=4)
+    some.enter("alice", 0.0, 9 << 20)
+    assert refused(some.enter, "alice", 0.0).retry_after_s == pytest.approx(90.0)
+
+
+def test_a_body_of_unknown_size_is_charged_when_it_is_there():
+    some, mib = limits(requests_per_minute=4), 1 << 20
+    first, second = some.enter("alice", 0.0), some.enter("alice", 0.0)
+    first.received(2 * mib, 0.0)
+    first.received(2 * mib, 0.0)
+    assert remaining(some, "requests") == "1"
+    assert refused(second.received, 3 * mib, 0.0).retry_after_s == pytest.approx(15.0)
+    assert remaining(some, "requests") == "1"
+    second.received(3 * mib, 15.0)
+
+
 def test_a_tenant_does_not_pay_for_another():
     some = TenantLimiter(Allowance(1), {"bob": Allowance(2)})
     for tenant, count in (("alice", 1), ("bob", 2)):
