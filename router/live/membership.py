@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 DISCONNECTED, SILENT, STALLED = "disconnected", "silent", "stalled"
 ENGINE_DIED, DIED = "engine_died", "died"
 _CHECK_EVERY_S = 0.25
+# An event loop that turns no sooner stands still, and reads no report meanwhile.
+_LONGEST_TURN_S = 2 * _CHECK_EVERY_S
 _UNREADABLE_S = 60.0
 # Ray learns of a death soon, too, and still has what the worker had sent: streams are left to it.
 _GRACE_S = 5.0
@@ -76,6 +78,21 @@ class MembershipRule:
     follow: Follow = KVSubscriber
 
 
+class AwakeClock:
+    """Seconds in which this process could have read what workers sent: those of a clock, less those
+    that its own event loop stood still. To be looked at with every turn of the loop's watch."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._stood_s = clock, 0.0
+        self._looked_s = clock()
+
+    def __call__(self) -> float:
+        now_s = self._clock()
+        self._stood_s += max(now_s - self._looked_s - _LONGEST_TURN_S, 0.0)
+        self._looked_s = now_s
+        return now_s - self._stood_s
+
+
 class MembershipListener(Protocol):
     """What is called after the router knows of a change, on the event loop. worker_left: with the
     ids of its requests in flight. worker_died: while they are still in flight. node_renamed: nobody
@@ -93,7 +110,7 @@ class MembershipListener(Protocol):
 
 @dataclass(slots=True)
 class Member:
-    """One worker, beside what the router knows of it."""
+    """One worker, beside what the router knows of it. reported_s, moved_s: by the `AwakeClock`."""
 
     deployment: str
     announced: Mapping[str, Any]
@@ -145,7 +162,8 @@ class Membership:
         self._loop = asyncio.get_running_loop()
         self._closing: set[asyncio.Task[None]] = set()
         self._joined = asyncio.Event()
-        self._readable_s = clock()
+        self._awake_s = AwakeClock(clock)
+        self._readable_s = self._awake_s()
         watch = supervised("watch", self._check_all, listener.task_restarted, "")
         self._watch = self._loop.create_task(watch)
         registry.subscribe(self._on_registry)
@@ -174,7 +192,7 @@ class Membership:
         for worker, member in self._members.items():
             if not member.subscriber.alive:
                 return f"nobody follows worker {worker} any more"
-        unreadable_s = self._clock() - self._readable_s
+        unreadable_s = self._awake_s() - self._readable_s
         if unreadable_s > _UNREADABLE_S:
             return f"no worker's state could be read for {unreadable_s:.0f} s"
         return ""
@@ -308,7 +326,7 @@ class Membership:
         if member is None:
             return
         now_s = self._clock()
-        member.reported_s, member.lost = now_s, False
+        member.reported_s, member.lost = self._awake_s(), False
         why = self.breakers.state(report.worker, now_s).why
         if why in (DISCONNECTED, SILENT) and self.breakers.alive(report.worker, now_s):
             log.info("worker_heard_again", worker=report.worker)
@@ -319,43 +337,47 @@ class Membership:
     async def _check_all(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
-            now_s = self._clock()
-            connected = [m.subscriber for m in self._members.values() if m.subscriber.connected]
-            if not connected or any(subscriber.synced for subscriber in connected):
-                self._readable_s = now_s
-            for worker, member in list(self._members.items()):
-                try:
-                    self._check(worker, member, now_s)
-                except Exception as error:
-                    log.error("worker_not_watched", worker=worker, error=repr(error))
+            self.check()
 
-    def _check(self, worker: str, member: Member, now_s: float) -> None:
+    def check(self) -> None:
+        """Look for workers that fell silent, and for engines that stall."""
+        awake_s = self._awake_s()
+        connected = [m.subscriber for m in self._members.values() if m.subscriber.connected]
+        if not connected or any(subscriber.synced for subscriber in connected):
+            self._readable_s = awake_s
+        for worker, member in list(self._members.items()):
+            try:
+                self._check(worker, member, awake_s)
+            except Exception as error:
+                log.error("worker_not_watched", worker=worker, error=repr(error))
+
+    def _check(self, worker: str, member: Member, awake_s: float) -> None:
         # One that never reported is new: the router's own rule for silence applies.
-        silent_s = now_s - member.reported_s if member.reported_s is not None else 0.0
-        if member.leaves_by_s is not None and now_s > member.leaves_by_s:
+        silent_s = awake_s - member.reported_s if member.reported_s is not None else 0.0
+        if member.leaves_by_s is not None and self._clock() > member.leaves_by_s:
             self._leave(worker, "drain_timeout")
             return
         if silent_s > self.rule.stall_after_s:
             self._trip(worker, SILENT)
             self.waits.lose(worker, SILENT, begun=False)
         else:
-            self._check_engine(worker, member, now_s)
+            self._check_engine(worker, member, awake_s)
         if silent_s > self.rule.lost_after_s and not member.lost:
             member.lost = True
             self.waits.lose(worker, SILENT, begun=True)
             if member.draining:
                 self._leave(worker, SILENT)
 
-    def _check_engine(self, worker: str, member: Member, now_s: float) -> None:
+    def _check_engine(self, worker: str, member: Member, awake_s: float) -> None:
         """What waits for an engine that stalls is lost: first what has not begun, then all. It may
         be chosen again once it has moved."""
         state = self._router.workers.get(worker)
         if state is None or state.report is None or not state.report.steps_total:
             return
         progress = progress_of(state.report)
-        stalled_s = member.stalled_s(progress, busy=self.waits.on(worker), now_s=now_s)
+        stalled_s = member.stalled_s(progress, busy=self.waits.on(worker), now_s=awake_s)
         if member.stalled_at not in (None, progress):
-            member.stalled_at = None
+            member.stalled_at, now_s = None, self._clock()
             why = self.breakers.state(worker, now_s).why
             if why == STALLED and self.breakers.alive(worker, now_s):
                 log.info("worker_moves_again", worker=worker)
