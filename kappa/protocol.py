@@ -27,6 +27,10 @@ KV, REPORT, RESET = b"kv", b"report", b"reset"
 # Of steps, and of loads, that a report holds.
 SAMPLES = 16
 
+# Under these keys of Ray Serve's routing statistics a replica announces itself (an `Announcement`),
+# and of a plain Ray Serve LLM app how many requests its engine has: some fields of `WorkerReport`.
+ANNOUNCEMENT_KEY, LOAD_KEY = "kappa", "kappa_load"
+
 # How an error begins in a streamed answer of Ray Serve LLM's, which may hold several events.
 ERROR_EVENT = 'data: {"error"'
 

@@ -15,6 +15,7 @@ from typing import Any
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import ReplicaID, RunningReplica
 
+import kappa.protocol
 import router.live.replica_registry
 
 
@@ -25,7 +26,8 @@ class WatchedRayRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """As Ray's; then publish which replicas there are."""
         super().update_replicas(replicas)
         announced = {
-            r.replica_id.unique_id: (r.routing_stats or {}).get("kappa", {}) for r in replicas
+            r.replica_id.unique_id: (r.routing_stats or {}).get(kappa.protocol.ANNOUNCEMENT_KEY, {})
+            for r in replicas
         }
         self._kappa_registry("publish", announced)
 

@@ -25,9 +25,10 @@ from kappa.shapes import model_shape
 from tests.workers.emulation import emulated_plan
 from workers.identity import WorkerPlan
 from workers.in_flight import InFlight
+from workers.measuring import _alone
 from workers.own_engine.emulated import EmulatedEngine
 from workers.reaper import HangWatch
-from workers.replica import KappaServer, _alone, configure_logs
+from workers.replica import KappaServer, configure_logs
 from workers.report_totals import ReportTotals
 from workers.vllm.arguments import Endpoints, EngineLimits
 from workers.vllm_plugin import LOG_ENV, log_as

@@ -23,6 +23,7 @@ from kappa.cost import StepModel, batch_work
 from workers.request_metadata import request_id_of
 from workers.stats_channel import StatsSender
 from workers.vllm.link import LOAD_SOURCES
+from workers.vllm.measured_worker import MeasuredWorker
 from workers.vllm.options import PACE_KEY, STATS_KEY
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class TimedOutput(AsyncModelRunnerOutput):
         return output
 
 
-class Metered:
+class Metered(MeasuredWorker):
     """A report per step and, on a paced node, a pace, in front of a vLLM worker's class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -144,11 +145,6 @@ class Metered:
         # The first rank of the last stage, as in vLLM's executors.
         last = ranks.tensor_parallel_size * ranks.prefill_context_parallel_size
         self._kappa_reports: bool = self.rank == ranks.world_size - last  # type: ignore[attr-defined]
-        self._kappa_cache: Any = None
-
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        self._kappa_cache = kv_cache_config
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the real step; the report and the pace follow once its tokens are sampled."""
@@ -167,23 +163,9 @@ class Metered:
         """Sample as vLLM does, then finish the step's pace and report it."""
         return self._kappa_end(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
-    def kappa_profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The peaks of this process (`engine.profile.machine_peaks`), and if `request` has an
-        `engine`, arguments of `measure_engine`, what this engine measures of itself."""
-        from engine.profile import machine_peaks
-        from workers.vllm.measured_engine import measure_engine
-
-        found = machine_peaks(request)
-        if request.get("engine"):
-            execute, sample = super().execute_model, super().sample_tokens  # type: ignore[misc]
-            found |= measure_engine(self, execute, sample, **request["engine"])
-        return found
-
-    def kappa_engine(self) -> dict[str, Any]:
-        from workers.vllm.read_back import engine_facts
-
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        return engine_facts(self.vllm_config, self._kappa_cache, model)  # type: ignore[attr-defined]
+    def _kappa_step_calls(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        # vLLM's own: what is measured is neither reported nor paced.
+        return super().execute_model, super().sample_tokens  # type: ignore[misc]
 
     def _kappa_mark(self) -> Any:
         """Something on the device's stream that says when the device came by; None on a CPU."""
@@ -278,10 +260,6 @@ def mark_generators(runner: Any) -> None:
 
 class MeteredCPUWorker(Metered, CPUWorker):
     """vLLM's CPU worker, metered."""
-
-    def kappa_engine(self) -> dict[str, Any]:
-        """As `Metered`'s, but for the weights: packed anew for the CPU, most are no parameters."""
-        return {**super().kappa_engine(), "weight_bytes": 0}
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As `Metered`, with generators that vLLM can take a step back."""
