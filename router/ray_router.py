@@ -3,7 +3,8 @@
 With our ingress every request carries a pin (the header `x-kappa-pin`), chosen over all workers;
 this class finds that replica. Without a pin (a plain Ray Serve LLM app that named
 `router.ray_router.KappaRouter` as its `request_router_class`) it uses `router.standalone`, which
-routes by what it sent where. The only file that knows Ray's router interface; no arithmetic here.
+routes by what it sent where and by what replicas announce. The only file that knows Ray's router
+interface; no arithmetic here.
 
 Ray pickles this class by value, with the globals that it names; other modules are named, not
 pickled, so the registry stays one per process.
@@ -11,13 +12,23 @@ pickled, so the registry stays one per process.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import ray.serve._private.constants
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+import kappa.protocol
 import router.live.replica_registry
 import router.standalone
 from router.api.metadata import PIN_HEADER
+
+_LOGGER = "ray.serve"
+_NO_BODY = (
+    "Ray does not show this router the bodies of requests, so it knows no prompt: requests go to "
+    "the replica with the fewest, and cached prefixes count for nothing. Start Ray and the app "
+    "with RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY=1 in the environment of every node."
+)
 
 
 class KappaRouter(RequestRouter):
@@ -26,15 +37,18 @@ class KappaRouter(RequestRouter):
     def initialize_state(self, **kwargs: Any) -> None:
         """Called by Ray with the configured keyword arguments; ValueError on an unknown one."""
         self._kappa_alone = router.standalone.StandaloneRouter(**kwargs)
+        self._kappa_warned = False
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Replicas came, went, or announced something: post it for the ingress."""
         super().update_replicas(replicas)
+        statistics = {r.replica_id.unique_id: r.routing_stats or {} for r in replicas}
+        key = kappa.protocol.ANNOUNCEMENT_KEY
         router.live.replica_registry.REGISTRY.publish(
-            str(self._deployment_id),
-            {r.replica_id.unique_id: (r.routing_stats or {}).get("kappa", {}) for r in replicas},
+            str(self._deployment_id), {name: of.get(key, {}) for name, of in statistics.items()}
         )
-        self._kappa_alone.workers([r.replica_id.unique_id for r in replicas])
+        for problem in self._kappa_alone.replicas(statistics):
+            logging.getLogger(_LOGGER).warning(problem)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A replica died: the ingress must not wait for Ray's next health check to know."""
@@ -60,15 +74,36 @@ class KappaRouter(RequestRouter):
                 self._remove_pending_request_from_indices(pending_request)
                 pending_request.future.set_exception(router.live.replica_registry.PinGoneError(pin))
             return [candidate_replicas]
+        if not pending_request.args and not self._kappa_warned:
+            self._kappa_warned = True
+            # With it set Ray itself says which bodies it could not show, and why.
+            if not _bodies_are_forwarded():
+                logging.getLogger(_LOGGER).warning(_NO_BODY)
         ranked = self._kappa_alone.rank(
             list(by_id), pending_request.args, pending_request.metadata.internal_request_id
         )
         return [[by_id[worker]] for worker in ranked]
 
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """A replica took a request: from now on its end is waited for."""
+        super().on_request_routed(pending_request, replica_id, result)
+        self._kappa_alone.routed(
+            replica_id.unique_id,
+            pending_request.args,
+            pending_request.metadata.internal_request_id,
+        )
+
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """A request ended: its reservation goes."""
         super().on_request_completed(replica_id, internal_request_id)
-        self._kappa_alone.done(internal_request_id)
+        self._kappa_alone.done(replica_id.unique_id, internal_request_id)
+
+
+def _bodies_are_forwarded() -> bool:
+    constants = ray.serve._private.constants
+    return bool(constants.RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY)
 
 
 def _pin(pending_request: PendingRequest | None) -> str:

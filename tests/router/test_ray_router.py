@@ -1,14 +1,16 @@
 """What our request router does with the ingress' choice; replicas are made up."""
 
 import asyncio
+import logging
 from types import SimpleNamespace
 
 import pytest
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve._private.common import RequestMetadata
-from ray.serve.request_router import PendingRequest
+from ray.serve.request_router import PendingRequest, RequestRouter
 
 import router.live.replica_registry
+import router.ray_router
 from router.live.replica_registry import PinGoneError, ReplicaRegistry
 from router.ray_router import PIN_HEADER, KappaRouter
 
@@ -27,14 +29,36 @@ class Ours(KappaRouter):
         self.forgotten.append(pending_request)
 
 
-def replica(name):
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name))
+def replica(name, statistics=None):
+    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=statistics)
 
 
-def pending(pin):
+def pending(pin, *args):
     info = RawRequestInfo(headers={PIN_HEADER: pin} if pin else {})
     metadata = RequestMetadata(request_id="r", internal_request_id="i")
-    return PendingRequest(args=[None, info], kwargs={}, metadata=metadata)
+    return PendingRequest(args=list(args) or [None, info], kwargs={}, metadata=metadata)
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """Replicas heard of, without Ray's own part in it."""
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
+    monkeypatch.setattr(router.live.replica_registry, "REGISTRY", ReplicaRegistry())
+    made = Ours()
+    made.update_replicas([replica("a"), replica("b", {})])
+    return made
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What Serve's log is warned of."""
+    said = []
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "warning", said.append)
+    return said
+
+
+def flights(made):
+    return {name: len(state.flights) for name, state in made._kappa_alone._router.workers.items()}
 
 
 async def test_the_pinned_replica_is_the_only_candidate():
@@ -49,6 +73,50 @@ async def test_a_pin_that_has_gone_fails_the_request_instead_of_sending_it_anywh
         await asyncio.wait_for(request.future, 5.0)
     assert made.forgotten == [request], "nothing of it is kept"
     await made.choose_replicas([replica("a")], request)  # looked at again before Ray drops it
+
+
+async def test_a_request_is_reserved_from_its_choice_to_its_end(heard):
+    request = pending("", SimpleNamespace(prompt="x" * 400))
+    a, b = replica("a"), replica("b")
+    ranks = await heard.choose_replicas([a, b], request)
+    assert sorted(rank[0].replica_id.unique_id for rank in ranks) == ["a", "b"]
+    assert sum(flights(heard).values()) == 1
+    # Its first choice was full, and the other one took it.
+    first, second = (rank[0].replica_id for rank in ranks)
+    heard.on_request_routed(request, second, None)
+    heard.on_request_completed(first, "i")
+    assert flights(heard) == {first.unique_id: 0, second.unique_id: 1}
+    heard.on_request_completed(second, "i")
+    assert sum(flights(heard).values()) == 0
+
+
+async def test_a_router_that_is_shown_no_bodies_says_once_what_to_set(heard, warnings, monkeypatch):
+    constants = router.ray_router.ray.serve._private.constants
+    name = "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY"
+    without = PendingRequest(
+        args=[], kwargs={}, metadata=RequestMetadata(request_id="r", internal_request_id="i")
+    )
+    # On Ray's other path, and where bodies are shown, there is nothing to say.
+    await heard.choose_replicas([replica("a"), replica("b")], pending("", SimpleNamespace()))
+    assert warnings == []
+    monkeypatch.setattr(constants, name, False)
+    for _ in range(3):
+        ranks = await heard.choose_replicas([replica("a"), replica("b")], without)
+    assert len(ranks) == 2
+    (said,) = warnings
+    assert f"{name}=1" in said and "prefixes count for nothing" in said
+    monkeypatch.setattr(constants, name, True)
+    await Ours().choose_replicas([replica("a")], without)
+    assert warnings == [said]
+
+
+def test_statistics_of_no_use_are_logged_and_announcements_published(heard, warnings):
+    heard.update_replicas([replica("a", {"kappa": {"protocol": 99}}), replica("b", {"x": 1})])
+    (said,) = warnings
+    assert "replica a" in said and "protocol 99" in said
+    received = []
+    router.live.replica_registry.REGISTRY.subscribe(lambda *what: received.append(what[1]))
+    assert received == [{"a": {"protocol": 99}, "b": {}}]
 
 
 def test_a_death_is_told_as_one_and_a_disappearance_is_not(monkeypatch):

@@ -6,10 +6,33 @@ from types import SimpleNamespace
 
 import pytest
 
+from kappa.cost import step_model
+from kappa.hardware import node_profile
+from kappa.model import kv_bytes_per_token
+from kappa.protocol import Announcement
+from kappa.shapes import model_shape
 from router import standalone
 from router.standalone import StandaloneRouter
 
 NAMES = ["a", "b", "c"]
+
+
+def of(*names):
+    """Replicas without statistics."""
+    return {name: {} for name in names}
+
+
+def announced(worker, node, model="llama-3.1-8b"):
+    """What a replica on a node of the catalogue says of itself."""
+    profile, shape = node_profile(node), model_shape(model)
+    return Announcement(
+        worker, model, profile, step_model(shape, profile), kv_bytes_per_token(shape), "", "f",
+        16, 4096, 0, 2048, 8192, "", "",
+    ).to_dict()  # fmt: skip
+
+
+def count(requests, time_s):
+    return {"kappa_load": {"time_s": time_s, "running": requests}}
 
 
 def chat(*texts):
@@ -35,7 +58,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def alone(clock):
     made = StandaloneRouter()
-    made.workers(NAMES)
+    made.replicas(of(*NAMES))
     return made
 
 
@@ -46,18 +69,18 @@ def test_a_prefix_returns_to_the_worker_that_saw_it(alone, clock, body):
         first[letter] = alone.rank(NAMES, body(document(letter)), letter)[0]
     assert len(set(first.values())) == 3
     for letter in "xyz":
-        alone.done(letter)
+        alone.done(first[letter], letter)
     clock.now_s += 60
     for letter in "zxyyx":
         again = alone.rank(NAMES, body(document(letter)), f"again {letter}")
         assert again[0] == first[letter]
-        alone.done(f"again {letter}")
+        alone.done(again[0], f"again {letter}")
         clock.now_s += 60
 
 
 def test_more_messages_extend_a_conversation(alone, clock):
     first = alone.rank(NAMES, chat(document("x")), "1")[0]
-    alone.done("1")
+    alone.done(first, "1")
     for i, letter in enumerate("yz"):
         alone.rank(NAMES, chat(document(letter)), f"other {i}")
     clock.now_s += 60
@@ -70,13 +93,14 @@ def test_load_spreads(alone):
 
 
 def test_a_request_that_is_done_no_longer_counts(alone):
-    alone.rank(NAMES, completion("x"), "r")
+    at = alone.rank(NAMES, completion("x"), "r")[0]
     assert alone._router.reservations == 1
-    alone.done("r")
-    alone.done("r")
-    alone.done("unknown")
-    assert alone._router.reservations == 0
-    assert not alone._routed
+    alone.done(at, "unknown")
+    alone.done("elsewhere", "r")  # where it was tried in vain
+    assert alone._router.reservations == 1
+    alone.done(at, "r")
+    alone.done(at, "r")
+    assert alone._router.reservations == 0 and not alone._sent
 
 
 def test_asking_twice_for_a_request_reserves_once(alone):
@@ -85,20 +109,130 @@ def test_asking_twice_for_a_request_reserves_once(alone):
     assert sum(len(s.queue) for s in alone._router.workers.values()) == 1
 
 
-def test_a_reservation_nobody_released_expires(alone, clock):
-    alone.rank(NAMES, completion("x"), "lost")
-    clock.now_s += 599
-    alone.rank(NAMES, completion("y"), "young")
-    assert alone._router.reservations == 2
-    clock.now_s += 2
-    alone.rank(NAMES, completion("z"), "new")
-    assert set(alone._routed) == {"young", "new"}
-    assert alone._router.reservations == 2
+def after(alone, clock, seconds):
+    """Requests that count once so many seconds have gone by; another one is sent and ends."""
+    clock.now_s += seconds
+    alone.done(alone.rank(NAMES, [], "look")[0], "look")
+    return set(alone._sent)
+
+
+def test_a_request_of_unknown_end_counts_until_it_should_end(alone, clock):
+    alone.rank(NAMES, completion("x"), "short")
+    alone.rank(NAMES, completion(document("y", 2_000_000)), "long")
+    # 128 tokens at 5 ms each; half a million tokens of prompt before them.
+    assert after(alone, clock, 0.9) == {"short", "long"}
+    assert after(alone, clock, 2.0) == {"long"}
+    assert after(alone, clock, standalone._MOST_S) == set()
+    assert alone._router.reservations == 0
+
+
+def test_the_answers_bound_says_when_a_request_should_end(alone, clock):
+    def ask(request_id, **bounds):
+        alone.rank(NAMES, [SimpleNamespace(prompt="x", **bounds)], request_id)
+        return alone._sent[request_id].end_s - clock.now_s
+
+    unbound_s = ask("r")
+    assert ask("s", max_tokens=1) == ask("t", max_completion_tokens=1, max_tokens=500) < unbound_s
+    for nonsense in (-1, 0, "7", 1.5, True, [], 10**400):
+        assert ask("u", max_tokens=nonsense) == pytest.approx(unbound_s, rel=0.5)
+
+
+def test_a_request_whose_end_ray_reports_waits_for_it(alone, clock):
+    at = alone.rank(NAMES, completion("x"), "r")[0]
+    alone.routed(at, completion("x"), "r")
+    alone.routed(at, completion("x"), "unknown")
+    assert after(alone, clock, standalone._MOST_S) == {"r"}
+    alone.done(at, "r")
+    assert after(alone, clock, 0) == set()
+    at = alone.rank(NAMES, completion("x"), "lost")[0]
+    alone.routed(at, completion("x"), "lost")
+    assert after(alone, clock, 601) == set()
+
+
+def test_a_request_counts_where_ray_sent_it(alone):
+    first, second, _ = alone.rank(NAMES, completion(document("x")), "r")
+    alone.routed(second, completion(document("x")), "r")
+    assert [alone._router.in_flight_on(name) for name in (first, second)] == [0, 1]
+    alone.done(second, "r")
+    assert alone._router.reservations == 0
+
+
+def test_a_replica_is_priced_as_the_node_that_it_announces(alone, clock):
+    assert alone.replicas({
+        "a": {}, "b": {"kappa": announced("b", "gb200-c2c")},
+        "c": {"kappa": announced("c", "a100-pcie4")},
+    }) == []  # fmt: skip
+    nodes = {name: state.announcement.node.name for name, state in alone._router.workers.items()}
+    assert nodes == {"a": "h100-pcie5", "b": "gb200-c2c", "c": "a100-pcie4"}
+    assert alone.rank(NAMES, completion(document("x")), "1") == ["b", "a", "c"]
+    # What it announced goes on to count where its statistics say nothing for once.
+    alone.replicas(of(*NAMES))
+    assert alone.rank(NAMES, completion(document("y")), "2")[0] == "b"
+    # It has 16 * 4096 tokens of KV; of the others it is not known.
+    blocks = {name: s.announcement.device_blocks for name, s in alone._router.workers.items()}
+    assert blocks["b"] == 2048 < blocks["a"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"kappa": {"protocol": 99, "worker": "b"}}, {"kappa": {"worker": "b"}}, {"kappa": [1]},
+     {"kappa_load": {"running": -1, "x": 1}}, {"kappa_load": [1]},
+     {"kappa_load": {"running": "many", "time_s": 1.0}}],
+)  # fmt: skip
+def test_statistics_that_cannot_be_read_are_named_once(alone, bad):
+    (problem,) = alone.replicas({**of("a", "c"), "b": bad})
+    assert "replica b" in problem
+    assert alone.replicas({**of("a", "c"), "b": bad}) == []
+    assert sorted(alone.rank(NAMES, completion("x"), "r")) == NAMES
+
+
+def on(alone, name):
+    """Requests on a replica: of this router, and of others."""
+    return alone._router.in_flight_on(name), alone._router.remote_in_flight_on(name)
+
+
+def test_a_count_ends_the_requests_that_should_end_first(alone, clock):
+    for name, size in (("short", 400), ("middle", 40_000), ("long", 400_000)):
+        alone.rank(["a"], completion(document(name[0], size)), name)
+    clock.now_s += 0.5
+    alone.rank(["a"], completion("x"), "later")
+    alone.replicas({**of("b", "c"), "a": count(1, clock.now_s - 0.1)})
+    assert set(alone._sent) == {"long", "later"}  # of the later one the count knew nothing
+    alone.replicas({**of("b", "c"), "a": count(0, clock.now_s + 1)})
+    assert set(alone._sent) == set() and on(alone, "a") == (0, 0)
+
+
+def test_more_than_were_sent_are_others_requests(alone, clock):
+    alone.rank(["a"], completion(document("x")), "mine")
+    clock.now_s += 0.1
+    alone.replicas({**of("b", "c"), "a": count(4, clock.now_s)})
+    assert on(alone, "a") == (1, 3)
+    assert alone.rank(["a", "b"], completion("y"), "r")[0] == "b"
+    # An old count says nothing new; one that is not renewed says nothing for long.
+    alone.replicas({**of("b", "c"), "a": count(9, clock.now_s - 1)})
+    assert on(alone, "a") == (1, 3)
+    after(alone, clock, 61)
+    assert on(alone, "a") == (0, 0)
+    alone.replicas({**of("b", "c"), "a": count(10**9, clock.now_s)})
+    assert on(alone, "a") == (0, 1024)
+    alone.replicas({**of("b", "c"), "a": count(1, clock.now_s + 1)})
+    assert on(alone, "a") == (0, 1)
+
+
+def test_a_count_follows_a_burst_down_to_nothing(alone, clock):
+    for i in range(300):
+        alone.rank(NAMES, completion(document("x", 400)), f"{i}")
+    clock.now_s += 0.5
+    for left in (200, 100, 10, 0):
+        clock.now_s += 0.1
+        alone.replicas({name: count(left // 3, clock.now_s) for name in NAMES})
+        assert sum(sum(on(alone, name)) for name in NAMES) == 3 * (left // 3)
+    assert alone._router.in_flight == 0 and not alone._sent
 
 
 def test_only_the_offered_names_are_reserved(alone, clock):
     seen_by = alone.rank(NAMES, completion(document("x")), "1")[0]
-    alone.done("1")
+    alone.done(seen_by, "1")
     clock.now_s += 60
     offered = [name for name in NAMES if name != seen_by]
     ranked = alone.rank(offered, completion(document("x")), "2")
@@ -114,9 +248,9 @@ def test_names_that_are_not_known_yet_come_last(alone):
 
 def test_replicas_come_and_go(alone):
     alone.rank(NAMES, completion("x"), "r")
-    alone.workers(["d"])
-    assert alone._router.reservations == 0
-    alone.done("r")
+    alone.replicas(of("d"))
+    assert alone._router.reservations == 0 and not alone._sent
+    alone.done("a", "r")
     assert alone.rank(["d"], completion("x"), "s") == ["d"]
 
 
@@ -136,7 +270,7 @@ def test_messages_may_be_models(alone):
 
 def test_a_longer_prompt_costs_more_than_a_shorter_one():
     made = StandaloneRouter(node="gh200-c2c", model="llama-3.1-70b", policy="least_backlog")
-    made.workers(["a", "b"])
+    made.replicas(of("a", "b"))
     assert made.rank(["a", "b"], completion(document("x", 400_000)), "1")[0] == "a"
     assert made.rank(["a", "b"], completion(document("y", 300)), "2")[0] == "b"
     assert made.rank(["a", "b"], completion(document("z", 300)), "3")[0] == "b"
