@@ -1,16 +1,22 @@
-"""`KappaRouter` in a plain Ray Serve LLM app: prompts come back to the replica that has them.
+"""`KappaRouter` and `AnnouncingServer` in a plain Ray Serve LLM app: prompts go as their replicas'
+nodes are priced, come back to the replica that has them, and are counted as long as they run.
 
-Its Ray is then joined, by a second machine and by a cluster of ours, which must leave it as it was.
+Once behind Ray's direct streaming, where Ray tells the router of no request's end, with unlike
+nodes and engines that are made up; and once as Ray comes, with real ones. That Ray is then joined,
+by a second machine and by a cluster of ours, which must leave it as it was.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +32,18 @@ pytestmark = pytest.mark.live
 
 _START_S = 480.0
 _STOP_S = _JOIN_S = 60.0
+_HEARD_S = 30.0
 _SUBJECTS = ("rivers", "engines", "poems", "harbours", "proofs", "orchards")
+
+DIRECT_STREAMING = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
+    "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+    # A busy machine is slow to start its proxy; nobody waits here for one that drains.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "90",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+}
 
 # On a busy machine an emulated engine is late, and admission would refuse.
 TWO_MACHINES = """
@@ -40,16 +57,56 @@ pools:
 
 
 class PlainApp(NamedTuple):
-    """Where it answers, and its Ray's HOST:PORT."""
+    """Where it answers, its Ray's HOST:PORT, and the file that its routers write."""
 
     url: str
     address: str
+    watch: Path
 
-    def ask(self, text: str) -> openai.types.chat.ChatCompletion:
+    def ask(self, text: str, max_tokens: int = 2) -> openai.types.chat.ChatCompletion:
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120.0)
         return client.chat.completions.create(
-            model="plain", messages=[{"role": "user", "content": text}], max_tokens=2
+            model="plain", messages=[{"role": "user", "content": text}], max_tokens=max_tokens
         )
+
+    def heard(self) -> list[list[dict]]:
+        """What each of its routers knows of the replicas."""
+        lines = [json.loads(line) for line in self.watch.read_text().splitlines()]
+        return list({line["router"]: line["replicas"] for line in lines}.values())
+
+    def until(self, question: Callable[[list[dict]], bool], complaint: str) -> None:
+        """Wait until it is true of what each router knows."""
+        deadline_s = time.monotonic() + _HEARD_S
+        while not all(map(question, self.heard())):
+            assert time.monotonic() < deadline_s, f"{complaint}: {self.heard()}"
+            time.sleep(0.2)
+
+    def until_idle(self) -> None:
+        self.until(
+            lambda replicas: not any(each["in_flight"] for each in replicas),
+            "requests are counted that have ended",
+        )
+
+
+@contextmanager
+def running(watch: Path, *arguments: str, **variables: str) -> Iterator[PlainApp]:
+    """The app in a process of its own."""
+    script = Path(__file__).with_name("plain_ray_app.py")
+    app = subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        env={**os.environ, "PLAIN_APP_WATCH": str(watch), **variables},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    family = psutil.Process(app.pid)
+    try:
+        line = first_line(app, "http://", _START_S)
+        assert line, f"the plain app did not start (exit code {app.poll()})"
+        yield PlainApp(*line.split(), watch)
+    finally:
+        children = family.children(recursive=True) if family.is_running() else []
+        assert app.stdin is not None
+        app.stdin.close()
+        _end(app, children)
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +119,9 @@ def token() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def plain_app(token: None) -> Iterator[PlainApp]:
-    script = Path(__file__).with_name("plain_ray_app.py")
-    app = subprocess.Popen(
-        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    family = psutil.Process(app.pid)
-    try:
-        line = first_line(app, "http://", _START_S)
-        assert line, f"the plain app did not start (exit code {app.poll()})"
-        yield PlainApp(*line.split())
-    finally:
-        children = family.children(recursive=True) if family.is_running() else []
-        assert app.stdin is not None
-        app.stdin.close()
-        _end(app, children)
+def plain_app(token: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainApp]:
+    with running(tmp_path_factory.mktemp("plain") / "routers.jsonl") as app:
+        yield app
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +166,29 @@ def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes], children: lis
         each.kill()
 
 
+def test_direct_streaming_goes_as_priced_and_counts_down(tmp_path: Path) -> None:
+    with running(tmp_path / "routers.jsonl", "unlike", **DIRECT_STREAMING) as app:
+        app.until(
+            lambda replicas: {each["node"] for each in replicas} == {"fast", "slow"},
+            "the replicas did not announce their nodes",
+        )
+        prompts = [f"{i} counts " * 600 for i in range(12)]
+
+        def rank(prompt: str, lasts_ms: int) -> int:
+            return int(app.ask(prompt, lasts_ms).choices[0].message.content or -1)
+
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            first = list(threads.map(lambda prompt: rank(prompt, 3000), prompts))
+        # Of each four the fast one takes three; the last in line may differ.
+        assert 8 <= first.count(0) <= 10 and len(prompts) - first.count(0) == first.count(1)
+        most = [json.loads(line)["replicas"] for line in app.watch.read_text().splitlines()]
+        assert max(sum(each["in_flight"] for each in replicas) for replicas in most) == 12
+        # On such nodes each should take minutes: only the replicas' counts say that it is over.
+        app.until_idle()
+        assert [rank(prompt, 1) for prompt in prompts] == first
+        app.until_idle()
+
+
 def test_prompts_return_to_the_replica_that_holds_them(plain_app: PlainApp) -> None:
     def cached(subject: str) -> int:
         answer = plain_app.ask(f"About {subject}. " + f"{subject} " * 300)
@@ -133,6 +201,16 @@ def test_prompts_return_to_the_replica_that_holds_them(plain_app: PlainApp) -> N
     assert max(first) < 64, "fresh prompts share at most their template's first block"
     # Power of two would send about half of them to the replica without their blocks.
     assert min(again) > 250
+
+
+def test_a_stock_engine_is_measured_and_its_requests_counted(plain_app: PlainApp) -> None:
+    plain_app.until(
+        lambda replicas: [each["source"] for each in replicas] == ["measured"] * 2,
+        "the replicas did not announce what was measured",
+    )
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda i: plain_app.ask(f"{i} counts", 32), range(8)))
+    plain_app.until_idle()
 
 
 def test_pools_on_two_machines_answer_through_one_endpoint(

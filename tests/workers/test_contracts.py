@@ -66,6 +66,8 @@ SIGNATURES = {
     # workers.vllm.metered_worker
     "vllm.v1.worker.cpu_worker:CPUWorker.execute_model": "scheduler_output",
     "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens": "grammar_output",
+    # workers.announcing
+    f"{_LLM_SERVER}.__init__": "llm_config",
     # workers.replica, workers.no_download
     f"{_LLM_SERVER}._batch_output_stream": "generator",
     f"{_LLM_SERVER}._start_engine": "",
@@ -78,6 +80,7 @@ SIGNATURES = {
     f"{_REQUEST_ROUTER}.on_replica_actor_died": "replica_id",
     f"{_REQUEST_ROUTER}.choose_replicas": "candidate_replicas pending_request",
     f"{_REQUEST_ROUTER}.on_request_completed": "replica_id internal_request_id",
+    f"{_REQUEST_ROUTER}.on_request_routed": "pending_request replica_id result",
     f"{_REQUEST_ROUTER}._remove_pending_request_from_indices": "pending_request",
     # router.api, deploy.app
     "ray.llm._internal.serve.core.ingress.utils:_sanitize_chat_completion_request": "request",
@@ -116,15 +119,20 @@ NAMES = {
         "req_id prompt_token_ids sampling_params num_computed_tokens"
     ),
     "vllm.v1.core.sched.output:CachedRequestData": "req_ids num_computed_tokens",
-    "vllm.config:VllmConfig": "additional_config",
+    "vllm.config:VllmConfig": "additional_config model_config parallel_config device_config",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "vllm_xargs",
     "vllm.distributed.kv_events:BlockStored": "extra_keys",
     # workers.replica
     "ray.serve.llm:LLMConfig": (
         "callback_config placement_group_config accelerator_config log_engine_metrics runtime_env "
-        "deployment_config"
+        "deployment_config server_cls"
     ),
     "ray.serve.context:ReplicaContext": "replica_id rank",
+    # workers.announcing
+    "vllm.config:ParallelConfig": "world_size worker_extension_cls",
+    "vllm.config:DeviceConfig": "device_type",
+    "vllm.config:ModelConfig": "hf_config model",
+    "vllm.engine.arg_utils:EngineArgs": "worker_extension_cls",
     # router.ray_router
     "ray.serve._private.common:ReplicaID": "unique_id",
     "ray.serve._private.common:RequestMetadata": "internal_request_id",
@@ -207,6 +215,36 @@ SOURCES = {
         "self._engine_client = self._start_async_llm_engine",
     ),
     "vllm.v1.engine.async_llm:AsyncLLM": ("self.output_processor = OutputProcessor(",),
+    "vllm.v1.engine.async_llm:AsyncLLM.__init__": ("self.vllm_config = vllm_config",),
+    # A stock worker's class gets `workers.vllm.measured_worker` as one more base, in front of
+    # nothing: what it defines must be new there.
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": (
+        "worker_class.__bases__ = worker_class.__bases__ + (", "assert not hasattr(worker_class",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache": (
+        "self.kv_cache_config = kv_cache_config",
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache": (
+        "self.kv_cache_config = kv_cache_config",
+    ),
+    # Behind direct streaming a replica is only picked: nothing says when the request ends, and its
+    # parsed body comes alone, where Ray is given it.
+    "ray.serve._private.router:AsyncioRouter.choose_replica": (
+        'reserve = request_kwargs.pop("_reserve", True)',
+        "if not reserve:\n            yield selection\n            return",
+    ),
+    "ray.llm._internal.serve.core.ingress.router:LLMRouter._pick_replica": (
+        "route_args = (routing_payload,) if routing_payload is not None else ()",
+        '{"_reserve": False}',
+    ),
+    "ray.llm._internal.serve.core.ingress.router:_get_routing_payload_from_body": (
+        "SimpleNamespace(**data)",
+    ),
+    # Elsewhere a replica that took a request is named, and its end is told.
+    "ray.serve._private.router:AsyncioRouter._route_and_send_request_once": (
+        "self._register_completion_callback(result, replica, pr)",
+        "on_request_routed(\n                    pr, replica.replica_id, result",
+    ),
     # A request whose future has an answer is passed over at the next look at its candidates.
     f"{_REQUEST_ROUTER}._fulfill_pending_requests": ("pending_request.future.done()",),
     f"{_REQUEST_ROUTER}.__init__": ("self._deployment_id",),
@@ -242,6 +280,8 @@ PRESENT = [
     "workers.vllm.host_tier:HostTierSpec", "workers.vllm.native_tier:NativeTierSpec",
     "workers.no_download:NoDownload",
     "router.ray_router:KappaRouter", "workers.vllm.scheduler:FairScheduler",
+    "workers.vllm.measured_worker:MeasuredWorker", "workers.announcing:AnnouncingServer",
+    "ray.serve._private.constants:RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY",
     *(f"{_CONNECTOR}:KVConnectorBase_V1.{name}" for name in (
         "bind_connector_metadata", "get_finished", "get_block_ids_with_load_errors",
         "build_connector_meta", "update_state_after_alloc", "get_num_new_matched_tokens",
@@ -368,6 +408,27 @@ def test_the_llm_server_is_made_and_watched_by_coroutines():
     server = named(_LLM_SERVER)
     assert inspect.iscoroutinefunction(server.__init__)
     assert inspect.iscoroutinefunction(server.check_health)
+
+
+def test_a_server_class_is_named_by_its_path_in_a_config():
+    from ray.serve.llm import LLMConfig
+
+    from workers.announcing import AnnouncingServer
+
+    given = {"model_loading_config": {"model_id": "m"}, "accelerator_config": {"kind": "cpu"}}
+    config = LLMConfig(**given, server_cls="workers.announcing.AnnouncingServer")
+    assert config.server_cls is AnnouncingServer
+
+
+def test_the_part_that_measures_is_new_to_vllms_workers():
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from workers.vllm.measured_worker import MeasuredWorker
+
+    ours = [name for name in dir(MeasuredWorker) if not name.startswith("__")]
+    assert "kappa_profile" in ours
+    assert not [name for name in ours if hasattr(CPUWorker, name) or hasattr(Worker, name)]
 
 
 def test_a_callback_can_switch_the_download_off():
