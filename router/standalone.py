@@ -5,9 +5,9 @@ oldest first. A replica that announces its node (`workers.announcing`) is priced
 as one node of the catalogue.
 
 Not every request is known to end: behind Ray's direct streaming Ray picks a replica, and hears no
-more of the request. Such a one counts until its predicted end, and on a replica that announces how
-many requests it has, by that count: of more the ones that should end first are over, and what is
-there besides was sent by others.
+more of the request. Such a one counts until its predicted end. A replica that announces how many
+requests it has corrects that: where we counted more, those that should end first are over; where we
+counted fewer, others sent the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from router.router import Router, RouterConfig
 _INDEX_BLOCKS = 200_000
 # Of a request that Ray will say the end of, if that gets lost.
 _LOST_S = 600.0
-# Of any other: so many times its predicted seconds, within these bounds.
+# Of any other: a multiple of its predicted seconds, within these bounds.
 _LATE_FACTOR, _LEAST_S, _MOST_S = 2.0, 1.0, 120.0
 # A count that is older says nothing of others any more.
 _COUNT_HOLDS_S = 60.0
@@ -52,8 +52,8 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Seen:
-    """What a replica announced last, when it last counted its requests, and what is wrong with its
-    statistics."""
+    """What a replica announced last, when it last counted its requests, and why its statistics are
+    of no use, if so."""
 
     announced: Mapping[str, Any] = field(default_factory=dict)
     counted_s: float = 0.0
@@ -167,8 +167,8 @@ class StandaloneRouter:
         self._seen[worker].announced = data
 
     def _count(self, worker: str, load: Mapping[str, Any] | None, now_s: float) -> None:
-        """A replica counted its requests. Later ones of ours are not among them; of those before,
-        so many are left, and the rest of the count is others', taken to be like ours."""
+        """A replica counted its requests. Ours that were sent later are not among them. What goes
+        beyond ours was sent by others, and is taken to be like ours."""
         if not load:
             return
         report = WorkerReport.from_dict({**load, "worker": worker})

@@ -39,7 +39,7 @@ DIRECT_STREAMING = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
     "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
-    # A busy machine is slow to start its proxy; nobody waits here for one that drains.
+    # A busy machine is slow to start its proxy; no request is left when it drains.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "90",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",

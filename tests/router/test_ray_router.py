@@ -110,7 +110,7 @@ async def test_a_router_that_is_shown_no_bodies_says_once_what_to_set(heard, war
     assert warnings == [said]
 
 
-def test_statistics_of_no_use_are_logged_and_announcements_published(heard, warnings):
+def test_bad_statistics_are_logged_and_announcements_published(heard, warnings):
     heard.update_replicas([replica("a", {"kappa": {"protocol": 99}}), replica("b", {"x": 1})])
     (said,) = warnings
     assert "replica a" in said and "protocol 99" in said

@@ -110,7 +110,7 @@ def test_asking_twice_for_a_request_reserves_once(alone):
 
 
 def after(alone, clock, seconds):
-    """Requests that count once so many seconds have gone by; another one is sent and ends."""
+    """Requests that count when these seconds have gone by; another one is sent and ends."""
     clock.now_s += seconds
     alone.done(alone.rank(NAMES, [], "look")[0], "look")
     return set(alone._sent)

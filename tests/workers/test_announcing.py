@@ -43,7 +43,7 @@ class Config:
 
 
 class Server:
-    """What stands in for Ray's `LLMServer`, with an engine of so many requests and rates."""
+    """What stands in for Ray's `LLMServer`, with an engine of these requests and rates."""
 
     rates = 9e9
 
@@ -101,7 +101,7 @@ async def test_a_replica_announces_what_is_measured_and_its_load():
     assert (said.worker, said.model, said.node.source) == ("w", "plain", "measured")
     assert (said.node.flops_per_s, said.kv_bytes_per_token) == (9e9, 1024.0)
     assert (said.device_blocks, said.block_tokens, said.max_sequences) == (1000, 16, 8)
-    assert said.measured == {}, "rows that nobody reads would travel with every count"
+    assert said.measured == {}, "rows that no router reads would travel with every count"
     assert found["kappa_load"] == {"time_s": 1000.0, "running": 3}
 
 

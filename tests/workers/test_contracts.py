@@ -240,7 +240,7 @@ SOURCES = {
     "ray.llm._internal.serve.core.ingress.router:_get_routing_payload_from_body": (
         "SimpleNamespace(**data)",
     ),
-    # Elsewhere a replica that took a request is named, and its end is told.
+    # Elsewhere a replica that took a request is named, and its end is reported.
     "ray.serve._private.router:AsyncioRouter._route_and_send_request_once": (
         "self._register_completion_callback(result, replica, pr)",
         "on_request_routed(\n                    pr, replica.replica_id, result",
