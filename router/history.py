@@ -104,7 +104,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _SentPrompt:
     """Blocks in the order of their prompt; stale: how many of them a later prompt used, too."""
 
     blocks: UInt64s
@@ -120,7 +120,7 @@ class _Recency:
 
     def __init__(self, blocks: int) -> None:
         self._last = HashTable(min(blocks, UNKNOWN_BLOCKS), _MAX_LOAD)
-        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._prompts: OrderedDict[int, _SentPrompt] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._last)
@@ -138,7 +138,7 @@ class _Recency:
                 if 2 * prompt.stale > len(prompt.blocks):
                     self._tidy(earlier, prompt)
         if len(blocks):
-            self._prompts[number] = _Prompt(blocks)
+            self._prompts[number] = _SentPrompt(blocks)
         return before
 
     def shrink_to(self, most: int) -> UInt64s:
@@ -161,7 +161,7 @@ class _Recency:
         prompts = itertools.takewhile(lambda item: item[0] <= number, self._prompts.items())
         return sum(len(prompt.blocks) - prompt.stale for _, prompt in prompts)
 
-    def _tidy(self, number: int, prompt: _Prompt) -> None:
+    def _tidy(self, number: int, prompt: _SentPrompt) -> None:
         """Forget which of its blocks a later prompt used."""
         prompt.blocks = prompt.blocks[self._last.find(prompt.blocks)[0] == number]
         prompt.stale = 0
