@@ -14,14 +14,15 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import structlog
-import torch
 from numpy.typing import NDArray
+
+from workers.rows import Ids, Table, copy_rows
 
 log = structlog.get_logger(__name__)
 
@@ -34,8 +35,6 @@ _CALL_BYTES, _CALLS = 512 << 10, 4
 _TRIAL_BYTES, _TRIALS, _TRIAL_S = 64 << 20, 5, 1.0
 _NO_SUM = -1
 
-Ids = NDArray[np.int64]
-
 
 class DiskError(RuntimeError):
     """The file cannot be had; the message names the folder and the remedy."""
@@ -47,12 +46,14 @@ def row_bytes(width: int) -> int:
 
 
 class Stage:
-    """Page-aligned memory that rows pass through, for one thread."""
+    """Page-aligned memory that rows pass through, for one thread. columns: the blocks of tables
+    `widths` bytes wide in those rows, side by side."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, widths: Sequence[int]) -> None:
         self.rows = max(_STAGE_BYTES // size, 1)
         self.bytes = memoryview(mmap.mmap(-1, self.rows * size))
-        self.tensor = torch.frombuffer(self.bytes, dtype=torch.int8).view(self.rows, size)
+        whole = np.frombuffer(self.bytes, dtype=np.int8).reshape(self.rows, size)
+        self.columns = [whole[:, a:b] for a, b in pairwise(accumulate(widths, initial=0))]
 
     def parts(self, count: int) -> list[slice]:
         """Of so many rows, those that pass at a time."""
@@ -68,8 +69,7 @@ class DiskFile:
     """
 
     def __init__(self, folder: Path, rows: int, widths: Sequence[int]) -> None:
-        ends = np.cumsum([0, *widths]).tolist()
-        self._columns, self._width = list(pairwise(ends)), ends[-1]
+        self._width = sum(widths)
         self.row_bytes, self._fd = row_bytes(self._width), -1
         try:
             self._fd, name = tempfile.mkstemp(prefix="kappa-kv-", dir=folder)
@@ -90,28 +90,26 @@ class DiskFile:
             self.direct = False
             log.warning("disk_through_page_cache", folder=str(folder))
         self._sums = np.full(rows, _NO_SUM, dtype=np.int64)
-        self._reading, self._writing = Stage(self.row_bytes), Stage(self.row_bytes)
+        self._reading, self._writing = (Stage(self.row_bytes, widths) for _ in range(2))
         self._calls = ThreadPoolExecutor(_CALLS, "kappa-disk")
 
-    def read(self, rows: Ids, dst: Sequence[torch.Tensor], dst_ids: Ids) -> NDArray[np.bool_]:
-        """Copy `rows` to blocks `dst_ids` of tensors (none: only read); which came whole."""
+    def read(self, rows: Ids, dst: Sequence[Table], dst_ids: Ids) -> NDArray[np.bool_]:
+        """Copy `rows` to blocks `dst_ids` of tables (none: only read); which came whole."""
         whole, stage = np.zeros(len(rows), dtype=np.bool_), self._reading
         for part in stage.parts(len(rows)):
             good = self._moved(os.preadv, stage, rows[part])
             good &= self._sums[rows[part]] == self._summed(stage, len(good))
             whole[part] = good
-            places, taken = torch.from_numpy(dst_ids[part][good]), torch.from_numpy(good)
-            for tensor, (start, stop) in zip(dst, self._columns, strict=False):
-                tensor.index_copy_(0, places, stage.tensor[: len(good), start:stop][taken])
+            if dst:
+                copy_rows(dst, dst_ids[part][good], stage.columns, np.flatnonzero(good))
         return whole
 
-    def write(self, src: Sequence[torch.Tensor], src_ids: Ids, rows: Ids) -> bool:
-        """Copy blocks `src_ids` of tensors to `rows`; False: some are not there."""
+    def write(self, src: Sequence[Table], src_ids: Ids, rows: Ids) -> bool:
+        """Copy blocks `src_ids` of tables to `rows`; False: some are not there."""
         stage = self._writing
         for part in stage.parts(len(rows)):
-            blocks = torch.from_numpy(src_ids[part])
-            for tensor, (start, stop) in zip(src, self._columns, strict=True):
-                stage.tensor[: len(blocks), start:stop] = tensor.index_select(0, blocks)
+            blocks = src_ids[part]
+            copy_rows(stage.columns, np.arange(len(blocks)), src, blocks)
             sums = self._summed(stage, len(blocks))
             there = self._moved(os.pwritev, stage, rows[part])
             self._sums[rows[part]] = np.where(there, sums, _NO_SUM)
@@ -163,7 +161,8 @@ def measure_disk(folder: Path, block_bytes: int) -> dict[str, Any]:
     count, read = max(_TRIAL_BYTES // row_bytes(block_bytes), 1), []
     file = DiskFile(folder, count, [block_bytes])
     try:
-        some, every = torch.randint(-128, 127, (8, block_bytes), dtype=torch.int8), np.arange(count)
+        some = np.frombuffer(os.urandom(8 * block_bytes), dtype=np.int8).reshape(8, block_bytes)
+        every = np.arange(count)
         if not file.write([some], every % 8, every):
             raise DiskError(f"engine.disk_dir {folder}: a write failed; the log says why")
         for size in sorted({1, min(8, count), min(64, count), count}):

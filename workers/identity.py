@@ -19,6 +19,7 @@ from kappa.protocol import Announcement
 from kappa.settings.engine import TransferSettings, share_bytes
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
+from workers.disk_file import row_bytes
 from workers.vllm.arguments import (
     BY_SHARE,
     Endpoints,
@@ -138,8 +139,6 @@ class WorkerPlan:
 
     @property
     def disk_blocks(self) -> int:
-        from workers.disk_file import row_bytes  # imports torch, which who plans need not have
-
         return self.tier.disk_bytes // row_bytes(int(self.block_bytes))
 
     def engine_tier(self, rank: int, measured: Mapping[str, Any], server: str = "") -> EngineTier:

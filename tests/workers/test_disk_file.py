@@ -5,7 +5,6 @@ import os
 
 import numpy as np
 import pytest
-import torch
 
 from workers import disk_file
 from workers.disk_file import ALIGN, DiskError, DiskFile, measure_disk, row_bytes
@@ -23,15 +22,12 @@ def file(tmp_path):
 
 
 def blocks(seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(-128, 128, (BLOCKS, width), dtype=torch.int8, generator=generator)
-        for width in WIDTHS
-    ]
+    rng = np.random.default_rng(seed)
+    return [rng.integers(-128, 128, (BLOCKS, width), dtype=np.int8) for width in WIDTHS]
 
 
 def empty():
-    return [torch.zeros((BLOCKS, width), dtype=torch.int8) for width in WIDTHS]
+    return [np.zeros((BLOCKS, width), dtype=np.int8) for width in WIDTHS]
 
 
 def behind(file):
@@ -51,7 +47,7 @@ def test_rows_come_back_byte_for_byte_wherever_they_are(file, monkeypatch):
     places = rng.permutation(BLOCKS)[:20]
     assert file.read(rows[order], got, places).all()
     for tensor, wanted in zip(got, source, strict=True):
-        assert torch.equal(tensor[places], wanted[ids[order]])
+        assert np.array_equal(tensor[places], wanted[ids[order]])
         assert not tensor[np.setdiff1d(np.arange(BLOCKS), places)].any()
 
 
@@ -74,7 +70,7 @@ def test_a_row_that_was_changed_cut_short_or_never_written_does_not_come(file):
         raw.truncate(10 * file.row_bytes + 100)
     whole = file.read(np.arange(14), got, np.arange(14))
     assert np.flatnonzero(~whole).tolist() == [4, 10, 11, 12, 13]
-    assert torch.equal(got[0][6], source[0][6])
+    assert np.array_equal(got[0][6], source[0][6])
     assert not got[0][4].any() and not got[1][10].any(), "nothing untrue was copied"
 
 
@@ -83,7 +79,7 @@ def test_a_row_written_anew_holds_the_new_block(file):
     assert file.write(first, np.arange(4), np.arange(4))
     assert file.write(second, np.array([2]), np.array([1]))
     assert file.read(np.arange(4), got, np.arange(4)).all()
-    assert torch.equal(got[1][1], second[1][2]) and torch.equal(got[1][2], first[1][2])
+    assert np.array_equal(got[1][1], second[1][2]) and np.array_equal(got[1][2], first[1][2])
 
 
 def test_a_write_that_fails_leaves_rows_that_do_not_come(file, monkeypatch):

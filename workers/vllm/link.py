@@ -17,6 +17,7 @@ import torch
 from vllm.v1.kv_offload.base import TransferResult
 
 from scheduler.link_order import LOADS_FIRST, LinkOrder
+from workers.rows import copy_rows
 from workers.vllm.options import LinkRules
 
 log = structlog.get_logger(__name__)
@@ -201,10 +202,14 @@ class LinkQueue:
 
 class Route:
     """Where a direction's blocks come from and go to: int8 tensors of shape (blocks, bytes of one
-    block), pairwise."""
+    block), pairwise, in host memory.
+
+    Raises:
+        TypeError: they lie elsewhere.
+    """
 
     def __init__(self, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) -> None:
-        self.src, self.dst = src, dst
+        self.src, self.dst = ([tensor.numpy() for tensor in side] for side in (src, dst))
 
     def disk_blocks(self, _src_ids: np.ndarray) -> int:
         """How many of these blocks are read from a disk."""
@@ -212,15 +217,13 @@ class Route:
 
     def copy(self, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
         """Raises:
-        IndexError, RuntimeError: there is no such block.
+        IndexError: there is no such block.
         """
-        for number in range(len(self.src)):
-            self.copy_layer(number, src_ids, dst_ids)
+        copy_rows(self.dst, dst_ids, self.src, src_ids)
 
     def copy_layer(self, number: int, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
         """The blocks' part in one pair of tensors; raises as `copy`."""
-        take, put = torch.from_numpy(src_ids), torch.from_numpy(dst_ids)
-        self.dst[number].index_copy_(0, put, self.src[number].index_select(0, take))
+        copy_rows([self.dst[number]], dst_ids, [self.src[number]], src_ids)
 
 
 class Link:
