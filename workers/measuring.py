@@ -30,7 +30,7 @@ _PROFILE_TIMEOUT_S = 60.0
 _READ_BACK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.1
 # Of the file: what an older one has means something else.
-_PROFILE_FORMAT = 3
+_PROFILE_FORMAT = 4
 
 
 class Measuring:
