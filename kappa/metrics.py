@@ -223,6 +223,9 @@ RETRIES = _counter(
     "requests tried elsewhere, by the node that failed them and why",
     "node", "why",
 )  # fmt: skip
+ENDS_LOST = _counter(
+    "kappa_request_ends_lost", "requests of which the front door said no more, and no end"
+)
 BREAKER_OPEN = _gauge(
     "kappa_breaker_open", "circuit breaker of a node: 0 closed, 0.5 half open, 1 open", "node"
 )
@@ -248,7 +251,7 @@ ADDING: frozenset[str] = frozenset(
         DECISIONS, REQUESTS, RATIO, PREDICTED_TTFT, TTFT, TTFT_ERROR, DECISION_SECONDS,
         TOKENIZE_SECONDS, RESERVATIONS, STREAM_GAPS, OUTPUT_TOKENS, TENANT_REQUESTS,
         KEY_FILE_READS, PREFILLS, ROLLOUT_REQUESTS, ROLLOUT_TTFT, SHADOWS, SHADOW_SAVING, RETRIES,
-        BREAKER_OPENED, TASK_RESTARTS, RECORD_DROPPED,
+        ENDS_LOST, BREAKER_OPENED, TASK_RESTARTS, RECORD_DROPPED,
     )
 )  # fmt: skip
 """What each of several ingresses counts of its own requests; the rest is in workers' reports."""

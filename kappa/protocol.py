@@ -59,6 +59,18 @@ APPROX_KEY = "kappa_approx"
 PEER_PARAM = "kappa_peer"
 PROMPT_ENGINES = ("torch", "emulated")
 
+# Headers between the front door's Envoy, its decider and the workers; a client's own of these names
+# are removed before anything else. In the decider's answer to Envoy: servers in the order in which
+# they are tried, `HOST:PORT,HOST:PORT`, which no server sees.
+ENDPOINT_HEADER = "x-gateway-destination-endpoint"
+# From the decider to a worker: the request's id in the decider, and fields that the worker puts
+# into the body (JSON). By the server, on each attempt: the cluster's secret.
+TO_ID_HEADER = "x-kappa-to-id"
+TO_BODY_HEADER = "x-kappa-to-body"
+TO_SECRET_HEADER = "x-kappa-to-secret"
+# In a worker's 429 or 503: nothing was computed, and the request may be tried at another.
+RETRY_HEADER = "x-kappa-retry"
+
 # Charges are kept of so many tenants, here and in whatever adds them up.
 MAX_TENANTS = 1024
 # Of the classes of priority, 0 first.

@@ -152,14 +152,39 @@ class AccessSettings(Section):
     )
 
 
+class TlsSettings(Section):
+    """The endpoint's certificate, with its chain, and its private key without a password: files in
+    PEM. A new pair that is moved into their place is taken without a restart."""
+
+    cert: str = Field(min_length=1)
+    key: str = Field(min_length=1)
+
+
 class HttpSettings(Section):
-    """Where the endpoint listens."""
+    """Where the endpoint listens, and what carries its bytes."""
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free port")
     replicas: int = Field(
         1, ge=1, le=64, description="ingresses; one that dies takes only its own open streams along"
     )
+    data_plane: Literal["envoy", "python"] = Field(
+        "python", description="what carries requests and answers; envoy: an Envoy before the router"
+    )
+    tls: TlsSettings | None = Field(None, description="of an envoy; null: it speaks plain HTTP")
+    decider_away: Literal["refuse", "least_request"] = Field(
+        "refuse",
+        description="what an envoy does while the router is not there: 503, or the least loaded "
+        "worker, without looking at keys",
+    )
+
+    @model_validator(mode="after")
+    def _envoy_for_what_it_alone_does(self) -> HttpSettings:
+        if self.data_plane != "envoy":
+            for name in ("tls", "decider_away"):
+                if getattr(self, name) not in (None, "refuse"):
+                    raise ValueError(f"{name} needs an Envoy: give data_plane: envoy, or drop it")
+        return self
 
     @property
     def loopback(self) -> bool:
@@ -180,4 +205,14 @@ def open_door(tenants: TenantSettings, access: AccessSettings, http: HttpSetting
         f"listens on {http.host}, beyond this machine, and serves anybody without a key: give "
         "tenants.keys_file and tenants.unknown: refuse, or say access.allow_open: true "
         "(--allow-open) if a proxy or network policy guards it"
+    )
+
+
+def unguarded(tenants: TenantSettings, http: HttpSettings) -> str | None:
+    """Why an endpoint that must know everybody cannot do so all the time; None if it does."""
+    if http.decider_away == "refuse" or not tenants.closed:
+        return None
+    return (
+        f"http.decider_away: {http.decider_away} serves anybody while the router is not there, and "
+        "tenants.unknown: refuse nobody without a key: give http.decider_away: refuse"
     )

@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
+from kappa.settings.access import (
+    AccessSettings,
+    HttpSettings,
+    TenantSettings,
+    open_door,
+    unguarded,
+)
 from kappa.settings.base import Fault, Section, refuse, settings_from
 from kappa.settings.engine import EngineSettings, SchedulerSettings, TransferSettings
 from kappa.settings.pools import (
@@ -77,7 +83,10 @@ class ClusterSettings(Section):
         faults += pool_faults(self.pools, self.model)
         faults += engine_faults(self.pools, self.engine)
         door = open_door(self.tenants, self.access, self.http)
-        refuse([*faults, *([((), f"http.host {door}")] if door else [])])
+        faults += [((), f"http.host {door}")] if door else []
+        guard = unguarded(self.tenants, self.http)
+        faults += [((), guard)] if guard else []
+        refuse(faults)
         return self
 
     @property

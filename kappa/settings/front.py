@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
 
 from kappa.checks import http_parts
-from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
+from kappa.settings.access import (
+    AccessSettings,
+    HttpSettings,
+    TenantSettings,
+    open_door,
+    unguarded,
+)
 from kappa.settings.base import Finite, Section, settings_from
 from kappa.settings.pools import Name, ProfileName, ShapeName
 from kappa.settings.routing import ObservingSettings, RouterSettings
@@ -28,7 +35,15 @@ def _server_url(value: str) -> str:
     return value.rstrip("/").removesuffix("/v1")
 
 
+def _passed_path(value: str) -> str:
+    """A path as clients send it; ValueError says what is wrong."""
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", value) or {".", ".."} & set(value.split("/")):
+        raise ValueError(f"{value!r} is no path: give one such as /v1/files")
+    return value
+
+
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
+PassedPath = Annotated[str, AfterValidator(_passed_path)]
 
 
 class BackendSettings(Section):
@@ -104,6 +119,9 @@ class ListenSettings(HttpSettings):
 
     port: int = Field(8080, ge=0, le=65535)
     replicas: Literal[1] = 1
+    data_plane: Literal["python", "envoy"] = Field(
+        "python", description="what passes requests and answers on"
+    )
 
 
 class FrontSettings(Section):
@@ -133,6 +151,14 @@ class FrontSettings(Section):
     observing: ObservingSettings = ObservingSettings()
     block_tokens: int = Field(
         16, ge=1, le=4096, description="of servers that publish events: vLLM's --block-size"
+    )
+    passed: tuple[PassedPath, ...] = Field(
+        (), description="paths of servers that clients may reach besides inference, as /v1/files"
+    )
+    ca: FilePath | None = Field(
+        None,
+        description="certificates (PEM) by which servers with https are verified; default: "
+        "the system's",
     )
     drain_s: Finite = Field(30.0, ge=1, description="at the end: for requests that are open")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
@@ -166,6 +192,9 @@ class FrontSettings(Section):
         fault = open_door(self.tenants, self.access, self.http)
         if fault is not None:
             raise ValueError(f"http.host {fault}")
+        guard = unguarded(self.tenants, self.http)
+        if guard is not None:
+            raise ValueError(guard)
         return self
 
 
