@@ -1,0 +1,25 @@
+-- Before each attempt at a server but the first: a request that some server may have begun to
+-- compute goes on only if the decider says so. What it says instead is the client's answer.
+local PASSED_ON = { "x-kappa-to-id", "x-request-id", "x-envoy-attempt-count" }
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  local id = headers:get("x-kappa-to-id")
+  -- Without an id nobody decided (`decider_away: least_request`), and nobody can be asked now.
+  if id == nil or headers:get("x-envoy-attempt-count") == "1" then
+    return
+  end
+  local question = { [":method"] = "POST", [":authority"] = "decider", [":path"] = AGAIN .. id }
+  for _, name in ipairs(PASSED_ON) do
+    question[name] = headers:get(name)
+  end
+  local answer, body = handle:httpCall("decider", question, "", DECIDE_MS)
+  if answer[":status"] == "200" then
+    return
+  end
+  if answer["content-type"] ~= "application/json" then
+    answer = { [":status"] = "503", ["content-type"] = "application/json", ["retry-after"] = "1" }
+    body = AWAY
+  end
+  handle:respond(answer, body)
+end

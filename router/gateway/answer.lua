@@ -1,0 +1,64 @@
+-- Tells the decider that a foreign server's answer has its first token, and at its end what it
+-- ended with, how many events it had, and whom it says to come from.
+local DECIDED = "envoy.filters.http.ext_authz"
+-- In an event with a token; announcements and comments have neither.
+local MARKS = { '"choices"', "delta" }
+local EVENT = "data: {"
+
+local function has_token(bytes)
+  for _, mark in ipairs(MARKS) do
+    if string.find(bytes, mark, 1, true) then
+      return true
+    end
+  end
+  return false
+end
+
+local function events_in(bytes)
+  local count, at = 0, string.find(bytes, EVENT, 1, true)
+  while at do
+    count, at = count + 1, string.find(bytes, EVENT, at + #EVENT, true)
+  end
+  return count
+end
+
+function envoy_on_response(handle)
+  local decided = handle:streamInfo():dynamicMetadata():get(DECIDED)
+  local id = decided and decided["x-kappa-to-id"]
+  if id == nil then
+    return
+  end
+  local kind = handle:headers():get("content-type") or ""
+  local streamed = string.find(kind, "text/event-stream", 1, true) == 1
+  local from = FROM_HEADER ~= "" and handle:headers():get(FROM_HEADER) or ""
+  local function tell(path, body, events)
+    local headers = { [":method"] = "POST", [":authority"] = "decider", [":path"] = path .. id }
+    headers[EVENTS_HEADER], headers[TOLD_HEADER] = tostring(events), from
+    handle:httpCall("decider", headers, body, 1000, true)
+  end
+  local begun, events, seam = not streamed, 0, ""
+  -- The last bytes are kept in pieces: to join them for every chunk costs more than all else here.
+  local pieces, first, last, held = {}, 1, 0, 0
+  for chunk in handle:bodyChunks() do
+    local length = chunk:length()
+    local kept = streamed and length or math.min(length, TAIL_BYTES)
+    local bytes = chunk:getBytes(length - kept, kept)
+    if not begun and has_token(bytes) then
+      begun = true
+      tell(FIRST, "", 0)
+    end
+    if streamed then
+      -- What parts an event's beginning stands in no chunk as a whole.
+      events = events + events_in(bytes) + events_in(seam .. string.sub(bytes, 1, #EVENT - 1))
+      seam = string.sub(seam .. string.sub(bytes, 1 - #EVENT), 1 - #EVENT)
+    end
+    last = last + 1
+    pieces[last] = string.sub(bytes, -TAIL_BYTES)
+    held = held + #pieces[last]
+    while held - #pieces[first] >= TAIL_BYTES do
+      held = held - #pieces[first]
+      pieces[first], first = nil, first + 1
+    end
+  end
+  tell(TAIL, string.sub(table.concat(pieces, "", first, last), -TAIL_BYTES), events)
+end

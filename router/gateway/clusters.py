@@ -1,0 +1,214 @@
+"""Envoy's clusters: the servers with what an attempt at each needs, the decider, the face. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kappa.protocol import ENDPOINT_HEADER, TO_SECRET_HEADER
+from router.gateway.spec import (
+    AGAIN,
+    EVENTS_HEADER,
+    FIRST,
+    TAIL,
+    TAIL_BYTES,
+    TOLD_HEADER,
+    GatewaySpec,
+)
+
+Json = dict[str, Any]
+
+TYPES = "type.googleapis.com/envoy."
+SERVERS, DECIDER, FACE, EVENTS = "servers", "decider", "face", "events"
+# Where Envoy keeps what the decider's answer says of the request, out of any server's sight.
+DECIDED = "envoy.filters.http.ext_authz"
+# Of an endpoint's metadata: what is sent to it alone, and that a request without a list may go to.
+OF_SERVER, OPEN = "kappa", "open"
+_HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+# uvicorn closes a connection that was idle for 5 s; a request on its way then would be lost.
+_SERVER_IDLE_S = 4.0
+# The decider's answer may hold 48 kB for the worker's middleware.
+_ANSWER_HEADERS_KB = 96
+
+
+def seconds(value: float) -> str:
+    """A duration as protobuf's JSON has it."""
+    return f"{value:.9f}".rstrip("0").rstrip(".") + "s"
+
+
+def extension(name: str, kind: str, **config: Any) -> Json:
+    """A typed extension; kind: its message without `envoy.`."""
+    return {"name": name, "typed_config": {"@type": TYPES + kind, **config}}
+
+
+def lua(name: str, script: str, **constants: str | int) -> Json:
+    """A filter that runs a script of this folder, with constants that stand before it."""
+    lines = [f"local {key} = {_literal(value)}" for key, value in constants.items()]
+    source = (Path(__file__).parent / script).read_text(encoding="utf-8")
+    code = {"inline_string": "\n".join([*lines, source])}
+    kind = "extensions.filters.http.lua.v3.Lua"
+    return extension(name, kind, default_source_code=code)
+
+
+def _literal(value: str | int) -> str:
+    return f"[==[{value}]==]" if isinstance(value, str) else str(value)
+
+
+def clusters(spec: GatewaySpec, away: str) -> list[Json]:
+    """All of a front door's; away: the body of an answer while the decider is not there."""
+    return [
+        _servers(spec, away),
+        _local(spec, DECIDER, spec.decider_socket),
+        _local(spec, FACE, spec.face_socket),
+        _local(spec, EVENTS, spec.events_socket, grpc=True),
+    ]
+
+
+def _local(spec: GatewaySpec, name: str, socket: Path, *, grpc: bool = False) -> Json:
+    """A process of ours behind a Unix socket."""
+    endpoint = {"endpoint": {"address": {"pipe": {"path": str(socket)}}}}
+    http: Json = {"http2_protocol_options": {}} if grpc else {"http_protocol_options": {}}
+    return {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": seconds(spec.bounds.connect_s),
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
+        "circuit_breakers": _breakers(spec),
+        "typed_extension_protocol_options": {
+            _HTTP: {
+                "@type": f"type.googleapis.com/{_HTTP}",
+                "common_http_protocol_options": {"max_response_headers_kb": _ANSWER_HEADERS_KB},
+                "explicit_http_config": http,
+            }
+        },
+    }
+
+
+def _breakers(spec: GatewaySpec) -> Json:
+    """As many as clients may have: what is too much the decider says, or the overload manager."""
+    most = spec.bounds.connections
+    return {
+        "thresholds": [
+            {"max_connections": most, "max_pending_requests": most, "max_requests": most,
+             "max_retries": most}
+        ]
+    }  # fmt: skip
+
+
+def _servers(spec: GatewaySpec, away: str) -> Json:
+    """Every server, followed from a watched file. A request goes to those of the decider's list, in
+    order, and without a list nowhere, or, with `least_request`, to those that are `OPEN`."""
+    file = spec.endpoints_file
+    return {
+        "name": SERVERS,
+        "type": "EDS",
+        "connect_timeout": seconds(spec.bounds.connect_s),
+        "eds_cluster_config": {
+            "service_name": SERVERS,
+            "eds_config": {
+                "resource_api_version": "V3",
+                "path_config_source": {
+                    "path": str(file),
+                    "watched_directory": {"path": str(file.parent)},
+                },
+            },
+        },
+        "load_balancing_policy": _by_the_list(),
+        # What else changed of an endpoint, such as that it drains, must not wait.
+        "common_lb_config": {
+            "update_merge_window": "0s",
+            "healthy_panic_threshold": {"value": 0},
+        },
+        "circuit_breakers": _breakers(spec),
+        **_transport(spec),
+        "typed_extension_protocol_options": {
+            _HTTP: {
+                "@type": f"type.googleapis.com/{_HTTP}",
+                "common_http_protocol_options": {"idle_timeout": seconds(_SERVER_IDLE_S)},
+                "explicit_http_config": {"http_protocol_options": {}},
+                "http_filters": _attempt_filters(spec, away),
+            }
+        },
+    }
+
+
+def _by_the_list() -> Json:
+    least = _policy("least_request", "LeastRequest")
+    others = _policy(
+        "subset",
+        "Subset",
+        fallback_policy="NO_FALLBACK",
+        subset_selectors=[{"keys": [OPEN]}],
+        subset_lb_policy=least,
+    )
+    source = {"metadata": {"key": DECIDED, "path": [{"key": ENDPOINT_HEADER}]}}
+    return _policy(
+        "override_host", "OverrideHost", override_host_sources=[source], fallback_policy=others
+    )
+
+
+def _policy(name: str, message: str, **config: Any) -> Json:
+    kind = f"extensions.load_balancing_policies.{name}.v3.{message}"
+    made = extension(f"envoy.load_balancing_policies.{name}", kind, **config)
+    return {"policies": [{"typed_extension_config": made}]}
+
+
+def _transport(spec: GatewaySpec) -> Json:
+    """TLS to the endpoints that say so, each by its own name."""
+    if spec.ca is None:
+        return {}
+    verified = {"trusted_ca": {"filename": str(spec.ca)}}
+    tls = extension(
+        "envoy.transport_sockets.tls",
+        "extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+        auto_host_sni=True,
+        auto_sni_san_validation=True,
+        common_tls_context={"validation_context": verified},
+    )
+    plain = extension(
+        "envoy.transport_sockets.raw_buffer",
+        "extensions.transport_sockets.raw_buffer.v3.RawBuffer",
+    )
+    return {
+        "transport_socket_matches": [
+            {"name": "tls", "match": {"tls": True}, "transport_socket": tls},
+            {"name": "plain", "match": {}, "transport_socket": plain},
+        ]
+    }
+
+
+def _attempt_filters(spec: GatewaySpec, away: str) -> list[Json]:
+    """What is done for each attempt, once its server is chosen."""
+    decide_ms = round(spec.bounds.decide_s * 1000)
+    again = lua("again", "again.lua", AGAIN=AGAIN, DECIDE_MS=decide_ms, AWAY=away)
+    if spec.foreign:
+        of_server = {"x-kappa-to-key": "key", "x-kappa-to-prefix": "prefix"}
+        more = [lua("server", "server.lua")]
+    else:
+        of_server, more = {TO_SECRET_HEADER: "secret"}, []
+    # A mutation stays for the next attempt, so what another server was sent goes first.
+    mutations: list[Json] = []
+    for header, key in of_server.items():
+        value = f"%UPSTREAM_METADATA({OF_SERVER}:{key})%"
+        mutations += [{"remove": header}, {"append": {"header": {"key": header, "value": value}}}]
+    headers = extension(
+        "of_server",
+        "extensions.filters.http.header_mutation.v3.HeaderMutation",
+        mutations={"request_mutations": mutations},
+    )
+    codec = extension(
+        "envoy.filters.http.upstream_codec",
+        "extensions.filters.http.upstream_codec.v3.UpstreamCodec",
+    )
+    return [again, headers, *more, codec]
+
+
+def tails(spec: GatewaySpec) -> list[Json]:
+    """The filter by which the decider hears of a foreign server's answer."""
+    if not spec.foreign:
+        return []
+    constants: dict[str, str | int] = {
+        "FIRST": FIRST, "TAIL": TAIL, "TAIL_BYTES": TAIL_BYTES, "EVENTS_HEADER": EVENTS_HEADER,
+        "TOLD_HEADER": TOLD_HEADER, "FROM_HEADER": spec.from_header.lower(),
+    }  # fmt: skip
+    return [lua("answer", "answer.lua", **constants)]

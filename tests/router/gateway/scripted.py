@@ -1,0 +1,123 @@
+"""A decider before servers that are only names, with a live router that decides among them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import numpy as np
+
+from router.api import errors
+from router.api.app import Access, Door
+from router.decision import RouteRequest
+from router.gateway.authz import Inquiry
+from router.gateway.decider import Decider, DeciderRule
+from router.gateway.events import StreamEnd
+from router.gateway.scene import Reading, Used
+from router.live.live_router import LiveRouter
+from router.live.membership import MembershipRule
+from router.live.replica_registry import ReplicaRegistry
+from router.policy import policy_named
+from router.router import RouterConfig
+from tests.router.building import announcement
+
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
+
+
+class Followed:
+    """Of a worker that answers and tells nothing."""
+
+    synced = connected = alive = True
+
+    def __init__(self):
+        self.events = Counter()
+
+    async def close(self):
+        pass
+
+
+class ScriptedScene:
+    """Servers `a`, `b`, ... at 10.0.0.1:80 and so on. dead: those that do not live; hold: bodies
+    are not read while it is not set; ends: what was called with each flight that ended."""
+
+    priced, passed = frozenset((CHAT, "/v1/messages")), frozenset((EMBEDDINGS,))
+
+    def __init__(self, workers):
+        self.workers, self.dead, self.ends, self.moves = workers, set(), [], []
+        self.hold, self.via = asyncio.Event(), ""
+        self.hold.set()
+        registry = ReplicaRegistry()
+        rule = MembershipRule(follow=lambda announced, listener: Followed())
+        config = RouterConfig(policy=policy_named("ttft"), secret=7, stale_after_s=1e9)
+        self.live = LiveRouter(config, None, rule, registry=registry)
+        registry.publish("d", {one: announcement(one).to_dict() for one in workers})
+
+    async def read(self, asked):
+        await self.hold.wait()
+        data = json.loads(asked.body or b"{}")
+        if data.get("model") == "none":
+            raise errors.UNKNOWN_MODEL(model="none", served="m")
+        tokens = None if asked.path in self.passed else np.arange(data.get("tokens", 100))
+        request = RouteRequest(asked.request_id, tokens, data.get("max_tokens", 0))
+        streamed = data.get("stream", False)
+        return Reading(request, request.max_tokens, streamed, data.get("repeatable", True))
+
+    def decide(self, request, tenant):
+        decision = self.live.route(request, tenant)
+        return SimpleNamespace(decision=decision, via=self.via)
+
+    def others(self, flight, request):
+        return [] if flight.via else [one for one in self.workers if one not in self.dead]
+
+    def address(self, name):
+        return name if name == self.via else f"10.0.0.{1 + self.workers.index(name)}:80"
+
+    def headers(self, flight, asked):
+        return {"x-kappa-to-body": "{}"}
+
+    def arrived(self, flight, request, at):
+        self.moves.append((flight.decision.worker, at))
+
+    def used(self, flight, tail):
+        return Used(*map(int, tail.split())) if tail else None
+
+    async def lives(self, worker):
+        if worker in self.dead:
+            self.live.worker_died(worker)
+        return worker not in self.dead
+
+    def ended(self, flight, end):
+        self.ends.append((flight.decision.worker, end))
+        self.live.release(flight.decision.request_id, end)
+
+
+@asynccontextmanager
+async def deciding(*workers, access=None, **rule):
+    """A decider before these workers: itself, its scene, its door, and ways to use it."""
+    scene = ScriptedScene(workers or ("a", "b"))
+    door = Door(access or Access())
+    decider = Decider(scene, door, DeciderRule(**rule))
+    while len(scene.live.router.workers) < len(scene.workers):
+        await asyncio.sleep(0)
+
+    async def ask(path=CHAT, body=None, headers=None, method="POST"):
+        raw = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        return await decider.decide(Inquiry(method, path, headers or {}, raw))
+
+    async def admit(length, headers=None, path=CHAT):
+        given = {} if length is None else {"content-length": str(length)}
+        return await decider.decide(Inquiry("POST", path, {**given, **(headers or {})}, None))
+
+    yield SimpleNamespace(
+        decider=decider, scene=scene, door=door, live=scene.live, flights=decider.flights,
+        ask=ask, admit=admit,
+    )  # fmt: skip
+    await scene.live.close()
+
+
+def end(request_id, status=200, flags=(), upstream="10.0.0.1:80", **more):
+    """An entry of Envoy's log."""
+    return StreamEnd(request_id, status, frozenset(flags), upstream=upstream, **more)

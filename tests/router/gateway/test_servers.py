@@ -1,0 +1,369 @@
+"""Where requests go, against a real Envoy: the decider's list, retries, keys, draining, TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from dataclasses import replace
+
+import pytest
+
+from kappa.protocol import ENDPOINT_HEADER, RETRY_HEADER, TO_ID_HEADER, TO_SECRET_HEADER
+from router.gateway.spec import AGAIN, DECIDE, EVENTS_HEADER, FIRST, TAIL, TOLD_HEADER, Endpoint
+from tests.router.gateway.certificates import pair
+from tests.router.gateway.door import CHAT, Answer, open_door
+
+ELSEWHERE = Answer(503, {RETRY_HEADER: "elsewhere"}, b'{"error": "draining"}')
+CUT = Answer(cut=True)
+
+
+def named(name):
+    return lambda heard: Answer(body=name)
+
+
+async def test_it_goes_to_the_first_of_the_list():
+    async with open_door((named(b"a"), named(b"b"))) as door:
+        door.send_to(1, 0)
+        got = await door.ask()
+    assert (got.status, got.body) == (200, b"b")
+
+
+async def test_it_goes_to_the_next_when_one_is_not_there():
+    async with open_door((named(b"a"), named(b"b"))) as door:
+        await door.servers[0].close()
+        door.send_to(0, 1)
+        got = await door.ask()
+    assert (got.status, got.body) == (200, b"b")
+
+
+async def test_it_goes_to_the_next_when_a_worker_says_so():
+    async with open_door((lambda heard: ELSEWHERE, named(b"b"))) as door:
+        door.send_to(0, 1)
+        got = await door.ask(body=b"{}" * 100_000)
+        assert (got.status, got.body) == (200, b"b")
+        assert len(door.servers[1].heard[0].body) == 200_000
+        assert len(door.asked(AGAIN)) == 1
+
+
+async def test_a_refusal_passes_when_a_worker_does_not_say_so():
+    async with open_door((lambda heard: Answer(503, body=b"busy"), named(b"b"))) as door:
+        door.send_to(0, 1)
+        got = await door.ask()
+        assert (got.status, got.body, door.servers[1].heard) == (503, b"busy", [])
+
+
+async def test_a_workers_refusal_passes_when_retries_are_off():
+    async with open_door((lambda heard: ELSEWHERE,)) as door:
+        door.send_to(0, x_envoy_max_retries="0")
+        got = await door.ask()
+    assert (got.status, got.body) == (503, ELSEWHERE.body)
+    assert RETRY_HEADER not in got.headers
+
+
+async def test_a_silent_server_is_given_up_for_the_next():
+    async def never(heard):
+        await asyncio.Event().wait()
+
+    async with open_door((never, named(b"b"))) as door:
+        door.send_to(0, 1, x_envoy_upstream_rq_per_try_timeout_ms="200")
+        got = await door.ask()
+        assert (got.status, got.body, len(door.asked(AGAIN))) == (200, b"b", 1)
+
+
+async def test_a_begun_answer_may_take_longer_than_its_head():
+    async def slow():
+        yield b"begun "
+        await asyncio.sleep(0.8)
+        yield b"ended"
+
+    async with open_door((lambda heard: Answer(chunks=slow()),)) as door:
+        door.send_to(0, x_envoy_upstream_rq_per_try_timeout_ms="400")
+        assert (await door.ask()).body == b"begun ended"
+
+
+async def test_what_else_is_tried_again_the_decider_says():
+    async with open_door((lambda heard: Answer(500), named(b"b"))) as door:
+        door.send_to(0, 1)
+        assert (await door.ask()).status == 500
+        door.send_to(0, 1, x_envoy_retriable_status_codes="429,500")
+        assert (await door.ask()).body == b"b"
+
+
+async def test_a_cut_request_goes_on_only_if_the_decider_says_so():
+    async with open_door((lambda heard: CUT, named(b"b"))) as door:
+        door.send_to(0, 1)
+        decided = door.decider.script
+        poison = Answer(422, {"content-type": "application/json"}, b'{"error": "poison"}')
+        door.decider.script = lambda heard: (
+            poison if heard.target.startswith(AGAIN) else decided(heard)
+        )
+        got = await door.ask()
+        assert (got.status, got.body, door.servers[1].heard) == (422, poison.body, [])
+        (again,) = door.asked(AGAIN)
+        assert again.target == AGAIN + "id-1"
+        assert again.headers["x-envoy-attempt-count"] == "2"
+
+        door.decider.script = decided
+        got = await door.ask()
+        assert (got.status, got.body) == (200, b"b")
+
+
+async def test_a_cut_request_ends_when_the_decider_has_gone():
+    async def then_gone(heard):
+        await door.decider.close()
+        return CUT
+
+    async with open_door((then_gone, named(b"b"))) as door:
+        door.send_to(0, 1)
+        got = await door.ask()
+        assert (got.status, got.error["code"]) == (503, "decider_away")
+        assert door.servers[1].heard == []
+
+
+async def test_a_begun_answer_is_cut_and_not_tried_again():
+    async def begun():
+        yield b"data: 1\n\n"
+
+    async with open_door((lambda heard: Answer(chunks=begun(), cut=True), named(b"b"))) as door:
+        door.send_to(0, 1)
+        got = await door.ask()
+        assert (got.status, got.cut, door.servers[1].heard) == (200, True, [])
+
+
+async def test_it_goes_nowhere_else_than_the_list_says():
+    async with open_door((named(b"a"), named(b"b"))) as door:
+        await door.servers[0].close()
+        door.send_to(0)
+        got = await door.ask()
+        assert (got.status, got.error["code"]) == (503, "no_worker")
+        door.decider.script = lambda heard: Answer(headers={ENDPOINT_HEADER: "127.0.0.1:9"})
+        got = await door.ask()
+        assert (got.status, got.error["code"]) == (503, "no_worker")
+        door.decider.script = lambda heard: Answer(headers={TO_ID_HEADER: "id-1"})
+        got = await door.ask()
+        assert (got.status, got.error["code"]) == (503, "no_worker")
+        assert door.servers[1].heard == []
+
+
+async def test_each_worker_gets_its_own_secret_and_no_keys():
+    def with_secret(at: int, made: Endpoint) -> Endpoint:
+        return replace(made, secret=f"s{at}" if at < 2 else "")
+
+    async with open_door((lambda heard: ELSEWHERE, None, None), with_secret) as door:
+        keys = {"authorization": "Bearer mine", "x_api_key": "mine", "cookie": "mine"}
+        door.send_to(0, 1)
+        await door.ask(**keys)
+        door.send_to(0, 2)
+        await door.ask(**keys)
+        secrets = [[one.headers.get(TO_SECRET_HEADER) for one in s.heard] for s in door.servers]
+        assert secrets == [["s0", "s0"], ["s1"], [None]]
+        heard = [one.headers for server in door.servers for one in server.heard]
+        assert not any("mine" in value for headers in heard for value in headers.values())
+        # The decider sees what the client sent.
+        assert door.decider.heard[0].headers["authorization"] == "Bearer mine"
+
+
+async def test_a_retry_never_carries_another_servers_key_or_prefix():
+    def foreign(at: int, made: Endpoint) -> Endpoint:
+        return [
+            replace(made, key="k0", prefix="/p0"),
+            replace(made, key="k1", prefix="/p1", name="b.example:81"),
+            made,
+        ][at]
+
+    def seen(server):
+        names = ("host", "authorization", "x-api-key")
+        return [(h.target, *(h.headers.get(n) for n in names)) for h in server.heard]
+
+    async with open_door((lambda heard: ELSEWHERE, None, None), foreign, foreign=True) as door:
+        keys = {"authorization": "Bearer mine", "x_api_key": "mine"}
+        for order in ((0, 1), (0, 2)):
+            door.send_to(*order)
+            assert (await door.ask("/v1/chat/completions?a=%2f", **keys)).status == 200
+        path = "/v1/chat/completions?a=%2f"
+        first = ("/p0" + path, door.endpoints[0].address, "Bearer k0", None)
+        assert seen(door.servers[0]) == [first, first]
+        assert seen(door.servers[1]) == [("/p1" + path, "b.example:81", "Bearer k1", None)]
+        # Where nothing is configured the client's own keys reach it.
+        mine = (path, door.endpoints[2].address, "Bearer mine", "mine")
+        assert seen(door.servers[2]) == [mine]
+        heard = [name for server in door.servers for one in server.heard for name in one.headers]
+        assert not {name for name in heard if name.startswith("x-kappa-to-")} - {TO_ID_HEADER}
+
+
+async def test_keys_that_are_ours_reach_no_server_of_anybody():
+    async with open_door((lambda heard: ELSEWHERE, None), foreign=True) as door:
+        door.send_to(0, 1, x_envoy_auth_headers_to_remove="authorization,x-api-key")
+        got = await door.ask(authorization="Bearer mine", x_api_key="mine", x_other="theirs")
+        assert got.status == 200
+        for server in door.servers:
+            (heard,) = server.heard
+            assert heard.headers["x-other"] == "theirs"
+            assert not {"authorization", "x-api-key"} & heard.headers.keys()
+
+
+async def told(door):
+    """What the decider was told of one answer: its first token, if any, and its tail."""
+    async with asyncio.timeout(5):
+        while not door.asked(TAIL):
+            await asyncio.sleep(0.01)
+    return door.asked(FIRST), *door.asked(TAIL)
+
+
+async def test_a_foreign_streams_first_token_and_tail_are_told():
+    seen = asyncio.Event()
+
+    async def chunks():
+        yield b": a comment\n\n"
+        yield b'data: {"type": "response.created"}\n\n'
+        await asyncio.sleep(0.05)
+        assert not door.asked(FIRST)
+        for at in range(20):
+            yield b'data: {"choices": [%d' % at + b" " * 1000 + b"]}\n\n"
+            await seen.wait()
+        yield b'data: {"usage": 7}\n\n'
+
+    stream = {"content-type": "text/event-stream", "x-backend": "b:1"}
+    servers = (lambda heard: Answer(200, stream, chunks=chunks()),)
+    async with open_door(servers, foreign=True, from_header="X-Backend") as door:
+        asking = asyncio.create_task(door.ask(accept_encoding="gzip"))
+        async with asyncio.timeout(5):
+            while not door.asked(FIRST):
+                await asyncio.sleep(0.01)
+        seen.set()
+        got = await asking
+        (first,), tail = await told(door)
+        assert (first.target, tail.target) == ("/first/id-1", "/tail/id-1")
+        assert first.headers[TOLD_HEADER] == tail.headers[TOLD_HEADER] == "b:1"
+        assert tail.headers[EVENTS_HEADER] == "22"
+        assert tail.body == got.body[-4096:] and len(got.body) > 20_000
+        assert "accept-encoding" not in door.servers[0].heard[0].headers
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 1000, 9000])
+async def test_a_foreign_stream_is_told_alike_however_it_is_cut(step):
+    events = (b'data: {"choices": [%d]}%s\n\n' % (at, b" " * (at % 50)) for at in range(160))
+    stream = b"".join(events)[: 300 * step]
+
+    async def chunks():
+        for at in range(0, len(stream), step):
+            yield stream[at : at + step]
+
+    kind = {"content-type": "text/event-stream"}
+    servers = (lambda heard: Answer(200, kind, chunks=chunks()),)
+    async with open_door(servers, foreign=True) as door:
+        assert (await door.ask()).body == stream
+        _, tail = await told(door)
+        assert tail.body == stream[-4096:]
+        assert int(tail.headers[EVENTS_HEADER]) == stream.count(b"data: {")
+
+
+async def test_a_foreign_answer_in_one_has_a_tail_and_no_first_token():
+    body = b'{"choices": ["' + b"x" * 9000 + b'"], "usage": {"completion_tokens": 3}}'
+    async with open_door((named(body),), foreign=True) as door:
+        got = await door.ask()
+        first, tail = await told(door)
+        assert (first, tail.body, got.body) == ([], body[-4096:], body)
+
+
+async def test_nothing_is_told_of_answers_by_workers_of_ours():
+    async with open_door() as door:
+        await door.ask()
+        assert [one.target for one in door.decider.heard] == [DECIDE + CHAT]
+
+
+async def test_what_a_client_would_leave_open_is_cancelled():
+    async def never(heard):
+        await asyncio.Event().wait()
+
+    async with open_door() as door:
+        door.decider.script = never
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await door.ask()
+        async with asyncio.timeout(5):
+            await door.decider.cancelled.wait()
+
+
+async def test_servers_change_while_it_runs():
+    async with open_door((named(b"a"), named(b"b"))) as door:
+        door.file.write(door.endpoints[:1])
+        door.send_to(1)
+        async with asyncio.timeout(5):
+            while (await door.ask()).status == 200:
+                await asyncio.sleep(0.02)
+        door.file.write(door.endpoints)
+        async with asyncio.timeout(5):
+            while (await door.ask()).status != 200:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_draining_server_ends_its_answers_and_gets_no_more():
+    going_on = asyncio.Event()
+
+    async def slow():
+        yield b"begun "
+        await going_on.wait()
+        yield b"ended"
+
+    async with open_door((lambda heard: Answer(chunks=slow()), named(b"b"))) as door:
+        begun = asyncio.create_task(door.ask())
+        async with asyncio.timeout(5):
+            while not door.servers[0].heard:
+                await asyncio.sleep(0.01)
+        door.servers[0].script = named(b"a")
+        door.file.write([replace(door.endpoints[0], draining=True), door.endpoints[1]])
+        door.send_to(0, 1)
+        async with asyncio.timeout(5):
+            while (await door.ask()).body != b"b":
+                await asyncio.sleep(0.02)
+        going_on.set()
+        got = await begun
+        assert (got.body, got.cut) == (b"begun ended", False)
+
+
+async def test_an_ipv6_server_is_reached():
+    async with open_door((None,)) as door:
+        server = door.servers[0]
+        await server.close()
+        server.port = 0
+        try:
+            await server.listen(host="::1")
+        except OSError:
+            pytest.skip("this machine has no IPv6 loopback")
+        door.endpoints[0] = Endpoint("w", "::1", server.port)
+        door.file.write(door.endpoints)
+        door.send_to(0)
+        async with asyncio.timeout(5):
+            while (await door.ask()).status != 200:
+                await asyncio.sleep(0.02)
+        assert server.heard[0].headers["host"] == f"[::1]:{server.port}"
+
+
+async def test_errors_of_our_own_are_json_in_a_messages_shape():
+    async with open_door() as door:
+        await door.servers[0].close()
+        got = await door.ask("/v1/messages")
+    assert got.status == 503
+    assert json.loads(got.body)["error"]["type"] == "overloaded_error"
+
+
+async def test_a_server_with_tls_must_have_its_names_certificate(tmp_path):
+    tls = pair(tmp_path, "a.example")
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(tls.cert, tls.key)
+    async with open_door((named(b"a"), named(b"plain")), ca=tls.cert) as door:
+        server = door.servers[0]
+        await server.close()
+        await server.listen(ssl=server_side)
+        for name, status in (("a.example", 200), ("b.example", 503)):
+            door.endpoints[0] = replace(door.endpoints[0], tls=True, name=name)
+            door.file.write(door.endpoints)
+            async with asyncio.timeout(5):
+                while (await door.ask()).status != status:
+                    await asyncio.sleep(0.02)
+        assert server.heard[0].headers["host"] == "a.example"
+        # One without goes on as before.
+        door.send_to(0, 1)
+        assert (await door.ask()).body == b"plain"
