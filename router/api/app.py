@@ -39,13 +39,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 # Whose errors have Anthropic's shape.
-_MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
-_BODY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *_MESSAGES_PATHS)
+MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_BODY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *MESSAGES_PATHS)
 # What makes engines work, or the ingress: counted against a tenant's limits.
 _LIMITED_PATHS = (*_BODY_PATHS, "/v1/route", "/v1/decisions")
 # What probes ask, who have no key, and the page, which holds no data.
 _OPEN_PATHS = ("/", "/health", "/ready")
 _METRICS_PATH = "/metrics"
+KEY_HEADERS = ("authorization", "x-api-key")
 OPERATOR_PATHS = ("/v1/nodes", "/v1/nodes/profile", "/v1/tenants", "/v1/journal")
 """What concerns the whole cluster. Decisions show a tenant its own ones, an operator all."""
 _ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
@@ -60,6 +61,7 @@ class Access:
 
     replicas: so many ingresses share every tenant's limits. max_outstanding_bodies: requests at a
     time whose bodies have not arrived. limit_all: also what is only passed on is limited.
+    open_bodies: what needs no key may have a body, which is passed on.
     """
 
     tenants: Tenants = field(default_factory=Tenants)
@@ -75,6 +77,7 @@ class Access:
     allowances: dict[str, Allowance] = field(default_factory=dict)
     replicas: int = 1
     limit_all: bool = False
+    open_bodies: bool = False
 
     def limits(self, path: str) -> bool:
         """Whether a request for `path` counts against its tenant's limits."""
@@ -105,6 +108,12 @@ def inbound_of(request: Request) -> Inbound:
     return inbound
 
 
+def fit_id(given: str) -> str:
+    """A request's id as its client gives it, if that may be one, else a new one."""
+    fit = 0 < len(given) <= _LONGEST_ID and _ID_CHARACTERS.issuperset(given)
+    return given if fit else uuid.uuid4().hex
+
+
 def make_app(access: Access | None = None) -> FastAPI:
     """`guarded` FastAPI, with no routes yet."""
     # Half a second and 7 MB that `kappa route` does without.
@@ -121,22 +130,17 @@ def make_app(access: Access | None = None) -> FastAPI:
     return app
 
 
-def guard(app: Starlette, access: Access) -> None:
-    """Put our middleware and error handlers around an application.
-
-    `app.state.keys_refused` counts requests that were refused for want of a known key,
-    `app.state.refused` those that were by their tenant's limits, by (tenant, code);
-    `app.state.keyring` is there from the first request on.
+def guard(app: Starlette, access: Access, door: Door | None = None) -> None:
+    """Put our middleware and error handlers around an application; door: what it shares with
+    others. `app.state.door` is there from the first request on.
     """
-    app.state.keys_refused = 0
-    app.state.refused = Counter()
 
     async def on_error(request: Request, error: Any) -> Response:
         return _error_response(request, _as_api_error(request, error))
 
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(Gate, access=access)
+    app.add_middleware(Gate, access=access, door=door)
 
 
 # -- errors -----------------------------------------------------------------------------------
@@ -175,7 +179,7 @@ def _error_response(request: Request, error: ApiError) -> Response:
         # A validation message may quote the request, and so may a place within a parameter.
         param=None if error.param is None else error.param.partition(".")[0],
     )
-    body = error.message_body() if request.url.path.endswith(_MESSAGES_PATHS) else error.body()
+    body = error.message_body() if request.url.path.endswith(MESSAGES_PATHS) else error.body()
     return JSONResponse(body, status_code=error.status, headers=error.headers())
 
 
@@ -188,14 +192,53 @@ def places_of(error: BaseException) -> list[str]:
 # -- what stands before every endpoint --------------------------------------------------------
 
 
+class Door:
+    """Who may ask, and how much, for whatever stands before endpoints.
+
+    keys_refused: requests that were refused for want of a known key; refused: those that were by
+    their tenant's limits, by (tenant, code).
+    """
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self.limits = TenantLimiter(access.default_allowance, access.allowances, access.replicas)
+        self.keyring = Keyring(access.tenants, access.keys_file, access.keys_check_s)
+        self.keys_refused, self.refused = 0, Counter[tuple[str, str]]()
+
+    async def tenant(
+        self, authorization: str, api_key: str, now_s: float, *, is_open: bool = False
+    ) -> Tenant:
+        """Whose a request with these headers is; of an open endpoint anybody's. Raises ApiError
+        401."""
+        await self.keyring.refresh(now_s)
+        tenants, keys = self.keyring.tenants, keys_in(authorization, api_key)
+        tenant = tenants.find(keys)
+        if tenant is None and not is_open:
+            self.keys_refused += 1
+            raise errors.UNKNOWN_KEY() if keys else errors.NO_KEY()
+        return tenant or tenants.default
+
+    def enter(self, tenant: Tenant, now_s: float, body_bytes: int = 0) -> Lease:
+        """A request of `tenant` came, with a body announced as so large; raises ApiError 429."""
+        with self.counting(tenant):
+            return self.limits.enter(tenant.name, now_s, body_bytes)
+
+    @contextlib.contextmanager
+    def counting(self, tenant: Tenant) -> Iterator[None]:
+        """Count what the tenant's limits refuse."""
+        try:
+            yield
+        except ApiError as error:
+            self.refused[tenant.name, error.code or ""] += 1
+            raise
+
+
 class Gate:
     """Lets a request through to its endpoint, or answers it with what is wrong with it."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
-        self._limits = TenantLimiter(access.default_allowance, access.allowances, access.replicas)
+    def __init__(self, app: ASGIApp, access: Access, door: Door | None = None) -> None:
+        self._app, self._access, self._door = app, access, door or Door(access)
         self._outstanding = Places(access.max_outstanding_bodies)
-        self._keyring = Keyring(access.tenants, access.keys_file, access.keys_check_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its `Inbound` in its state, or refuse it."""
@@ -204,12 +247,11 @@ class Gate:
             return
         # Of several with one name, the first.
         headers = {name.lower(): value for name, value in reversed(scope["headers"])}
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
         # Ray Serve sends its id in the same header, so the two are one.
-        fit = 0 < len(given) <= _LONGEST_ID and _ID_CHARACTERS.issuperset(given)
-        inbound = Inbound(given if fit else uuid.uuid4().hex, time.monotonic())
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        inbound = Inbound(fit_id(given), time.monotonic())
         scope.setdefault("state", {})["inbound"] = inbound
-        scope["app"].state.keyring = self._keyring
+        scope["app"].state.door = self._door
         # Whatever is logged on the way carries the id.
         with structlog.contextvars.bound_contextvars(request_id=inbound.request_id):
             reply = _Reply(send)
@@ -219,7 +261,7 @@ class Gate:
                 if body is not None:  # else the client left
                     inbound.body = body
                     if inbound.lease is not None:
-                        with _counting(scope, inbound.tenant):
+                        with self._door.counting(inbound.tenant):
                             inbound.lease.received(len(body), time.monotonic())
                     await self._serve(scope, receive, body, reply)
             except ApiError as error:
@@ -240,26 +282,22 @@ class Gate:
         if size_bytes > most:
             raise errors.HEADERS_TOO_LARGE(what=f"{size_bytes} bytes of headers", limit=most)
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        await self._keyring.refresh(time.monotonic())
-        tenants, state = self._keyring.tenants, scope["app"].state
-        given = (headers.get(name, b"") for name in (b"authorization", b"x-api-key"))
-        keys = keys_in(*(value.decode("latin-1") for value in given))
-        tenant = tenants.find(keys)
+        bearer, api_key = (
+            headers.get(name.encode(), b"").decode("latin-1") for name in KEY_HEADERS
+        )
         # Compared as routes are: with a slash more it is none of ours, and may be another's.
         is_open = path in _OPEN_PATHS or (path == _METRICS_PATH and self._access.open_metrics)
-        if tenant is None and not is_open:
-            state.keys_refused += 1
-            raise errors.UNKNOWN_KEY() if keys else errors.NO_KEY()
-        tenant = inbound.tenant = tenant or tenants.default
+        now_s = time.monotonic()
+        tenant = await self._door.tenant(bearer, api_key, now_s, is_open=is_open)
+        inbound.tenant = tenant
         named = path.rstrip("/")
         guarded = named in OPERATOR_PATHS or (named == _METRICS_PATH and not is_open)
         if guarded and not tenant.operator:
             raise errors.OPERATOR_ONLY(path=path)
         if self._access.limits(path):
-            reply.headers = lambda: self._limits.headers(tenant.name, time.monotonic())
+            reply.headers = lambda: self._door.limits.headers(tenant.name, time.monotonic())
             declared = min(_declared_bytes(headers), self._access.max_body_bytes)
-            with _counting(scope, tenant):
-                inbound.lease = self._limits.enter(tenant.name, time.monotonic(), declared)
+            inbound.lease = self._door.enter(tenant, now_s, declared)
 
     async def _body(
         self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], tenant: Tenant
@@ -276,6 +314,8 @@ class Gate:
             if not self._outstanding.take(holder, tenant):
                 raise errors.BODIES_OUTSTANDING(limit=self._access.max_outstanding_bodies, who=who)
         timeout_s, most_bytes = self._access.body_timeout_s, self._access.max_body_bytes
+        if scope["path"] in (*_OPEN_PATHS, _METRICS_PATH) and not self._access.open_bodies:
+            most_bytes = 0  # Anybody may ask there, and nobody has anything to say.
         body, more = bytearray(), True
         try:
             if _declared_bytes(headers) > most_bytes:
@@ -322,16 +362,6 @@ def _declared_bytes(headers: Mapping[bytes, bytes]) -> int:
     """The size that a body is announced with, 0 if it is not."""
     declared = headers.get(b"content-length", b"")[:20]
     return int(declared) if declared.isdigit() else 0
-
-
-@contextlib.contextmanager
-def _counting(scope: Scope, tenant: Tenant) -> Iterator[None]:
-    """Count what the tenant's limits refuse."""
-    try:
-        yield
-    except ApiError as error:
-        scope["app"].state.refused[tenant.name, error.code or ""] += 1
-        raise
 
 
 class _Reply:

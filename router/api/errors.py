@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,10 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
+
+    def text(self) -> str:
+        """`body` as JSON."""
+        return json.dumps(self.body())
 
 
 def _encodable(text: str) -> str:
@@ -200,6 +205,24 @@ KILLED_AN_ENGINE = Fault(
     422, "killed_an_engine",
     "Two engines died while they served this request: the same content is refused for ten "
     "minutes. Change it, or give its x-request-id to whoever runs this cluster.")
+
+# -- the front door, before anything of ours is reached -----------------------------------------
+
+NO_SUCH_PATH = Fault(404, "not_found", "There is no such path here; paths are compared as sent.")
+HEADERS_TOO_SLOW = Fault(
+    408, "headers_too_slow", "The request's headers did not arrive within {limit_s:g} s.")
+BAD_HTTP = Fault(400, "bad_request", "The request is not HTTP as it is taken here: {why}.")
+DECIDER_AWAY = Fault(
+    503, "decider_away", "The router is not there at the moment; try again.", retry_after_s=1.0)
+DOOR_OVERLOADED = Fault(
+    503, "overloaded", "The front door is out of memory or connections; try again later.",
+    retry_after_s=2.0)
+NO_SERVER_LEFT = Fault(
+    503, "no_worker", "None of the workers that the request may go to can be reached; try again.",
+    retry_after_s=1.0)
+SERVER_FAILED = Fault(
+    503, "worker_failed", "The worker ended the connection before it answered.")
+NO_ANSWER_IN_TIME = Fault(504, "timeout", "Nothing was heard for {limit_s:g} s.")
 # fmt: on
 
 

@@ -39,8 +39,8 @@ def exposition(live: LiveRouter, known: Tenants, state: Any) -> bytes:
 def tenants_now(state: Any, at_start: Tenants) -> Tenants:
     """The tenants as an application's `state` knows them, or at the start before its first
     request."""
-    keyring = getattr(state, "keyring", None)
-    return at_start if keyring is None else keyring.tenants
+    door = getattr(state, "door", None)
+    return at_start if door is None else door.keyring.tenants
 
 
 def newest_decisions(live: LiveRouter, tenant: str | None, most: int) -> list[dict[str, Any]]:
@@ -116,14 +116,15 @@ def _refresh_tenants(live: LiveRouter, known: Tenants) -> None:
 
 def _refresh_refusals(live: LiveRouter, state: Any) -> None:
     """Bring in what was refused before it was a request, from the application's `state`."""
-    live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=state.keys_refused)
-    for (tenant, code), count in state.refused.items():
+    door = getattr(state, "door", None)
+    if door is None:  # another ingress asks before any request came here
+        return
+    live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=door.keys_refused)
+    for (tenant, code), count in door.refused.items():
         label = live.metrics.tenant(tenant)
         live.metrics.total(m.TENANT_REQUESTS, label, code, to=count, source=f"limit {tenant}")
-    keyring = getattr(state, "keyring", None)
-    if keyring is not None:  # else another ingress asks before any request came here
-        live.metrics.total(m.KEY_FILE_READS, "read", to=keyring.reloads)
-        live.metrics.total(m.KEY_FILE_READS, "failed", to=keyring.faults)
+    live.metrics.total(m.KEY_FILE_READS, "read", to=door.keyring.reloads)
+    live.metrics.total(m.KEY_FILE_READS, "failed", to=door.keyring.faults)
 
 
 def shares(known: Tenants, charged: Mapping[str, Charge]) -> list[dict[str, Any]]:

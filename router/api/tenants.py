@@ -51,6 +51,10 @@ class Tenant:
         return requested
 
 
+EVERYBODY = Tenant()
+"""Where there are no keys."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tenants:
     """All tenants of a cluster. refuse: whether a request without a known key is refused.
@@ -60,7 +64,7 @@ class Tenants:
     """
 
     by_digest: Mapping[bytes, Tenant] = field(default_factory=dict, repr=False)
-    default: Tenant = Tenant()
+    default: Tenant = EVERYBODY
     refuse: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
     priorities: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
@@ -215,6 +219,10 @@ class Lease:
     def generated(self, tokens: int) -> None:
         self._used += tokens
 
+    def counted(self, prompt_tokens: int) -> None:
+        """An engine counted the prompt, which was only estimated."""
+        self._used = float(prompt_tokens)
+
     def close(self, now_s: float, *, served: bool) -> None:
         """The request is over: settle what was taken against what was used. Idempotent.
 
@@ -250,6 +258,13 @@ class TenantLimiter:
         lease.received(size_bytes, now_s)
         meter.open += 1
         return lease
+
+    def check(self, tenant: str, now_s: float) -> None:
+        """As `enter`, of a request that is to come: nothing is taken."""
+        lease, meter = self.enter(tenant, now_s), self._meters[tenant]
+        lease.close(now_s, served=False)
+        if meter.requests is not None:
+            meter.requests.level += 1.0
 
     def headers(self, tenant: str, now_s: float) -> dict[str, str]:
         """`x-ratelimit-*` as OpenAI names and writes them, of the limits that `tenant` has."""

@@ -209,7 +209,8 @@ class LiveRouter:
 
     def release(self, request_id: str, end: str) -> None:
         """A request ended: `done`, `refused` by its engine, `error`, `timeout`, `deadline`,
-        `client_gone`, `worker_full`, `worker_died`, or `unsent`: no worker saw it. Idempotent."""
+        `client_gone`, `worker_full`, `worker_died`, `unjudged`: it failed, which tells nothing of
+        its worker, or `unsent`: no worker saw it. Idempotent."""
         record = self.records.get(request_id)
         if not self.router.release(request_id, self.now_s(), complete=end == "done"):
             return

@@ -197,7 +197,7 @@ async def test_without_a_known_key_it_is_the_default_tenant_or_401(client_of, ca
         error = error_of(answer, 401)
         assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
         assert answer.headers["www-authenticate"] == "Bearer"
-        assert closed.app.state.keys_refused == i + 1
+        assert closed.app.state.door.keys_refused == i + 1
         assert "sk-" not in answer.text + "".join(capsys.readouterr())
 
 
@@ -225,6 +225,14 @@ async def test_a_path_like_an_open_one_needs_a_key_and_counts(client_of, path):
         assert code(answer, 403) == "operator_only"
     else:
         assert answer.headers["x-ratelimit-remaining-requests"] == "8"
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics"])
+async def test_what_anybody_may_ask_for_takes_no_body(client_of, path):
+    client = client_of(TENANTS)
+    for content in (b"x", in_chunks(b"x" * 1000)):
+        assert (await client.post(path, content=content)).status_code == 413
+    assert (await client.post(path)).status_code != 413
 
 
 async def test_a_refusal_is_logged_with_its_tenant(client_of, capsys):
@@ -305,7 +313,7 @@ async def test_a_limited_tenant_learns_what_is_left_and_when_to_come_back(client
     assert code(over, 429) == "rate_limit_exceeded"
     assert 1 <= int(over.headers["retry-after"]) <= 30
     assert over.headers["x-ratelimit-reset-requests"].endswith("s")
-    assert client.app.state.refused["default", "rate_limit_exceeded"] == 1
+    assert client.app.state.door.refused["default", "rate_limit_exceeded"] == 1
     for path in ("/v1/models", "/metrics", "/ready", "/v1/nodes"):
         answer = await client.get(path)
         assert answer.status_code == 200 and "x-ratelimit-limit-requests" not in answer.headers
@@ -322,7 +330,7 @@ async def test_a_large_body_counts_as_several_requests(client_of, chunked):
         assert answer.status_code == status
         left = "0" if chunked and status == 429 else left  # The one that it came as.
         assert answer.headers["x-ratelimit-remaining-requests"] == left
-    assert client.app.state.refused["default", "rate_limit_exceeded"] == 1
+    assert client.app.state.door.refused["default", "rate_limit_exceeded"] == 1
 
 
 async def test_a_refused_tenant_costs_its_neighbour_nothing(client_of):

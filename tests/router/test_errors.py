@@ -11,7 +11,7 @@ from router.api import errors
 from router.api.errors import Fault, from_engine, unreadable_body, validation_error
 
 FAULTS = {name: one for name, one in vars(errors).items() if isinstance(one, Fault)}
-PACKAGE = Path(errors.__file__).parent
+PACKAGE = Path(errors.__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def names_in(message):
 
 def test_every_error_is_made_with_the_values_that_its_message_names():
     made = set()
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call):
                 continue

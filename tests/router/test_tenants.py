@@ -353,3 +353,26 @@ def test_where_tenants_cannot_be_distinguished_the_limit_is_all_there_is():
     places = Places(2, shared=False)
     assert not places.take(0, BOB, elsewhere=2)
     assert places.take(1, ALICE) and places.take(2, ALICE) and not places.take(3, BOB)
+
+
+def test_a_limiter_checks_a_request_without_taking_it():
+    limiter = TenantLimiter(Allowance(requests_per_minute=2, concurrent=1))
+    for _ in range(5):
+        limiter.check("alice", 0.0)
+    lease = limiter.enter("alice", 0.0)
+    with pytest.raises(ApiError, match="open"):
+        limiter.check("alice", 0.0)
+    lease.close(0.0, served=True)
+    limiter.enter("alice", 0.0).close(0.0, served=True)
+    with pytest.raises(ApiError, match="per minute"):
+        limiter.check("alice", 0.0)
+
+
+def test_a_lease_pays_for_the_prompt_that_an_engine_counted():
+    limiter = TenantLimiter(Allowance(tokens_per_minute=1000))
+    lease = limiter.enter("alice", 0.0)
+    lease.reserve(500, 100, 0.0)
+    lease.counted(200)
+    lease.generated(50)
+    lease.close(0.0, served=True)
+    assert limiter.headers("alice", 0.0)["x-ratelimit-remaining-tokens"] == "750"
