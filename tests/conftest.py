@@ -3,7 +3,11 @@
 Hypothesis tries the same examples in every run; `--hypothesis-profile random` tries others.
 """
 
+import os
 from pathlib import Path
+
+# Before anything imports gRPC (`router.gateway.events`).
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import pytest
 from hypothesis import settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,9 @@ def route(
     journal: Annotated[
         Path | None, typer.Option(help="Write here what was decided and came of it.")
     ] = None,
+    data_plane: Annotated[
+        str | None, typer.Option(help="What passes requests and answers on: python or envoy.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Route requests among OpenAI-compatible servers, until Ctrl-C."""
@@ -58,23 +62,31 @@ def route(
         backend or [], config,
         {"log_level": log_level, "present": present, "journal": str(journal) if journal else None},
         {
-            "http": {"port": port, "host": host}, "access": {"allow_open": allow_open or None},
-            "router": {"mode": mode},
+            "http": {"port": port, "host": host, "data_plane": data_plane},
+            "access": {"allow_open": allow_open or None}, "router": {"mode": mode},
         },
     )  # fmt: skip
-    import uvicorn
-
     from kappa.logging import configure
-    from router.api.reading import prepare
-    from router.front.app import make_front_app
 
     seen = settings.observing
     configure(seen.log_format, seen.log_file, settings.log_level)
-    warn(
-        f"routing http://{settings.http.host}:{settings.http.port}/v1 among "
-        f"{', '.join(one.url for one in settings.backends)}; "
-        f"watch it at http://{settings.http.host}:{settings.http.port}/", "dim",
-    )  # fmt: skip
+    (_behind_envoy if settings.http.data_plane == "envoy" else _alone)(settings)
+    sys.stderr.flush()
+
+
+def _announce(settings: FrontSettings, url: str) -> None:
+    servers = ", ".join(one.url for one in settings.backends)
+    warn(f"routing {url}/v1 among {servers}; watch it at {url}/", "dim")
+
+
+def _alone(settings: FrontSettings) -> None:
+    """One Python process passes everything on."""
+    import uvicorn
+
+    from router.api.reading import prepare
+    from router.front.app import make_front_app
+
+    _announce(settings, f"http://{settings.http.host}:{settings.http.port}")
     app = make_front_app(settings)
     prepare()
     uvicorn.run(
@@ -82,7 +94,21 @@ def route(
         log_level="error", access_log=False, server_header=False, date_header=False,
         timeout_graceful_shutdown=int(settings.drain_s), timeout_keep_alive=75, ws="none",
     )  # fmt: skip
-    sys.stderr.flush()
+
+
+def _behind_envoy(settings: FrontSettings) -> None:
+    import asyncio
+
+    from uvicorn.loops.auto import auto_loop_factory
+
+    from router.front.gateway import serve
+    from router.gateway.process import EnvoyError
+
+    try:
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            runner.run(serve(settings, partial(_announce, settings)))
+    except EnvoyError as error:
+        fail(str(error), 1)
 
 
 def front_settings_or_exit(

@@ -13,7 +13,7 @@ from starlette.routing import Mount, Route
 
 from kappa.settings.front import FrontSettings
 from router.api import errors, status
-from router.api.app import guard, inbound_of
+from router.api.app import Door, guard, inbound_of
 from router.api.face import Face
 from router.api.start import access_of, tenants_table
 from router.front.front import DECIDED_PATHS, Front
@@ -24,14 +24,38 @@ from router.page.mount import add_page
 def make_front_app(settings: FrontSettings) -> Starlette:
     """The application; `app.state.front` is there while it runs."""
     front = Front(settings)
-    face = _Face(front)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with front:
             yield
 
-    routes = [
+    app = Starlette(routes=[*own_routes(front), Mount("/", Relay(front))], lifespan=lifespan)
+    _finish(app, front, open_bodies=True)
+    return app
+
+
+def make_face_app(front: Front, door: Door) -> Starlette:
+    """The application of our own paths alone, of a front that runs; door: of what stands beside."""
+    app = Starlette(routes=own_routes(front))
+    _finish(app, front, door)
+    return app
+
+
+def _finish(
+    app: Starlette, front: Front, door: Door | None = None, *, open_bodies: bool = False
+) -> None:
+    app.router.redirect_slashes = False
+    app.state.front = front
+    add_page(app)
+    access = access_of(front.settings)
+    guard(app, replace(access, limit_all=True, open_bodies=open_bodies), door)
+
+
+def own_routes(front: Front) -> list[Route]:
+    """What is answered here."""
+    face = _Face(front)
+    return [
         Route("/health", face.health),
         Route("/ready", face.ready),
         Route("/metrics", face.metrics),
@@ -42,14 +66,7 @@ def make_front_app(settings: FrontSettings) -> Starlette:
         Route("/v1/route", face.route, methods=["POST"]),
         Route("/v1/decisions", face.listed),
         Route("/v1/decisions/{request_id:path}", face.single),
-        Mount("/", Relay(front)),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan)
-    app.router.redirect_slashes = False
-    app.state.front = front
-    add_page(app)
-    guard(app, replace(access_of(settings), limit_all=True))
-    return app
 
 
 class _Face(Face):

@@ -92,11 +92,13 @@ class Backend:
         http: aiohttp.ClientSession,
         changed: Callable[[Backend], str],
         block_tokens: int = BLOCK_TOKENS,
+        turned: Callable[[], None] = lambda: None,
     ) -> None:
         """changed: called when its announcement is another; says why it cannot be used, if so.
-        block_tokens: of all servers that the router knows."""
+        block_tokens: of all servers that the router knows. turned: called when it becomes usable,
+        or ceases to be."""
         self.settings, self._probe, self._http, self._changed = settings, probe, http, changed
-        self._block_tokens = block_tokens
+        self._block_tokens, self._turned = block_tokens, turned
         self.worker = settings.worker
         self.known: Announcement | None = None
         self.models: tuple[ModelFacts, ...] = ()
@@ -111,6 +113,11 @@ class Backend:
         self._failures = self._probes = self._unannounced = 0
         self._has_metrics = True
         self._report = WorkerReport(self.worker, 0.0)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it answers, and may be used."""
+        return self.connected and not self.refused
 
     # -- as a follower ------------------------------------------------------------------------
 
@@ -178,13 +185,28 @@ class Backend:
                 status, body = await self._get("/metrics")
                 self._has_metrics = status == 200
                 self.load = load_in(body.decode(errors="replace")) if status == 200 else before
+        was = self.usable
         self._failures, self.connected = 0, True
         self._announce()
+        if self.usable != was:
+            self._turned()
         loads = None if fresh or self.known is None else self.load.loads_since(before)
         if loads is None or self.known is None:
             self._tell()
         else:
             self._tell((LoadSample(loads[0] / self.known.kv_bytes_per_token, loads[1]),))
+
+    async def lives(self) -> bool:
+        """Whether it answers, found out now, after it failed a request; it is lost if not."""
+        try:
+            async with asyncio.timeout(self._probe.timeout_s):
+                status, _ = await self._get("/health")
+            why = f"/health answered {status}" if status >= 500 else ""
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            why = _why(error)
+        if why:
+            self.lost(why)
+        return not why
 
     async def tokens(self, body: Mapping[str, Any]) -> np.ndarray | None:
         """A prompt's token ids as its `/tokenize` makes them (vLLM); None if it does not."""
@@ -286,6 +308,8 @@ class Backend:
             log.warning("backend_down", url=self.settings.url, why=why)
         self.down = why
         was, self.connected = self.connected, False
+        if was:
+            self._turned()
         if was and self.sent is not None:
             self.sent.clear()
         if was and self._listener is not None:

@@ -30,10 +30,12 @@ from router.api.errors import ApiError
 from router.api.metadata import CONVERSATION_KEYS
 from router.api.reading import read
 from router.api.start import IngressSettings, member_rule, router_config
+from router.api.tenants import EVERYBODY, Tenant
 from router.decision import Decision, NoWorkerError, RouteRequest
-from router.front.backend import TOKENIZED_FIELDS, Backend, Head
+from router.front.backend import TOKENIZED_FIELDS, Backend
 from router.front.facts import Usage
 from router.front.rollout import FrontRollout
+from router.front.turns import Turns
 from router.history import BLOCK_TOKENS, BYTES_PER_TOKEN, PROMPT_FIELDS, Sent, prompt_tokens
 from router.index.prefix_hash import salt_of
 from router.journal import CacheBlocks
@@ -53,6 +55,8 @@ _COMMON = frozenset({
 _DECIDED = _COMMON.union(PROMPT_FIELDS, TOKENIZED_FIELDS)
 _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
+# Prompts that servers tokenize for us.
+_TOKENIZED_AT_ONCE = 8
 # Characters, or token ids, of a text: that its conversation is known by, in steps of so many; and
 # how many texts are remembered.
 _OPENING, _STRIDE, _MOST_NAMES = 1024, 8, 1 << 16
@@ -62,13 +66,16 @@ _OPENING, _STRIDE, _MOST_NAMES = 1024, 8, 1 << 16
 class Wanted:
     """A request's body as far as routing reads it; model: empty if it names none. tokens: the
     prompt (`router.history`), None where there is none to be read; bound: the most that it is;
-    session: its conversation, by the name that the client gives it, else by how it begins."""
+    answers: to each prompt; merged: several tokens may come in one event; session: its
+    conversation, by the name that the client gives it, else by how it begins."""
 
     model: str = ""
     streamed: bool = False
     tokens: np.ndarray | None = None
     bound: int = 0
     max_tokens: int = 0
+    answers: int = 1
+    merged: bool = False
     salt: str = ""
     session: str = ""
 
@@ -76,11 +83,19 @@ class Wanted:
     def of(cls, data: Mapping[str, Any]) -> Wanted:
         """What a body asks for."""
         model, salt = data.get("model"), data.get("cache_salt")
+        counts = (data.get(name) for name in ("n", "best_of"))
+        answers = max((one for one in counts if type(one) is int and 0 < one < 1 << 20), default=1)
+        prompt = data.get("prompt")
+        prompts = 1
+        if isinstance(prompt, list) and prompt and type(prompt[0]) is not int:
+            prompts = len(prompt)
         limit = data.get("max_completion_tokens") or data.get("max_tokens")
         return cls(
             model if isinstance(model, str) else "",
             data.get("stream") is True,
             max_tokens=limit if type(limit) is int and 0 < limit < 1 << 31 else 0,
+            answers=answers * prompts,
+            merged=data.get("stream_interval") not in (None, 1),
             salt=salt if isinstance(salt, str) else "",
         )
 
@@ -106,11 +121,13 @@ class Front:
         self.settings = settings
         self.backends: dict[str, Backend] = {}
         self._registry, self._warned = ReplicaRegistry(), False
-        self._conversations = Conversations()
+        self._conversations, self._turns = Conversations(), Turns(_TOKENIZED_AT_ONCE)
         # Events are about token ids; without them text will do.
         self._by_ids = any(one.events for one in settings.backends)
         self._block_tokens = settings.block_tokens if self._by_ids else BLOCK_TOKENS
         self._tasks: list[asyncio.Task[None]] = []
+        # Set whenever a server may be used that was not to be, or the other way round.
+        self.changed = asyncio.Event()
 
     async def __aenter__(self) -> Front:
         settings = self.settings
@@ -133,7 +150,9 @@ class Front:
             max_line_size=1 << 16, max_field_size=1 << 16,
         )  # fmt: skip
         for one in settings.backends:
-            backend = Backend(one, probe, self._http, self._changed, self._block_tokens)
+            backend = Backend(
+                one, probe, self._http, self._changed, self._block_tokens, self.changed.set
+            )
             self.backends[one.worker] = backend
             self._run("probe", one.worker, backend.watch)
             if one.events is not None:
@@ -202,21 +221,23 @@ class Front:
 
     # -- requests -----------------------------------------------------------------------------
 
-    async def read(self, path: str, body: bytes, *, strict: bool = False) -> Wanted:
+    async def read(
+        self, path: str, body: bytes, tenant: Tenant = EVERYBODY, *, strict: bool = False
+    ) -> Wanted:
         """A body as far as routing reads it; nothing of one that is no JSON object, since the
         server will say why. Raises ApiError 400 for a body that exceeds a bound; if `strict`, for
         one that is no JSON object, too.
 
-        Where servers publish events, its prompt is tokenized by one of them that has least to do;
-        it is only bounded if that does not succeed soon.
+        Where servers publish events, its prompt is tokenized by one of them that has least to do,
+        in turn with other tenants'; it is only bounded if that does not succeed soon.
         """
         is_decided = path in DECIDED_PATHS
         parse = partial(_parsed, _DECIDED if is_decided else _COMMON, strict, not self._by_ids)
         data, wanted, opening = await read(body, parse)
         wanted.session = self._conversations.of(opening)
+        wanted.bound = len(body) // BYTES_PER_TOKEN if data else 0
         if not is_decided or not data:
             return wanted
-        wanted.bound = len(body) // BYTES_PER_TOKEN
         if not self._by_ids or isinstance(data.get("prompt"), list):
             return wanted
         able = [
@@ -225,7 +246,11 @@ class Front:
         ]  # fmt: skip
         if able:
             chosen = min(able, key=lambda one: self.live.router.in_flight_on(one.worker))
-            wanted.tokens = await chosen.tokens(data)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.probe.timeout_s):
+                    wanted.tokens = await self._turns.run(
+                        tenant, len(body), lambda: chosen.tokens(data)
+                    )
         return wanted
 
     def request(self, request_id: str, wanted: Wanted) -> RouteRequest:
@@ -258,10 +283,9 @@ class Front:
         if backend.sent is not None and index is not None and len(hashes):
             flying.sent = backend.sent.send(index, hashes)
 
-    def answered(self, flying: Flying, request: RouteRequest, head: Head) -> None:
-        """An answer through the present balancer begins: its head may say whose it is."""
-        given = dict(head.headers).get(self.settings.present_header.lower().encode(), b"")
-        named = given.decode("latin-1").removeprefix("http://").removeprefix("https://")
+    def answered(self, flying: Flying, request: RouteRequest, given: str) -> None:
+        """An answer through the present balancer begins; given: whose it is, as its head says."""
+        named = given.removeprefix("http://").removeprefix("https://")
         worker = next(
             (name for name, one in self.backends.items()
              if named in (name, urlsplit(one.settings.url).netloc)), "",
@@ -273,12 +297,22 @@ class Front:
                 found=named, remedy="have it name the server's HOST:PORT; until then servers are "
                 "guessed and the report is not to be trusted",
             )  # fmt: skip
-        if worker and worker != flying.decision.worker:
-            # One that is not known to live is not followed: the guess stands.
-            with contextlib.suppress(NoWorkerError):
-                flying.decision = self.live.moved(request, worker)
-                flying.backend = self.backends[worker]
+        if worker:
+            self.moved(flying, request, worker)
         self._holds(flying)
+
+    def moved(self, flying: Flying, request: RouteRequest, worker: str) -> None:
+        """It is at another server than was thought. One that is not known to live is not followed:
+        the guess stands."""
+        if worker == flying.decision.worker:
+            return
+        with contextlib.suppress(NoWorkerError):
+            flying.decision = self.live.moved(request, worker)
+            if flying.sent is not None and flying.backend.sent is not None:
+                flying.backend.sent.ended(flying.sent)
+            held, flying.sent, flying.backend = flying.sent, None, self.backends[worker]
+            if held is not None:
+                self._holds(flying)
 
     def used(self, flying: Flying, usage: Usage) -> None:
         """An answer said what its prompt took."""

@@ -210,7 +210,9 @@ class _Passage:
             failure.answer = Head(head.status, kept), await _rest(stream, wait, part)
             raise failure
         if flying.via:
-            self._front.answered(flying, routed, head)
+            header = self._front.settings.present_header.lower().encode()
+            given = dict(head.headers).get(header, b"").decode("latin-1")
+            self._front.answered(flying, routed, given)
         begun = self._token_in(head, part)
         decided = flying.decision.informed
         await self._begin(head, decision_headers(flying.decision) if decided else {})

@@ -1,0 +1,169 @@
+"""`kappa route` behind Envoy: the decider and our own paths in this process, Envoy as its child.
+
+What they share lies in a private folder: sockets, Envoy's configuration, the list of servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import ssl
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import uvicorn
+
+from kappa.host import free_port
+from kappa.settings.front import FrontSettings
+from router.api.app import Door
+from router.api.reading import prepare
+from router.api.start import access_of
+from router.front.app import make_face_app, own_routes
+from router.front.front import Flying, Front
+from router.front.scene import FrontScene
+from router.gateway.authz import AuthzServer
+from router.gateway.decider import Decider, DeciderRule
+from router.gateway.events import Ends
+from router.gateway.process import EnvoyError, Gateway
+from router.gateway.spec import GOES_ON_S, Bounds, GatewaySpec
+from router.live.supervised import supervised
+
+# Envoy tells of what goes on so often that three in a row are lost only with it.
+_UNHEARD_S = 4 * GOES_ON_S
+_END_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FrontGateway:
+    """One that runs; face: serves our own paths."""
+
+    front: Front
+    scene: FrontScene
+    decider: Decider[Flying]
+    gateway: Gateway
+    face: asyncio.Task[None]
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.gateway.spec.host}:{self.gateway.spec.port}"
+
+
+async def serve(settings: FrontSettings, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then end what is open; `ready` is called with the url. Raises
+    EnvoyError."""
+    loop, ordered = asyncio.get_running_loop(), asyncio.Event()
+    for signalled in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signalled, ordered.set)
+    async with opened(settings) as here:
+        prepare()
+        ready(here.url)
+        until = [asyncio.create_task(ordered.wait()), asyncio.create_task(here.gateway.died())]
+        done, left = await asyncio.wait((*until, here.face), return_when="FIRST_COMPLETED")
+        for task in left - {here.face}:
+            task.cancel()
+        for task in done:
+            await task
+        await here.gateway.stop(settings.drain_s)
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
+    """Everything, from the first probe of a server to Envoy, which cuts what is open at the end.
+    Raises EnvoyError if it cannot run."""
+    door = Door(replace(access_of(settings), limit_all=True))
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-route-")))
+        front = await stack.enter_async_context(Front(settings))
+        scene = FrontScene(front)
+        spec = spec_of(settings, scene, folder)
+        decider = Decider(scene, door, _rule_of(settings))
+        flights = decider.flights
+        events = Ends(spec.events_socket, flights.ended, flights.failed, flights.goes_on)
+        await stack.enter_async_context(events)
+        await stack.enter_async_context(
+            AuthzServer(decider.decide, flights, spec.decider_socket, spec.bounds.body_bytes)
+        )
+        face = await stack.enter_async_context(_faced(front, door, spec.face_socket))
+        gateway = await stack.enter_async_context(Gateway(spec))
+        restarted = front.live.task_restarted
+        for name, task in (("servers", lambda: scene.follow(gateway)), ("ends", flights.sweep)):
+            running = asyncio.create_task(supervised(name, task, restarted, ""))
+            stack.push_async_callback(_cancelled, running)
+        yield FrontGateway(front, scene, decider, gateway, face)
+
+
+def spec_of(settings: FrontSettings, scene: FrontScene, folder: Path) -> GatewaySpec:
+    """The front door that the settings ask for. Raises EnvoyError where servers with https cannot
+    be verified."""
+    http, access, front = settings.http, settings.access, scene.front
+    # What names one in its path has one segment there.
+    own = tuple(dict.fromkeys(("/", *(one.path.partition("{")[0] for one in own_routes(front)))))
+    balancer = front.rollout.balancer
+    return GatewaySpec(
+        folder, http.host, http.port or free_port(http.host),
+        decided=tuple(sorted(scene.priced | scene.passed)), own=own, foreign=True,
+        from_header=settings.present_header if balancer else "",
+        ca=_ca(settings, balancer),
+        bounds=Bounds(
+            headers=access.max_headers, header_bytes=access.max_header_bytes,
+            body_bytes=settings.router.max_body_bytes, body_s=access.body_timeout_s,
+            silent_s=settings.router.request_timeout_s,
+            connect_s=settings.probe.connect_timeout_s,
+        ),
+    )  # fmt: skip
+
+
+def _ca(settings: FrontSettings, balancer: str) -> Path | None:
+    """The certificates that servers are verified by; None: none has https."""
+    urls = (balancer, *(one.url for one in settings.backends))
+    if not any(url.startswith("https://") for url in urls):
+        return None
+    path = settings.ca or ssl.get_default_verify_paths().cafile
+    if path is None:
+        raise EnvoyError("there is no file of the system's certificates for https: give ca: FILE")
+    return Path(path)
+
+
+def _rule_of(settings: FrontSettings) -> DeciderRule:
+    router = settings.router
+    return DeciderRule(
+        router.max_queue, router.max_body_bytes, settings.access.body_timeout_s,
+        settings.first_byte_s, router.request_timeout_s, _UNHEARD_S,
+    )  # fmt: skip
+
+
+class _Quiet(uvicorn.Server):
+    """Leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _faced(front: Front, door: Door, socket: Path) -> AsyncIterator[asyncio.Task[None]]:
+    """Our own paths on a socket."""
+    config = uvicorn.Config(
+        make_face_app(front, door), uds=str(socket), lifespan="off", log_level="error",
+        access_log=False, server_header=False, date_header=False, proxy_headers=False, ws="none",
+        timeout_graceful_shutdown=_END_S,
+    )  # fmt: skip
+    server = _Quiet(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    try:
+        yield serving
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

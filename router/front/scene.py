@@ -1,0 +1,207 @@
+"""The servers of `kappa route` as a decider sees them, and as Envoy reaches them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import structlog
+
+from router.api import errors
+from router.api.metadata import SESSION_HEADER
+from router.decision import RouteRequest
+from router.front.facts import usage_in
+from router.front.front import DECIDED_PATHS, Flying, Front
+from router.gateway.endpoints import EndpointsFile, Resolver, shared_addresses
+from router.gateway.process import EnvoyError, Gateway
+from router.gateway.scene import Asked, Reading, Used
+from router.gateway.spec import Endpoint
+from router.live.live_router import LiveRouter
+
+log = structlog.get_logger(__name__)
+
+PASSED_PATHS = (
+    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank",
+    "/v1/score", "/score", "/pooling", "/classify", "/tokenize", "/detokenize",
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
+)  # fmt: skip
+"""Inference that is not priced, and may be done twice."""
+# The most that one sound or image comes to, of which a body that is not JSON is.
+_MEDIA_TOKENS = 16_384
+_RESOLVE_S = 10.0
+# Envoy has read a new file of servers by then.
+_TAKEN_S, _ASK_S = 2.0, 0.01
+_TAKEN = "cluster.servers.update_success"
+
+
+class FrontScene:
+    """A `Scene` over a front that runs; endpoints: servers that Envoy knows, by their names."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.priced = frozenset(DECIDED_PATHS)
+        self.passed = frozenset({*PASSED_PATHS, *front.settings.passed}) - self.priced
+        self.endpoints: dict[str, Endpoint] = {}
+        self._workers: dict[str, str] = {}
+        self._known = asyncio.Event()
+
+    @property
+    def live(self) -> LiveRouter:
+        """The front's."""
+        return self.front.live
+
+    async def read(self, asked: Asked) -> Reading:
+        """As `Front.read`. Raises ApiError 404 for a model that nobody serves, 400 for what would
+        hide how many tokens an answer has."""
+        front, body = self.front, asked.body
+        wanted = await front.read(asked.path, body, asked.tenant)
+        if wanted.merged:
+            raise errors.refused_field("stream_interval", "events are counted as tokens")
+        if not wanted.bound and body[:1] != b"{":
+            wanted.bound = min(len(body), _MEDIA_TOKENS)
+        wanted.session = asked.headers.get(SESSION_HEADER) or wanted.session
+        request = front.request(asked.request_id, wanted)
+        await self._first_known(request)
+        away = frozenset(front.backends) - self.endpoints.keys()
+        return Reading(
+            replace(request, exclude=request.exclude | away),
+            wanted.max_tokens * wanted.answers, wanted.streamed,
+            repeatable=asked.path in self.priced or asked.path in PASSED_PATHS,
+        )  # fmt: skip
+
+    async def _first_known(self, request: RouteRequest) -> None:
+        """Wait a little if servers may be used of which Envoy knows none yet."""
+        usable = {name for name, one in self.front.backends.items() if one.usable}
+        able = usable - request.exclude
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TAKEN_S):
+                while able and not able & self.endpoints.keys():
+                    self._known.clear()
+                    await self._known.wait()
+
+    def decide(self, request: RouteRequest, tenant: str) -> Flying:
+        """As `Front.decide`."""
+        return self.front.decide(request, tenant)
+
+    def others(self, flight: Flying, request: RouteRequest) -> Sequence[str]:
+        """By their price, those that seem to fail last."""
+        if flight.via:
+            return ()
+        blocked, priced = self.live.members.blocked(), flight.decision.priced
+        ttfts_s = dict(zip(priced.workers, priced.ttft_s.tolist(), strict=True))
+        able = self.endpoints.keys() - request.exclude - blocked.gone
+
+        def price(worker: str) -> tuple[bool, float, int]:
+            ttft_s = ttfts_s.get(worker, float("inf"))
+            return worker in blocked.failing, ttft_s, self.live.router.in_flight_on(worker)
+
+        return sorted((one for one in able if one in self.front.backends), key=price)
+
+    def address(self, name: str) -> str:
+        """Of a server that Envoy knows, or of the present balancer."""
+        endpoint = self.endpoints.get(name)
+        return endpoint.address if endpoint is not None else ""
+
+    def headers(self, flight: Flying, asked: Asked) -> Mapping[str, str]:
+        """None: servers know nothing of us."""
+        return {}
+
+    def arrived(self, flight: Flying, request: RouteRequest, at: str) -> None:
+        """As `Front.moved`, or as `Front.answered` behind the present balancer."""
+        if flight.via:
+            self.front.answered(flight, request, at)
+        elif (worker := self._workers.get(at)) is not None:
+            self.front.moved(flight, request, worker)
+
+    def used(self, flight: Flying, tail: bytes) -> Used | None:
+        """Learn what it holds from an answer's usage."""
+        usage = usage_in(tail)
+        if usage is None:
+            return None
+        self.front.used(flight, usage)
+        return Used(usage.prompt_tokens, usage.completion_tokens)
+
+    async def lives(self, worker: str) -> bool:
+        """As `Backend.lives`."""
+        return await self.front.backends[worker].lives()
+
+    def ended(self, flight: Flying, end: str) -> None:
+        """As `Front.ended`."""
+        self.front.ended(flight, end)
+
+    # -- for Envoy ------------------------------------------------------------------------------
+
+    async def follow(self, gateway: Gateway) -> None:
+        """Have Envoy know the servers that may be used, as they come and go, until cancelled."""
+        file, resolver = EndpointsFile(gateway.spec.endpoints_file), Resolver()
+        changed = self.front.changed
+        while True:
+            changed.clear()
+            found = {one.worker: one for one in await self._usable(resolver)}
+            # What has gone is not named from now on, what has come once Envoy knows it.
+            self._take(
+                {name: one for name, one in self.endpoints.items() if found.get(name) == one}
+            )
+            before = await _taken(gateway)
+            if file.write(found.values()):
+                await _until_taken(gateway, before)
+            self._take(found)
+            try:
+                async with asyncio.timeout(_RESOLVE_S):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    def _take(self, endpoints: dict[str, Endpoint]) -> None:
+        self.endpoints = endpoints
+        self._workers = {one.address: name for name, one in endpoints.items()}
+        self._known.set()
+
+    async def _usable(self, resolver: Resolver) -> list[Endpoint]:
+        found = list[Endpoint]()
+        wanted = [
+            (one.settings.worker, one.settings.url, one.settings.key or "")
+            for one in self.front.backends.values() if one.usable
+        ]  # fmt: skip
+        if balancer := self.front.rollout.balancer:
+            wanted.append((balancer, balancer, ""))
+        for name, url, key in wanted:
+            try:
+                found.append(await endpoint_of(name, url, key, resolver))
+            except OSError as error:
+                log.warning("backend_has_no_address", url=url, why=str(error))
+        for fault in shared_addresses(found):
+            log.error("backends_share_an_address", why=fault)
+        return found
+
+
+async def endpoint_of(name: str, url: str, key: str, resolver: Resolver) -> Endpoint:
+    """A server as Envoy reaches it; raises OSError if its name has no address."""
+    parts = urlsplit(url)
+    host, tls = parts.hostname or "", parts.scheme == "https"
+    port = parts.port or (443 if tls else 80)
+    address = await resolver.address(host, port)
+    # Its name in a certificate has no port.
+    named = host if tls else parts.netloc
+    return Endpoint(name, address, port, named, tls, prefix=parts.path, key=key)
+
+
+async def _taken(gateway: Gateway) -> float:
+    """How many files of servers Envoy has taken."""
+    try:
+        return (await gateway.stats(_TAKEN)).get(_TAKEN, 0.0)
+    except EnvoyError:
+        return 0.0
+
+
+async def _until_taken(gateway: Gateway, before: float) -> None:
+    """Wait until it has taken another, a little."""
+    try:
+        async with asyncio.timeout(_TAKEN_S):
+            while await _taken(gateway) == before:
+                await asyncio.sleep(_ASK_S)
+    except TimeoutError:
+        log.warning("envoy_took_no_servers", waited_s=_TAKEN_S)

@@ -1,0 +1,290 @@
+"""What is in flight through Envoy: from the decider's answer to the end that Envoy logs.
+
+Each ends exactly once: by its entry in the log, because its client left as it was decided, or
+because nothing was heard of it for too long. On the way a server may fail it, and Envoy asks
+whether the next may be tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Generic
+
+import structlog
+
+from kappa import metrics as m
+from kappa.protocol import TO_ID_HEADER
+from router.api import errors
+from router.api.errors import ApiError
+from router.api.tenants import Lease, Tenant
+from router.decision import NoWorkerError, RouteRequest
+from router.gateway.authz import Go, Verdict, refusal
+from router.gateway.events import StreamEnd
+from router.gateway.scene import F, Scene, Used
+
+log = structlog.get_logger(__name__)
+
+# Answers by which a server says that it has no room, and that it was too late.
+FULL, LATE = 429, 504
+# Of a stream of which neither count nor usage came: bytes of an event with one token.
+_EVENT_BYTES = 200
+# Envoy logs a failed attempt some milliseconds after it asks about the next.
+_FAILURE_S = 0.5
+# The end of a foreign server's answer comes by another way than the log, and may be later.
+_TAIL_S = 0.25
+_SWEEP_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Aloft(Generic[F]):
+    """A request that went on. request: without its tokens; servers: in the order in which they are
+    tried; heard_s: by the monotonic clock; digest: names its content. counts: its failures are its
+    server's; repeatable: it may be done twice; has_deadline: being late may be its client's own
+    wish. begun: its first token came; tail: how its answer ended; ended_as: how it ended at its
+    server, once that is known before its end."""
+
+    request_id: str
+    tenant: Tenant
+    lease: Lease
+    flight: F
+    request: RouteRequest
+    servers: list[str]
+    heard_s: float
+    digest: str = ""
+    anthropic: bool = False
+    counts: bool = True
+    repeatable: bool = True
+    streamed: bool = False
+    has_deadline: bool = False
+    begun: bool = False
+    tail: bytes | None = None
+    used: Used | None = None
+    events: int = 0
+    end: StreamEnd | None = None
+    ended_as: str = ""
+    failures: list[StreamEnd] = field(default_factory=list)
+    _failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def failed(self, failure: StreamEnd) -> None:
+        """An attempt failed, and Envoy may make another."""
+        self.failures.append(failure)
+        self._failed.set()
+
+    async def failure(self, attempt: int) -> StreamEnd | None:
+        """How that attempt failed, the first being 1; None: Envoy does not say so in time."""
+        try:
+            async with asyncio.timeout(_FAILURE_S):
+                while len(self.failures) < attempt:
+                    self._failed.clear()
+                    await self._failed.wait()
+        except TimeoutError:
+            return None
+        return self.failures[attempt - 1]
+
+    def outcome(self, end: StreamEnd | None) -> str:
+        """How it ended, or an attempt at it, as `LiveRouter.release` names it.
+
+        What never reached a server is no fault of it. Failures of paths that are only passed say
+        nothing of a server: which paths those are, a tenant chooses.
+        """
+        if self.ended_as:
+            return self.ended_as
+        if end is None:
+            return "timeout"
+        if end.client_gone:
+            return "client_gone"
+        if end.unreached or not end.upstream:
+            return "unsent"
+        if end.broken:
+            return "worker_died" if self.counts else "unjudged"
+        if end.status == FULL:
+            return "worker_full"
+        if end.status == LATE and self.has_deadline:
+            return "deadline"
+        if end.late or end.status >= 500 or not end.status:
+            return "error" if self.counts else "unjudged"
+        return "refused" if end.status >= 400 else "done"
+
+    def generated(self, end: StreamEnd | None) -> int:
+        """Tokens that its client was sent, as far as that can be told."""
+        if self.used is not None:
+            return self.used.generated_tokens
+        if self.tail is not None or end is None or not self.streamed:
+            return self.events
+        return end.sent_bytes // _EVENT_BYTES
+
+
+class Flights(Generic[F]):
+    """All that are in flight, by the decider's id: the `Echo` of their decisions.
+
+    Args:
+        left: called with the id of each that has ended.
+        tails: whether Envoy tells how answers end, which foreign servers do not.
+        unheard_s: one of which Envoy says nothing for so long is over.
+    """
+
+    def __init__(
+        self, scene: Scene[F], left: Callable[[str], None], *, tails: bool, unheard_s: float
+    ) -> None:
+        self._scene, self._live, self._left = scene, scene.live, left
+        self._tails, self._unheard_s = tails, unheard_s
+        self._aloft: dict[str, Aloft[F]] = {}
+
+    def __len__(self) -> int:
+        return len(self._aloft)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._aloft
+
+    def add(self, aloft: Aloft[F]) -> None:
+        """It goes on; its end follows."""
+        self._aloft[aloft.request_id] = aloft
+
+    # -- attempts -----------------------------------------------------------------------------
+
+    def failed(self, failure: StreamEnd) -> None:
+        """An attempt failed."""
+        aloft = self._aloft.get(failure.request_id)
+        if aloft is not None:
+            aloft.failed(failure)
+
+    async def again(self, request_id: str, attempt: int) -> Verdict:
+        """Whether a request that a server has failed may go to the next of its list.
+
+        What may have killed an engine by itself goes to no other; nor does what must not be done
+        twice, once it reached a server.
+        """
+        aloft = self._aloft.get(request_id)
+        if aloft is None or attempt < 2:
+            return Go()  # Another decider's, which is no more: nothing is known against it.
+        failure = await aloft.failure(attempt - 1)
+        try:
+            await self._check(aloft, failure)
+            self._next(aloft, failure, attempt)
+        except ApiError as error:
+            log.warning("request_not_passed_on", request_id=request_id, code=error.code)
+            return refusal(error, anthropic=aloft.anthropic)
+        return Go()
+
+    async def _check(self, aloft: Aloft[F], failure: StreamEnd | None) -> None:
+        """Find out what became of the server that failed; ApiError if no other may be tried."""
+        if failure is not None and (failure.unreached or failure.status == FULL):
+            return
+        worker, live = aloft.flight.decision.worker, self._live
+        if aloft.counts and not await self._scene.lives(worker):
+            aloft.ended_as = "worker_died"
+            blame = live.suspects.blame(worker, aloft.digest, live.now_s())
+            if blame == "killer":
+                raise errors.KILLED_AN_ENGINE()
+            if blame == "alone":
+                raise errors.ALONE_IN_DEAD_ENGINE(request_id=aloft.request_id)
+        if not aloft.repeatable:
+            why = "the one that had the request failed"
+            raise errors.NO_WORKER(why=why, retry_after_s=live.retry_after_s())
+
+    def _next(self, aloft: Aloft[F], failure: StreamEnd | None, attempt: int) -> None:
+        """It is tried at another server; raises ApiError 503 if that is gone, too."""
+        live, servers = self._live, aloft.servers
+        end = "worker_died" if failure is None else aloft.outcome(failure)
+        live.retried(aloft.request_id, end)
+        self._scene.ended(aloft.flight, end)
+        aloft.ended_as = "unsent"  # unless it is taken there
+        others = frozenset(live.router.workers) - {servers[min(attempt, len(servers)) - 1]}
+        again = replace(aloft.request, exclude=others, retry=True)
+        try:
+            aloft.flight = self._scene.decide(again, aloft.tenant.name)
+        except NoWorkerError as error:
+            raise errors.NO_WORKER(why=error, retry_after_s=live.retry_after_s()) from None
+        aloft.ended_as = ""
+
+    # -- answers ------------------------------------------------------------------------------
+
+    def goes_on(self, request_id: str) -> None:
+        """Envoy has it in flight."""
+        aloft = self._aloft.get(request_id)
+        if aloft is not None:
+            aloft.heard_s = time.monotonic()
+
+    def first(self, request_id: str, told: str) -> None:
+        """Its first token came, from the server that is `told`."""
+        aloft = self._aloft.get(request_id)
+        if aloft is not None and not aloft.begun:
+            aloft.begun = True
+            self._told(aloft, told)
+            self._live.first_token(request_id)
+
+    def tail(self, request_id: str, told: str, tail: bytes, events: int) -> None:
+        """Its answer ended so, after so many events."""
+        aloft = self._aloft.get(request_id)
+        if aloft is None or aloft.tail is not None:
+            return
+        if not aloft.begun:
+            self._told(aloft, told)
+        aloft.tail, aloft.events = tail, events
+        if aloft.end is not None:
+            self._end(request_id)
+
+    def _told(self, aloft: Aloft[F], told: str) -> None:
+        if aloft.flight.via:
+            self._scene.arrived(aloft.flight, aloft.request, told)
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def unread(self, answer: Go) -> None:
+        """Its client left as it was decided."""
+        self._end(answer.upstream.get(TO_ID_HEADER, ""), "client_gone")
+
+    def ended(self, end: StreamEnd) -> None:
+        """It is over, and is done with unless its tail is still to come."""
+        aloft = self._aloft.get(end.request_id)
+        if aloft is None or aloft.end is not None:
+            return
+        aloft.end = end
+        told = not self._tails or aloft.tail is not None or end.client_gone or end.status >= 400
+        if told or not end.upstream:
+            self._end(end.request_id)
+        else:
+            asyncio.get_running_loop().call_later(_TAIL_S, self._end, end.request_id)
+
+    async def sweep(self) -> None:
+        """End what is not heard of any more, until cancelled."""
+        while True:
+            await asyncio.sleep(min(_SWEEP_S, self._unheard_s / 2))
+            before_s = time.monotonic() - self._unheard_s
+            for name in [name for name, one in self._aloft.items() if one.heard_s < before_s]:
+                log.error("request_end_lost", request_id=name)
+                self._live.metrics.inc(m.ENDS_LOST)
+                self._end(name)
+
+    def _end(self, request_id: str, ended_as: str = "") -> None:
+        """Give back all that it holds; harmless for one that has ended."""
+        aloft = self._aloft.pop(request_id, None)
+        if aloft is None:
+            return
+        live, end, lease = self._live, aloft.end, aloft.lease
+        status = end.status if end is not None else 0
+        try:
+            at = end.upstream if end is not None and not aloft.flight.via else ""
+            if at and not aloft.ended_as:
+                self._scene.arrived(aloft.flight, aloft.request, at)
+            if aloft.tail is not None:
+                aloft.used = self._scene.used(aloft.flight, aloft.tail)
+            aloft.ended_as = ended_as or aloft.ended_as
+            outcome, generated = aloft.outcome(end), aloft.generated(end)
+            live.tokens(request_id, generated)
+            if outcome in ("done", "refused"):
+                live.suspects.served(aloft.digest)
+            self._scene.ended(aloft.flight, outcome)
+            if aloft.used is not None and aloft.used.prompt_tokens:
+                lease.counted(aloft.used.prompt_tokens)
+            lease.generated(generated)
+            # A client that does not wait for it has had an engine work, too.
+            lease.worked = outcome == "client_gone" and end is not None and bool(end.upstream)
+        finally:
+            self._left(request_id)
+            lease.close(time.monotonic(), served=0 < status < 400)
+        if status:
+            live.answered(aloft.tenant.name, status)

@@ -1,0 +1,113 @@
+"""What a decider decides about: the servers behind it, whoever runs them.
+
+`kappa route` gives one of servers that exist (`router.front.scene`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from router.api.tenants import Tenant
+from router.decision import Decision, RouteRequest
+from router.live.live_router import LiveRouter
+
+
+class Asked(NamedTuple):
+    """A request that somebody wants served; request_id: no other that is open has it."""
+
+    request_id: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A request as a decision needs it.
+
+    max_generated: tokens that all of its answers may have, 0 if it bounds none; streamed: its
+    answer comes in events; repeatable: it may be done twice.
+    """
+
+    request: RouteRequest
+    max_generated: int = 0
+    streamed: bool = False
+    repeatable: bool = True
+
+
+class Used(NamedTuple):
+    """Tokens that a server says a request took."""
+
+    prompt_tokens: int
+    generated_tokens: int
+
+
+class Flight(Protocol):
+    """A request at a server. via: the balancer that chooses the server instead of us; empty: there
+    is none."""
+
+    @property
+    def decision(self) -> Decision: ...
+    @property
+    def via(self) -> str: ...
+
+
+F = TypeVar("F", bound=Flight)
+
+
+class Scene(Protocol[F]):
+    """Servers, and what is particular to them."""
+
+    @property
+    def live(self) -> LiveRouter: ...
+
+    @property
+    def priced(self) -> Container[str]:
+        """Paths that are decided by price; of all others only the load decides."""
+        ...
+
+    @property
+    def passed(self) -> Container[str]:
+        """Paths that are served besides."""
+        ...
+
+    async def read(self, asked: Asked) -> Reading:
+        """Read what is asked; may wait. Raises ApiError."""
+        ...
+
+    def decide(self, request: RouteRequest, tenant: str) -> F:
+        """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
+        ...
+
+    def others(self, flight: F, request: RouteRequest) -> Sequence[str]:
+        """Workers that may serve it instead, the best first; none if a balancer chooses."""
+        ...
+
+    def address(self, name: str) -> str:
+        """Where Envoy reaches a worker or balancer; empty: nowhere."""
+        ...
+
+    def headers(self, flight: F, asked: Asked) -> Mapping[str, str]:
+        """For the server, besides the decider's own."""
+        ...
+
+    def arrived(self, flight: F, request: RouteRequest, at: str) -> None:
+        """It is at the server with that address, which need not be the one that was chosen; behind
+        a balancer at the one that the answer names, if it names any."""
+        ...
+
+    def used(self, flight: F, tail: bytes) -> Used | None:
+        """Learn from the end of an answer; what it says that it took."""
+        ...
+
+    async def lives(self, worker: str) -> bool:
+        """Find out whether a server that failed a request is alive; one that is not is taken for
+        dead from now on."""
+        ...
+
+    def ended(self, flight: F, end: str) -> None:
+        """It is over at its server (`LiveRouter.release`)."""
+        ...

@@ -1,0 +1,84 @@
+"""Work that waits for its turn."""
+
+import asyncio
+
+import pytest
+
+from router.api.tenants import Tenant
+from router.front.turns import Turns
+
+ALICE, BOB = Tenant("alice"), Tenant("bob")
+
+
+async def settled():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Work:
+    """Pieces of work by name, each done when it is bidden; `begun`: in their order."""
+
+    def __init__(self, turns):
+        self.turns, self.begun, self.done, self.tasks = turns, [], {}, {}
+
+    def start(self, name, tenant=ALICE):
+        self.done[name] = asyncio.get_running_loop().create_future()
+
+        async def work():
+            self.begun.append(name)
+            return await self.done[name]
+
+        self.tasks[name] = asyncio.create_task(self.turns.run(tenant, 1, work))
+
+    async def finish(self, name):
+        self.done[name].set_result(name)
+        assert await self.tasks[name] == name
+        await settled()
+
+
+async def test_turns_let_so_many_run_at_a_time():
+    work = Work(Turns(2))
+    for name in "abc":
+        work.start(name)
+    await settled()
+    assert work.begun == ["a", "b"]
+    await work.finish("b")
+    assert work.begun == ["a", "b", "c"]
+    await work.finish("a")
+    await work.finish("c")
+    work.start("d")
+    work.start("e")
+    await settled()
+    assert work.begun[3:] == ["d", "e"]
+
+
+async def test_turns_go_round_among_tenants():
+    work = Work(Turns(1))
+    for name in ("a1", "a2", "a3", "a4"):
+        work.start(name)
+    work.start("b1", BOB)
+    await settled()
+    for name in ("a1", "a2"):
+        await work.finish(name)
+    assert work.begun == ["a1", "a2", "b1"]
+
+
+async def test_turns_pass_on_when_one_fails_or_leaves():
+    work = Work(Turns(1))
+    for name in "abcd":
+        work.start(name)
+    await settled()
+    work.tasks["b"].cancel()
+    await settled()
+    work.done["a"].set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        await work.tasks["a"]
+    await settled()
+    assert work.begun == ["a", "c"]
+    # It leaves as its turn comes.
+    work.done["c"].set_result("c")
+    work.tasks["d"].cancel()
+    await settled()
+    work.start("e")
+    await settled()
+    assert work.begun == ["a", "c", "e"]
