@@ -1,4 +1,5 @@
-"""Real vLLM: one engine computes a prompt, another decodes it from the KV that was handed over.
+"""Real vLLM: one engine computes a prompt, another decodes it from the KV that was handed over, or
+takes what the other's host tier holds.
 
 Both have our host tier, or both vLLM's own, as on GPUs, whose lowest calls are emulated.
 """
@@ -6,6 +7,7 @@ Both have our host tier, or both vLLM's own, as on GPUs, whose lowest calls are 
 import random
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,29 +22,28 @@ WHOLE = TOKENS // BLOCK * BLOCK
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def started(kinds):
-    """An engine with peers for each kind of host tier."""
-    with tempfile.TemporaryDirectory(prefix="kappa-transfer-") as folder:
-        made = []
-        try:
-            for number, kind in enumerate(kinds):
-                place = Path(folder) / str(number)
-                place.mkdir()
-                made.append(TierEngine(place, peers=True, kind=kind))
-            yield made
-        finally:
-            for engine in made:
-                engine.close()
-
-
-@pytest.fixture(scope="module", params=["own", "native"])
-def pair(request):
-    yield from started([request.param] * 2)
-
-
 @pytest.fixture(scope="module")
-def both_kinds():
-    yield from started(["own", "native"])
+def engines():
+    """Two engines with peers of each kind of host tier."""
+    made = {"own": [], "native": []}
+    with tempfile.TemporaryDirectory(prefix="kappa-transfer-") as folder, ExitStack() as stack:
+        for kind in ("own", "own", "native", "native"):
+            place = Path(tempfile.mkdtemp(dir=folder))
+            made[kind].append(TierEngine(place, peers=True, kind=kind))
+            stack.callback(made[kind][-1].close)
+        yield made
+        for engine in (*made["own"], *made["native"]):
+            engine.end()
+
+
+@pytest.fixture(params=["own", "native"])
+def pair(request, engines):
+    return engines[request.param]
+
+
+@pytest.fixture
+def both_kinds(engines):
+    return engines["own"][0], engines["native"][0]
 
 
 def prompt(seed):
@@ -122,3 +123,52 @@ def test_less_than_there_is_may_be_loaded_from_vllms_own_tier(both_kinds):
     tail = native.ask(known, plan="tail")
     assert 0 < tail["cached"] < whole and tail["cached"] % BLOCK == 0
     assert tail["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
+
+
+def held(engine, tokens):
+    """Its answer to a prompt, once all of that is in its host tier."""
+    deadline = time.monotonic() + 60.0
+    while (answer := engine.ask(tokens))["cached"] < WHOLE:
+        assert time.monotonic() < deadline
+    return answer
+
+
+def from_peer(endpoint, start=0):
+    return {PEER_PARAM: {"endpoint": endpoint, "start": start, "stop": WHOLE}}
+
+
+def test_what_a_peer_holds_is_loaded_and_decodes_the_same(engines):
+    giver, taker = engines["own"]
+    known = prompt(11)
+    reference = held(giver, known)
+    taker.reports()
+    answer = taker.ask(known, params=from_peer(giver.peer))
+    assert answer["cached"] == WHOLE
+    assert answer["tokens"] == reference["tokens"]
+    assert answer["logprob"] == pytest.approx(reference["logprob"], abs=1e-5)
+    found = taker.reports()
+    (fetch,) = [m for m in found["messages"] if m["kind"] == "fetch"]
+    assert fetch["tokens"] == WHOLE and fetch["took_s"] > 0
+    stored = {h for e in found["events"] if e["medium"] == "CPU" for h in e["hashes"]}
+    assert len(stored) >= WHOLE // BLOCK, "a router must learn that it holds them"
+    # From now on it has them without its peer.
+    assert taker.ask(known)["cached"] == WHOLE
+
+
+def test_a_prompt_whose_peer_is_not_there_is_computed(engines):
+    giver, taker = engines["own"]
+    known = prompt(12)
+    reference = giver.ask(known)
+    taker.reports()
+    answer = taker.ask(known, params=from_peer("127.0.0.1:9/secret"))
+    assert answer["cached"] == 0 and answer["tokens"] == reference["tokens"]
+    failed = [m for m in taker.reports()["messages"] if m["kind"] == "tier_failed"]
+    assert [m["why"] for m in failed] == ["fetch"]
+
+
+def test_a_prompt_of_another_tenant_is_not_to_be_had(pair):
+    """Its salt makes other keys of the same tokens."""
+    giver, taker = pair
+    known = prompt(13)
+    held(giver, known)
+    assert taker.ask(known, salt="other", params=from_peer(giver.peer))["cached"] == 0

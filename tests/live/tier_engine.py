@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -84,9 +85,11 @@ class Listener:
 
 
 class TierEngine:
-    """The engine from outside. `tier`: its kind (native: over an emulated CUDA), and fields of
-    `LmcacheSettings`; `path`: more to import from. `peers` among the fields: it reads other
-    engines' host tiers, and they read its own at `peer`."""
+    """The engine from outside; it starts by itself, and whatever is asked first waits for that.
+
+    `tier`: its kind (native: over an emulated CUDA), and fields of `LmcacheSettings`; `path`: more
+    to import from. `peers` among the fields: it reads other engines' host tiers, and they read its
+    own at `peer`."""
 
     def __init__(self, folder, path="", **tier):
         self.errors, self.logged = folder / "engine.txt", []
@@ -99,8 +102,15 @@ class TierEngine:
                 text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(path)])},
             )
-        self.ready = self._read()
-        self.peer = self.ready.get("peer", "")
+
+    @cached_property
+    def ready(self):
+        """What it says of itself once it has started."""
+        return self._read()
+
+    @property
+    def peer(self):
+        return self.ready["peer"]
 
     def ask(self, tokens, salt="", plan=LOAD_ALL, params=None, count=4):
         """Compute a prompt on an empty device cache, and `count` tokens behind it."""
@@ -112,6 +122,7 @@ class TierEngine:
         return self._do({"reports": True})
 
     def _do(self, what):
+        assert self.ready
         print(json.dumps(what), file=self.process.stdin, flush=True)
         return self._read()
 
@@ -123,11 +134,15 @@ class TierEngine:
         raise AssertionError(f"the engine died:\n{self.errors.read_text()[-4000:]}")
 
     def close(self):
-        self.process.stdin.close()
+        self.end()
         try:
             self.process.wait(60.0)
         finally:
             self.process.kill()
+
+    def end(self):
+        """Have it end, without waiting for that."""
+        self.process.stdin.close()
 
 
 def slow_rates():
