@@ -13,6 +13,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests import turns
+
 # A deadline would test how busy the machine is.
 settings.register_profile(
     "random", settings.get_profile("default"), deadline=None, derandomize=False
@@ -36,6 +38,10 @@ class FilesWhole(LoadScopeScheduling):
 @pytest.hookimpl
 def pytest_xdist_make_scheduler(config, log):
     return FilesWhole(config, log)
+
+
+def pytest_report_header():
+    return turns.played(os.environ)
 
 
 def pytest_collection_modifyitems(items):

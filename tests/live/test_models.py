@@ -8,7 +8,6 @@ for CPUs is built for). The latter two are not paced: what they measure of thems
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -18,15 +17,10 @@ from benchmarks.hardware.rungs import EQUAL, compare
 from kappa.model import kv_bytes_per_token
 from tests.deploy.adapters import make_adapter
 from tests.live.conftest import Live, serving
+from tests.turns import by_turns
 from workers.tiny_model import make_tiny_model
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.skipif(
-        not os.environ.get("KAPPA_MORE_CLUSTERS"),
-        reason="starts a cluster of its own: set KAPPA_MORE_CLUSTERS=1",
-    ),
-]
+pytestmark = [pytest.mark.live, by_turns(__file__)]
 
 CONFIG = """
 model: {{adapters: {{fine: {adapter}}}}}
@@ -160,7 +154,7 @@ def test_experts_and_latent_attention_come_back_from_host_memory(cluster, model)
     whole = (prompt_tokens - 1) // BLOCK_TOKENS[model] * BLOCK_TOKENS[model]
     assert host.cached_tokens == record["actual"]["cached_tokens"] == whole
     # On CPUs vLLM turns its own prefix cache off for latent attention, and only events of that one
-    # say whose a block is: the router cannot know what host memory holds.
+    # name a block's prompt: the router cannot know what host memory holds.
     assert record["predicted"]["cached_tokens"] == (0 if model == "DeepseekV2" else whole)
     # Latent attention computes a prompt and finds one with different kernels: `noise` is large.
     found = compare(fresh, device, host, control)

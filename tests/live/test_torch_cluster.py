@@ -1,21 +1,15 @@
-"""A cluster of our own engines: one more than the tests may start, so only when it is asked for."""
+"""A cluster of our own engines."""
 
 import json
-import os
 
 import httpx
 import openai
 import pytest
 
 from tests.live.conftest import Live, serving
+from tests.turns import by_turns
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.skipif(
-        not os.environ.get("KAPPA_MORE_CLUSTERS"),
-        reason="starts a cluster of its own: set KAPPA_MORE_CLUSTERS=1",
-    ),
-]
+pytestmark = [pytest.mark.live, by_turns(__file__)]
 
 CONFIG = """
 engine:
