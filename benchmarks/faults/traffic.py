@@ -56,7 +56,7 @@ def reasons(requests: Sequence[Observed]) -> dict[str, int]:
 @dataclass(frozen=True, slots=True)
 class Mix:
     """What is sent. clients: at once; streamed_share: of the requests; documents: different
-    prompts, of up to so many words; fresh_share: of the clients' requests, with a prompt that no
+    prompts, of up to `words` words; fresh_share: of the clients' requests, with a prompt that no
     other has; max_tokens: of an answer; pause_s: between two requests of a client; timeout_s: of a
     request."""
 

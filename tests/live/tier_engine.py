@@ -85,7 +85,7 @@ class Listener:
 
 
 class TierEngine:
-    """The engine from outside; it starts by itself, and whatever is asked first waits for that.
+    """The engine from outside; it starts by itself, and the first request waits for that.
 
     `tier`: its kind (native: over an emulated CUDA), and fields of `LmcacheSettings`; `path`: more
     to import from. `peers` among the fields: it reads other engines' host tiers, and they read its
