@@ -1,7 +1,8 @@
 """The Ray cluster that an application runs on: one started here, or one that is joined.
 
-What is started here is stopped whole. Of a cluster that is joined only our application is taken
-back, and Ray Serve itself only if nobody else used it before.
+What is started here listens on loopback, demands a token that its user alone can read, and is
+stopped whole. Of a cluster that is joined only our application is taken back, and Ray Serve itself
+only if nobody else used it before.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,15 +24,17 @@ import psutil
 from deploy.app.machine import Machine, read_machine
 from deploy.app.model import StartError
 from kappa.host import free_port
+from kappa.settings.cluster import home
 
 APP = "kappa"
 """Our application's name in Ray Serve."""
 
-_AUTH_MODE = "RAY_AUTH_MODE"
+_AUTH_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _NO_TOKEN = (
-    "Ray's ports listen on every address of this machine and run the code that they are sent: Ray "
-    f"must demand its token, {{}}. Unset {_AUTH_MODE}, or set it to token"
+    "Ray's ports run the code that anybody on this machine sends them: Ray must demand its token, "
+    f"{{}}. Unset {_AUTH_MODE}, or set it to token"
 )
+_ROOT = 0
 _OBJECT_STORE_BYTES = 256 << 20
 _REACH_S = 5.0
 _RAYS_OWN = ("gcs_server", "raylet")
@@ -55,18 +63,26 @@ class OwnRay:
         """Start Ray.
 
         Raises:
-            StartError: it did not come up in Ray's own time, or would run anybody's code.
+            StartError: it did not come up in Ray's own time, or would run others' code.
         """
         mode = os.environ.get(_AUTH_MODE, "token")
         if mode.lower() != "token":
             raise StartError(_NO_TOKEN.format(f"but {_AUTH_MODE} is {mode!r}"))
+        if not os.environ.get(_TOKEN):
+            path = Path(os.environ.get(_TOKEN_PATH) or home() / "ray" / "auth_token").absolute()
+            private_token(path)
+            os.environ[_TOKEN_PATH] = str(path)
         import ray
+        from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # Cython
 
+        # It has read another, where a Ray ran in this process before.
+        AuthenticationTokenLoader.instance().reset_cache()
         self._log_level = log_level
         # "local": one of our own, even where another Ray runs, or ran, on this machine.
         local = {"address": "local", "num_cpus": self._cpus, "include_dashboard": False}
         try:
-            _init(log_level, **local, object_store_memory=_OBJECT_STORE_BYTES)
+            with _loopback():
+                _init(log_level, **local, object_store_memory=_OBJECT_STORE_BYTES)
         except Exception as error:  # Ray raises a bare one when a process of its own is late.
             ray.shutdown()
             raise StartError(
@@ -216,6 +232,61 @@ def machines() -> list[Machine]:
     import ray
 
     return [Machine.of_ray(node) for node in ray.nodes() if node["Alive"]]
+
+
+def private_token(path: Path) -> None:
+    """Have a token for Ray in a file that its user alone can read: who else reads it runs code as
+    this user. One that is there is used on, since a cluster may run by it.
+
+    Raises:
+        StartError: others can read the file or replace it, or it cannot be made.
+    """
+    folder = path.parent
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            with tempfile.NamedTemporaryFile("w", dir=folder) as made:  # 0600
+                made.write(secrets.token_hex(32))
+                made.flush()
+                with contextlib.suppress(FileExistsError):  # of two starts the first one's
+                    os.link(made.name, path)
+        file, around = path.stat(), folder.stat()
+    except OSError as error:
+        raise StartError(
+            f"Ray's token cannot be kept in {path}: {error.strerror}. Set KAPPA_HOME to a "
+            f"folder of yours, or {_TOKEN_PATH} to a file"
+        ) from None
+    owners, allowed = {file.st_uid, around.st_uid}, {os.geteuid(), _ROOT}
+    others_write = around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX
+    again = f"rm {path}, and a new one is made"
+    for is_so, what, remedy in (
+        (
+            file.st_mode & 0o077,
+            "may be read by others",
+            f"chmod 600 {path}; if it was read, {again}",
+        ),
+        (others_write, "may be replaced by others", f"chmod 700 {folder}"),
+        (owners - allowed, "is another user's", f"name one of yours by {_TOKEN_PATH}"),
+        (not file.st_size, "is empty", again),
+    ):
+        if is_so:
+            raise StartError(
+                f"Ray's token {path} {what}, and who has it runs code as you: {remedy}"
+            )
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Have Ray start here as where it forms no clusters (macOS): all its processes but the
+    replicas' gRPC servers then listen on loopback. It takes no loopback address as an argument."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _init(log_level: str, **options: Any) -> None:

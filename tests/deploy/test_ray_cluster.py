@@ -1,6 +1,9 @@
 """Ray as we start or join it: what does not come up, or stands open, is refused with a remedy."""
 
+import os
 import signal
+import stat
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,15 @@ from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 
 pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(autouse=True)
+def token_path(monkeypatch, tmp_path):
+    """Where Ray's token is kept, in a folder of this test's own."""
+    monkeypatch.setenv("KAPPA_HOME", str(tmp_path / "home"))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")
+    return tmp_path / "home" / "ray" / "auth_token"
 
 
 def test_a_ray_that_does_not_come_up_is_reported_with_its_logs(monkeypatch):
@@ -58,6 +70,119 @@ def test_a_ray_that_came_up_without_its_token_is_stopped(monkeypatch, enabled):
     with pytest.raises(StartError, match="started without one"):
         OwnRay(workers=2).start("WARNING")
     assert stopped
+
+
+def started(monkeypatch):
+    """What Ray is started with, and its own address meanwhile."""
+    import ray
+    from ray._private import services
+    from ray._private.authentication import authentication_utils
+
+    given = {}
+
+    def init(**options):
+        given.update(options, host=services.get_node_ip_address())
+
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: True)
+    OwnRay(workers=2).start("WARNING")
+    return given
+
+
+def test_ray_is_started_on_loopback(monkeypatch):
+    from ray._private import ray_constants
+
+    assert started(monkeypatch)["host"] == "127.0.0.1"
+    assert ray_constants.ENABLE_RAY_CLUSTER, "one that is joined later has its own address"
+
+
+def test_rays_token_is_made_for_its_user_alone(monkeypatch, token_path):
+    before = os.umask(0)
+    try:
+        started(monkeypatch)
+    finally:
+        os.umask(before)
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(token_path)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (token_path, token_path.parent)]
+    assert modes == [0o600, 0o700]
+    made = token_path.read_text()
+    assert len(made) == 64 and list(token_path.parent.iterdir()) == [token_path]
+    started(monkeypatch)
+    assert token_path.read_text() == made, "a cluster may run by it"
+
+
+def test_starts_at_once_have_one_token(token_path):
+    seen = []
+
+    def start():
+        ray_cluster.private_token(token_path)
+        seen.append(token_path.read_text())
+
+    threads = [Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert len(seen) == 8 and len(set(seen)) == 1
+
+
+def test_a_token_of_the_environment_needs_no_file(monkeypatch, token_path):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 64)
+    started(monkeypatch)
+    assert not token_path.exists()
+
+
+def test_what_ray_left_open_in_its_own_folder_is_not_used(monkeypatch, tmp_path, token_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    left = tmp_path / ".ray" / "auth_token"
+    left.parent.mkdir()
+    left.write_text("read by others")
+    left.chmod(0o644)
+    started(monkeypatch)
+    assert token_path.read_text() != left.read_text() == "read by others"
+
+
+@pytest.mark.parametrize(
+    ("mode", "folder_mode", "text", "says"),
+    [
+        (0o644, 0o700, "t", "read by others, .*chmod 600 {path}; if it was read, rm {path}"),
+        (0o640, 0o755, "t", "read by others"),
+        (0o600, 0o770, "t", "replaced by others, .*chmod 700 {folder}"),
+        (0o600, 0o700, "", "is empty, .*rm {path}"),
+        (0o600, 0o755, "t", None),
+        (0o600, 0o1777, "t", None),
+    ],
+)
+def test_a_token_that_others_may_read_is_refused(
+    monkeypatch, tmp_path, mode, folder_mode, text, says
+):
+    path = tmp_path / "named" / "token"
+    path.parent.mkdir()
+    path.write_text(text)
+    path.chmod(mode)
+    path.parent.chmod(folder_mode)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    if says is None:
+        started(monkeypatch)
+        return
+    with pytest.raises(StartError, match=says.format(path=path, folder=path.parent)):
+        started(monkeypatch)
+
+
+def test_a_token_of_another_user_is_refused(monkeypatch, token_path):
+    ray_cluster.private_token(token_path)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(ray_cluster, "_ROOT", os.getuid() + 2)
+    with pytest.raises(StartError, match=r"another user's, .*RAY_AUTH_TOKEN_PATH"):
+        ray_cluster.private_token(token_path)
+
+
+def test_where_no_token_can_be_kept_the_remedy_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("KAPPA_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match=r"token cannot be kept in .*Set KAPPA_HOME"):
+        started(monkeypatch)
 
 
 class Joined(JoinedRay):

@@ -51,12 +51,26 @@ def test_a_deadline_drops_what_waits_and_leaves_nothing_behind(live):
     live.wait_idle()
 
 
-def test_the_endpoint_and_the_dashboard_listen_on_loopback_only(live):
-    """Ray's own ports follow the machine's address; the endpoint and the dashboard do not."""
-    port = int(live.url.rsplit(":", 1)[1])
-    open_to = {
-        connection.laddr.ip
-        for connection in psutil.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port in (port, 8265)
-    }
-    assert open_to and all(ipaddress.ip_address(ip).is_loopback for ip in open_to)
+def test_every_port_but_the_replicas_grpc_is_on_loopback(live):
+    """Ray Serve binds one gRPC server of each replica to all addresses, and lets nobody choose."""
+    main = psutil.Process(live.pid)
+    replicas, ports, elsewhere = set(), set(), []
+    for process in [main, *main.children(recursive=True)]:
+        name = " ".join(process.cmdline())
+        if "ServeReplica" in name:
+            replicas.add(process.pid)
+        for connection in process.net_connections("tcp"):
+            if connection.status != psutil.CONN_LISTEN:
+                continue
+            ports.add(connection.laddr.port)
+            ip = ipaddress.ip_address(connection.laddr.ip)
+            if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback:
+                elsewhere.append((process.pid, name, connection.laddr))
+    assert int(live.url.rsplit(":", 1)[1]) in ports and len(replicas) > 1
+    assert sorted(pid for pid, *_ in elsewhere) == sorted(replicas), elsewhere
+
+
+def test_rays_token_is_its_users_alone(live):
+    raylet = next(p for p in psutil.Process(live.pid).children(True) if p.name() == "raylet")
+    token = Path(raylet.environ()["RAY_AUTH_TOKEN_PATH"])
+    assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)

@@ -85,6 +85,7 @@ SIGNATURES = {
     # router.api, deploy.app
     "ray.llm._internal.serve.core.ingress.utils:_sanitize_chat_completion_request": "request",
     "ray.serve.context:_get_global_client": "raise_if_no_controller_running",
+    "ray._raylet:AuthenticationTokenLoader.reset_cache": "",
 }
 
 
@@ -261,6 +262,18 @@ SOURCES = {
     ),
     "ray.serve._private.autoscaling_state": ("_apply_autoscaling_config(",),
     "ray.serve._private.replica": ('"record_autoscaling_stats"',),
+    # deploy.app.ray_cluster: where Ray takes loopback for this machine's address, so listen what
+    # serves its metrics, which demands no token.
+    "ray._private.services:get_node_ip_address": (
+        "if not ray_constants.ENABLE_RAY_CLUSTER:", "return get_localhost_ip()",
+    ),
+    "ray.dashboard.modules.reporter.reporter_agent": (
+        'address=get_localhost_ip() if is_localhost(self._ip) else ""',
+    ),
+    "ray.dashboard.head": ('{"addr": get_localhost_ip()} if is_localhost(self.ip) else {}',),
+    "ray.autoscaler.v2.monitor": (
+        '{"addr": get_localhost_ip()} if is_localhost(head_node_ip) else {}',
+    ),
     # One more step follows a request's end: that is when its blocks are copied, and reports leave.
     "vllm.v1.core.sched.scheduler:Scheduler.has_finished_requests": ("self.finished_req_ids",),
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
