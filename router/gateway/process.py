@@ -244,8 +244,10 @@ class Gateway:
                 f"{spec.folder} is too long a path for sockets within it: give one of at most "
                 f"{_LONGEST_SOCKET - _length(longest) + _length(spec.folder)} bytes"
             )
+        # Of its two addresses the one by which everybody finds it.
+        host = "127.0.0.1" if spec.host.lower() == "localhost" else spec.host
         try:
-            address = await Resolver().address(spec.host, spec.port)
+            address = await Resolver().address(host, spec.port)
         except OSError as error:
             raise EnvoyError(f"http.host: {error}") from None
         try:

@@ -116,6 +116,12 @@ async def test_an_address_of_another_machine_is_named(spec):
     assert said.endswith("give an http.host of this machine")
 
 
+async def test_localhost_is_where_clients_look_for_it(spec):
+    async with Gateway(replace(spec, host="localhost"), threads=1):
+        _, writer = await asyncio.open_connection("127.0.0.1", spec.port)
+        writer.close()
+
+
 async def test_a_name_without_address_is_no_host(spec):
     said = await refusal(replace(spec, host="no-such-host.invalid"))
     assert said.startswith("http.host: no-such-host.invalid has no address: ")
