@@ -18,7 +18,7 @@ from router.front.front import DECIDED_PATHS, Flying, Front
 from router.gateway.endpoints import EndpointsFile, Resolver, shared_addresses
 from router.gateway.process import EnvoyError, Gateway
 from router.gateway.scene import Asked, Reading, Used
-from router.gateway.spec import Endpoint
+from router.gateway.spec import ServerEndpoint
 from router.live.live_router import LiveRouter
 
 log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ class FrontScene:
         self.front = front
         self.priced = frozenset(DECIDED_PATHS)
         self.passed = frozenset({*PASSED_PATHS, *front.settings.passed}) - self.priced
-        self.endpoints: dict[str, Endpoint] = {}
+        self.endpoints: dict[str, ServerEndpoint] = {}
         self._workers: dict[str, str] = {}
         self._known = asyncio.Event()
 
@@ -155,13 +155,13 @@ class FrontScene:
             except TimeoutError:
                 continue
 
-    def _take(self, endpoints: dict[str, Endpoint]) -> None:
+    def _take(self, endpoints: dict[str, ServerEndpoint]) -> None:
         self.endpoints = endpoints
         self._workers = {one.address: name for name, one in endpoints.items()}
         self._known.set()
 
-    async def _usable(self, resolver: Resolver) -> list[Endpoint]:
-        found = list[Endpoint]()
+    async def _usable(self, resolver: Resolver) -> list[ServerEndpoint]:
+        found = list[ServerEndpoint]()
         wanted = [
             (one.settings.worker, one.settings.url, one.settings.key or "")
             for one in self.front.backends.values() if one.usable
@@ -178,7 +178,7 @@ class FrontScene:
         return found
 
 
-async def endpoint_of(name: str, url: str, key: str, resolver: Resolver) -> Endpoint:
+async def endpoint_of(name: str, url: str, key: str, resolver: Resolver) -> ServerEndpoint:
     """A server as Envoy reaches it; raises OSError if its name has no address."""
     parts = urlsplit(url)
     host, tls = parts.hostname or "", parts.scheme == "https"
@@ -186,7 +186,7 @@ async def endpoint_of(name: str, url: str, key: str, resolver: Resolver) -> Endp
     address = await resolver.address(host, port)
     # Its name in a certificate has no port.
     named = host if tls else parts.netloc
-    return Endpoint(name, address, port, named, tls, prefix=parts.path, key=key)
+    return ServerEndpoint(name, address, port, named, tls, prefix=parts.path, key=key)
 
 
 async def _taken(gateway: Gateway) -> float:
