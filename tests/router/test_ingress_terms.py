@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from kappa.incremental_tokenizer import SegmentCache
 from router.api.metadata import DEADLINE_HEADER as DEADLINE
 from router.api.render import SHORT_BYTES
 from router.api.request import cache_salt
@@ -316,6 +317,7 @@ class Blocked:
         (renderer,) = tokenizing._renderers.values()
         self._encode = renderer.tokenizer.encode
         monkeypatch.setattr(renderer.tokenizer, "encode", self._encode_here)
+        renderer.tokenizer._incremental.cache = SegmentCache()  # other tests sent the same texts
         # Else what cannot fit is refused by its bytes, before anything is encoded.
         monkeypatch.setattr(renderer.tokenizer, "longest_token_bytes", None)
         for process in tokenizing._processes:
