@@ -84,10 +84,12 @@ DECISIONS = PanelRow(
         Panel("Cost beside the engine", "Seconds of a request outside its engine, as learnt.", "s",
               (gauge_by_node(m.OVERHEAD),)),
         Panel("Blind spots", "Blocks per second that the prefix index could not place, and gaps in "
-              "the workers' event streams: what the router does not know. Restarts of what follows "
-              "them, and entries that the router's record lost.", "cps",
+              "the workers' event streams, and floods that were dropped: what the router does not "
+              "know. Restarts of what follows them, and entries that the router's record lost.",
+              "cps",
               (Query(rate(m.INDEX_LOSSES, ("why",)), "lost: {{why}}"),
                Query(f"{rate(m.STREAM_GAPS)} or vector(0)", "gaps"),
+               Query(f"{rate(m.STREAM_FLOODS)} or vector(0)", "floods"),
                Query(rate(m.TASK_RESTARTS, ("task",)), "restarted: {{task}}"),
                Query(rate(m.RECORD_DROPPED), "not recorded"),
                Query(rate(m.ENDS_LOST), "ends not heard")), absent=RARE),

@@ -70,6 +70,11 @@ INDEX_LOSSES = _counter(
     "kappa_index_losses", "blocks that the prefix index could not place, by why", "why"
 )
 STREAM_GAPS = _counter("kappa_stream_gaps", "gaps in a worker's event stream", "node")
+STREAM_FLOODS = _counter(
+    "kappa_stream_floods",
+    "times that a worker sent more events than are followed, and they were dropped",
+    "node",
+)  # fmt: skip
 PROMPT_TOKENS = _counter(
     "kappa_prompt_tokens", "prompt tokens by where they came from", "node", "source"
 )
@@ -249,9 +254,9 @@ ADDING: frozenset[str] = frozenset(
     metric.name
     for metric in (
         DECISIONS, REQUESTS, RATIO, PREDICTED_TTFT, TTFT, TTFT_ERROR, DECISION_SECONDS,
-        TOKENIZE_SECONDS, RESERVATIONS, STREAM_GAPS, OUTPUT_TOKENS, TENANT_REQUESTS,
-        KEY_FILE_READS, PREFILLS, ROLLOUT_REQUESTS, ROLLOUT_TTFT, SHADOWS, SHADOW_SAVING, RETRIES,
-        ENDS_LOST, BREAKER_OPENED, TASK_RESTARTS, RECORD_DROPPED,
+        TOKENIZE_SECONDS, RESERVATIONS, STREAM_GAPS, STREAM_FLOODS, OUTPUT_TOKENS,
+        TENANT_REQUESTS, KEY_FILE_READS, PREFILLS, ROLLOUT_REQUESTS, ROLLOUT_TTFT, SHADOWS,
+        SHADOW_SAVING, RETRIES, ENDS_LOST, BREAKER_OPENED, TASK_RESTARTS, RECORD_DROPPED,
     )
 )  # fmt: skip
 """What each of several ingresses counts of its own requests; the rest is in workers' reports."""

@@ -18,8 +18,6 @@ import aiohttp
 import msgspec
 import numpy as np
 import structlog
-import zmq
-import zmq.asyncio
 from yarl import URL
 
 from kappa.hardware import node_profile
@@ -33,8 +31,8 @@ from router.index.kv_events import (
     KVEvent,
     StreamCursor,
     WorkerReset,
-    decode_batch,
 )
+from router.live.event_feed import EventFeed, FloodError
 from router.live.kv_subscriber import StreamListener
 
 log = structlog.get_logger(__name__)
@@ -241,22 +239,31 @@ class Backend:
 
         What was published before, or lost on the way, is not known: after a gap all is forgotten.
         """
-        socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.setsockopt(zmq.LINGER, 0)
+        feed = EventFeed(self.worker, endpoint)
+        feed.connect()
         try:
-            socket.connect(endpoint)
-            cursor = StreamCursor()
-            while True:
-                _, number, payload = await socket.recv_multipart()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(feed.watch(lambda up: None))
+                await self._follow(feed)
+        finally:
+            feed.close()
+
+    async def _follow(self, feed: EventFeed) -> None:
+        cursor = StreamCursor()
+        while True:
+            try:
+                _, number, payload = await feed.receive()
                 seq = int.from_bytes(number, "big")
                 if seq != cursor.expected:
                     self._heard([WorkerReset(self.worker)])
                     cursor.resume(seq)
                 cursor.advance(seq)
-                self._heard(decode_batch(payload, self.worker, self.events))
-        finally:
-            socket.close()
+                await feed.hand_over(await feed.events(payload, self.events), self._heard)
+            except FloodError:
+                self._heard([WorkerReset(self.worker)])
+                if self._listener is not None:
+                    self._listener.stream_flood(self.worker)
+                await feed.pause()
 
     def _heard(self, events: list[KVEvent]) -> None:
         """Events of the server, as far as their blocks are of the router's size."""

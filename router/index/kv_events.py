@@ -8,9 +8,10 @@ A batch of vLLM's is a msgpack array `[ts, events, data_parallel_rank]`; each ev
 replays from `expected`, or resets the worker in the index and calls `resume`. Pure.
 """
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -109,9 +110,15 @@ class StreamCursor:
 # ---- vLLM's wire format
 
 
+# Far above what an engine sends of one step. Who lies about it costs no memory: msgspec looks at a
+# list's length before it makes its items.
+_MOST_EVENTS, _MOST_BLOCKS, _MOST_TOKENS, _MOST_KEYS = 1 << 16, 1 << 17, 1 << 21, 64
+_Hashes = Annotated[list[int | bytes], msgspec.Meta(max_length=_MOST_BLOCKS)]
+
+
 class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST_EVENTS)]
     data_parallel_rank: int | None = None
 
 
@@ -120,20 +127,20 @@ class _Kind(msgspec.Struct, gc=False):
 
 
 class _Stored(msgspec.Struct, gc=False):
-    block_hashes: list[int | bytes]
+    block_hashes: _Hashes
     parent_block_hash: int | bytes | None
-    token_ids: list[int]
+    token_ids: Annotated[list[int], msgspec.Meta(max_length=_MOST_TOKENS)]
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
+    extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST_BLOCKS)] | None = None
     group_idx: int | None = None
     locality: str | None = None
 
 
 class _Removed(msgspec.Struct, gc=False):
-    block_hashes: list[int | bytes]
+    block_hashes: _Hashes
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None
@@ -143,6 +150,9 @@ _decode_outer = msgspec.msgpack.Decoder(_Batch).decode
 _decode_kind = msgspec.msgpack.Decoder(_Kind).decode
 _decode_stored = msgspec.msgpack.Decoder(_Stored).decode
 _decode_removed = msgspec.msgpack.Decoder(_Removed).decode
+_decode_texts = msgspec.msgpack.Decoder(
+    Annotated[list[str], msgspec.Meta(max_length=_MOST_KEYS)] | None
+).decode
 
 
 def decode_batch(payload: bytes, worker: str, skipped: Counter[str] | None = None) -> list[KVEvent]:
@@ -204,19 +214,29 @@ def _stored(event: _Stored, worker: str, tier: Tier, counts: Counter[str]) -> Bl
         counts["sparse"] += 1
         return None
     # Names and salts are strings; images are (identifier, offset) pairs, embeddings bytes.
-    keys = event.extra_keys or []
-    plain = (all(isinstance(key, str) for key in block or ()) for block in keys)
-    usable = next((i for i, text_only in enumerate(plain) if not text_only), len(hashes))
-    if usable < len(hashes):
-        counts["multimodal"] += 1
-        if not usable:
-            return None
+    first, usable = list[str](), len(hashes)
+    for block, keys in enumerate(event.extra_keys or ()):
+        texts = _texts(keys)
+        if texts is None:
+            usable = block
+            counts["multimodal"] += 1
+            break
+        first = first if block else texts
+    if not usable:
+        return None
     parent, salt = event.parent_block_hash, None
     if tier == "device" and parent is None:
         # Only the first block of a sequence reports its salt, behind its adapter's name.
-        first = [key for key in (keys[0] if keys else None) or () if isinstance(key, str)]
         if event.lora_name is not None and first[:1] == [event.lora_name]:
             del first[0]
         salt = salt_of(first[0] if first else None, event.lora_name)
-    tokens = np.array(event.token_ids[: usable * event.block_size], dtype=np.int64)
+    tokens = np.frombuffer(array("q", event.token_ids[: usable * event.block_size]), dtype=np.int64)
     return BlocksStored(worker, tier, hashes[:usable], parent, tokens, event.block_size, salt)
+
+
+def _texts(keys: msgspec.Raw) -> list[str] | None:
+    """A block's further keys; None if one of them is no string."""
+    try:
+        return _decode_texts(keys) or []
+    except msgspec.ValidationError:
+        return None

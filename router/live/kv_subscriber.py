@@ -12,17 +12,15 @@ from typing import Protocol
 import msgspec
 import structlog
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from kappa.protocol import KV, REPORT, RESET, Announcement, WorkerReport
-from router.index.kv_events import BlocksStored, KVEvent, StreamCursor, WorkerReset, decode_batch
+from router.index.kv_events import BlocksStored, KVEvent, StreamCursor, WorkerReset
+from router.live.event_feed import EventFeed, FloodError, bounded_socket
 from router.live.supervised import pause_s, supervised
 
 log = structlog.get_logger(__name__)
 
 _SNAPSHOT_TIMEOUT_S = 5.0
-_CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _report = msgspec.msgpack.Decoder(WorkerReport).decode
 
 
@@ -32,6 +30,7 @@ class StreamListener(Protocol):
     def blocks(self, events: list[KVEvent]) -> None: ...
     def reported(self, report: WorkerReport) -> None: ...
     def stream_gap(self, worker: str) -> None: ...
+    def stream_flood(self, worker: str) -> None: ...
     def connection(self, worker: str, up: bool) -> None: ...
     def task_restarted(self, task: str) -> None: ...
 
@@ -44,16 +43,12 @@ class KVSubscriber:
         self._worker = announcement.worker
         self._snapshot_endpoint = announcement.snapshot_endpoint
         self._listener = listener
-        self._context = zmq.asyncio.Context.instance()
         self._cursor = StreamCursor()
         self._broken = False
         self.synced = self.connected = False
         self.events = Counter[str]()
-        self._stream = self._context.socket(zmq.SUB)
-        self._stream.setsockopt(zmq.SUBSCRIBE, b"")
-        self._stream.setsockopt(zmq.LINGER, 0)
-        self._monitor = self._stream.get_monitor_socket(_CONNECTION_EVENTS)
-        self._stream.connect(announcement.events_endpoint)
+        self._feed = EventFeed(self._worker, announcement.events_endpoint)
+        self._feed.connect()
         self._tasks = [
             asyncio.create_task(supervised(name, run, listener.task_restarted, self._worker))
             for name, run in (("feed", self._receive_all), ("line", self._watch_connection))
@@ -71,38 +66,41 @@ class KVSubscriber:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._stream.disable_monitor()
-        # The loop watches it, so that it would never be collected.
-        self._monitor.close(linger=0)
-        self._stream.close()
+        self._feed.close()
 
     async def _watch_connection(self) -> None:
-        while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
-            up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if up != self.connected:
-                self.connected = up
-                # What was missed meanwhile shows as a gap, unless it was nothing.
-                self._broken = self._broken or not up
-                self._listener.connection(self._worker, up)
+        await self._feed.watch(self._connection)
+
+    def _connection(self, up: bool) -> None:
+        if up != self.connected:
+            self.connected = up
+            # What was missed meanwhile shows as a gap, unless it was nothing.
+            self._broken = self._broken or not up
+            self._listener.connection(self._worker, up)
 
     async def _receive_all(self) -> None:
         try:
             # Subscribed before the snapshot is requested, so nothing falls between the two.
             await self._resync()
             while True:
-                frames = await self._stream.recv_multipart()
                 try:
+                    frames = await self._feed.receive()
+                    if len(frames) != 3:
+                        self._unreadable(f"{len(frames)} frames, not kind, number and payload")
+                        continue
                     kind, number, payload = frames
-                except ValueError:
-                    self._unreadable(f"{len(frames)} frames instead of kind, number and payload")
-                    continue
-                if not self._receive(kind, int.from_bytes(number, "big"), payload):
-                    await self._resync()
+                    if await self._receive(kind, int.from_bytes(number, "big"), payload):
+                        continue
+                except FloodError:
+                    self.synced = False
+                    self._listener.stream_flood(self._worker)
+                    self._listener.blocks([WorkerReset(self._worker)])
+                    await self._feed.pause()
+                await self._resync()
         finally:
             self.synced = False
 
-    def _receive(self, kind: bytes, seq: int, payload: bytes) -> bool:
+    async def _receive(self, kind: bytes, seq: int, payload: bytes) -> bool:
         """Pass a message on; whether what is known of the worker still holds."""
         if self._broken:
             # Its blocks were forgotten when the connection broke, so that even no gap is one.
@@ -116,21 +114,23 @@ class KVSubscriber:
             return False
         try:
             if kind == KV:
-                self._listener.blocks(self._decoded(payload))
+                events = await self._feed.events(payload, self.events)
+                await self._feed.hand_over(self._counted(events), self._listener.blocks)
             elif kind == REPORT:
                 self._listener.reported(_report(payload))
             elif kind == RESET:
                 self._listener.blocks([WorkerReset(self._worker)])
         except (ValueError, TypeError, msgspec.DecodeError) as error:
             self._unreadable(str(error))
+        except FloodError:
+            raise
         except Exception as error:
             # A fault of ours must not end the stream; what it left half done is made anew.
             log.error("worker_message_failed", worker=self._worker, error=repr(error))
             return False
         return True
 
-    def _decoded(self, payload: bytes) -> list[KVEvent]:
-        events = decode_batch(payload, self._worker, self.events)
+    def _counted(self, events: list[KVEvent]) -> list[KVEvent]:
         for event in events:
             if isinstance(event, BlocksStored):
                 self.events[event.tier] += len(event.engine_hashes)
@@ -150,8 +150,8 @@ class KVSubscriber:
                 # The events begin with a reset: what a failure leaves half done is made anew.
                 events: list[KVEvent] = [WorkerReset(self._worker)]
                 for batch in batches:
-                    events.extend(self._decoded(batch))
-                self._listener.blocks(events)
+                    events += self._counted(await self._feed.decoded(batch, self.events))
+                await self._feed.hand_over(events, self._listener.blocks)
                 self._cursor.resume(seq + 1)
                 self.synced = True
             except Exception as error:
@@ -161,8 +161,7 @@ class KVSubscriber:
                 attempt += 1
 
     async def _snapshot(self) -> tuple[int, list[bytes]]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
+        socket = bounded_socket(zmq.DEALER)
         socket.connect(self._snapshot_endpoint)
         try:
             await socket.send_multipart([b"", b"snapshot"])

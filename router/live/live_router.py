@@ -322,6 +322,9 @@ class LiveRouter:
     def stream_gap(self, worker: str) -> None:
         self.metrics.inc(m.STREAM_GAPS, self._node(worker))
 
+    def stream_flood(self, worker: str) -> None:
+        self.metrics.inc(m.STREAM_FLOODS, self._node(worker))
+
     def task_restarted(self, task: str) -> None:
         self.metrics.inc(m.TASK_RESTARTS, task)
 

@@ -123,6 +123,11 @@ def test_blocks_before_an_image_are_kept():
     assert len(event.token_ids) == 2 and event.salt == salt_of("t")
 
 
+def test_keys_without_end_are_no_text():
+    event = one(stored(hashes=(1, 2), extra_keys=[None, ["t"] * 1000]))
+    assert event.engine_hashes == (1,)
+
+
 def test_host_blocks_without_tokens_are_passed_on():
     event = one(stored(hashes=(7,), size=0, medium="CPU", token_ids=[]))
     assert (event.engine_hashes, len(event.token_ids)) == ((7,), 0)
@@ -139,6 +144,11 @@ def test_host_blocks_without_tokens_are_passed_on():
         batch({"type": "BlockStored", "block_hashes": [1]}),
         batch(stored(token_ids=["a"] * 4)),
         batch(stored(token_ids=[2**63] * 4)),
+        # Lists that would cost gigabytes once they are Python's.
+        batch(stored(hashes=[1] * (1 << 18), token_ids=[])),
+        batch(stored(token_ids=[1] * (1 << 22))),
+        batch(stored(extra_keys=[[]] * (1 << 18))),
+        batch(*[{}] * (1 << 17)),
     ],
 )
 def test_malformed_payloads_name_the_worker(payload):

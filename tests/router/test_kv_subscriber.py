@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import itertools
 import os
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,7 +17,10 @@ from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Admission, Announcement, WorkerReport
 from router.index.kv_events import BlocksStored, WorkerReset
+from router.live import event_feed
 from router.live.kv_subscriber import KVSubscriber
+from tests.router.flooding import Turns, flood
+from tests.router.stream_worker import until
 
 _PATIENCE_S = 30.0
 
@@ -82,6 +87,9 @@ class Listener:
     def stream_gap(self, worker):
         self.queue.put_nowait(f"gap {worker}")
 
+    def stream_flood(self, worker):
+        self.queue.put_nowait(f"flood {worker}")
+
     def connection(self, worker, up):
         pass
 
@@ -99,9 +107,9 @@ async def follow(monkeypatch):
     monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
     context, made = zmq.asyncio.Context(), []
 
-    def make(listener, kind=KVSubscriber):
+    def make(listener, kind=KVSubscriber, **announced):
         worker = Worker(context)
-        made.append(kind(worker.announcement(), listener))
+        made.append(kind(replace(worker.announcement(), **announced), listener))
         return worker, listener, made[-1]
 
     yield make
@@ -146,6 +154,51 @@ async def test_a_gap_is_reported_and_mended_by_a_new_snapshot(scene):
     received = await listener.next(7)
     assert received == ["reset", (1,), (2,), "gap w", "reset", (1, 2), (3, 4)]
     assert await listener.next() == (5,)
+
+
+async def test_a_flood_is_dropped_and_mended_by_a_snapshot(scene, monkeypatch):
+    worker, listener, subscriber = scene
+    monkeypatch.setattr(event_feed, "_PAUSES_S", (0.01,))
+    await worker.answer(0, kv(1))
+    assert await listener.next(2) == ["reset", (1,)]
+    monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1.0)
+    for number in range(1, 8):
+        await worker.send(b"kv", number, kv(number))
+    received = [await listener.next()]
+    while received[-1] != "flood w":
+        received.append(await listener.next())
+    monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e4)
+    assert await listener.next() == "reset" and not subscriber.synced
+    await worker.answer(9, kv(1, 2), kv(8, 9))
+    assert await listener.next(3) == ["reset", (1, 2), (8, 9)]
+    await until(lambda: subscriber.synced)
+    # Not connected yet when the first ones are sent: a gap, and a snapshot again.
+    number = 10
+    while listener.queue.empty():
+        await worker.send(b"kv", number, kv(number))
+        number += 1
+        await asyncio.sleep(0.01)
+    assert await listener.next() in ((10,), "gap w")
+    assert subscriber.connected
+
+
+async def test_others_get_turns_while_a_worker_floods(follow, monkeypatch):
+    monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e9)
+
+    class Counting(KVSubscriber):
+        async def _receive(self, *message):
+            turns.message()
+            return await super()._receive(*message)
+
+    # Of one number, so that no message is a gap.
+    with flood(b"kv", numbers=itertools.repeat(1)) as endpoint:
+        async with Turns().counted() as turns:
+            worker, listener, subscriber = follow(Listener(), Counting, events_endpoint=endpoint)
+            await worker.answer(0)
+            await until(lambda: turns.heard > 5000)
+            await subscriber.close()
+    assert await listener.next(2) == ["reset", (1,)]
+    assert turns.longest <= 64
 
 
 async def test_blocks_are_counted_by_tier_and_what_names_no_tier_of_ours_apart(scene):

@@ -109,6 +109,7 @@ async def test_whatever_the_network_does_the_index_ends_as_the_worker_is(fault):
         blocks=lambda events: [index.handle(event) for event in events],
         reported=lambda report: None,
         stream_gap=lambda worker: gaps.update([worker]),
+        stream_flood=lambda worker: None,
         connection=lambda worker, up: None,
         task_restarted=lambda task: None,
     )

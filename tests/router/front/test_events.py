@@ -11,6 +11,10 @@ import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
 
+import router.front.front
+from router.front.backend import Backend
+from router.live import event_feed
+from tests.router.flooding import PATIENCE_S, Turns, batch, flood
 from tests.router.front.conftest import routing, until
 from tests.router.front.offering import FakeServer, serving
 
@@ -132,6 +136,67 @@ async def test_a_gap_forgets_what_was_announced_before():
         it.publisher.seq += 3
         await it.publisher.send([])
         await until(lambda: not it.front.live.router.index.stats()["names"])
+        await published(it.http, it.publisher)
+
+
+async def test_others_get_turns_while_a_server_floods(monkeypatch):
+    monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e9)
+    turns = Turns()
+
+    class Counting(Backend):
+        def _heard(self, events):
+            turns.message()
+            super()._heard(events)
+
+    monkeypatch.setattr(router.front.front, "Backend", Counting)
+    async with serving(FakeServer()) as (server,):
+        with flood(payload=batch(1, size=16)) as endpoint:
+            row = {"url": server.url, "profile": "pcie", "events": endpoint}
+            async with turns.counted(), routing(row) as it:
+                await until(lambda: turns.heard > 5000)
+                assert (await it.http.get("/ready")).status == 200
+    assert turns.longest <= 64
+
+
+async def test_a_flood_is_dropped_counted_and_said_once(monkeypatch):
+    monkeypatch.setattr(event_feed, "_PAUSES_S", (0.01,))
+    async with two_servers() as it:
+        await published(it.http, it.publisher)
+        with capture_logs() as logs:
+            monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1.0)
+            for _ in range(2):
+                before = floods(it.front)
+                async with asyncio.timeout(PATIENCE_S):
+                    while floods(it.front) == before:
+                        await it.publisher.stored("z" * 64)
+                        await asyncio.sleep(0.001)
+            await until(lambda: not it.front.live.router.index.stats()["names"])
+            monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e4)
+        said = [one for one in logs if one["event"] == "kv_events_flood"]
+        assert [one["worker"] for one in said] == ["a"]
+        await published(it.http, it.publisher)
+
+
+def floods(front):
+    """How often a server flooded, by the metrics."""
+    lines = front.live.metrics.exposition().decode().splitlines()
+    counts = (line.split()[-1] for line in lines if line.startswith("kappa_stream_floods_total{"))
+    return sum(map(float, counts))
+
+
+async def test_a_frame_beyond_the_bound_is_not_taken(monkeypatch):
+    monkeypatch.setattr(event_feed, "_MOST_FRAME_BYTES", 1 << 16)
+    monkeypatch.setattr(event_feed, "_RECONNECT_S", 0.01)
+    async with two_servers() as it:
+        await published(it.http, it.publisher)
+        await it.publisher.send([{"type": "x" * (1 << 17)}])
+        # What comes after it is heard, and that something is missing before.
+        await it.publisher.socket.send_multipart([b"", b"\0" * 8, b"\x93\0\x90\0"])
+        async with asyncio.timeout(PATIENCE_S):
+            while it.front.live.router.index.stats()["names"]:
+                await it.publisher.send([])
+                await asyncio.sleep(0.01)
+        assert not it.front.backends["a"].events["type:" + "x" * (1 << 17)]
         await published(it.http, it.publisher)
 
 
