@@ -67,6 +67,8 @@ ENDPOINT_HEADER = "x-gateway-destination-endpoint"
 # into the body (JSON). By the server, on each attempt: the cluster's secret.
 TO_ID_HEADER = "x-kappa-to-id"
 TO_BODY_HEADER = "x-kappa-to-body"
+# Names of top-level fields that the body loses, with commas between.
+TO_DROP_HEADER = "x-kappa-to-drop"
 TO_SECRET_HEADER = "x-kappa-to-secret"
 # In a worker's 429 or 503: nothing was computed, and the request may be tried at another.
 RETRY_HEADER = "x-kappa-retry"

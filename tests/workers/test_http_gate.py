@@ -1,0 +1,254 @@
+"""The middleware before a worker's engine, over ASGI messages."""
+
+import asyncio
+import json
+
+import pytest
+
+from kappa.protocol import (
+    REQUEST_ID_KEY,
+    RETRY_HEADER,
+    TO_BODY_HEADER,
+    TO_DROP_HEADER,
+    TO_SECRET_HEADER,
+    EngineDiedError,
+)
+from workers import http_gate
+from workers.http_gate import WorkerGate
+from workers.in_flight import InFlight
+
+SECRET = "s3cret"
+
+
+class Engine:
+    """An application that keeps what it got and answers as it is scripted."""
+
+    def __init__(self, status=200, kind=b"application/json", parts=(b"{}",), fails_after=None):
+        self.status, self.kind, self.parts = status, kind, parts
+        self.fails_after, self.headers, self.body = fails_after, {}, b""
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.calls = 0
+
+    async def __call__(self, scope, receive, send):
+        self.calls += 1
+        self.headers = dict(scope["headers"])
+        self.body = (await receive())["body"]
+        await self.may_end.wait()
+        if self.fails_after == 0:
+            raise RuntimeError("the prompt said: swordfish")
+        head = [(b"content-type", self.kind)]
+        await send({"type": "http.response.start", "status": self.status, "headers": head})
+        for number, part in enumerate(self.parts, start=1):
+            more = number < len(self.parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+            if number == self.fails_after:
+                raise RuntimeError("swordfish")
+
+
+class Health:
+    dead = False
+
+    async def __call__(self):
+        if self.dead:
+            raise EngineDiedError("dead")
+
+
+class Answer:
+    def __init__(self):
+        self.status, self.headers, self.body, self.ended = 0, {}, b"", False
+
+    async def __call__(self, message):
+        assert not self.ended
+        if message["type"] == "http.response.start":
+            assert not self.status
+            self.status = message["status"]
+            self.headers = {n.decode(): v.decode() for n, v in message["headers"]}
+        else:
+            self.body += message.get("body", b"")
+            self.ended = not message.get("more_body", False)
+
+
+def gate_of(engine, health=None):
+    return WorkerGate(engine, SECRET, InFlight(0.0), health or Health())
+
+
+async def ask(gate, body=b"{}", secret=SECRET, parts=None, **headers):
+    given = [(n.replace("_", "-").encode(), v.encode()) for n, v in headers.items()]
+    if secret is not None:
+        given.append((TO_SECRET_HEADER.encode(), secret.encode()))
+    parts = list(parts or [body])
+
+    async def receive():
+        if not parts:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    answer = Answer()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": given}
+    await gate(scope, receive, answer)
+    return answer
+
+
+def sets(**fields):
+    return {TO_BODY_HEADER: json.dumps(fields)}
+
+
+@pytest.mark.parametrize("secret", [None, "", "wrong", "s3cret2"])
+async def test_gate_refuses_without_the_secret(secret):
+    engine = Engine()
+    answer = await ask(gate_of(engine), secret=secret)
+    assert (answer.status, engine.calls) == (403, 0)
+    assert RETRY_HEADER not in answer.headers
+
+
+def test_gate_needs_a_secret():
+    with pytest.raises(ValueError, match="secret"):
+        WorkerGate(Engine(), "", InFlight(0.0), Health())
+
+
+async def test_gate_sets_and_drops_fields_of_the_body():
+    engine = Engine()
+    body = b'{"model":"m","vllm_xargs":{"kappa_tenant":"me"},"user":"x","max_tokens":7}'
+    given = sets(vllm_xargs={"kappa_tenant": "alice"}, priority=3)
+    answer = await ask(gate_of(engine), body, **given, **{TO_DROP_HEADER: "user,absent"})
+    assert answer.status == 200
+    assert json.loads(engine.body) == {
+        "model": "m", "vllm_xargs": {"kappa_tenant": "alice"}, "max_tokens": 7, "priority": 3,
+    }  # fmt: skip
+    assert engine.headers[b"content-length"] == str(len(engine.body)).encode()
+    assert not {TO_BODY_HEADER, TO_DROP_HEADER, TO_SECRET_HEADER} & {
+        name.decode() for name in engine.headers
+    }
+
+
+async def test_gate_passes_a_body_unchanged_without_orders():
+    engine = Engine()
+    await ask(gate_of(engine), parts=[b'{"a" : ', b"1}"])
+    assert engine.body == b'{"a" : 1}'
+    await ask(gate_of(engine), b"no json")
+    assert engine.body == b"no json"
+
+
+@pytest.mark.parametrize(
+    ("body", "order"), [(b"[1]", "{}{"), (b"[1]", '{"a": 1}'), (b"{", '{"a": 1}'), (b"{}", "[1]")]
+)
+async def test_gate_refuses_orders_that_cannot_be_followed(body, order):
+    engine = Engine()
+    answer = await ask(gate_of(engine), body, **{TO_BODY_HEADER: order})
+    assert (answer.status, engine.calls) == (400, 0)
+
+
+async def test_gate_bounds_a_body(monkeypatch):
+    monkeypatch.setattr(http_gate, "MAX_BODY_BYTES", 4)
+    engine = Engine()
+    answer = await ask(gate_of(engine), parts=[b"123", b"45"])
+    assert (answer.status, engine.calls) == (413, 0)
+
+
+async def test_gate_counts_a_request_until_its_end():
+    engine = Engine()
+    gate = gate_of(engine)
+    engine.may_end.clear()
+    given = sets(vllm_xargs={REQUEST_ID_KEY: "r1"})
+    task = asyncio.create_task(ask(gate, b'{"max_tokens": 5}', **given))
+    while not engine.calls:
+        await asyncio.sleep(0)
+    news = gate._in_flight.news()
+    assert [(one.request_id, one.max_tokens) for one in news.arrived] == [("r1", 5)]
+    assert gate.open == 1
+    engine.may_end.set()
+    assert (await task).status == 200
+    assert gate._in_flight.news().finished == ("r1",)
+    assert gate.open == 0
+
+
+async def test_gate_counts_the_end_of_a_cancelled_request():
+    engine = Engine()
+    gate = gate_of(engine)
+    engine.may_end.clear()
+    task = asyncio.create_task(ask(gate, b"{}", **sets(vllm_xargs={REQUEST_ID_KEY: "r1"})))
+    while not engine.calls:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gate._in_flight.news().finished == ("r1",)
+    assert gate.open == 0
+
+
+async def test_gate_sends_new_requests_elsewhere_while_it_drains():
+    engine = Engine()
+    gate = gate_of(engine)
+    assert await gate.drained(5.0) == 0
+    answer = await ask(gate)
+    assert (answer.status, answer.headers[RETRY_HEADER]) == (503, "elsewhere")
+    assert engine.calls == 0
+
+
+async def test_drained_counts_what_does_not_end_in_time():
+    engine = Engine()
+    gate = gate_of(engine)
+    engine.may_end.clear()
+    task = asyncio.create_task(ask(gate))
+    while not engine.calls:
+        await asyncio.sleep(0)
+    assert await gate.drained(0.0) == 1
+    engine.may_end.set()
+    assert (await task).status == 200
+
+
+async def test_gate_lets_a_failed_answer_be_tried_elsewhere():
+    answer = await ask(gate_of(Engine(status=500, parts=(b'{"error":{}}',))))
+    assert (answer.status, answer.headers[RETRY_HEADER]) == (500, "elsewhere")
+    assert answer.body == b'{"error":{}}'
+
+
+async def test_gate_keeps_a_request_that_died_alone_with_its_engine():
+    health = Health()
+    health.dead = True
+    answer = await ask(gate_of(Engine(status=500), health))
+    assert answer.status == 503
+    assert RETRY_HEADER not in answer.headers
+    assert "alone" in json.loads(answer.body)["error"]["message"]
+
+
+async def test_gate_passes_on_a_request_that_died_among_others():
+    health, engine = Health(), Engine(fails_after=0)
+    gate = gate_of(engine, health)
+    engine.may_end.clear()
+    tasks = [asyncio.create_task(ask(gate)) for _ in range(2)]
+    while engine.calls < 2:
+        await asyncio.sleep(0)
+    health.dead = True
+    engine.may_end.set()
+    for answer in await asyncio.gather(*tasks):
+        assert (answer.status, answer.headers.get(RETRY_HEADER)) == (503, "elsewhere")
+        assert b"swordfish" not in answer.body
+
+
+async def test_gate_ends_a_begun_stream_with_an_error_event():
+    engine = Engine(kind=b"text/event-stream", parts=(b"data: {}\n\n", b"", b""), fails_after=1)
+    answer = await ask(gate_of(engine))
+    assert answer.status == 200
+    assert answer.ended
+    assert answer.body.startswith(b"data: {}\n\n")
+    assert b'data: {"error": {"message"' in answer.body
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    event = answer.body.split(b"data: ")[2].split(b"\n")[0]
+    assert json.loads(event)["error"]["code"] == 500
+
+
+async def test_gate_leaves_a_broken_plain_answer_incomplete():
+    answer = await ask(gate_of(Engine(parts=(b'{"a":', b"1}"), fails_after=1)))
+    assert (answer.status, answer.ended) == (200, False)
+
+
+async def test_gate_closes_websockets():
+    sent = []
+
+    async def send(message):
+        sent.append(message["type"])
+
+    await gate_of(Engine())({"type": "websocket", "headers": []}, None, send)
+    assert sent == ["websocket.close"]

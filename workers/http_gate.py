@@ -1,0 +1,281 @@
+"""Stands between a worker's own HTTP port and its engine's application: a pure ASGI middleware.
+
+Only the cluster's fronts may ask: each request carries the cluster's secret. What the front decided
+comes in headers (`kappa.protocol`): fields that the body gets (tenant, weight, charges, expected
+tokens, salt, priority), and names of fields that it loses. No client can send these headers, since
+the front removes them. The gate counts a request from its arrival to its end, so that every router
+learns of it, and answers for an engine that drains or died: with 503 and a header that says whether
+the request may be tried at another worker. One that was alone in an engine that died may have
+killed it, and is not passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import structlog
+
+from kappa.protocol import (
+    ERROR_EVENT,
+    RETRY_HEADER,
+    TO_BODY_HEADER,
+    TO_DROP_HEADER,
+    TO_SECRET_HEADER,
+    EngineDiedError,
+)
+from workers.in_flight import InFlight
+
+log = structlog.get_logger(__name__)
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_BODY_BYTES = 64 << 20
+_OURS = frozenset(name.encode() for name in (TO_BODY_HEADER, TO_DROP_HEADER, TO_SECRET_HEADER))
+_ARGUMENTS = "vllm_xargs"
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_AGAIN_S = 1
+_DIED = "the engine died before it answered; the request was alone in it and is not passed on"
+_LEAVES = "this worker takes no more requests"
+_BROKE = "the engine failed while it answered"
+
+
+class _BodyError(Exception):
+    """A body that cannot be taken; `args`: status and message."""
+
+
+class WorkerGate:
+    """The middleware around an engine's application.
+
+    Args:
+        app: the engine's application.
+        secret: what every request must carry; not empty.
+        in_flight: counts requests, and reports them.
+        check_health: raises `EngineDiedError` if the engine is dead.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        secret: str,
+        in_flight: InFlight,
+        check_health: Callable[[], Awaitable[None]],
+    ) -> None:
+        if not secret:
+            raise ValueError("a worker's port needs the cluster's secret")
+        self._app, self._secret = app, secret.encode()
+        self._in_flight, self._check_health = in_flight, check_health
+        self.draining = False
+        """Whether requests that have not begun are sent elsewhere."""
+        self.open = 0
+        """Requests that are being answered."""
+        self._died_among = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of a front."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            return
+        headers = dict(reversed(scope["headers"]))  # Of several with one name, the first.
+        given = headers.get(TO_SECRET_HEADER.encode(), b"")
+        if not hmac.compare_digest(given, self._secret):
+            await _answer(send, 403, "this port is for the cluster's fronts alone")
+            return
+        if self.draining:
+            await _answer(send, 503, _LEAVES, retry=True)
+            return
+        try:
+            body = await _body(receive)
+            if body is None:
+                return
+            sets = _json_object(headers.get(TO_BODY_HEADER.encode(), b""))
+            drops = headers.get(TO_DROP_HEADER.encode(), b"").decode("latin-1")
+            body, fields = _rewritten(body, sets, [one for one in drops.split(",") if one])
+        except _BodyError as error:
+            await _answer(send, *error.args)
+            return
+        kept = [pair for pair in scope["headers"] if pair[0] not in _OURS]
+        kept = [pair for pair in kept if pair[0] not in (b"content-length", b"transfer-encoding")]
+        kept.append((b"content-length", str(len(body)).encode()))
+        await self._serve({**scope, "headers": kept}, body, fields, receive, send)
+
+    async def _serve(
+        self, scope: Scope, body: bytes, fields: Any, receive: Receive, send: Send
+    ) -> None:
+        request_id = self._in_flight.arrived(fields, time.monotonic())
+        self.open += 1
+        reply = _Reply(send, self._died)
+        try:
+            await self._app(scope, _replayed(body, receive), reply)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # Not its text, which may quote a prompt.
+            log.error("request_crashed", error=type(error).__name__, request_id=request_id)
+            await reply.broke(await self._died())
+        finally:
+            self.open -= 1
+            self._in_flight.ended(request_id)
+
+    async def _died(self) -> bool | None:
+        """Whether an engine that died had other requests, too; None: it lives."""
+        try:
+            await self._check_health()
+        except EngineDiedError:
+            # As it was when the death was first seen: the others end one after the other.
+            self._died_among = self._died_among or self.open
+            return self._died_among > 1
+        except Exception:  # What else makes a worker unfit is said by its health.
+            return True
+        return None
+
+    async def drained(self, within_s: float) -> int:
+        """Take no more requests and wait for those that are open; how many are left then."""
+        self.draining = True
+        end_s = time.monotonic() + within_s
+        while self.open and time.monotonic() < end_s:
+            await asyncio.sleep(0.05)
+        return self.open
+
+
+class _Reply:
+    """Where the application's answer goes; what failed before it began is worded here."""
+
+    def __init__(self, send: Send, died: Callable[[], Awaitable[bool | None]]) -> None:
+        self._send, self._died = send, died
+        self._begun = self._over = self._replaced = self._events = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._replaced or self._over:
+            return
+        if message["type"] == "http.response.start":
+            if message["status"] >= 500:
+                died = await self._died()
+                if died is not None:
+                    await self._instead(died)
+                    return
+                # It lives, and computed nothing that the client has seen: another may do better.
+                retry = (RETRY_HEADER.encode(), b"elsewhere")
+                message = {**message, "headers": [*message.get("headers", ()), retry]}
+            self._begun = True
+            kinds = [v for n, v in message.get("headers", ()) if n.lower() == b"content-type"]
+            self._events = any(kind.startswith(b"text/event-stream") for kind in kinds)
+        elif message["type"] == "http.response.body":
+            self._over = not message.get("more_body", False)
+        await self._send(message)
+
+    async def broke(self, died: bool | None) -> None:
+        """The application raised. Begun streams end with an error event; begun answers of other
+        kinds stay incomplete, so that the client does not take them for whole."""
+        if self._replaced or self._over:
+            return
+        if not self._begun:
+            await self._instead(True if died is None else died)
+        elif self._events:
+            event = f"\n\n{ERROR_EVENT}: {_error(500, _BROKE)}}}\n\ndata: [DONE]\n\n"
+            await self._send({"type": "http.response.body", "body": event.encode()})
+        self._over = True
+
+    async def _instead(self, may_retry: bool) -> None:
+        self._replaced = True
+        await _answer(self._send, 503, _BROKE if may_retry else _DIED, retry=may_retry)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body in one piece, then what the server tells (that the client left)."""
+    sent = False
+
+    async def replay() -> Message:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replay
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """The whole body; None if the client left. Raises _BodyError 413."""
+    parts, size_bytes, more = list[bytes](), 0, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        part = message.get("body", b"")
+        size_bytes += len(part)
+        if size_bytes > MAX_BODY_BYTES:
+            raise _BodyError(413, f"a body has at most {MAX_BODY_BYTES} bytes")
+        parts.append(part)
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _json_object(header: bytes) -> Mapping[str, Any]:
+    if not header:
+        return {}
+    try:
+        found = json.loads(header)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise _BodyError(400, f"header {TO_BODY_HEADER} holds no JSON object")
+    return found
+
+
+def _rewritten(
+    body: bytes, sets: Mapping[str, Any], drops: list[str]
+) -> tuple[bytes, SimpleNamespace]:
+    """The body with some top-level fields set and others left out, and what is counted of it: the
+    front's arguments and the client's bound on generated tokens. No value is parsed but these."""
+    if not body:
+        return body, SimpleNamespace()
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        if sets or drops:
+            raise _BodyError(400, "the body is not a JSON object") from None
+        return body, SimpleNamespace()
+    counted = SimpleNamespace(vllm_xargs=sets.get(_ARGUMENTS))
+    for name in _LIMITS:
+        if name in fields:
+            limit = msgspec.json.decode(fields[name])
+            counted.max_tokens = limit if isinstance(limit, int | float) else None
+            break
+    if not sets and not drops:
+        return body, counted
+    for name in drops:
+        fields.pop(name, None)
+    for name, value in sets.items():
+        fields[name] = msgspec.Raw(msgspec.json.encode(value))
+    return msgspec.json.encode(fields), counted
+
+
+def _error(status: int, message: str) -> str:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return json.dumps({"message": message, "type": kind, "param": None, "code": status})
+
+
+async def _answer(send: Send, status: int, message: str, *, retry: bool = False) -> None:
+    content = f'{{"error": {_error(status, message)}}}'.encode()
+    headers = [
+        (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()),
+    ]  # fmt: skip
+    if status == 503:
+        headers.append((b"retry-after", str(_AGAIN_S).encode()))
+    if retry:
+        headers.append((RETRY_HEADER.encode(), b"elsewhere"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
