@@ -146,6 +146,8 @@ class Announcement:
     disk_blocks: int = 0
     graphs: str = ""
     step_factor: float = 0.0
+    http: str = ""
+    """Its own HTTP port, HOST:PORT, for fronts that know the cluster's secret; empty: none."""
     protocol: int = PROTOCOL
 
     @property

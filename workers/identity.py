@@ -65,7 +65,8 @@ class WorkerPlan:
     address for the report stream; empty: this machine's in Ray's cluster. gpus: of each worker.
     peers: engines take blocks from each other's host tiers; nixl: they hand prompts over by vLLM's
     connector. graphs: those of CUDA that the engine
-    was read back to run by."""
+    was read back to run by. front_secret: what fronts show at the worker's own HTTP port; empty:
+    it has none. drain_s: what requests there get to end when it is taken away."""
 
     nodes: tuple[NodeProfile, ...]
     served: ModelShape
@@ -96,6 +97,8 @@ class WorkerPlan:
     observing: ObservingSettings = field(default_factory=ObservingSettings)
     log_level: str = "WARNING"
     graphs: str = ""
+    front_secret: str = ""
+    drain_s: float = 60.0
 
     def node(self, rank: int) -> NodeProfile:
         return self.nodes[rank % len(self.nodes)]

@@ -24,6 +24,8 @@ from kappa.host import free_port, memory_bytes
 from kappa.logging import configure
 from kappa.protocol import ANNOUNCEMENT_KEY, ERROR_EVENT, Announcement, EngineDiedError
 from workers.host_memory import prepare_host_memory
+from workers.http_gate import WorkerGate
+from workers.http_port import WorkerPort
 from workers.identity import Profile, ReplicaId, WorkerPlan, announce, configure_vllm
 from workers.measuring import Measuring
 from workers.power import power_reporter
@@ -87,6 +89,7 @@ class KappaServer(Measuring, LLMServer):
         self._watch = asyncio.create_task(watch_engine(self.check_health))
         self._plan = plan = await self._read_back()
         profile = await self._measure()
+        self._port = await self._open_port(host) if plan.front_secret else None
         self._start_s = process_age_s()
         announced = self._announce(profile)
         self._stream.complete = power_reporter(announced, plan.gpus)
@@ -142,6 +145,13 @@ class KappaServer(Measuring, LLMServer):
         layout = Path(self._plan.cache_dir) / "peers" / f"{self._worker}-{os.getpid()}"
         return PeerOptions(host, free_port(host), secrets.token_hex(16), str(layout))
 
+    async def _open_port(self, host: str) -> WorkerPort:
+        """Serve the engine's application on a port of this worker's own."""
+        assert self.engine is not None
+        app = await self.engine.build_asgi_app()
+        in_flight, secret = self._stream.in_flight, self._plan.front_secret
+        return WorkerPort(WorkerGate(app, secret, in_flight, self.check_health), host)
+
     # -- what the cluster learns --------------------------------------------------------------
 
     def _announce(self, profile: Profile) -> Announcement:
@@ -155,7 +165,8 @@ class KappaServer(Measuring, LLMServer):
         )
         rates = getattr(self.engine, "rates", None)
         announced = announce(self._plan, replica, profile, rates, self._tier.rates)
-        announced = replace(announced, start_s=self._start_s)
+        http = self._port.endpoint if self._port is not None else ""
+        announced = replace(announced, start_s=self._start_s, http=http)
         self._announcement = announced.to_dict()
         return announced
 
@@ -253,6 +264,12 @@ class KappaServer(Measuring, LLMServer):
         watch = getattr(self, "_watch", None)
         if watch is not None:
             watch.cancel()
+        port = getattr(self, "_port", None)
+        if port is not None:
+            # Ray counts no request that came past it: it would not wait for them.
+            cut = await port.close(self._plan.drain_s)
+            if cut:
+                log.warning("requests_cut", worker=self._worker, count=cut)
         await super().__del__()
         for name in ("_stream", "_lmcache"):
             owned = getattr(self, name, None)

@@ -157,10 +157,11 @@ def _model_arguments(
 
 
 def pool_deployment(
-    settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str
-) -> Any:
+    settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str,
+    front_secret: str = "",
+) -> Any:  # fmt: skip
     """The pool's Serve deployment, bound; a contract test holds it against the one that Ray Serve
-    LLM builds of the same configuration."""
+    LLM builds of the same configuration. front_secret: opens workers' own HTTP ports to fronts."""
     import ray
     from ray import serve
 
@@ -184,7 +185,9 @@ def pool_deployment(
         placement_group_strategy=placement["strategy"],
         **({"placement_group_bundle_label_selector": [labels]} if labels else {}),
     )
-    return deployed.bind(llm_config=config, plan=worker_plan(settings, pool, model, stream_host))
+    plan = worker_plan(settings, pool, model, stream_host)
+    plan = replace(plan, front_secret=front_secret, drain_s=pool.drain_s)
+    return deployed.bind(llm_config=config, plan=plan)
 
 
 def ranks_of(engine: EngineSettings, gpus: int) -> tuple[int, int]:

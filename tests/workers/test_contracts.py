@@ -48,6 +48,8 @@ def source_of(found):
 
 # The first parameters of methods that we override or call, `self` left out.
 SIGNATURES = {
+    # workers.replica: the application behind a worker's own HTTP port
+    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.build_asgi_app": "",
     # workers.vllm.connector
     f"{_OFFLOADER}.__init__": "vllm_config role kv_cache_config",
     f"{_OFFLOADER}.get_num_new_matched_tokens": "request num_computed_tokens",
