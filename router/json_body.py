@@ -103,7 +103,7 @@ def read_object(body: bytes, wanted: Container[str]) -> dict[str, Any]:
 
 def shape_of(text: bytes) -> Shape:
     """The shape of a JSON list or object, of which nothing is made. Raises MalformedError, also
-    for what is neither, and ExcessiveError."""
+    for a text that is neither, and ExcessiveError."""
     data = np.frombuffer(text, dtype=np.uint8)
     rows = np.empty((2, 4), dtype=np.int64)
     fault, _, _, containers, nesting = _outline(data, 0, len(text), len(text) + 1, rows)
@@ -195,8 +195,8 @@ def _text_end(data: NDArray[np.uint8], i: int, end: int) -> int:
 def _element(
     data: NDArray[np.uint8], i: int, end: int, opened: NDArray[np.uint8], seen: NDArray[np.int64]
 ) -> tuple[int, int, int]:
-    """Follow one element of the list or object whose bracket is `opened[0]`; `seen` counts
-    containers, their nesting, and commas, so far.
+    """Follow one element of the list or object that `opened[0]` opens; `seen` counts containers,
+    their nesting, and commas, so far.
 
     Returns:
         A fault, or `_FINE`; its colon, -1 without; the comma or the bracket after it.

@@ -69,7 +69,7 @@ def counted_message(body: bytes) -> ChatCompletionRequest:
 
 
 def response(body: bytes) -> tuple[dict[str, Any], ChatCompletionRequest]:
-    """What is kept of a body of the Responses API, and the body as a chat."""
+    """The fields of a Responses body that are served, and the body as a chat."""
     kept = responses.checked(errors.json_object(body, _OF_RESPONSES))
     return kept, _validated(_CHAT, responses.to_chat(kept))
 
@@ -90,8 +90,8 @@ def _validated(schema: TypeAdapter[Any], data: dict[str, Any]) -> Any:
 
 
 def posted(path: str, make: Make) -> Callable[[FastAPI], Callable[[Any], Any]]:
-    """As `lambda app: app.post(path)`, but for an endpoint whose body is made by `make` and only
-    declared to FastAPI, which would parse and validate it on the event loop."""
+    """As `lambda app: app.post(path)`; `make` makes the endpoint's body, which is only declared to
+    FastAPI: that would parse and validate it on the event loop."""
 
     class Posted(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

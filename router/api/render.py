@@ -15,20 +15,20 @@ import os
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from kappa.incremental_tokenizer import Ids
 from router.api import errors
+from router.api.fair_queue import FairQueue
 from router.api.tenants import Tenant
 from router.api.tokenizer import PromptTokenizer, PromptTooLong, unpacked
 
@@ -353,49 +353,6 @@ class TokenizingLane:
             if not admission.cancelled():
                 self._free -= 1
                 admission.set_result(None)
-
-
-class FairQueue(Generic[T]):
-    """Serves tenants by weight: start-time fair queueing, in the order of arrival within a tenant.
-
-    Each tenant has a virtual time, which its work advances by cost / weight; who is least advanced
-    is next. One that had nothing waiting begins at the time of the work begun last, so nobody saves
-    up. P. Goyal, H. Vin, H. Cheng, "Start-time Fair Queuing", SIGCOMM 1996.
-    """
-
-    def __init__(self) -> None:
-        # Of each tenant's items: order of arrival, advance, item.
-        self._waiting: dict[str, deque[tuple[int, float, T]]] = {}
-        self._reached: dict[str, float] = {}
-        self._now = 0.0
-        self._count = 0
-
-    def put(self, item: T, tenant: str, weight: float, cost: float) -> None:
-        """Add an item; `cost` in any unit that is the same for all, `weight` above zero."""
-        if tenant not in self._waiting:
-            self._reached[tenant] = max(self._reached.get(tenant, 0.0), self._now)
-        self._waiting.setdefault(tenant, deque()).append((self._count, cost / weight, item))
-        self._count += 1
-
-    def take(self) -> T | None:
-        """The next one, charged to its tenant. None: nothing waits, and all are even again."""
-        if not self._waiting:
-            self._reached.clear()
-            self._now = 0.0
-            return None
-        tenant = min(self._waiting, key=lambda t: (self._reached[t], self._waiting[t][0][0]))
-        _, advance, item = self._waiting[tenant].popleft()
-        self._now = self._reached[tenant]
-        self._reached[tenant] += advance
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
-        return item
-
-    def drop(self, item: T, tenant: str) -> None:
-        """Take an item out without a charge; harmless for one that does not wait."""
-        left = deque(one for one in self._waiting.pop(tenant, ()) if one[2] is not item)
-        if left:
-            self._waiting[tenant] = left
 
 
 # -- the process ------------------------------------------------------------------------------

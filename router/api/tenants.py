@@ -249,8 +249,8 @@ class TenantLimiter:
     _meters: dict[str, _Meter] = field(default_factory=dict)
 
     def enter(self, tenant: str, now_s: float, size_bytes: int = 0) -> Lease:
-        """A request of `tenant` came, whose body will have so many bytes as far as is known; raises
-        ApiError 429 if it has used its requests, or has as many open as it may."""
+        """A request of `tenant` came; size_bytes: of its body, if it is announced. Raises ApiError
+        429 if the tenant has used its requests, or has as many open as it may."""
         meter = self._meter(tenant, now_s)
         if meter.concurrent is not None and meter.open >= meter.concurrent:
             raise errors.TOO_MANY_AT_ONCE(tenant=tenant, limit=meter.concurrent)

@@ -35,7 +35,7 @@ from router.decision import Decision, NoWorkerError, RouteRequest
 from router.front.backend import TOKENIZED_FIELDS, Backend
 from router.front.facts import Usage
 from router.front.rollout import FrontRollout
-from router.front.turns import Turns
+from router.front.turns import TokenizingTurns
 from router.history import BLOCK_TOKENS, BYTES_PER_TOKEN, PROMPT_FIELDS, Sent, prompt_tokens
 from router.index.prefix_hash import salt_of
 from router.journal import CacheBlocks
@@ -48,7 +48,7 @@ from router.live.supervised import supervised
 log = structlog.get_logger(__name__)
 
 DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-# What is read of any body, and of one with a prompt.
+# The fields that are read of any body, and of one with a prompt.
 _COMMON = frozenset({
     "model", "cache_salt", "stream", "max_tokens", "max_completion_tokens", "n", "best_of",
     "stream_interval", *CONVERSATION_KEYS,
@@ -122,7 +122,7 @@ class Front:
         self.settings = settings
         self.backends: dict[str, Backend] = {}
         self._registry, self._warned = ReplicaRegistry(), False
-        self._conversations, self._turns = Conversations(), Turns(_TOKENIZED_AT_ONCE)
+        self._conversations, self._turns = Conversations(), TokenizingTurns(_TOKENIZED_AT_ONCE)
         # Events are about token ids; without them text will do.
         self._by_ids = any(one.events for one in settings.backends)
         self._block_tokens = settings.block_tokens if self._by_ids else BLOCK_TOKENS

@@ -19,7 +19,7 @@ from router.front.front import DECIDED_PATHS, Flying, Front
 from router.gateway.endpoints import EndpointsFile, Resolver, shared_addresses
 from router.gateway.process import EnvoyError, Gateway
 from router.gateway.scene import Asked, Reading, Used
-from router.gateway.spec import Endpoint
+from router.gateway.spec import ServerEndpoint
 from router.live.live_router import LiveRouter
 
 log = structlog.get_logger(__name__)
@@ -46,7 +46,7 @@ class FrontScene:
         self.front = front
         self.priced = frozenset(DECIDED_PATHS)
         self.passed = frozenset({*PASSED_PATHS, *front.settings.passed}) - self.priced
-        self.endpoints: dict[str, Endpoint] = {}
+        self.endpoints: dict[str, ServerEndpoint] = {}
         self._workers: dict[str, str] = {}
         self._known = asyncio.Event()
         self._faults: set[str] = set()
@@ -164,12 +164,12 @@ class FrontScene:
             except TimeoutError:
                 continue
 
-    def _take(self, endpoints: dict[str, Endpoint]) -> None:
+    def _take(self, endpoints: dict[str, ServerEndpoint]) -> None:
         self.endpoints = endpoints
         self._workers = {one.address: name for name, one in endpoints.items()}
         self._known.set()
 
-    async def _found(self, resolver: Resolver) -> list[Endpoint]:
+    async def _found(self, resolver: Resolver) -> list[ServerEndpoint]:
         """Every server that was there, and is not refused, with an address of its own: one that is
         down may be back before Envoy could be told of it."""
         wanted = [
@@ -178,7 +178,7 @@ class FrontScene:
         ]  # fmt: skip
         if balancer := self.front.rollout.balancer:
             wanted.append((balancer, balancer, "", False))
-        found, faults = dict[str, Endpoint](), set[str]()
+        found, faults = dict[str, ServerEndpoint](), set[str]()
         for name, url, key, usable in wanted:
             try:
                 made = await endpoint_of(name, url, key, resolver)
@@ -193,7 +193,7 @@ class FrontScene:
         return list(found.values())
 
 
-async def endpoint_of(name: str, url: str, key: str, resolver: Resolver) -> Endpoint:
+async def endpoint_of(name: str, url: str, key: str, resolver: Resolver) -> ServerEndpoint:
     """A server as Envoy reaches it; raises OSError if its name has no address."""
     parts = urlsplit(url)
     host, tls = parts.hostname or "", parts.scheme == "https"
@@ -201,7 +201,7 @@ async def endpoint_of(name: str, url: str, key: str, resolver: Resolver) -> Endp
     address = await resolver.address(host, port)
     # Its name in a certificate has no port.
     named = host if tls else parts.netloc
-    return Endpoint(name, address, port, named, tls, prefix=parts.path, key=key)
+    return ServerEndpoint(name, address, port, named, tls, prefix=parts.path, key=key)
 
 
 async def _taken(gateway: Gateway) -> float:

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from router.api.render import FairQueue
+from router.api.fair_queue import FairQueue
 from router.api.tenants import Tenant
 
 T = TypeVar("T")
 
 
-class Turns:
+class TokenizingTurns:
     """Lets `most` pieces of work run at a time, on one event loop."""
 
     def __init__(self, most: int) -> None:

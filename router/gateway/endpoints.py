@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from router.gateway.clusters import OF_SERVER, OPEN, SERVERS, TYPES, Json
-from router.gateway.spec import Endpoint
+from router.gateway.spec import ServerEndpoint
 
 _KIND = TYPES + "config.endpoint.v3.ClusterLoadAssignment"
 
 
-def shared_addresses(endpoints: Iterable[Endpoint]) -> list[str]:
+def shared_addresses(endpoints: Iterable[ServerEndpoint]) -> list[str]:
     """What is wrong with servers that have an address in common, of which only the first is
     reached."""
     first: dict[str, str] = {}
@@ -35,11 +35,11 @@ def shared_addresses(endpoints: Iterable[Endpoint]) -> list[str]:
     ]
 
 
-def rendered(endpoints: Iterable[Endpoint]) -> Json:
+def rendered(endpoints: Iterable[ServerEndpoint]) -> Json:
     """The file's content; of several with one address the first. Servers that drain are left out:
     begun answers go on, and what names one in a list goes to the next (marked as draining, Envoy
     would still send it what a list names)."""
-    distinct: dict[str, Endpoint] = {}
+    distinct: dict[str, ServerEndpoint] = {}
     for one in endpoints:
         if not one.draining:
             distinct.setdefault(one.address, one)
@@ -48,7 +48,7 @@ def rendered(endpoints: Iterable[Endpoint]) -> Json:
     return {"resources": [assignment]}
 
 
-def _host(one: Endpoint) -> Json:
+def _host(one: ServerEndpoint) -> Json:
     sent = {"secret": one.secret, "key": one.key, "prefix": one.prefix}
     # A request without a list would not know which server its body fits.
     metadata: Json = {
@@ -93,7 +93,7 @@ class EndpointsFile:
         if not path.exists():
             self.write(())
 
-    def write(self, endpoints: Iterable[Endpoint]) -> bool:
+    def write(self, endpoints: Iterable[ServerEndpoint]) -> bool:
         """Whether it was written: not where it holds the same already. Raises OSError."""
         content = rendered(endpoints)
         if content == self._written:
@@ -103,7 +103,7 @@ class EndpointsFile:
         return True
 
 
-class _Found(NamedTuple):
+class _Resolved(NamedTuple):
     address: str
     until_s: float
 
@@ -114,7 +114,7 @@ class Resolver:
 
     def __init__(self, timeout_s: float = 2.0, keep_s: float = 30.0) -> None:
         self._timeout_s, self._keep_s = timeout_s, keep_s
-        self._found: dict[str, _Found] = {}
+        self._found: dict[str, _Resolved] = {}
 
     async def address(self, host: str, port: int) -> str:
         """An address of `host`; itself, if it is one.
@@ -140,7 +140,7 @@ class Resolver:
             found = [known.address]
         # The one that is used already stays, whatever the order of the answer.
         chosen = known.address if known is not None and known.address in found else found[0]
-        self._found[host] = _Found(chosen, time.monotonic() + self._keep_s)
+        self._found[host] = _Resolved(chosen, time.monotonic() + self._keep_s)
         return chosen
 
     async def _ask(self, host: str, port: int) -> list[str]:

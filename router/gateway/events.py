@@ -167,7 +167,7 @@ def end_of(request_id: str, entry: HTTPAccessLogEntry) -> StreamEnd:
 
 
 def _address(common: AccessLogCommon) -> str:
-    """The server's, as `Endpoint.address` writes it."""
+    """The server's, as `ServerEndpoint.address` writes it."""
     socket = common.upstream_remote_address.socket_address
     if not socket.address:
         return ""

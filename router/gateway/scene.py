@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from router.api.tenants import Tenant
 from router.decision import Decision, RouteRequest
-from router.live.live_router import LiveRouter
+
+if TYPE_CHECKING:
+    from router.live.live_router import LiveRouter
 
 
 class Asked(NamedTuple):
@@ -45,7 +47,7 @@ class Used(NamedTuple):
     generated_tokens: int
 
 
-class Flight(Protocol):
+class SceneFlight(Protocol):
     """A request at a server. via: the balancer that chooses the server instead of us; empty: there
     is none."""
 
@@ -55,7 +57,7 @@ class Flight(Protocol):
     def via(self) -> str: ...
 
 
-F = TypeVar("F", bound=Flight)
+F = TypeVar("F", bound=SceneFlight)
 
 
 class Scene(Protocol[F]):

@@ -119,7 +119,7 @@ class GatewaySpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ServerEndpoint:
     """A server as Envoy reaches it. All servers are in one cluster, so that a request may go on to
     any other of its list, whatever its scheme, prefix or key.
 

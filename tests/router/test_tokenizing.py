@@ -14,9 +14,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 import router.api.render
 from router.api.errors import ApiError
+from router.api.fair_queue import FairQueue
 from router.api.render import (
     SHORT_BYTES,
-    FairQueue,
     PromptRefused,
     TokenizerProcess,
     Tokenizing,

@@ -72,7 +72,7 @@ async def test_a_body_of_many_lists_reaches_no_server(path):
         assert sent_to(servers) == [path != "/v1/route"], "what is no JSON a server judges"
 
 
-async def test_a_long_chat_is_read_on_a_thread_and_routed_by_its_prompt():
+async def test_a_long_chat_is_routed_by_its_whole_prompt():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         long = chat("word " * 80_000)
         answer = await front.http.post(CHAT, json=long)

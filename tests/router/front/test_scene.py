@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from router.front.scene import FrontScene, endpoint_of
 from router.gateway.endpoints import Resolver
-from router.gateway.spec import Endpoint
+from router.gateway.spec import ServerEndpoint
 from tests.router.front.conftest import until
 
 
@@ -97,10 +97,10 @@ async def test_a_present_balancer_is_reached_by_name_alone(tmp_path):
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("http://127.0.0.1:8000", Endpoint("w", "127.0.0.1", 8000, "127.0.0.1:8000", key="k")),
-        ("http://127.0.0.1", Endpoint("w", "127.0.0.1", 80, "127.0.0.1", key="k")),
-        ("https://[::1]/p", Endpoint("w", "::1", 443, "::1", True, prefix="/p", key="k")),
-        ("http://[::1]:7/p/q", Endpoint("w", "::1", 7, "[::1]:7", prefix="/p/q", key="k")),
+        ("http://127.0.0.1:8000", ServerEndpoint("w", "127.0.0.1", 8000, "127.0.0.1:8000", key="k")),
+        ("http://127.0.0.1", ServerEndpoint("w", "127.0.0.1", 80, "127.0.0.1", key="k")),
+        ("https://[::1]/p", ServerEndpoint("w", "::1", 443, "::1", True, prefix="/p", key="k")),
+        ("http://[::1]:7/p/q", ServerEndpoint("w", "::1", 7, "[::1]:7", prefix="/p/q", key="k")),
     ],
 )
 async def test_a_url_is_read_as_envoy_reaches_it(url, expected):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from router.api.tenants import Tenant
-from router.front.turns import Turns
+from router.front.turns import TokenizingTurns
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 
@@ -37,7 +37,7 @@ class Work:
 
 
 async def test_turns_let_so_many_run_at_a_time():
-    work = Work(Turns(2))
+    work = Work(TokenizingTurns(2))
     for name in "abc":
         work.start(name)
     await settled()
@@ -53,7 +53,7 @@ async def test_turns_let_so_many_run_at_a_time():
 
 
 async def test_turns_go_round_among_tenants():
-    work = Work(Turns(1))
+    work = Work(TokenizingTurns(1))
     for name in ("a1", "a2", "a3", "a4"):
         work.start(name)
     work.start("b1", BOB)
@@ -64,7 +64,7 @@ async def test_turns_go_round_among_tenants():
 
 
 async def test_turns_pass_on_when_one_fails_or_leaves():
-    work = Work(Turns(1))
+    work = Work(TokenizingTurns(1))
     for name in "abcd":
         work.start(name)
     await settled()

@@ -15,7 +15,7 @@ from kappa.host import free_port
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
 from router.gateway.endpoints import EndpointsFile
 from router.gateway.process import Gateway
-from router.gateway.spec import AGAIN, Bounds, Endpoint, GatewaySpec
+from router.gateway.spec import AGAIN, Bounds, GatewaySpec, ServerEndpoint
 
 CHAT = "/v1/chat/completions"
 _WAIT_S = 10.0
@@ -166,7 +166,7 @@ class Door:
     face: Scripted
     servers: list[Scripted]
     file: EndpointsFile
-    endpoints: list[Endpoint]
+    endpoints: list[ServerEndpoint]
 
     def addresses(self, *order: int) -> str:
         """The decider's list."""
@@ -225,7 +225,7 @@ async def read_answer(reader: asyncio.StreamReader) -> Got:
 @contextlib.asynccontextmanager
 async def open_door(
     servers: Sequence[Script | None] = (None,),
-    endpoint: Callable[[int, Endpoint], Endpoint] = lambda at, made: made,
+    endpoint: Callable[[int, ServerEndpoint], ServerEndpoint] = lambda at, made: made,
     bounds: Bounds | None = None,
     **more: Any,
 ) -> AsyncIterator[Door]:
@@ -249,7 +249,7 @@ async def open_door(
             for one in made:
                 await one.listen()
             ends = [
-                endpoint(at, Endpoint(f"w{at}", "127.0.0.1", one.port))
+                endpoint(at, ServerEndpoint(f"w{at}", "127.0.0.1", one.port))
                 for at, one in enumerate(made)
             ]
             file.write(ends)

@@ -10,7 +10,7 @@ import stat
 import pytest
 
 from router.gateway.endpoints import EndpointsFile, Resolver, rendered, shared_addresses
-from router.gateway.spec import Endpoint
+from router.gateway.spec import ServerEndpoint
 
 
 def hosts(content):
@@ -20,7 +20,7 @@ def hosts(content):
 
 
 def test_a_server_is_rendered_with_what_it_alone_is_sent():
-    one = Endpoint("w", "10.0.0.7", 8000, "gpu.example", tls=True, prefix="/p", key="k")
+    one = ServerEndpoint("w", "10.0.0.7", 8000, "gpu.example", tls=True, prefix="/p", key="k")
     (host,) = hosts(rendered([one]))
     assert host["endpoint"]["address"]["socket_address"] == {
         "address": "10.0.0.7", "port_value": 8000,
@@ -32,20 +32,23 @@ def test_a_server_is_rendered_with_what_it_alone_is_sent():
 
 
 def test_an_ipv6_address_stands_in_brackets_in_lists():
-    assert Endpoint("w", "2001:db8::7", 8000).address == "[2001:db8::7]:8000"
+    assert ServerEndpoint("w", "2001:db8::7", 8000).address == "[2001:db8::7]:8000"
 
 
 def test_draining_servers_are_left_out():
-    servers = [Endpoint("a", "10.0.0.7", 1, draining=True), Endpoint("b", "10.0.0.8", 1)]
+    servers = [
+        ServerEndpoint("a", "10.0.0.7", 1, draining=True),
+        ServerEndpoint("b", "10.0.0.8", 1),
+    ]
     (host,) = hosts(rendered(servers))
     assert host["endpoint"]["address"]["socket_address"]["address"] == "10.0.0.8"
 
 
 def test_of_servers_with_one_address_the_first_is_reached():
-    servers = [Endpoint("a", "10.0.0.7", 1, prefix="/a"), Endpoint("b", "10.0.0.7", 1)]
+    servers = [ServerEndpoint("a", "10.0.0.7", 1, prefix="/a"), ServerEndpoint("b", "10.0.0.7", 1)]
     (host,) = hosts(rendered(servers))
     assert host["metadata"]["filter_metadata"]["kappa"] == {"prefix": "/a"}
-    (fault,) = shared_addresses([*servers, Endpoint("c", "10.0.0.7", 2)])
+    (fault,) = shared_addresses([*servers, ServerEndpoint("c", "10.0.0.7", 2)])
     assert fault.startswith("b and a have the address 10.0.0.7:1: ")
 
 
@@ -56,7 +59,7 @@ def test_the_file_is_private_and_always_whole(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     before = path.stat().st_ino
-    assert file.write([Endpoint("a", "10.0.0.7", 1, key="secret")])
+    assert file.write([ServerEndpoint("a", "10.0.0.7", 1, key="secret")])
     # Moved into place, so that whoever reads never finds half of it.
     assert path.stat().st_ino != before
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -65,7 +68,7 @@ def test_the_file_is_private_and_always_whole(tmp_path):
 
 def test_the_file_is_written_only_if_it_changes(tmp_path):
     file = EndpointsFile(tmp_path / "endpoints.json")
-    servers = [Endpoint("b", "10.0.0.8", 1), Endpoint("a", "10.0.0.7", 1)]
+    servers = [ServerEndpoint("b", "10.0.0.8", 1), ServerEndpoint("a", "10.0.0.7", 1)]
     assert file.write(servers)
     assert not file.write(reversed(servers))
     assert file.write(servers[:1])
@@ -73,7 +76,7 @@ def test_the_file_is_written_only_if_it_changes(tmp_path):
 
 def test_servers_from_before_stay_when_it_is_opened_again(tmp_path):
     path = tmp_path / "endpoints.json"
-    EndpointsFile(path).write([Endpoint("a", "10.0.0.7", 1)])
+    EndpointsFile(path).write([ServerEndpoint("a", "10.0.0.7", 1)])
     EndpointsFile(path)
     assert len(hosts(json.loads(path.read_text()))) == 1
 

@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 
 from kappa.protocol import ENDPOINT_HEADER, RETRY_HEADER, TO_ID_HEADER, TO_SECRET_HEADER
-from router.gateway.spec import AGAIN, DECIDE, EVENTS_HEADER, FIRST, TAIL, TOLD_HEADER, Endpoint
+from router.gateway.spec import (
+    AGAIN,
+    DECIDE,
+    EVENTS_HEADER,
+    FIRST,
+    TAIL,
+    TOLD_HEADER,
+    ServerEndpoint,
+)
 from tests.router.gateway.certificates import pair
 from tests.router.gateway.door import CHAT, Answer, open_door
 
@@ -147,7 +155,7 @@ async def test_it_goes_nowhere_else_than_the_list_says():
 
 
 async def test_each_worker_gets_its_own_secret_and_no_keys():
-    def with_secret(at: int, made: Endpoint) -> Endpoint:
+    def with_secret(at: int, made: ServerEndpoint) -> ServerEndpoint:
         return replace(made, secret=f"s{at}" if at < 2 else "")
 
     async with open_door((lambda heard: ELSEWHERE, None, None), with_secret) as door:
@@ -165,7 +173,7 @@ async def test_each_worker_gets_its_own_secret_and_no_keys():
 
 
 async def test_a_retry_never_carries_another_servers_key_or_prefix():
-    def foreign(at: int, made: Endpoint) -> Endpoint:
+    def foreign(at: int, made: ServerEndpoint) -> ServerEndpoint:
         return [
             replace(made, key="k0", prefix="/p0"),
             replace(made, key="k1", prefix="/p1", name="b.example:81"),
@@ -332,7 +340,7 @@ async def test_an_ipv6_server_is_reached():
             await server.listen(host="::1")
         except OSError:
             pytest.skip("this machine has no IPv6 loopback")
-        door.endpoints[0] = Endpoint("w", "::1", server.port)
+        door.endpoints[0] = ServerEndpoint("w", "::1", server.port)
         door.file.write(door.endpoints)
         door.send_to(0)
         async with asyncio.timeout(5):
