@@ -94,13 +94,17 @@ async def test_a_present_balancer_is_reached_by_name_alone(tmp_path):
         assert listed() == {81: True, 90: False}
 
 
+def at(host, port, name, tls=False, **more):
+    return ServerEndpoint("w", host, port, name, tls, key="k", **more)
+
+
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("http://127.0.0.1:8000", ServerEndpoint("w", "127.0.0.1", 8000, "127.0.0.1:8000", key="k")),
-        ("http://127.0.0.1", ServerEndpoint("w", "127.0.0.1", 80, "127.0.0.1", key="k")),
-        ("https://[::1]/p", ServerEndpoint("w", "::1", 443, "::1", True, prefix="/p", key="k")),
-        ("http://[::1]:7/p/q", ServerEndpoint("w", "::1", 7, "[::1]:7", prefix="/p/q", key="k")),
+        ("http://127.0.0.1:8000", at("127.0.0.1", 8000, "127.0.0.1:8000")),
+        ("http://127.0.0.1", at("127.0.0.1", 80, "127.0.0.1")),
+        ("https://[::1]/p", at("::1", 443, "::1", True, prefix="/p")),
+        ("http://[::1]:7/p/q", at("::1", 7, "[::1]:7", prefix="/p/q")),
     ],
 )
 async def test_a_url_is_read_as_envoy_reaches_it(url, expected):
