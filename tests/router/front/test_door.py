@@ -242,7 +242,7 @@ class Breaking(FakeServer):
         return await super()._answer(request, body)
 
 
-async def test_a_broken_connection_to_a_server_that_lives_is_tried_elsewhere():
+async def test_a_broken_connection_to_a_live_server_is_tried_elsewhere():
     async with serving(Breaking(), FakeServer()) as servers, opened(*servers) as front:
         for i in range(8):
             answer = await front.http.post(CHAT, json=chat(f"{i}"))
@@ -252,7 +252,7 @@ async def test_a_broken_connection_to_a_server_that_lives_is_tried_elsewhere():
         assert {one.end for one in front.front.live.records.values()} == {"done"}
 
 
-async def test_nothing_is_lost_of_1000_when_a_server_is_killed_and_back():
+async def test_nothing_of_1000_is_lost_when_servers_are_killed_and_back():
     servers = [FakeServer(tokens=2), FakeServer(tokens=2)]
     async with serving(*servers), opened(*servers) as front:
         served, lost, at = 0, [], asyncio.Semaphore(24)
