@@ -37,7 +37,7 @@ _RETRIED = f"{FULL},500,502,503"
 # Names of servers in one answer; Envoy tries two.
 _MOST_SERVERS = 4
 # So much of a body's beginning and of its end names its content, among those of its length.
-_DIGEST_BYTES = 128 << 10
+_DIGEST_BYTES = 32 << 10
 # Bodies that are buffered at a time, in parts; one of unknown length has as many as the longest.
 _PART_BYTES, _BUFFERED_BYTES = 4 << 20, 256 << 20
 _LATE_S = 5.0
