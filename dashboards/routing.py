@@ -89,7 +89,8 @@ DECISIONS = PanelRow(
               (Query(rate(m.INDEX_LOSSES, ("why",)), "lost: {{why}}"),
                Query(f"{rate(m.STREAM_GAPS)} or vector(0)", "gaps"),
                Query(rate(m.TASK_RESTARTS, ("task",)), "restarted: {{task}}"),
-               Query(rate(m.RECORD_DROPPED), "not recorded")), absent=RARE),
+               Query(rate(m.RECORD_DROPPED), "not recorded"),
+               Query(rate(m.ENDS_LOST), "ends not heard")), absent=RARE),
     ),
 )  # fmt: skip
 

@@ -80,7 +80,7 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 44_600),  # goal: 37,000; until the Python relay goes, both data planes stand
+        (PRODUCT, 44_700),  # goal: 37,000; until the Python relay goes, both data planes stand
         (("benchmarks",), 12_500),  # goal: 9,000
         (("tests",), 49_700),  # goal: 40,000
     ],

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 
@@ -190,6 +191,20 @@ def test_every_locked_file_has_its_hash(lock):
     entries = re.split(r"\n(?=[a-z])", lock.read_text(encoding="utf-8"))[1:]
     without = [entry.split()[0] for entry in entries if "--hash=sha256:" not in entry]
     assert entries and without == [], f"{lock.name}: run ./dev lock"
+
+
+def test_no_installed_package_overwrites_anothers_modules():
+    owners = defaultdict(set)
+    for one in metadata.distributions():
+        for file in one.files or ():
+            if file.suffix in (".py", ".so"):
+                owners[str(file)].add(one.metadata["Name"])
+    # opencensus and its context share empty __init__ files, by their own design.
+    shared = {
+        file: names for file, names in owners.items()
+        if len(names) > 1 and names != {"opencensus", "opencensus-context"}
+    }  # fmt: skip
+    assert not shared
 
 
 def test_what_installs_and_builds_the_rest_is_locked_in_one_version():

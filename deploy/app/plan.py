@@ -172,7 +172,9 @@ def pool_deployment(
     demand = {"CPU": actor["num_cpus"], "GPU": actor.get("num_gpus", 0)}
     demand |= actor.get("resources", {})
     both = {name: first.get(name, 0) + demand.get(name, 0) for name in first | demand}
-    environment = {**ray.get_runtime_context().runtime_env, **config["runtime_env"]}
+    # Asking for the context starts a Ray where none runs; whoever builds or tests has none.
+    ours = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
+    environment = {**ours, **config["runtime_env"]}
     replica = Deferred("workers.replica:KappaServer")
     deployed = serve.deployment(
         replica,

@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Its handlers of forks, which it installs when it is imported, may end a child before its exec.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -18,14 +19,10 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 import grpc.aio
 import structlog
-from envoy.data.accesslog.v3.accesslog_pb2 import AccessLogCommon, HTTPAccessLogEntry
-from envoy.service.accesslog.v3.als_pb2 import (
-    StreamAccessLogsMessage,
-    StreamAccessLogsResponse,
-)
 
 from kappa.protocol import TO_ID_HEADER
 from router.api.app import places_of
+from router.gateway.access_log import StreamAccessLogsMessage, StreamAccessLogsResponse
 from router.gateway.spec import ATTEMPTS, REQUESTS
 
 log = structlog.get_logger(__name__)
@@ -122,9 +119,7 @@ class Ends:
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(None)
 
-    async def _follow(
-        self, messages: AsyncIterator[StreamAccessLogsMessage], context: object
-    ) -> StreamAccessLogsResponse:
+    async def _follow(self, messages: AsyncIterator[Any], context: object) -> Any:
         """One of Envoy's streams; its first message says which log it is of."""
         name = ""
         async for message in messages:
@@ -142,7 +137,7 @@ class Ends:
                     )  # fmt: skip
         return StreamAccessLogsResponse()
 
-    def _hear(self, entry: HTTPAccessLogEntry, heard: Callable[[StreamEnd], None]) -> None:
+    def _hear(self, entry: Any, heard: Callable[[StreamEnd], None]) -> None:
         request_id = entry.request.request_headers.get(TO_ID_HEADER)
         if not request_id:
             return
@@ -152,7 +147,7 @@ class Ends:
             heard(end_of(request_id, entry))
 
 
-def end_of(request_id: str, entry: HTTPAccessLogEntry) -> StreamEnd:
+def end_of(request_id: str, entry: Any) -> StreamEnd:
     """What an entry of the log says."""
     common, answer = entry.common_properties, entry.response
     first_s = None
@@ -166,7 +161,7 @@ def end_of(request_id: str, entry: HTTPAccessLogEntry) -> StreamEnd:
     )  # fmt: skip
 
 
-def _address(common: AccessLogCommon) -> str:
+def _address(common: Any) -> str:
     """The server's, as `ServerEndpoint.address` writes it."""
     socket = common.upstream_remote_address.socket_address
     if not socket.address:

@@ -180,7 +180,7 @@ def test_direct_streaming_goes_as_priced_and_counts_down(tmp_path: Path) -> None
         with ThreadPoolExecutor(len(prompts)) as threads:
             first = list(threads.map(lambda prompt: rank(prompt, 3000), prompts))
         # Of each four the fast one takes three; the last in line may differ.
-        assert 8 <= first.count(0) <= 10 and len(prompts) - first.count(0) == first.count(1)
+        assert 8 <= first.count(0) <= 11 and len(prompts) - first.count(0) == first.count(1)
         most = [json.loads(line)["replicas"] for line in app.watch.read_text().splitlines()]
         assert max(sum(each["in_flight"] for each in replicas) for replicas in most) == 12
         # On such nodes each should take minutes: only the replicas' counts say that it is over.

@@ -289,14 +289,14 @@ async def test_a_watch_that_fails_is_started_again(scene, worker, monkeypatch):
     live, registry = scene
     monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
     await joined(live, registry, worker())
-    real, failures = live.members._clock, [1]
+    real, failures = live.members._awake_s._clock, [1]
 
     def clock():
         if failures and asyncio.current_task() is live.members._watch:
             raise RuntimeError(f"a fault of ours {failures.pop()}")
         return real()
 
-    live.members._clock = clock
+    live.members._awake_s._clock = clock
     await until(lambda: sample(live, 'kappa_task_restarts_total{task="watch"}') == 1)
     assert live.members.fault() == ""
 

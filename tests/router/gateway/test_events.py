@@ -5,9 +5,12 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
-from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
-from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage, StreamAccessLogsResponse
 
+from router.gateway.access_log import (
+    HTTPAccessLogEntry,
+    StreamAccessLogsMessage,
+    StreamAccessLogsResponse,
+)
 from router.gateway.events import Ends, StreamEnd
 from router.gateway.spec import ATTEMPTS, REQUESTS
 
