@@ -131,12 +131,12 @@ def _model_of(url: str) -> str:
 
 
 @contextlib.contextmanager
-def process(*command: str, log: Path, kill: bool = False) -> Iterator[None]:
-    """A Python process that is ended after, at once if `kill`."""
+def process(*command: str, log: Path, kill: bool = False) -> Iterator[int]:
+    """A Python process that is ended after, at once if `kill`; its id."""
     with log.open("ab") as out:
         child = subprocess.Popen([sys.executable, *command], stdout=out, stderr=out)
         try:
-            yield
+            yield child.pid
         finally:
             if not kill:
                 child.terminate()
@@ -180,21 +180,22 @@ def emulated(log: Path, speed: float, *, metrics: bool) -> Iterator[dict[str, An
 
 
 @contextlib.contextmanager
-def front(given: Mapping[str, Any], arm: str, journal: Path) -> Iterator[str]:
-    """`kappa route` with settings `given`, its own rule or a present balancer's steering."""
+def front(given: Mapping[str, Any], arm: str, journal: Path) -> Iterator[tuple[str, int]]:
+    """`kappa route` with settings `given`, its own rule or a present balancer's steering: its url,
+    and the id of its process."""
     port = free_port(HOST)
     mode = "on" if arm == "on" else "shadow"
     settings = {
         **given, "router": {**given.get("router", {}), "mode": mode},
-        "http": {"port": port}, "journal": str(journal),
+        "http": {**given.get("http", {}), "port": port}, "journal": str(journal),
         "present": "round-robin" if arm == "on" else arm,
     }  # fmt: skip
     config = journal.with_suffix(".yaml")
     config.write_text(json.dumps(settings))
     url = f"http://{HOST}:{port}"
-    with process("-c", _KAPPA, "route", "-c", str(config), log=journal.with_suffix(".log")):
+    with process("-c", _KAPPA, "route", "-c", str(config), log=journal.with_suffix(".log")) as pid:
         ready(url, len(given["backends"]))
-        yield url
+        yield url, pid
 
 
 def run_arm(
@@ -203,7 +204,7 @@ def run_arm(
     """One arm: figures of the TTFTs that clients saw, in seconds, and how far predictions were off
     in the middle of every 50 answers."""
     journal = folder / f"{arm}-{seed}.jsonl"
-    with servers() as given, front(given, arm, journal) as url:
+    with servers() as given, front(given, arm, journal) as (url, _):
         records = asyncio.run(play(url, load, workload, seed))
     answered = [r for r in records if not r.error and r.first_token_s is not None]
     late = sorted(answered, key=lambda r: r.sent_s)[len(records) // _EARLY_SHARE :]

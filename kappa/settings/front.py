@@ -119,9 +119,6 @@ class ListenSettings(HttpSettings):
 
     port: int = Field(8080, ge=0, le=65535)
     replicas: Literal[1] = 1
-    data_plane: Literal["python", "envoy"] = Field(
-        "python", description="what passes requests and answers on"
-    )
 
 
 class FrontSettings(Section):

@@ -259,12 +259,12 @@ class TenantLimiter:
         meter.open += 1
         return lease
 
-    def check(self, tenant: str, now_s: float) -> None:
+    def check(self, tenant: str, now_s: float, size_bytes: int = 0) -> None:
         """As `enter`, of a request that is to come: nothing is taken."""
-        lease, meter = self.enter(tenant, now_s), self._meters[tenant]
+        lease, meter = self.enter(tenant, now_s, size_bytes), self._meters[tenant]
         lease.close(now_s, served=False)
         if meter.requests is not None:
-            meter.requests.level += 1.0
+            meter.requests.level += lease._requests
 
     def headers(self, tenant: str, now_s: float) -> dict[str, str]:
         """`x-ratelimit-*` as OpenAI names and writes them, of the limits that `tenant` has."""

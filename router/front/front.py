@@ -50,7 +50,8 @@ log = structlog.get_logger(__name__)
 DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # The fields that are read of any body, and of one with a prompt.
 _COMMON = frozenset({
-    "model", "cache_salt", "stream", "max_tokens", "max_completion_tokens", *CONVERSATION_KEYS,
+    "model", "cache_salt", "stream", "max_tokens", "max_completion_tokens", "n", "best_of",
+    "stream_interval", *CONVERSATION_KEYS,
 })  # fmt: skip
 _DECIDED = _COMMON.union(PROMPT_FIELDS, TOKENIZED_FIELDS)
 _DEPLOYMENT = "front"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import ssl
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import uvicorn
 
-from kappa.host import free_port
 from kappa.settings.front import FrontSettings
 from router.api.app import Door
 from router.api.reading import prepare
@@ -27,8 +25,8 @@ from router.front.scene import FrontScene
 from router.gateway.authz import AuthzServer
 from router.gateway.decider import Decider, DeciderRule
 from router.gateway.events import Ends
-from router.gateway.process import EnvoyError, Gateway
-from router.gateway.spec import GOES_ON_S, Bounds, GatewaySpec
+from router.gateway.process import Gateway, spec_of
+from router.gateway.spec import GOES_ON_S, GatewaySpec
 from router.live.supervised import supervised
 
 # Envoy tells of what goes on so often that three in a row are lost only with it.
@@ -73,13 +71,13 @@ async def serve(settings: FrontSettings, ready: Callable[[str], None]) -> None:
 @contextlib.asynccontextmanager
 async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
     """Everything, from the first probe of a server to Envoy, which cuts what is open at the end.
-    Raises EnvoyError if it cannot run."""
+    Raises EnvoyError (`router.gateway.process`) if it cannot run."""
     door = Door(replace(access_of(settings), limit_all=True))
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-route-")))
         front = await stack.enter_async_context(Front(settings))
         scene = FrontScene(front)
-        spec = spec_of(settings, scene, folder)
+        spec = _spec_of(settings, scene, folder)
         decider = Decider(scene, door, _rule_of(settings))
         flights = decider.flights
         events = Ends(spec.events_socket, flights.ended, flights.failed, flights.goes_on)
@@ -96,36 +94,21 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         yield FrontGateway(front, scene, decider, gateway, face)
 
 
-def spec_of(settings: FrontSettings, scene: FrontScene, folder: Path) -> GatewaySpec:
-    """The front door that the settings ask for. Raises EnvoyError where servers with https cannot
-    be verified."""
-    http, access, front = settings.http, settings.access, scene.front
+def _spec_of(settings: FrontSettings, scene: FrontScene, folder: Path) -> GatewaySpec:
+    """The front door that the settings ask for."""
     # What names one in its path has one segment there.
-    own = tuple(dict.fromkeys(("/", *(one.path.partition("{")[0] for one in own_routes(front)))))
-    balancer = front.rollout.balancer
-    return GatewaySpec(
-        folder, http.host, http.port or free_port(http.host),
-        decided=tuple(sorted(scene.priced | scene.passed)), own=own, foreign=True,
-        from_header=settings.present_header if balancer else "",
-        ca=_ca(settings, balancer),
-        bounds=Bounds(
-            headers=access.max_headers, header_bytes=access.max_header_bytes,
-            body_bytes=settings.router.max_body_bytes, body_s=access.body_timeout_s,
-            silent_s=settings.router.request_timeout_s,
-            connect_s=settings.probe.connect_timeout_s,
-        ),
+    own = dict.fromkeys(("/", *(one.path.partition("{")[0] for one in own_routes(scene.front))))
+    spec = spec_of(
+        settings.http, settings.access, folder=folder, own=tuple(own), foreign=True,
+        max_body_bytes=settings.router.max_body_bytes,
+        decided=tuple(sorted(scene.priced | scene.passed)),
+        from_header=settings.present_header if scene.front.rollout.balancer else "",
     )  # fmt: skip
-
-
-def _ca(settings: FrontSettings, balancer: str) -> Path | None:
-    """The certificates that servers are verified by; None: none has https."""
-    urls = (balancer, *(one.url for one in settings.backends))
-    if not any(url.startswith("https://") for url in urls):
-        return None
-    path = settings.ca or ssl.get_default_verify_paths().cafile
-    if path is None:
-        raise EnvoyError("there is no file of the system's certificates for https: give ca: FILE")
-    return Path(path)
+    bounds = replace(
+        spec.bounds, silent_s=settings.router.request_timeout_s,
+        connect_s=settings.probe.connect_timeout_s,
+    )  # fmt: skip
+    return replace(spec, ca=settings.ca or spec.ca, bounds=bounds)
 
 
 def _rule_of(settings: FrontSettings) -> DeciderRule:

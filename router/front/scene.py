@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
@@ -31,6 +32,7 @@ PASSED_PATHS = (
 """Inference that is not priced, and may be done twice."""
 # The most that one sound or image comes to, of which a body that is not JSON is.
 _MEDIA_TOKENS = 16_384
+_OF_IDS = re.compile(rb'"(?:prompt|input)"\s*:\s*\[[\s\[]*[0-9]')
 _RESOLVE_S = 10.0
 # Envoy has read a new file of servers by then.
 _TAKEN_S, _ASK_S = 2.0, 0.01
@@ -47,6 +49,7 @@ class FrontScene:
         self.endpoints: dict[str, ServerEndpoint] = {}
         self._workers: dict[str, str] = {}
         self._known = asyncio.Event()
+        self._faults: set[str] = set()
 
     @property
     def live(self) -> LiveRouter:
@@ -60,7 +63,11 @@ class FrontScene:
         wanted = await front.read(asked.path, body, asked.tenant)
         if wanted.merged:
             raise errors.refused_field("stream_interval", "events are counted as tokens")
-        if not wanted.bound and body[:1] != b"{":
+        if body[:1] == b"{":
+            # Ids, of which each may be a digit and a comma.
+            ids = body.count(b",") if _OF_IDS.search(body) else 0
+            wanted.bound = max(wanted.bound, ids)
+        else:
             wanted.bound = min(len(body), _MEDIA_TOKENS)
         wanted.session = asked.headers.get(SESSION_HEADER) or wanted.session
         request = front.request(asked.request_id, wanted)
@@ -92,13 +99,15 @@ class FrontScene:
             return ()
         blocked, priced = self.live.members.blocked(), flight.decision.priced
         ttfts_s = dict(zip(priced.workers, priced.ttft_s.tolist(), strict=True))
-        able = self.endpoints.keys() - request.exclude - blocked.gone
+        backends = self.front.backends
+        usable = {name for name in self.endpoints if name in backends and backends[name].usable}
+        able = usable - request.exclude - blocked.gone
 
         def price(worker: str) -> tuple[bool, float, int]:
             ttft_s = ttfts_s.get(worker, float("inf"))
             return worker in blocked.failing, ttft_s, self.live.router.in_flight_on(worker)
 
-        return sorted((one for one in able if one in self.front.backends), key=price)
+        return sorted(able, key=price)
 
     def address(self, name: str) -> str:
         """Of a server that Envoy knows, or of the present balancer."""
@@ -135,16 +144,16 @@ class FrontScene:
     # -- for Envoy ------------------------------------------------------------------------------
 
     async def follow(self, gateway: Gateway) -> None:
-        """Have Envoy know the servers that may be used, as they come and go, until cancelled."""
+        """Have Envoy know the servers as they come and go, until cancelled."""
         file, resolver = EndpointsFile(gateway.spec.endpoints_file), Resolver()
         changed = self.front.changed
         while True:
             changed.clear()
-            found = {one.worker: one for one in await self._usable(resolver)}
+            found = {one.worker: one for one in await self._found(resolver)}
             # What has gone is not named from now on, what has come once Envoy knows it.
-            self._take(
-                {name: one for name, one in self.endpoints.items() if found.get(name) == one}
-            )
+            known = {one.address for one in found.values()}
+            kept = {name: one for name, one in self.endpoints.items() if one.address in known}
+            self._take(kept)
             before = await _taken(gateway)
             if file.write(found.values()):
                 await _until_taken(gateway, before)
@@ -160,22 +169,28 @@ class FrontScene:
         self._workers = {one.address: name for name, one in endpoints.items()}
         self._known.set()
 
-    async def _usable(self, resolver: Resolver) -> list[ServerEndpoint]:
-        found = list[ServerEndpoint]()
+    async def _found(self, resolver: Resolver) -> list[ServerEndpoint]:
+        """Every server that was there, and is not refused, with an address of its own: one that is
+        down may be back before Envoy could be told of it."""
         wanted = [
-            (one.settings.worker, one.settings.url, one.settings.key or "")
-            for one in self.front.backends.values() if one.usable
+            (one.settings.worker, one.settings.url, one.settings.key or "", one.usable)
+            for one in self.front.backends.values() if one.known is not None and not one.refused
         ]  # fmt: skip
         if balancer := self.front.rollout.balancer:
-            wanted.append((balancer, balancer, ""))
-        for name, url, key in wanted:
+            wanted.append((balancer, balancer, "", False))
+        found, faults = dict[str, ServerEndpoint](), set[str]()
+        for name, url, key, usable in wanted:
             try:
-                found.append(await endpoint_of(name, url, key, resolver))
+                made = await endpoint_of(name, url, key, resolver)
             except OSError as error:
-                log.warning("backend_has_no_address", url=url, why=str(error))
-        for fault in shared_addresses(found):
-            log.error("backends_share_an_address", why=fault)
-        return found
+                faults.add(str(error))
+                continue
+            faults.update(shared_addresses([*found.values(), made]))
+            found.setdefault(made.address, replace(made, open=usable))
+        for fault in sorted(faults - self._faults):
+            log.error("backend_not_used", why=fault)
+        self._faults = faults
+        return list(found.values())
 
 
 async def endpoint_of(name: str, url: str, key: str, resolver: Resolver) -> ServerEndpoint:

@@ -56,6 +56,7 @@ _TO_SERVER = (
     {"exact": "x-request-id"},
     *({"exact": name} for name in OF_ENVOY),
 )
+_OF_REFUSALS = "content-type|retry-after|www-authenticate|x-request-id|x-ratelimit-.*"
 _TO_CLIENT = "x-request-id|x-ratelimit-.*|x-kappa-([^t].*|t[^o].*|to[^-].*)"
 
 
@@ -217,6 +218,7 @@ def _question(spec: GatewaySpec, name: str, path: str, **config: Any) -> Json:
     longest = seconds(spec.bounds.decide_s)
     answer = {
         "allowed_upstream_headers": {"patterns": list(_TO_SERVER)},
+        "allowed_client_headers": {"patterns": [_regex(_OF_REFUSALS)]},
         "allowed_client_headers_on_success": {"patterns": [_regex(_TO_CLIENT)]},
         "dynamic_metadata_from_headers": {
             "patterns": [{"exact": ENDPOINT_HEADER}, {"exact": TO_ID_HEADER}]

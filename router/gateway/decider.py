@@ -37,7 +37,7 @@ _RETRIED = f"{FULL},500,502,503"
 # Names of servers in one answer; Envoy tries two.
 _MOST_SERVERS = 4
 # So much of a body's beginning and of its end names its content, among those of its length.
-_DIGEST_BYTES = 128 << 10
+_DIGEST_BYTES = 32 << 10
 # Bodies that are buffered at a time, in parts; one of unknown length has as many as the longest.
 _PART_BYTES, _BUFFERED_BYTES = 4 << 20, 256 << 20
 _LATE_S = 5.0
@@ -132,11 +132,13 @@ class Decider(Generic[F]):
 
     def _admit(self, inquiry: Inquiry, request_id: str, tenant: Tenant, now_s: float) -> Go:
         """Let a large body come, if there is room: nothing of it has been read yet."""
-        most, declared = self._rule.max_body_bytes, inquiry.headers.get("content-length", "")
-        size = int(declared) if declared.isascii() and declared.isdigit() else most
-        if size > most:
+        most, text = self._rule.max_body_bytes, inquiry.headers.get("content-length", "")
+        declared = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+        if declared is not None and declared > most:
             raise errors.BODY_TOO_LARGE(limit_bytes=most)
-        self._door.limits.check(tenant.name, now_s)
+        with self._door.counting(tenant):
+            self._door.limits.check(tenant.name, now_s, declared or 0)
+        size = most if declared is None else declared
         for name in [name for name, one in self._coming.items() if one.until_s < now_s]:
             self._came(name)
         coming = f"{request_id}-{uuid.uuid4().hex[:8]}"

@@ -52,7 +52,7 @@ def _host(one: ServerEndpoint) -> Json:
     sent = {"secret": one.secret, "key": one.key, "prefix": one.prefix}
     # A request without a list would not know which server its body fits.
     metadata: Json = {
-        "envoy.lb": {OPEN: True},
+        "envoy.lb": {OPEN: one.open},
         OF_SERVER: {name: text for name, text in sent.items() if text},
     }
     if one.tls:

@@ -87,8 +87,8 @@ class Aloft(Generic[F]):
     def outcome(self, end: StreamEnd | None) -> str:
         """How it ended, or an attempt at it, as `LiveRouter.release` names it.
 
-        What never reached a server is no fault of it. Failures of paths that are only passed say
-        nothing of a server: which paths those are, a tenant chooses.
+        What never reached a server is no fault of it, nor what failed at the present balancer.
+        Failures of paths that are only passed say nothing of a server: a tenant chooses them.
         """
         if self.ended_as:
             return self.ended_as
@@ -98,14 +98,16 @@ class Aloft(Generic[F]):
             return "client_gone"
         if end.unreached or not end.upstream:
             return "unsent"
-        if end.broken:
-            return "worker_died" if self.counts else "unjudged"
-        if end.status == FULL:
-            return "worker_full"
+        failed = end.broken or end.late or not end.status or end.status >= 500
+        if self.flight.via and (failed or end.status == FULL):
+            return "unsent"
         if end.status == LATE and self.has_deadline:
             return "deadline"
-        if end.late or end.status >= 500 or not end.status:
-            return "error" if self.counts else "unjudged"
+        if failed:
+            how = "worker_died" if end.broken else "error"
+            return how if self.counts else "unjudged"
+        if end.status == FULL:
+            return "worker_full"
         return "refused" if end.status >= 400 else "done"
 
     def generated(self, end: StreamEnd | None) -> int:

@@ -125,7 +125,8 @@ class ServerEndpoint:
 
     host: an IP address; names are resolved before (`endpoints.Resolver`). name: the host's name, in
     `host`, SNI and certificate; empty: `host`. draining: it gets no new request; begun answers go
-    on. secret: of a worker of ours. prefix, key: of a foreign server, put before the client's path
+    on. open: requests about which nobody could be asked may go there (`decider_away`). secret: of a
+    worker of ours. prefix, key: of a foreign server, put before the client's path
     and sent in the place of its key. No other server sees them.
     """
 
@@ -135,6 +136,7 @@ class ServerEndpoint:
     name: str = ""
     tls: bool = False
     draining: bool = False
+    open: bool = True
     secret: str = ""
     prefix: str = ""
     key: str = ""

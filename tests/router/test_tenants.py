@@ -368,6 +368,15 @@ def test_a_limiter_checks_a_request_without_taking_it():
         limiter.check("alice", 0.0)
 
 
+def test_a_limiter_checks_a_long_body_as_several_requests():
+    limiter = TenantLimiter(Allowance(requests_per_minute=3))
+    limiter.check("alice", 0.0, 3 << 20)
+    limiter.enter("alice", 0.0, 2 << 20)
+    limiter.check("alice", 0.0, 1 << 20)
+    with pytest.raises(ApiError, match="per minute"):
+        limiter.check("alice", 0.0, 2 << 20)
+
+
 def test_a_lease_pays_for_the_prompt_that_an_engine_counted():
     limiter = TenantLimiter(Allowance(tokens_per_minute=1000))
     lease = limiter.enter("alice", 0.0)

@@ -166,9 +166,9 @@ async def test_real_servers_get_ids_and_the_name_of_the_conversation(monkeypatch
 
 
 async def test_the_open_loop_sends_each_request_once_and_says_when_its_first_token_came(server):
-    records = await asyncio.wait_for(send(str(server.make_url("/")), 20, rate=200.0), 60)
+    records = await asyncio.wait_for(send(str(server.make_url("/")), 20, 200.0, 4), 60)
     assert [r.error for r in records] == [""] * 20 and all(ttft_s(r) > 0 for r in records)
-    gone = await asyncio.wait_for(send("http://127.0.0.1:9", 2, rate=200.0), 60)
+    gone = await asyncio.wait_for(send("http://127.0.0.1:9", 2, 200.0, 4), 60)
     assert all(r.error and r.first_token_s is None for r in gone)
 
 

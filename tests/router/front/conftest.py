@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import aiohttp
+import pytest
 import uvicorn
 
 from kappa.settings.front import load_front_settings
@@ -18,6 +19,7 @@ QUICK = {"every_s": 0.05, "timeout_s": 1.0}
 
 
 PLANES = ("python", "envoy")
+planes = pytest.mark.parametrize("plane", PLANES)
 
 
 @contextlib.asynccontextmanager

@@ -25,6 +25,7 @@ class FakeServer:
     models_body: bytes | None = None
     metrics: str = ""
     die_after: int | None = None
+    tells_usage: bool = True
     seen: list = field(default_factory=list)
     gone: int = 0
     hold: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,7 +99,8 @@ class FakeServer:
                 return answer
             await answer.write(_event({"choices": [{"delta": {"content": f"t{i} "}}]}))
             await self.hold.wait()
-        await answer.write(_event({"choices": [], "usage": usage}))
+        if self.tells_usage:
+            await answer.write(_event({"choices": [], "usage": usage}))
         await answer.write(b"data: [DONE]\n\n")
         return answer
 

@@ -15,7 +15,7 @@ import router.front.front
 from router.front.backend import Backend
 from router.live import event_feed
 from tests.router.flooding import PATIENCE_S, Turns, batch, flood
-from tests.router.front.conftest import routing, until
+from tests.router.front.conftest import planes, routing, until
 from tests.router.front.offering import FakeServer, serving
 
 TEXT = "0123456789abcdef" * 8
@@ -51,7 +51,7 @@ class Publisher:
 
 
 @asynccontextmanager
-async def two_servers():
+async def two_servers(plane="python"):
     """A front over two servers, of which one publishes."""
     publisher = Publisher(seq=7)
     try:
@@ -61,7 +61,7 @@ async def two_servers():
                  "events": publisher.endpoint},
                 {"url": servers[1].url, "profile": "pcie", "name": "b"},
             ]  # fmt: skip
-            async with routing(*rows) as front:
+            async with routing(*rows, plane=plane) as front:
                 front.servers, front.publisher = servers, publisher
                 yield front
     finally:
@@ -85,8 +85,9 @@ async def published(http, publisher, text=TEXT, tokens=112):
         pass
 
 
-async def test_blocks_that_a_server_announces_are_expected_there():
-    async with two_servers() as it:
+@planes
+async def test_blocks_that_a_server_announces_are_expected_there(plane):
+    async with two_servers(plane) as it:
         await published(it.http, it.publisher)
         assert (await held(it.http))["b"] == 0
         await (await it.http.post(PATH, json=body())).read()
@@ -227,8 +228,9 @@ async def test_garbage_on_the_socket_does_not_end_the_feed():
         assert (await it.http.post(PATH, json=body())).status == 200
 
 
-async def test_without_tokens_a_request_goes_where_there_is_least_to_do():
-    async with two_servers() as it:
+@planes
+async def test_without_tokens_a_request_goes_where_there_is_least_to_do(plane):
+    async with two_servers(plane) as it:
         answer = await it.http.post("/v1/chat/completions", json={"messages": [{"content": "x"}]})
         assert answer.status == 200
         record = next(reversed(it.front.live.records.values()))

@@ -9,11 +9,10 @@ from contextlib import nullcontext
 import aiohttp
 import pytest
 
-from tests.router.front.conftest import PLANES, chat, routing, until
+from tests.router.front.conftest import chat, planes, routing, until
 from tests.router.front.offering import FakeServer, serving, stream_of
 
 CHAT = "/v1/chat/completions"
-planes = pytest.mark.parametrize("plane", PLANES)
 LONG = "a document that is long enough to be worth keeping " * 200
 
 

@@ -313,7 +313,7 @@ async def test_an_answer_that_envoy_did_not_read_ends_its_request():
         assert idle(here) and here.scene.ends == [("a", "client_gone")]
 
 
-async def test_a_request_of_which_envoy_says_nothing_ends_and_is_counted(monkeypatch):
+async def test_a_request_of_which_nothing_is_heard_ends_and_is_counted(monkeypatch):
     async with deciding("a", unheard_s=0.1) as here:
         sweeping = asyncio.create_task(here.flights.sweep())
         await here.ask(headers={"x-request-id": "goes-on"})

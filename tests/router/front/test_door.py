@@ -1,0 +1,284 @@
+"""`kappa route` behind Envoy: what a client, a tenant or a server can break, and what is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from router.api.tenants import Lease
+from tests.router.front.conftest import chat, routing, until
+from tests.router.front.offering import FakeServer, serving, stream_of
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+KEY = "sk-alice-0123456"
+ALICE = {"authorization": f"Bearer {KEY}"}
+KEYS = {"by_key": {KEY: "alice", "sk-bob-0123456789": "bob"}, "unknown": "refuse"}
+TEXT = "word " * 4000
+
+
+def limited(tokens):
+    return {**KEYS, "limits": {"alice": {"tokens_per_minute": tokens}}}
+
+
+def opened(*servers, **sections):
+    return routing(*servers, plane="envoy", **sections)
+
+
+async def raw(front, text):
+    """The first line of the answer to a request as it stands there."""
+    port = int(front.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(text)
+    async with asyncio.timeout(10):
+        line = await reader.readline()
+    writer.close()
+    return int(line.split()[1])
+
+
+@pytest.fixture
+def paid(monkeypatch):
+    """What requests that were served, or that an engine worked for, have paid."""
+    found, close = [], Lease.close
+
+    def noted(lease, now_s, *, served):
+        if served or lease.worked:
+            found.append(lease._used)
+        close(lease, now_s, served=served)
+
+    monkeypatch.setattr(Lease, "close", noted)
+    return found
+
+
+# -- paths ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["//", "/health/", "/ready/", "/metrics/", "/v1/../metrics"])
+@pytest.mark.parametrize("headers", [b"", f"authorization: Bearer {KEY}\r\n".encode()])
+async def test_paths_that_are_almost_ours_go_nowhere(path, headers):
+    async with serving(FakeServer()) as servers, opened(*servers, tenants=KEYS) as front:
+        request = b"POST %b HTTP/1.1\r\nhost: a\r\n%bcontent-length: 1\r\n\r\nx"
+        assert await raw(front, request % (path.encode(), headers)) == 404
+        assert not servers[0].seen
+
+
+async def test_tenants_do_not_reach_what_operates_a_server():
+    paths = ("/flush_cache", "/update_weights_from_disk", "/sleep", "/collective_rpc")
+    async with serving(FakeServer()) as servers, opened(*servers, tenants=KEYS) as front:
+        request = (
+            b"POST /%%76%%31/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer %b\r\n\r\n"
+        )
+        assert await raw(front, request % KEY.encode()) == 404
+        for path in (*paths, "/v1/load_lora_adapter", "/v1/files"):
+            answer = await front.http.post(path, headers=ALICE, json={})
+            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "not_found")
+        assert not servers[0].seen
+
+
+async def test_paths_that_the_operator_names_are_passed():
+    async with (
+        serving(FakeServer()) as servers,
+        opened(*servers, tenants=KEYS, passed=["/v1/files"]) as front,
+    ):
+        assert (await front.http.get("/v1/files?limit=2")).status == 401
+        assert (await front.http.get("/v1/files?limit=2", headers=ALICE)).status == 200
+        assert servers[0].seen[-1][1] == "/v1/files?limit=2"
+
+
+async def test_a_prefix_is_not_left():
+    async with serving(FakeServer()) as servers:
+        row = {"url": f"{servers[0].url}/team-a", "profile": "pcie", "name": "a"}
+        async with opened(row, ready=False) as front:
+            for path in ("/v1/../../team-b", "/..%2fteam-b", "/v1/%2e%2e/completions"):
+                assert await raw(front, f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode()) == 404
+
+
+# -- tokens --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "least"),
+    [
+        (COMPLETION, {"prompt": [TEXT]}, 4900),
+        (COMPLETION, {"prompt": [TEXT[:2000]] * 10}, 4900),
+        (COMPLETION, {"prompt": [[7] * 1000] * 5}, 4900),
+        ("/v1/embeddings", {"input": TEXT}, 4900),
+        ("/v1/embeddings", {"input": [TEXT]}, 4900),
+        (COMPLETION, {"prompt": "a", "max_tokens": 40, "n": 128}, 5100),
+        (COMPLETION, {"prompt": ["a"] * 100, "max_tokens": 50}, 5000),
+        (COMPLETION, {"prompt": "a", "max_tokens": 50, "best_of": 100}, 5000),
+    ],
+)
+async def test_a_request_is_charged_however_it_is_written(path, body, least):
+    async with (
+        serving(FakeServer()) as servers,
+        opened(*servers, tenants=limited(1000)) as front,
+    ):
+        given = {"model": "llama-3.1-8b", **body}
+        answer = await front.http.post(path, headers=ALICE, json=given)
+        error = (await answer.json())["error"]
+        assert (answer.status, error["code"]) == (400, "request_over_limit")
+        assert int(error["message"].split("come to ")[1].split()[0]) >= least
+        assert not servers[0].seen
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/chat%2fcompletions"])
+async def test_a_path_written_otherwise_serves_nothing(path):
+    async with serving(FakeServer()) as servers, opened(*servers, tenants=KEYS) as front:
+        url = aiohttp.client.URL(front.url + path, encoded=True)
+        async with aiohttp.ClientSession() as http:
+            assert (await http.post(url, headers=ALICE, json=chat(TEXT))).status == 404
+        assert not servers[0].seen
+
+
+async def test_several_tokens_in_one_event_are_refused():
+    async with serving(FakeServer()) as servers, opened(*servers) as front:
+        answer = await front.http.post(CHAT, json=chat(stream=True, stream_interval=1_000_000))
+        assert answer.status == 400
+        assert not any(name.lower().startswith("x-envoy") for name in answer.headers)
+        assert (await answer.json())["error"]["param"] == "stream_interval"
+        assert (await front.http.post(CHAT, json=chat(stream_interval=1))).status == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_pays_what_its_server_counted(paid, stream):
+    async with serving(FakeServer()) as servers, opened(*servers) as front:
+        await (await front.http.post(CHAT, json=chat(TEXT, stream=stream))).read()
+        await front.settled()
+        assert paid == [104]
+
+
+async def test_a_stream_without_usage_pays_for_its_events(paid):
+    server = FakeServer(tokens=300, tells_usage=False)
+    async with serving(server), opened(server) as front:
+        await (await front.http.post(CHAT, json=chat(TEXT, stream=True))).read()
+        await front.settled()
+        assert 5300 <= paid[0] <= 5310
+
+
+async def test_a_client_that_leaves_pays_for_what_it_got(paid):
+    async with serving(FakeServer(tokens=1 << 30)) as servers, opened(*servers) as front:
+        answer, read = await front.http.post(CHAT, json=chat(TEXT, stream=True)), 0
+        while read < 100_000:
+            read += len(await answer.content.readany())
+        answer.close()
+        await front.settled()
+        assert next(iter(front.front.live.records.values())).end == "client_gone"
+        assert paid[0] >= 5000 + read // 200
+
+
+# -- headers and failures ------------------------------------------------------------------------
+
+
+async def test_an_expectation_of_a_client_costs_no_server():
+    async with serving(FakeServer()) as servers, opened(*servers) as front:
+        for _ in range(6):
+            answer = await front.http.post(CHAT, json=chat(), expect100=True)
+            assert answer.status == 200
+        assert not any("expect" in headers for _, _, headers, _ in servers[0].seen)
+        assert not front.front.live.members.blocked().failing
+
+
+async def test_headers_of_one_connection_are_not_passed_on():
+    async with serving(FakeServer()) as servers, opened(*servers) as front:
+        request = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close, x-a\r\nx-a: 1\r\n"
+            b"x-kappa-to-id: forged\r\nx-gateway-destination-endpoint: 127.0.0.1:9\r\n"
+            b"content-length: 2\r\n\r\n{}"
+        )
+        assert await raw(front, request) == 200
+        headers = servers[0].seen[-1][2]
+        assert "x-a" not in headers and headers["x-kappa-to-id"] != "forged"
+
+
+async def test_failures_of_passed_paths_open_no_breaker():
+    async with serving(FakeServer(), FakeServer()) as servers, opened(*servers) as front:
+        for server in servers:
+            server.status = 500
+        for _ in range(20):
+            assert (await front.http.post("/v1/embeddings", json={"input": "a"})).status == 500
+        await front.settled()
+        assert not front.front.live.members.blocked().failing
+        for server in servers:
+            server.status = 200
+        assert (await front.http.post(CHAT, json=chat())).status == 200
+
+
+# -- servers that die ----------------------------------------------------------------------------
+
+
+class Mortal(FakeServer):
+    """Dies of what says `poison`, with all of its connections."""
+
+    async def _answer(self, request, body):
+        if b"poison" in body:
+            for site in list(self._runner.sites):
+                await site.stop()
+            for connection in self._runner.server.connections:
+                connection.transport.abort()
+        return await super()._answer(request, body)
+
+
+async def test_a_request_that_kills_its_server_kills_no_other():
+    async with serving(*(Mortal() for _ in range(3))) as servers, opened(*servers) as front:
+        answer = await front.http.post(CHAT, json=chat("poison"))
+        assert (answer.status, (await answer.json())["error"]["code"]) == (503, "engine_died")
+        assert sum(len(server.seen) for server in servers) == 1
+        await until(lambda: front.front.live.choosable == 2)
+        answer = await front.http.post(CHAT, json=chat("poison"))
+        assert (answer.status, (await answer.json())["error"]["code"]) == (422, "killed_an_engine")
+        answer = await front.http.post(CHAT, json=chat("poison"))
+        assert answer.status == 422
+        assert sum(len(server.seen) for server in servers) == 2
+        assert (await front.http.post(CHAT, json=chat("food"))).status == 200
+
+
+class Breaking(FakeServer):
+    """Breaks every connection with a request that it should answer."""
+
+    async def _answer(self, request, body):
+        request.transport.abort()
+        return await super()._answer(request, body)
+
+
+async def test_a_broken_connection_to_a_live_server_is_tried_elsewhere():
+    async with serving(Breaking(), FakeServer()) as servers, opened(*servers) as front:
+        for i in range(8):
+            answer = await front.http.post(CHAT, json=chat(f"{i}"))
+            assert answer.status == 200
+        assert len(servers[1].seen) == 8 and servers[0].seen
+        await front.settled()
+        assert {one.end for one in front.front.live.records.values()} == {"done"}
+
+
+async def test_nothing_of_1000_is_lost_when_servers_are_killed_and_back():
+    servers = [FakeServer(tokens=2), FakeServer(tokens=2)]
+    async with serving(*servers), opened(*servers) as front:
+        served, lost, at = 0, [], asyncio.Semaphore(24)
+
+        async def one(i):
+            nonlocal served
+            async with at:
+                answer = await front.http.post(CHAT, json=chat(f"{i}", stream=i % 2 == 0))
+                body = await answer.read()
+            whole = body == stream_of(servers[0]) if i % 2 == 0 else b"usage" in body
+            if answer.status != 200 or not whole:
+                lost.append((i, answer.status, body))
+            served += 1
+
+        async def kills():
+            for kill in range(4):
+                server = servers[kill % 2]
+                await until(lambda kill=kill: served > 200 * (kill + 1))
+                await server.stop()
+                await asyncio.sleep(0.2)
+                await server.start()
+                await until(lambda: front.front.live.choosable == 2)
+
+        killing = asyncio.create_task(kills())
+        await asyncio.gather(*(one(i) for i in range(1000)))
+        await killing
+        assert not lost
+        await front.settled()
+        assert min(len(server.seen) for server in servers) > 100
