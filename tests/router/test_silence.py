@@ -39,7 +39,7 @@ class Scene:
         listener = SimpleNamespace(
             worker_joined=self.ignore, worker_left=self.ignore, worker_died=self.ignore,
             node_renamed=self.ignore, breaker_opened=self.ignore, stream_gap=self.ignore,
-            task_restarted=self.ignore,
+            task_restarted=self.ignore, stream_flood=self.ignore,
             reported=lambda report: self.router.report(report, self.now_s),
         )  # fmt: skip
         self.members = Membership(self.router, registry, rule, lambda: self.now_s, listener)
