@@ -116,7 +116,7 @@ class WorkerGate:
     ) -> None:
         request_id = self._in_flight.arrived(fields, time.monotonic())
         self.open += 1
-        reply = _Reply(send, self._died)
+        reply = _GateReply(send, self._died)
         try:
             await self._app(scope, _replayed(body, receive), reply)
         except asyncio.CancelledError:
@@ -150,7 +150,7 @@ class WorkerGate:
         return self.open
 
 
-class _Reply:
+class _GateReply:
     """Where the application's answer goes; what failed before it began is worded here."""
 
     def __init__(self, send: Send, died: Callable[[], Awaitable[bool | None]]) -> None:
