@@ -182,7 +182,7 @@ def test_decodes_what_vllm_encodes():
         payload, skipped = msgspec.msgpack.Encoder().encode(sent), Counter()
         for event in decode_batch(payload, "w", skipped):
             index.handle(event)
-        assert not skipped
+        assert set(skipped) <= {"priced_full_attention"}
 
     def ask(salt):
         return match_worker(index, hasher.prefix_hashes(tokens, salt_of(salt)), "w")
