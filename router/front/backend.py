@@ -28,6 +28,7 @@ from router.front.facts import LoadFacts, ModelFacts, load_in, models_in
 from router.history import BLOCK_TOKENS, UNKNOWN_BLOCKS, CacheSize, SentBlocks, announcement_of
 from router.index.kv_events import (
     BlocksStored,
+    CacheGroups,
     KVEvent,
     StreamCursor,
     WorkerReset,
@@ -106,7 +107,7 @@ class Backend:
         self.load = LoadFacts()
         # As a follower of the live router's membership.
         self.synced = self.connected = False
-        self.events = Counter[str]()
+        self.events, self._groups = Counter[str](), CacheGroups()
         self._listener: StreamListener | None = None
         self._failures = self._probes = self._unannounced = 0
         self._has_metrics = True
@@ -242,7 +243,7 @@ class Backend:
         What was published before, or lost on the way, is not known: after a gap all is forgotten,
         of that data-parallel rank: each numbers its own batches.
         """
-        feed = EventFeed(self.worker, endpoint)
+        feed = EventFeed(self.worker, endpoint, self._groups)
         feed.connect()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -265,7 +266,7 @@ class Backend:
                 cursor.advance(seq)
                 await feed.hand_over(events, self._heard)
             except FloodError:
-                self._heard([WorkerReset(self.worker)])
+                self._heard([WorkerReset(self.worker, rank) for rank in cursors])
                 if self._listener is not None:
                     self._listener.stream_flood(self.worker)
                 await feed.pause()
@@ -290,7 +291,7 @@ class Backend:
 
     def answered(self) -> None:
         """It answered a prompt: a server that publishes events has announced some by now."""
-        self._unannounced += self.settings.events is not None and self.sent is not None
+        self._unannounced += bool(self.settings.events) and self.sent is not None
         if self._unannounced == _UNANNOUNCED:
             log.error(
                 "backend_events_missing", url=self.settings.url, events=self.settings.events,

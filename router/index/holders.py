@@ -62,7 +62,8 @@ class Holder:
             self.needed, self.stride = 1, 1
         elif group_block:
             unit = lcm(group_block, block)
-            self.needed, self.stride = -(-last_tokens // unit), unit // block
+            needed = min(-(-last_tokens // unit), _ALL_BLOCKS)
+            self.needed, self.stride = needed, unit // block
 
 
 def longest_end(limit: int, groups: Iterable[tuple[NDArray[np.bool_], int, int]]) -> int:

@@ -204,9 +204,10 @@ class CacheGroups:
         self._known: dict[tuple[int, int], CacheGroup] = {}
         # By rank, which of the groups with the whole prefix counts as the first.
         self._first: dict[int, int] = {}
+        self._met = set[tuple[int, str]]()
 
     def of(self, rank: int, event: _Stored | _Removed, counts: Counter[str]) -> CacheGroup | None:
-        """The group that an event is about; None: not known. Counts groups met, by their kind.
+        """The group that an event is about; None: not known. Counts priced groups, once each.
 
         One that no event describes is taken for the only group of its model if it is the first.
         """
@@ -217,16 +218,18 @@ class CacheGroups:
         if isinstance(event, _Stored):
             kind = event.kv_cache_spec_kind
             if kind is not None and (known is None or known.kind != kind):
-                known = self._learn(rank, index, kind, event.kv_cache_spec_sliding_window)
-                if known is not None and known.number is not None:
-                    counts[f"priced_{kind}"] += 1
+                return self._learn(rank, index, kind, event.kv_cache_spec_sliding_window, counts)
         return known or (None if index else _ONLY)
 
-    def _learn(self, rank: int, index: int, kind: str, window: int | None) -> CacheGroup | None:
-        if len(self._known) >= _MOST_GROUPS and (rank, index) not in self._known:
+    def _learn(
+        self, rank: int, index: int, kind: str, window: int | None, counts: Counter[str]
+    ) -> CacheGroup | None:
+        if (rank, index) in self._known:
+            # Another model.
+            self._first.pop(rank, None)
+            self._known = {place: group for place, group in self._known.items() if place[0] != rank}
+        if len(self._known) >= _MOST_GROUPS:
             return None
-        if self._first.get(rank) == index:
-            del self._first[rank]
         number: int | None = index + 1
         last_tokens = None
         if kind in _WHOLE:
@@ -239,6 +242,9 @@ class CacheGroups:
         else:
             number = None
         self.hybrid = self.hybrid or bool(number)
+        if number is not None and (index, kind) not in self._met:
+            self._met.add((index, kind))
+            counts[f"priced_{kind}"] += 1
         made = self._known[rank, index] = CacheGroup(kind, number, last_tokens)
         return made
 

@@ -177,6 +177,7 @@ class PrefixIndex:
         `holder_sets`, `workers`. Totals, in blocks: `orphans` (stored under an unknown parent),
         `unjoined` (in host, salt unknown), `refused` and `evicted` (by the bound), `ambiguous`
         (second engine hash for one of ours, ignored, and what follows it), `unknown_removals`.
+        Further cache groups count in none: most of their blocks are no places where ours end.
         """
         totals = ("orphans", "unjoined", "refused", "ambiguous", "unknown_removals")
         return {
@@ -386,7 +387,7 @@ class PrefixIndex:
         if holder is not None and event.group:
             holder = holder.groups.get(event.group)
         if holder is None:
-            self._counts["unknown_removals"] += len(event.engine_hashes)
+            self._counts["unknown_removals"] += 0 if event.group else len(event.engine_hashes)
             return
         rows = _present(*holder.names.find(_keys_of(event.engine_hashes)))
         unknown = len(event.engine_hashes) - len(rows)
@@ -401,7 +402,8 @@ class PrefixIndex:
                     kept.append(row)
             rows = np.array(kept, dtype=np.int32)
         changed = self._table.change(_distinct(rows), holder.bits(event.tier), present=False)
-        self._counts["unknown_removals"] += unknown + len(rows) - changed
+        if not event.group:
+            self._counts["unknown_removals"] += unknown + len(rows) - changed
 
     def _clear(self, holder: Holder, tier: Tier | None) -> None:
         """A tier of a cache is empty; of no tier: all are, and its names are invalid."""

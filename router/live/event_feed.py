@@ -59,7 +59,8 @@ class EventFeed:
     A message counts as one event, and for more where it has more events, or 2 kB for each.
     """
 
-    def __init__(self, worker: str, endpoint: str) -> None:
+    def __init__(self, worker: str, endpoint: str, groups: CacheGroups | None = None) -> None:
+        """groups: what other streams of the worker told of its cache groups."""
         self._worker, self._endpoint = worker, endpoint
         self.socket = bounded_socket(zmq.SUB)
         self.socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
@@ -68,7 +69,7 @@ class EventFeed:
         self._left, self._at_s = _EVENTS_PER_S, time.monotonic()
         self._taken, self._turn_s = 0, self._at_s
         self._pauses, self._resumed_s = 0, self._at_s
-        self._groups = CacheGroups()
+        self._groups = CacheGroups() if groups is None else groups
 
     def connect(self) -> None:
         self.socket.connect(self._endpoint)

@@ -81,13 +81,18 @@ class Engine:
         init_none_hash(sha256)
         sizes = [spec.block_size for spec in groups]
         self.step = 4 * lcm(*sizes)
+        layers = [KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate(groups)]
         self.manager = KVCacheManager(
-            KVCacheConfig(blocks, [], [KVCacheGroupSpec([str(i)], g) for i, g in enumerate(groups)]),
+            KVCacheConfig(blocks, [], layers),
             max_model_len=4096, scheduler_block_size=lcm(*sizes), hash_block_size=gcd(*sizes),
             enable_kv_cache_events=True,
         )  # fmt: skip
         self.hasher = get_request_block_hasher(gcd(*sizes), sha256)
-        self.index, self.groups, self.counts = PrefixIndex(HASHER, 100_000), CacheGroups(), Counter()
+        self.index, self.groups, self.counts = (
+            PrefixIndex(HASHER, 100_000),
+            CacheGroups(),
+            Counter(),
+        )
 
     def serve(self, name, tokens):
         """Compute a prompt; returns the tokens found of it, and those that were expected."""
@@ -95,7 +100,11 @@ class Engine:
         from vllm.v1.request import Request
 
         request = Request(
-            name, tokens, SamplingParams(max_tokens=1), pooling_params=None, block_hasher=self.hasher
+            name,
+            tokens,
+            SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=self.hasher,
         )
         expected = self.expected(tokens)
         blocks, found, _ = self.manager.get_computed_blocks(request)
