@@ -155,7 +155,12 @@ def _request_in(data: Mapping[str, Any]) -> RouteRequest:
 
 
 def _event_out(event: KVEvent) -> Entry:
-    fields = {name: getattr(event, name) for name in event.__dataclass_fields__}
+    # As logs have it that were written before there were ranks and cache groups.
+    fields = {
+        name: getattr(event, name)
+        for name, field in event.__dataclass_fields__.items()
+        if getattr(event, name) is not field.default
+    }
     if isinstance(event, BlocksStored):
         fields["token_ids"] = [int(t) for t in event.token_ids]
         fields["parent_engine_hash"] = _hash_out(event.parent_engine_hash)

@@ -609,7 +609,7 @@ class Router:
             return Held(np.zeros(len(slots)), np.zeros(len(slots)), np.zeros(len(slots)))
         # An engine computes at least the last token: a full hit gives its last block back.
         usable = (prompt.tokens - 1) // size
-        held = model.index.match_columns(hashes)
+        held = model.index.match_columns(hashes, usable)
         tokens = np.empty((3, len(slots)))
         pricing.leading_tokens(held, self._columns, slots, usable, size, tokens)
         device, cached, disk = tokens

@@ -1,12 +1,13 @@
 """A worker's copy of the KV blocks that its engine has announced, by tier: a router that joins
 late, or lost a message, gets the state with a sequence number instead of history. It speaks vLLM's
 own events, so a snapshot is decoded like a live one. A device may hold a hash in several blocks and
-announces each; other media hold a hash once. Pure."""
+announces each; other media hold a hash once. The cache groups of a hybrid model hold blocks of the
+same hashes, each for itself. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,6 +22,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(slots=True)
 class _Block:
+    """token_ids: empty if the engine only named it."""
+
     parent: Hash | None
     token_ids: list[int]
     extra_keys: tuple[Any, ...] | None
@@ -29,15 +32,33 @@ class _Block:
     lora_name: str | None = None
 
 
+@dataclass(slots=True)
+class _Group:
+    """A cache group: layers whose blocks are held together. index, kind, window: as the engine has
+    them, None if it does not say."""
+
+    index: int | None = None
+    kind: str | None = None
+    window: int | None = None
+    block_size: int = 0
+    blocks: dict[Hash, _Block] = field(default_factory=dict)
+
+    @property
+    def by_name(self) -> bool:
+        """Whether a hit needs only blocks at its end, which others may describe."""
+        return self.window is not None or self.kind == "mamba"
+
+
 class KvMirror:
-    """Blocks by engine hash, each with its parent, its tokens and the media that hold it."""
+    """Blocks by cache group and engine hash, each with its parent, its tokens and the media that
+    hold it."""
 
     def __init__(self) -> None:
-        self._blocks: dict[Hash, _Block] = {}
-        self._block_size = 0
+        self._groups: dict[int, _Group] = {}
+        self._first = 0
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return sum(len(group.blocks) for group in self._groups.values())
 
     def apply(self, payload: bytes) -> None:
         """Apply one event batch as vLLM published it (msgpack)."""
@@ -47,7 +68,8 @@ class KvMirror:
             elif isinstance(event, BlockRemoved):
                 self._remove(event)
             elif isinstance(event, AllBlocksCleared):
-                self._blocks.clear()
+                for group in self._groups.values():
+                    group.blocks.clear()
 
     def hold(
         self,
@@ -59,47 +81,52 @@ class KvMirror:
         block_size: int,
     ) -> None:
         """Note a block that `medium` holds, though no event of this engine said so."""
-        self._block_size = block_size
-        self._blocks[block_hash] = _Block(parent, token_ids, extra_keys, {medium})
+        group = self._group(None)
+        group.block_size = block_size
+        group.blocks[block_hash] = _Block(parent, token_ids, extra_keys, {medium})
 
     def clear(self) -> None:
         """Forget everything (after a lost message nothing here can be trusted)."""
-        self._blocks.clear()
+        self._groups.clear()
 
     def snapshot(self) -> list[bytes]:
-        """Event batches that rebuild this state from nothing, parents before children."""
+        """Event batches that rebuild this state from nothing, parents before children, and groups
+        that describe their blocks before those that name them."""
         events: list[BlockStored | BlockRemoved] = []
-        for block_hash, block in self._in_order():
-            # Only a device event has a block's salt, so what the device has lost is announced as
-            # stored there and removed again.
-            for medium in [_DEVICE] * max(block.device_copies, 1) + sorted(block.media):
-                stored = BlockStored(
-                    block_hashes=[block_hash],
-                    parent_block_hash=block.parent,
-                    token_ids=block.token_ids,
-                    block_size=self._block_size,
-                    lora_id=None,
-                    medium=medium,
-                    lora_name=block.lora_name,
-                    extra_keys=[block.extra_keys],
-                )
-                events.append(stored)
-            if not block.device_copies:
-                events.append(BlockRemoved(block_hashes=[block_hash], medium=_DEVICE))
+        for group in sorted(self._groups.values(), key=lambda group: group.by_name):
+            for block_hash, block in _in_order(group.blocks):
+                events += _events(group, block_hash, block)
         lots = (events[i : i + _BATCH_EVENTS] for i in range(0, len(events), _BATCH_EVENTS))
         return [_encode(KVEventBatch(ts=0.0, events=lot)) for lot in lots]  # type: ignore[arg-type]
 
+    def _group(self, index: int | None) -> _Group:
+        """Who does not say which means the one that describes blocks."""
+        at = self._first if index is None else index
+        group = self._groups.get(at)
+        if group is None:
+            group = self._groups[at] = _Group()
+        return group
+
     def _store(self, event: BlockStored) -> None:
-        size = self._block_size = event.block_size
+        group, size = self._group(event.group_idx), event.block_size
+        if event.kv_cache_spec_kind is not None and event.group_idx is not None:
+            group.index, group.kind = event.group_idx, event.kv_cache_spec_kind
+            group.window = event.kv_cache_spec_sliding_window
+            described = self._groups.get(self._first)
+            if described is None or described.by_name:
+                self._first = event.group_idx
+        group.block_size = size or group.block_size
         medium, parent = event.medium or _DEVICE, event.parent_block_hash
+        whole = len(event.token_ids) == size * len(event.block_hashes)
         for i, block_hash in enumerate(event.block_hashes):
-            block = self._blocks.get(block_hash)
-            token_ids = event.token_ids[i * size : (i + 1) * size]
-            if block is None and len(token_ids) == size:
-                # Without its tokens a block cannot be matched to a prompt: not worth a row.
+            block = group.blocks.get(block_hash)
+            token_ids = event.token_ids[i * size : (i + 1) * size] if whole else []
+            if block is None and (token_ids or group.by_name):
+                # Without its tokens a block cannot be matched to a prompt: not worth a row, unless
+                # another group has them.
                 extra = event.extra_keys[i] if event.extra_keys else None
                 block = _Block(parent, token_ids, extra, set(), lora_name=event.lora_name)
-                self._blocks[block_hash] = block
+                group.blocks[block_hash] = block
             if block is not None and medium == _DEVICE:
                 block.device_copies += 1
             elif block is not None:
@@ -107,8 +134,9 @@ class KvMirror:
             parent = block_hash
 
     def _remove(self, event: BlockRemoved) -> None:
+        blocks = self._group(event.group_idx).blocks
         for block_hash in event.block_hashes:
-            block = self._blocks.get(block_hash)
+            block = blocks.get(block_hash)
             if block is None:
                 continue
             if (event.medium or _DEVICE) == _DEVICE:
@@ -116,16 +144,40 @@ class KvMirror:
             else:
                 block.media.discard(event.medium)
             if not (block.media or block.device_copies):
-                del self._blocks[block_hash]
+                del blocks[block_hash]
 
-    def _in_order(self) -> Iterator[tuple[Hash, _Block]]:
-        done: set[Hash] = set()
-        for start in self._blocks:
-            chain: list[Hash] = []
-            current: Hash | None = start
-            while current is not None and current in self._blocks and current not in done:
-                chain.append(current)
-                done.add(current)
-                current = self._blocks[current].parent
-            for block_hash in reversed(chain):
-                yield block_hash, self._blocks[block_hash]
+
+def _events(group: _Group, block_hash: Hash, block: _Block) -> Iterator[BlockStored | BlockRemoved]:
+    """What tells of a block. Only a device event has a block's salt, so what the device has lost is
+    announced as stored there and removed again."""
+    described = bool(block.token_ids)
+    copies = max(block.device_copies, 1) if described else block.device_copies
+    for medium in [_DEVICE] * copies + sorted(block.media):
+        yield BlockStored(
+            block_hashes=[block_hash],
+            parent_block_hash=block.parent,
+            token_ids=block.token_ids,
+            block_size=len(block.token_ids) or group.block_size,
+            lora_id=None,
+            medium=medium,
+            lora_name=block.lora_name,
+            extra_keys=[block.extra_keys],
+            group_idx=group.index,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window,
+        )
+    if copies > block.device_copies:
+        yield BlockRemoved(block_hashes=[block_hash], medium=_DEVICE, group_idx=group.index)
+
+
+def _in_order(blocks: dict[Hash, _Block]) -> Iterator[tuple[Hash, _Block]]:
+    done: set[Hash] = set()
+    for start in blocks:
+        chain: list[Hash] = []
+        current: Hash | None = start
+        while current is not None and current in blocks and current not in done:
+            chain.append(current)
+            done.add(current)
+            current = blocks[current].parent
+        for block_hash in reversed(chain):
+            yield block_hash, blocks[block_hash]

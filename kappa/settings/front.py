@@ -62,9 +62,10 @@ class BackendSettings(Section):
         None, ge=1, description="KV cache on its device, where its metrics tell nothing"
     )
     host_tokens: int = Field(0, ge=0, description="KV cache in its host tier; 0: it has none")
-    events: str | None = Field(
-        None,
-        description="where it publishes KV events, tcp://HOST:PORT (vLLM: endpoint tcp://*:PORT)",
+    events: tuple[str, ...] = Field(
+        (),
+        description="where it publishes KV events, tcp://HOST:PORT (vLLM: endpoint tcp://*:PORT); "
+        "a list if its data-parallel ranks do so at ports of their own",
     )
     key_env: str | None = Field(
         None, description="environment variable with the key that it wants; none: the client's own"
@@ -75,11 +76,17 @@ class BackendSettings(Section):
         """Its name, or the host and port of its url."""
         return self.name or urlsplit(self.url).netloc
 
+    @field_validator("events", mode="before")
+    @classmethod
+    def _may_be_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else () if value is None else value
+
     @field_validator("events")
     @classmethod
-    def _is_a_socket(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("tcp://", "ipc://")):
-            raise ValueError(f"{value!r} is no ZMQ endpoint: give tcp://HOST:PORT")
+    def _are_sockets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for endpoint in value:
+            if not endpoint.startswith(("tcp://", "ipc://")):
+                raise ValueError(f"{endpoint!r} is no ZMQ endpoint: give tcp://HOST:PORT")
         return value
 
     @field_validator("key_env")

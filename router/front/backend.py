@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from router.front.facts import LoadFacts, ModelFacts, load_in, models_in
 from router.history import BLOCK_TOKENS, UNKNOWN_BLOCKS, CacheSize, SentBlocks, announcement_of
 from router.index.kv_events import (
     BlocksStored,
+    CacheGroups,
     KVEvent,
     StreamCursor,
     WorkerReset,
@@ -106,7 +107,7 @@ class Backend:
         self.load = LoadFacts()
         # As a follower of the live router's membership.
         self.synced = self.connected = False
-        self.events = Counter[str]()
+        self.events, self._groups = Counter[str](), CacheGroups()
         self._listener: StreamListener | None = None
         self._failures = self._probes = self._unannounced = 0
         self._has_metrics = True
@@ -126,7 +127,9 @@ class Backend:
     def follow(self, listener: StreamListener) -> Backend:
         """From now on `listener` hears what becomes of it."""
         self._listener, self.synced = listener, True
-        self.events.clear()
+        # Its cache groups stay what they are.
+        for what in [what for what in self.events if not what.startswith("priced_")]:
+            del self.events[what]
         asyncio.get_running_loop().call_soon(self._tell)
         return self
 
@@ -237,9 +240,10 @@ class Backend:
     async def receive(self, endpoint: str) -> None:
         """Follow its KV events, as vLLM publishes them, until cancelled.
 
-        What was published before, or lost on the way, is not known: after a gap all is forgotten.
+        What was published before, or lost on the way, is not known: after a gap all is forgotten,
+        of that data-parallel rank: each numbers its own batches.
         """
-        feed = EventFeed(self.worker, endpoint)
+        feed = EventFeed(self.worker, endpoint, self._groups)
         feed.connect()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -249,18 +253,20 @@ class Backend:
             feed.close()
 
     async def _follow(self, feed: EventFeed) -> None:
-        cursor = StreamCursor()
+        cursors = defaultdict[int, StreamCursor](StreamCursor)
         while True:
             try:
                 _, number, payload = await feed.receive()
                 seq = int.from_bytes(number, "big")
+                rank, events = await feed.batch(payload, self.events)
+                cursor = cursors[rank]
                 if seq != cursor.expected:
-                    self._heard([WorkerReset(self.worker)])
+                    self._heard([WorkerReset(self.worker, rank)])
                     cursor.resume(seq)
                 cursor.advance(seq)
-                await feed.hand_over(await feed.events(payload, self.events), self._heard)
+                await feed.hand_over(events, self._heard)
             except FloodError:
-                self._heard([WorkerReset(self.worker)])
+                self._heard([WorkerReset(self.worker, rank) for rank in cursors])
                 if self._listener is not None:
                     self._listener.stream_flood(self.worker)
                 await feed.pause()
@@ -271,7 +277,8 @@ class Backend:
             return
         fit = [
             one for one in events
-            if not isinstance(one, BlocksStored) or one.block_tokens == self._block_tokens
+            if not isinstance(one, BlocksStored) or one.group
+            or one.block_tokens == self._block_tokens
         ]  # fmt: skip
         if len(fit) < len(events) and not self.events["other_size"]:
             log.error("backend_events_unused", url=self.settings.url, why=self._other_size())
@@ -284,7 +291,7 @@ class Backend:
 
     def answered(self) -> None:
         """It answered a prompt: a server that publishes events has announced some by now."""
-        self._unannounced += self.settings.events is not None and self.sent is not None
+        self._unannounced += bool(self.settings.events) and self.sent is not None
         if self._unannounced == _UNANNOUNCED:
             log.error(
                 "backend_events_missing", url=self.settings.url, events=self.settings.events,

@@ -156,8 +156,8 @@ class Front:
             )
             self.backends[one.worker] = backend
             self._run("probe", one.worker, backend.watch)
-            if one.events is not None:
-                self._run("feed", one.worker, partial(backend.receive, one.events))
+            for endpoint in one.events:
+                self._run("feed", one.worker, partial(backend.receive, endpoint))
         return self
 
     def _run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:

@@ -14,6 +14,10 @@ are where a worker is missing from a set. A binary search would need every worke
 to be maintained block by block on each change, and 13 look-ups a worker and tier; one walk answers
 for all at once.
 
+Each data-parallel rank of a worker is a cache of its own; the best one counts, since the worker's
+balancing among them is not ours. A hybrid model's hits end where all its cache groups have what
+they need (`router/index/holders.py`).
+
 Bound: `max_blocks` distinct blocks, as many names, and a share of that in distinct sets of
 holders. Beyond it the oldest blocks go; if none can, the new block is refused. Either way the
 index knows less, and claims nothing untrue.
@@ -30,7 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.compiled import compiled
-from router.index.block_table import NO_ROW, NO_ROWS, BlockTable, HashTable, Int32s, Int64s, UInt64s
+from router.index.block_table import NO_ROW, NO_ROWS, BlockTable, Int32s, Int64s, UInt64s
+from router.index.holders import TIER_BITS, Holder, longest_end
 from router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
@@ -52,10 +57,7 @@ _WORKER_BYTES = 2100
 _UNHELD_SHARE = 8
 _SETS_SHARE = 32
 _FEWEST_SETS = 1024
-_NAMES_LOAD = 0.68
 _MASK = (1 << 64) - 1
-_TIER_BITS = 3
-_MASKS: dict[Tier | None, int] = {"device": 1, "host": 2, "disk": 4, None: 7}
 
 
 class Match(NamedTuple):
@@ -65,21 +67,6 @@ class Match(NamedTuple):
     device_blocks: int
     host_blocks: int
     disk_blocks: int = 0
-
-
-class Holder:
-    """A worker's place in sets of holders, its engine's names, and its spare device copies."""
-
-    __slots__ = ("bit", "copies", "names")
-
-    def __init__(self, bit: int) -> None:
-        self.bit = bit
-        self.names = HashTable(0, _NAMES_LOAD)
-        self.copies: dict[int, int] = {}
-
-    def bits(self, tier: Tier | None) -> int:
-        """Its bit in the sets of holders; of no tier: all of them."""
-        return _MASKS[tier] << _TIER_BITS * self.bit
 
 
 class PrefixIndex:
@@ -99,7 +86,11 @@ class PrefixIndex:
             raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
         self._hasher, self._max_blocks = hasher, max_blocks
         self._table = BlockTable(max_blocks)
-        self._holders: dict[str, Holder] = {}
+        # The caches, by worker and data-parallel rank.
+        self._holders: dict[tuple[str, int], Holder] = {}
+        # Places of ranks above 0, each with that of its worker; caches with further groups.
+        self._ranks: list[tuple[int, int]] = []
+        self._hybrids: list[Holder] = []
         # Places in the sets of holders: how many were ever taken, which are free again, and the
         # device bits of all that are taken.
         self._columns, self._free_columns, self._device_bits = 0, list[int](), 0
@@ -114,28 +105,69 @@ class PrefixIndex:
 
     # ---- lookups
 
-    def match_columns(self, prefix_hashes: UInt64s) -> Int64s:
+    def match_columns(self, prefix_hashes: UInt64s, most: int | None = None) -> Int64s:
         """Leading blocks on the device, further ones behind it, and those of them on disk alone.
 
-        prefix_hashes: as from `PrefixHasher.prefix_hashes`. By workers' `column`, shape
-        (3, columns). Marks what it found as recently used.
+        prefix_hashes: as from `PrefixHasher.prefix_hashes`. most: where a hit of a hybrid model
+        ends at the latest, in blocks. By workers' `column`, shape (3, columns). Marks what it found
+        as recently used.
         """
         blocks = np.zeros((3, self._columns), dtype=np.int64)
         for workers, found in self._matches(prefix_hashes):
             _spread(_bytes_of(workers), *found, blocks)
+        if self._hybrids:
+            self._end_in_all_groups(prefix_hashes[:most], blocks)
+        for rank, worker in self._ranks:
+            reach, best = blocks[:2, rank].sum(), blocks[:2, worker].sum()
+            if (reach, blocks[0, rank]) > (best, blocks[0, worker]):
+                blocks[:, worker] = blocks[:, rank]
         return blocks
+
+    def _end_in_all_groups(self, prefix_hashes: UInt64s, blocks: Int64s) -> None:
+        """Shorten hits of hybrid models to where all their cache groups have what they need."""
+        found = [
+            # Where no group needs the whole prefix, blocks of the others anywhere may do.
+            blocks[:, cache.bit].tolist() if cache.heard else [len(prefix_hashes), 0, 0]
+            for cache in self._hybrids
+        ]
+        longest = max(device + behind for device, behind, _ in found)
+        if not longest:
+            return
+        rows, _ = self._table.find(prefix_hashes[:longest])
+        numbers, at = np.unique(self._table.holders[rows], return_inverse=True)
+        sets = [self._table.sets.bits[number] for number in numbers.tolist()]
+        for cache, (device, behind, disk) in zip(self._hybrids, found, strict=True):
+
+            def fitting(limit: int, tier: Tier | None, cache: Holder = cache) -> int:
+                return longest_end(
+                    min(limit, len(at)),
+                    (
+                        (np.array([bits & group.bits(tier) > 0 for bits in sets])[at],
+                         group.needed, group.stride)
+                        for group in cache.groups.values()
+                    ),
+                )  # fmt: skip
+
+            here = fitting(device, "device") if device else 0
+            reach = fitting(device + behind, None) if behind or not cache.heard else here
+            # What ends on the device cannot be completed from behind it.
+            behind = reach - here if reach > device or not cache.heard else 0
+            blocks[:, cache.bit] = here, behind, min(disk, behind)
 
     def column(self, worker: str) -> int:
         """Where `match_columns` answers for a worker, from now until it is gone."""
-        return self._holder(worker).bit
+        return self._holder(worker, 0).bit
 
     def workers(self) -> tuple[str, ...]:
         """Workers mentioned and not gone, oldest first."""
-        return tuple(self._holders)
+        return tuple(dict.fromkeys(worker for worker, _ in self._holders))
 
     def index_bytes(self) -> int:
         """Memory of all tables, at their present size, in bytes."""
-        holders = sum(h.names.nbytes() + 100 * len(h.copies) for h in self._holders.values())
+        holders = sum(
+            cache.names.nbytes() + 100 * sum(len(one.copies) for one in _with_groups(cache))
+            for cache in self._holders.values()
+        )
         return self._table.nbytes() + holders + _WORKER_BYTES * len(self._holders)
 
     def stats(self) -> dict[str, int]:
@@ -145,6 +177,7 @@ class PrefixIndex:
         `holder_sets`, `workers`. Totals, in blocks: `orphans` (stored under an unknown parent),
         `unjoined` (in host, salt unknown), `refused` and `evicted` (by the bound), `ambiguous`
         (second engine hash for one of ours, ignored, and what follows it), `unknown_removals`.
+        Further cache groups count in none: most of their blocks are no places where ours end.
         """
         totals = ("orphans", "unjoined", "refused", "ambiguous", "unknown_removals")
         return {
@@ -152,28 +185,30 @@ class PrefixIndex:
             "unheld": self._table.unheld,
             "names": self._named,
             "holder_sets": len(self._table.sets),
-            "workers": len(self._holders),
+            "workers": len(self.workers()),
             **{name: self._counts[name] for name in totals},
             "evicted": self._table.evicted,
         }
 
     def held_blocks(self) -> dict[str, dict[str, int]]:
         """Blocks that each worker holds on the device, in host memory and on disk, as far as they
-        are kept here; one that several tiers hold counts in each."""
-        sets, counts = self._table.sets, np.zeros((self._columns, _TIER_BITS), dtype=np.int64)
-        numbers, size = sets.numbers(), -(-self._columns * _TIER_BITS // 8)
+        are kept here; one that several tiers or ranks hold counts in each, of a hybrid model those
+        of the group that needs the whole prefix."""
+        sets, counts = self._table.sets, np.zeros((self._columns, TIER_BITS), dtype=np.int64)
+        numbers, size = sets.numbers(), -(-self._columns * TIER_BITS // 8)
         for at in range(0, len(numbers), _BATCH):
             some = numbers[at : at + _BATCH]
             packed = b"".join(sets.bits[n].to_bytes(size, "little") for n in some)
             lanes = np.frombuffer(packed, np.uint8).reshape(len(some), size)
-            held = np.unpackbits(lanes, axis=1, count=counts.size, bitorder="little")
-            blocks = np.array([sets.blocks[n] for n in some], dtype=np.int64)
-            counts += (blocks @ held).reshape(counts.shape)
-        rows, tiers = counts.tolist(), ("device", "host", "disk")
-        return {
-            worker: dict(zip(tiers, rows[holder.bit], strict=True))
-            for worker, holder in self._holders.items()
-        }
+            bits = np.unpackbits(lanes, axis=1, count=counts.size, bitorder="little")
+            each = np.array([sets.blocks[n] for n in some], dtype=np.int64)
+            counts += (each @ bits).reshape(counts.shape)
+        held: dict[str, dict[str, int]] = {}
+        for (worker, _), holder in self._holders.items():
+            tiers = held.setdefault(worker, dict.fromkeys(("device", "host", "disk"), 0))
+            for tier, blocks in zip(tiers, counts[holder.bit].tolist(), strict=True):
+                tiers[tier] += blocks
+        return held
 
     def _matches(self, prefix_hashes: UInt64s) -> list[tuple[int, Match]]:
         """What workers hold, in groups that hold the same; a group is a set of device bits."""
@@ -225,7 +260,7 @@ class PrefixIndex:
         Presence only: blocks held twice need one `drop`. Do not mix with events of one worker.
         """
         self._table.next_tick()
-        bit = self._bit(self._holder(worker), tier)
+        bit = self._bit(self._holder(worker, 0), tier)
         rows, absent = self._table.find(prefix_hashes)
         held = _present(rows, absent)
         if held.size:
@@ -238,7 +273,7 @@ class PrefixIndex:
 
     def drop(self, worker: str, tier: Tier, prefix_hashes: UInt64s) -> None:
         """Blocks are no longer present in a tier; those that were not do not matter."""
-        holder = self._holders.get(worker)
+        holder = self._holders.get((worker, 0))
         if holder is not None:
             held = _distinct(_present(*self._table.find(prefix_hashes)))
             self._table.change(held, holder.bits(tier), present=False)
@@ -258,30 +293,53 @@ class PrefixIndex:
                 self._stored(event)
             case BlocksRemoved():
                 self._removed(event)
-            case TierCleared(worker, tier):
-                if worker in self._holders:
-                    self._clear(self._holders[worker], tier)
-            case WorkerReset(worker):
-                self._clear(self._holder(worker), None)
+            case TierCleared(worker, tier, rank):
+                if (worker, rank) in self._holders:
+                    self._clear(self._holders[worker, rank], tier)
+            case WorkerReset(worker, rank):
+                self._holder(worker, rank or 0)
+                for place, cache in self._holders.items():
+                    if place == (worker, rank) or (rank is None and place[0] == worker):
+                        self._clear(cache, None)
             case WorkerGone(worker):
-                holder = self._holders.pop(worker, None)
-                if holder is not None:
-                    self._clear(holder, None)
-                    self._device_bits &= ~holder.bits("device")
-                    self._disk_users &= ~holder.bits("device")
-                    self._free_columns.append(holder.bit)
+                for place in [place for place in self._holders if place[0] == worker]:
+                    cache = self._holders.pop(place)
+                    self._clear(cache, None)
+                    self._device_bits &= ~cache.bits("device")
+                    self._ranks = [pair for pair in self._ranks if pair[0] != cache.bit]
+                    self._free(cache)
         self._trim()
 
-    def _holder(self, worker: str) -> Holder:
-        """A worker's record, made at its first mention."""
-        holder = self._holders.get(worker)
+    def _holder(self, worker: str, rank: int) -> Holder:
+        """The record of a worker's cache, made at its first mention."""
+        holder = self._holders.get((worker, rank))
         if holder is None:
-            if not self._free_columns:
-                self._free_columns.append(self._columns)
-                self._columns += 1
-            holder = self._holders[worker] = Holder(self._free_columns.pop())
+            holder = self._holders[worker, rank] = Holder(self._column())
             self._device_bits |= holder.bits("device")
+            if rank:
+                self._ranks.append((holder.bit, self.column(worker)))
         return holder
+
+    def _group(self, cache: Holder, event: BlocksStored) -> Holder:
+        """The record of a further cache group, made at the first block stored in it."""
+        group = cache.groups.get(event.group)
+        if group is None:
+            if not cache.groups:
+                self._hybrids.append(cache)
+            group = cache.groups[event.group] = Holder(self._column(), cache.names)
+        group.need(event.last_tokens, event.block_tokens, self._hasher.block_tokens)
+        return group
+
+    def _column(self) -> int:
+        if not self._free_columns:
+            self._free_columns.append(self._columns)
+            self._columns += 1
+        return self._free_columns.pop()
+
+    def _free(self, holder: Holder) -> None:
+        """Give back the place of a holder that has nothing any more."""
+        self._disk_users &= ~holder.bits("device")
+        self._free_columns.append(holder.bit)
 
     def _bit(self, holder: Holder, tier: Tier) -> int:
         """Its bit of a tier in which it is about to hold blocks."""
@@ -291,7 +349,7 @@ class PrefixIndex:
 
     def _check(self, event: BlocksStored) -> None:
         tokens = len(event.token_ids)
-        if not tokens:
+        if not tokens or event.group:
             return
         size = self._hasher.block_tokens
         if event.block_tokens != size:
@@ -306,7 +364,11 @@ class PrefixIndex:
             )
 
     def _stored(self, event: BlocksStored) -> None:
-        holder = self._holder(event.worker)
+        holder = self._holder(event.worker, event.rank)
+        if event.group:
+            holder = self._group(holder, event)
+        else:
+            holder.heard = True
         names = _keys_of(event.engine_hashes)
         rows, absent = holder.names.find(names)
         known = _present(rows, absent)
@@ -321,9 +383,11 @@ class PrefixIndex:
             self._gain_on_device(holder, known)
 
     def _removed(self, event: BlocksRemoved) -> None:
-        holder = self._holders.get(event.worker)
+        holder = self._holders.get((event.worker, event.rank))
+        if holder is not None and event.group:
+            holder = holder.groups.get(event.group)
         if holder is None:
-            self._counts["unknown_removals"] += len(event.engine_hashes)
+            self._counts["unknown_removals"] += 0 if event.group else len(event.engine_hashes)
             return
         rows = _present(*holder.names.find(_keys_of(event.engine_hashes)))
         unknown = len(event.engine_hashes) - len(rows)
@@ -338,16 +402,24 @@ class PrefixIndex:
                     kept.append(row)
             rows = np.array(kept, dtype=np.int32)
         changed = self._table.change(_distinct(rows), holder.bits(event.tier), present=False)
-        self._counts["unknown_removals"] += unknown + len(rows) - changed
+        if not event.group:
+            self._counts["unknown_removals"] += unknown + len(rows) - changed
 
     def _clear(self, holder: Holder, tier: Tier | None) -> None:
-        """A tier of a worker is empty; of no tier: all are, and its names are invalid."""
-        self._table.clear_bits(holder.bits(tier))
+        """A tier of a cache is empty; of no tier: all are, and its names are invalid."""
+        self._table.clear_bits(holder.all_bits(tier))
         if tier in ("device", None):
-            holder.copies.clear()
+            for one in _with_groups(holder):
+                one.copies.clear()
         if tier is None:
             self._named -= len(holder.names)
-            holder.names = HashTable(0, _NAMES_LOAD)
+            holder.forget_names()
+            if holder.groups:
+                self._hybrids.remove(holder)
+            for group in holder.groups.values():
+                self._free(group)
+            holder.groups.clear()
+            holder.heard = False
             self._forget(self._nameless())
 
     # ---- placing stored blocks
@@ -358,10 +430,16 @@ class PrefixIndex:
         New rows are held at once.
         """
         unsalted = event.tier != "device" and event.salt is None
-        anchor = self._anchor(holder, event, rows) if len(event.token_ids) else None
+        described = len(event.token_ids) > 0
+        if event.group:
+            # Its blocks may have another size; most are named by the first group.
+            described = len(event.token_ids) == len(rows) * self._hasher.block_tokens
+        anchor = self._anchor(holder, event, rows) if described else None
         first, running, salt = anchor or (len(rows), ROOT, 0)
         unknown = (rows == NO_ROW).nonzero()[0]
-        if first:
+        if first and event.group:
+            unknown = unknown[unknown >= first]
+        elif first:
             unplaced = int(np.count_nonzero(unknown < first))
             self._counts["unjoined" if unsalted else "orphans"] += unplaced
             unknown = unknown[unplaced:]
@@ -477,7 +555,7 @@ class PrefixIndex:
             # Names of blocks that their worker holds no more but others do.
             bits = table.sets.bits
             for holder in self._holders.values():
-                mine = holder.bits(None)
+                mine = holder.all_bits(None)
                 idle = np.array([n > 0 and not held & mine for n, held in enumerate(bits)])
                 self._forget_names(holder, idle[table.holders[holder.names.values]])
         while len(table.sets) > max(_FEWEST_SETS, most // _SETS_SHARE) or self._named > most:
@@ -496,8 +574,9 @@ class PrefixIndex:
         gone[rows] = True
         for holder in self._holders.values():
             self._forget_names(holder, gone[holder.names.values])
-            for row in [row for row in holder.copies if gone[row]]:
-                del holder.copies[row]
+            for one in _with_groups(holder):
+                for row in [row for row in one.copies if gone[row]]:
+                    del one.copies[row]
         self._table.remove(rows)
 
     def _forget_names(self, holder: Holder, lanes: NDArray[np.bool_]) -> None:
@@ -514,6 +593,11 @@ class PrefixIndex:
             named[holder.names.values] = True
         nameless: Int32s = rows[~named[rows]]
         return nameless
+
+
+def _with_groups(cache: Holder) -> tuple[Holder, ...]:
+    """A cache and its further groups."""
+    return cache, *cache.groups.values()
 
 
 def _keys_of(engine_hashes: Sequence[EngineHash]) -> UInt64s:
@@ -572,7 +656,7 @@ def _rising(rows: Int32s) -> bool:
 def _spread(bits: NDArray[np.uint8], device: int, host: int, disk: int, blocks: Int64s) -> None:
     """Fill in what those have whose device bit is set: rows as of a `Match`, a column each."""
     for worker in range(blocks.shape[1]):
-        place = _TIER_BITS * worker
+        place = TIER_BITS * worker
         if place >> 3 >= len(bits):
             return
         if bits[place >> 3] >> (place & 7) & 1:

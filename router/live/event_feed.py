@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from router.index.kv_events import KVEvent, decode_batch
+from router.index.kv_events import Batch, CacheGroups, KVEvent, decode
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +59,8 @@ class EventFeed:
     A message counts as one event, and for more where it has more events, or 2 kB for each.
     """
 
-    def __init__(self, worker: str, endpoint: str) -> None:
+    def __init__(self, worker: str, endpoint: str, groups: CacheGroups | None = None) -> None:
+        """groups: what other streams of the worker told of its cache groups."""
         self._worker, self._endpoint = worker, endpoint
         self.socket = bounded_socket(zmq.SUB)
         self.socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
@@ -68,6 +69,7 @@ class EventFeed:
         self._left, self._at_s = _EVENTS_PER_S, time.monotonic()
         self._taken, self._turn_s = 0, self._at_s
         self._pauses, self._resumed_s = 0, self._at_s
+        self._groups = CacheGroups() if groups is None else groups
 
     def connect(self) -> None:
         self.socket.connect(self._endpoint)
@@ -100,20 +102,20 @@ class EventFeed:
         self._spend(1 + sum(map(len, frames)) // _BYTES_PER_EVENT)
         return frames
 
-    async def events(self, payload: bytes, counts: Counter[str]) -> list[KVEvent]:
-        """The events of a message just received (`decode_batch`). Raises ValueError, FloodError."""
-        events = await self.decoded(payload, counts)
-        self._spend(len(events) - 1 - len(payload) // _BYTES_PER_EVENT)
-        return events
+    async def batch(self, payload: bytes, counts: Counter[str]) -> Batch:
+        """The events of a message just received (`decode`). Raises ValueError, FloodError."""
+        batch = await self.decoded(payload, counts)
+        self._spend(len(batch.events) - 1 - len(payload) // _BYTES_PER_EVENT)
+        return batch
 
-    async def decoded(self, payload: bytes, counts: Counter[str]) -> list[KVEvent]:
+    async def decoded(self, payload: bytes, counts: Counter[str]) -> Batch:
         """Events of a batch that no message of the feed brought. Raises ValueError."""
         if len(payload) <= _LARGE_BYTES:
-            return decode_batch(payload, self._worker, counts)
-        skipped = Counter[str]()
-        events = await asyncio.to_thread(decode_batch, payload, self._worker, skipped)
-        counts.update(skipped)
-        return events
+            return decode(payload, self._worker, counts, self._groups)
+        counted = Counter[str]()
+        batch = await asyncio.to_thread(decode, payload, self._worker, counted, self._groups)
+        counts.update(counted)
+        return batch
 
     async def hand_over(
         self, events: Sequence[KVEvent], heard: Callable[[list[KVEvent]], Any]

@@ -37,7 +37,8 @@ class StreamListener(Protocol):
 
 class KVSubscriber:
     """Follows one worker until it is closed. synced: its state is known; connected: its stream
-    stands; events: blocks announced as stored, by tier, and events left out, by why."""
+    stands; events: blocks announced as stored, by tier, events left out, by why, and cache groups
+    that are priced, by kind."""
 
     def __init__(self, announcement: Announcement, listener: StreamListener) -> None:
         self._worker = announcement.worker
@@ -114,8 +115,8 @@ class KVSubscriber:
             return False
         try:
             if kind == KV:
-                events = await self._feed.events(payload, self.events)
-                await self._feed.hand_over(self._counted(events), self._listener.blocks)
+                batch = await self._feed.batch(payload, self.events)
+                await self._feed.hand_over(self._counted(batch.events), self._listener.blocks)
             elif kind == REPORT:
                 self._listener.reported(_report(payload))
             elif kind == RESET:
@@ -132,7 +133,7 @@ class KVSubscriber:
 
     def _counted(self, events: list[KVEvent]) -> list[KVEvent]:
         for event in events:
-            if isinstance(event, BlocksStored):
+            if isinstance(event, BlocksStored) and not event.group:
                 self.events[event.tier] += len(event.engine_hashes)
         return events
 
@@ -149,8 +150,9 @@ class KVSubscriber:
                     seq, batches = await self._snapshot()
                 # The events begin with a reset: what a failure leaves half done is made anew.
                 events: list[KVEvent] = [WorkerReset(self._worker)]
-                for batch in batches:
-                    events += self._counted(await self._feed.decoded(batch, self.events))
+                for payload in batches:
+                    batch = await self._feed.decoded(payload, self.events)
+                    events += self._counted(batch.events)
                 await self._feed.hand_over(events, self._listener.blocks)
                 self._cursor.resume(seq + 1)
                 self.synced = True

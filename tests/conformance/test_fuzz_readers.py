@@ -127,6 +127,8 @@ EVENT = st.fixed_dictionaries(
         "medium": st.sampled_from(["GPU", "CPU", "DISK", None, 5]),
         "extra_keys": st.none() | st.lists(st.none() | st.lists(SCALAR, max_size=2), max_size=3),
         "group_idx": st.none() | st.integers(0, 2),
+        "kv_cache_spec_kind": st.sampled_from(["full_attention", "sliding_window", "mamba", "x"]),
+        "kv_cache_spec_sliding_window": st.none() | st.integers(-(2**63), 2**64 - 1),
     },
 )
 
@@ -139,17 +141,19 @@ def packed(value):
 
 
 @settings(QUICK, max_examples=400)
-@given(events=st.lists(EVENT, max_size=4), when=st.floats() | SCALAR)
-def test_events_are_decoded_or_refused_and_the_index_stands(events, when):
-    index = PrefixIndex(PrefixHasher(16, secret=1), 100)
+@given(events=st.lists(EVENT, max_size=4), when=st.floats() | SCALAR, rank=st.integers(-1, 2))
+def test_events_are_decoded_or_refused_and_the_index_stands(events, when, rank):
+    hasher = PrefixHasher(16, secret=1)
+    index = PrefixIndex(hasher, 100)
     try:
-        decoded = decode_batch(packed([when, events, 0]), "w", Counter())
+        decoded = decode_batch(packed([when, events, rank]), "w", Counter())
     except ValueError as error:
         assert "worker w" in str(error)
         return
     for event in decoded:
         index.handle(event)
     assert index.stats()["blocks"] <= 100
+    assert not index.match_columns(hasher.prefix_hashes(range(64))).any()
 
 
 @settings(QUICK, max_examples=400)

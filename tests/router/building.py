@@ -72,16 +72,16 @@ def stored(worker, token_ids, tier="device"):
     return BlocksStored(worker, tier, names, None, token_ids[: blocks * SIZE], SIZE, 0)
 
 
-def match_all(index, prefix_hashes):
+def match_all(index, prefix_hashes, most=None):
     """Of each worker that holds any of a prompt: leading blocks on the device, then behind it."""
-    device, host, disk = index.match_columns(prefix_hashes).tolist()
+    device, host, disk = index.match_columns(prefix_hashes, most).tolist()
     columns = {worker: index.column(worker) for worker in index.workers()}
     found = {worker: Match(device[c], host[c], disk[c]) for worker, c in columns.items()}
     return {worker: match for worker, match in found.items() if any(match)}
 
 
-def match_worker(index, prefix_hashes, worker):
-    return match_all(index, prefix_hashes).get(worker, Match(0, 0))
+def match_worker(index, prefix_hashes, worker, most=None):
+    return match_all(index, prefix_hashes, most).get(worker, Match(0, 0))
 
 
 def join(fleet, announced, now_s=0.0):

@@ -9,6 +9,7 @@ import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
 
+from router.index.kv_events import Batch
 from router.live import event_feed
 from router.live.event_feed import EventFeed, FloodError
 from tests.router.flooding import PATIENCE_S, Turns, batch, flood
@@ -105,7 +106,7 @@ async def test_a_message_counts_for_its_bytes_and_its_events(feed, publisher, pa
     await publisher.send(payload)
     feed._left = 20.0
     with pytest.raises(FloodError):
-        await feed.events(await received(feed), Counter())
+        await feed.batch(await received(feed), Counter())
 
 
 async def test_a_frame_beyond_the_bound_closes_the_connection(publisher, monkeypatch):
@@ -127,12 +128,12 @@ async def test_a_frame_beyond_the_bound_closes_the_connection(publisher, monkeyp
 async def test_what_is_large_is_decoded_on_a_thread(feed, monkeypatch, blocks, apart):
     threads = []
 
-    def decode(payload, worker, counts):
+    def decode(payload, worker, counts, groups):
         threads.append(threading.get_ident())
         counts["remote"] += 1
-        return []
+        return Batch(0, [])
 
-    monkeypatch.setattr(event_feed, "decode_batch", decode)
+    monkeypatch.setattr(event_feed, "decode", decode)
     counts = Counter(remote=1)
     await feed.decoded(batch(*range(blocks), size=8), counts)
     assert (threads != [threading.get_ident()]) is apart

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
+    CacheGroups,
     StreamCursor,
     TierCleared,
+    decode,
     decode_batch,
 )
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
@@ -20,8 +22,8 @@ from router.index.prefix_index import Match, PrefixIndex
 from tests.router.building import match_worker
 
 
-def batch(*events, ts=1.5):
-    return msgspec.msgpack.encode([ts, list(events), 0])
+def batch(*events, ts=1.5, rank=0):
+    return msgspec.msgpack.encode([ts, list(events), rank])
 
 
 def stored(hashes=(11, 12), parent=None, size=2, medium="GPU", **more):
@@ -117,6 +119,95 @@ def test_skipped_events_are_counted_by_reason():
     }
 
 
+def of_group(index, kind, window=None, **more):
+    """A store in a cache group; of two blocks of a window, or states, the first is left out."""
+    sparse = {} if "full" in kind or "mla_attention" in kind else {"hashes": (12,)}
+    told = {"group_idx": index, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
+    return stored(token_ids=[0, 1, 2, 3], **sparse, **told, **more)
+
+
+KIMI_K3 = [of_group(index, "mamba") for index in range(3)] + [of_group(3, "mla_attention")]
+GPT_OSS = [of_group(0, "sliding_window", 128), of_group(1, "full_attention")]
+QWEN3_NEXT = [of_group(0, "full_attention")] + [of_group(index, "mamba") for index in (1, 2, 3)]
+DEEPSEEK_V4 = [
+    of_group(0, "mla_attention"),
+    of_group(1, "sliding_window_mla", 128),
+    of_group(2, "sliding_window_mla", 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (KIMI_K3, [(0, None, 4), (1, 1, 0), (2, 1, 0), (3, 1, 0)]),
+        (GPT_OSS, [(0, None, 4), (1, 127, 0)]),
+        (QWEN3_NEXT, [(0, None, 4), (2, 1, 0), (3, 1, 0), (4, 1, 0)]),
+        (DEEPSEEK_V4, [(0, None, 4), (2, 127, 0), (3, 7, 0)]),
+    ],
+    ids=["kimi-k3", "gpt-oss", "qwen3-next", "deepseek-v4"],
+)
+def test_all_groups_of_a_hybrid_model_are_kept(events, expected):
+    counts = Counter()
+    rank, decoded = decode(batch(*events, rank=2), "w", counts, CacheGroups())
+    # The group that describes all blocks comes first, wherever it stood.
+    assert [(one.group, one.last_tokens, len(one.token_ids)) for one in decoded] == expected
+    assert {one.rank for one in decoded} == {rank} == {2}
+    kinds = Counter(f"priced_{one['kv_cache_spec_kind']}" for one in events)
+    assert counts == kinds
+
+
+def test_a_removal_is_of_the_group_that_a_store_described():
+    groups, counts = CacheGroups(), Counter()
+    gone = [removed(7, group_idx=index) for index in (0, 1, 2, None)]
+    assert decode(batch(*gone), "w", counts, groups).events == [
+        BlocksRemoved("w", "device", (7,)), BlocksRemoved("w", "device", (7,)),
+    ]  # fmt: skip
+    assert counts == {"other_group": 2}
+    decode(batch(*GPT_OSS), "w", counts, groups)
+    assert [one.group for one in decode(batch(*gone), "w", counts, groups).events] == [1, 0, 0]
+    # Another rank's groups are told apart.
+    decoded = decode(batch(*gone, rank=1), "w", counts, groups).events
+    assert [(one.rank, one.group) for one in decoded] == [(1, 0), (1, 0)]
+
+
+def test_stores_keep_their_place_between_removals():
+    groups = CacheGroups()
+    events = [*GPT_OSS, removed(12, group_idx=0), of_group(0, "sliding_window", 128), *GPT_OSS]
+    decoded = decode(batch(*events), "w", Counter(), groups).events
+    assert [(type(one).__name__[6:], one.group) for one in decoded] == [
+        ("Stored", 0), ("Stored", 1), ("Removed", 1), ("Stored", 0), ("Stored", 1), ("Stored", 1),
+    ]  # fmt: skip
+
+
+def test_kinds_that_are_not_priced_are_counted():
+    counts = Counter()
+    events = [of_group(0, "full_attention"), of_group(1, "chunked_local_attention_of_full")]
+    decoded = decode(batch(*events, removed(1, group_idx=1)), "w", counts, CacheGroups()).events
+    assert [one.group for one in decoded] == [0]
+    assert counts == {"priced_full_attention": 1, "unpriced_chunked_local_attention_of_full": 2}
+
+
+def test_a_restarted_server_may_have_other_groups():
+    groups = CacheGroups()
+    decode(batch(*GPT_OSS), "w", Counter(), groups)
+    decoded = decode(batch(*QWEN3_NEXT), "w", Counter(), groups).events
+    assert [one.group for one in decoded] == [0, 2, 3, 4]
+
+
+def test_a_second_group_with_the_whole_prefix_is_a_further_one():
+    events = [of_group(index, "full_attention") for index in (0, 1)]
+    decoded = decode(batch(*events), "w", Counter(), CacheGroups()).events
+    assert [(one.group, one.last_tokens) for one in decoded] == [(0, None), (2, None)]
+
+
+def test_groups_that_a_stream_may_name_are_bounded():
+    groups, counts = CacheGroups(), Counter()
+    for rank in range(80):
+        decode(batch(*KIMI_K3, rank=rank), "w", counts, groups)
+    assert len(groups._known) == 256
+    assert counts["other_group"] == 4 * 80 - 256
+
+
 def test_blocks_before_an_image_are_kept():
     event = one(stored(hashes=(1, 2, 3), extra_keys=[["t"], [["image", 1]], None]))
     assert event.engine_hashes == (1,)
@@ -149,6 +240,10 @@ def test_host_blocks_without_tokens_are_passed_on():
         batch(stored(token_ids=[1] * (1 << 22))),
         batch(stored(extra_keys=[[]] * (1 << 18))),
         batch(*[{}] * (1 << 17)),
+        batch(stored(), rank=1 << 10),
+        batch(stored(), rank=-1),
+        batch(stored(group_idx=-1)),
+        batch(removed(1, group_idx=256)),
     ],
 )
 def test_malformed_payloads_name_the_worker(payload):
@@ -182,7 +277,7 @@ def test_decodes_what_vllm_encodes():
         payload, skipped = msgspec.msgpack.Encoder().encode(sent), Counter()
         for event in decode_batch(payload, "w", skipped):
             index.handle(event)
-        assert not skipped
+        assert set(skipped) <= {"priced_full_attention"}
 
     def ask(salt):
         return match_worker(index, hasher.prefix_hashes(tokens, salt_of(salt)), "w")
