@@ -50,7 +50,6 @@ def route_proxy(
     size: Annotated[int, typer.Option(min=_OWN_BYTES, help="Bytes of each prompt.")] = 1000,
     output: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
     speed: Annotated[float, typer.Option(min=0.1, help="Of the emulated servers.")] = 1000.0,
-    data_plane: Annotated[str, typer.Option(help="python or envoy.")] = "python",
     json_output: Json = False,
 ) -> None:
     """Seconds that the proxy adds to a first token, what it costs, and requests lost as a server is
@@ -66,10 +65,7 @@ def route_proxy(
             for port in ports
         )  # fmt: skip
         stack.enter_context(process(*first, log=log))
-        servers = {
-            "backends": [{"url": url, "profile": "h100-pcie5"} for url in urls],
-            "http": {"data_plane": data_plane},
-        }
+        servers = {"backends": [{"url": url, "profile": "h100-pcie5"} for url in urls]}
         with process(*second, log=log):
             for url in urls:
                 ready(url)
@@ -80,9 +76,8 @@ def route_proxy(
             # It is dead from here on, comes back, and is killed and back again under load.
             found |= losses(*asyncio.run(under_kills(url, requests, load, second, log)))
     facts = result(
-        emulated=True, data_plane=data_plane, **asdict(load), speed=speed, **found,
-        load_average=os.getloadavg()[0],
-    )  # fmt: skip
+        emulated=True, **asdict(load), speed=speed, **found, load_average=os.getloadavg()[0]
+    )
     publish(facts, lambda console: console.print(facts), json_output=json_output)
 
 

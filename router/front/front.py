@@ -147,8 +147,7 @@ class Front:
             # uvicorn, and so vLLM, closes idle connections after 5 s.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=probe.connect_timeout_s),
-            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=1 << 18,
-            max_line_size=1 << 16, max_field_size=1 << 16,
+            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
         )  # fmt: skip
         for one in settings.backends:
             backend = Backend(
