@@ -5,77 +5,110 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import tempfile
 import time
 from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 import typer
 
-from benchmarks.harness import Json, note, publish, quantile, result
+from benchmarks.harness import Json, note, publish, quantile, result, spread
 from benchmarks.serving.route import EMULATED, HOST, front, process, ready
 from kappa.host import free_port
 from loadtest.client import Endpoint, EndpointSettings, Prepared
 from loadtest.journal import RequestRecord
 
 _DOWN_S = 5.0
+_ROUNDS = 5
+# So much of each prompt is its own; what is before is the conversation so far.
+_OWN_BYTES = 360
+# Caches hold whole conversations: what an engine computes is not what is measured here.
+_DEVICE_TOKENS = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyLoad:
+    """What is sent. rate: requests a second, open loop; size: bytes of each prompt; output: tokens
+    of each answer."""
+
+    rate: float
+    size: int
+    output: int
 
 
 def route_proxy(
-    requests: Annotated[int, typer.Option(min=100)] = 10_000,
+    requests: Annotated[
+        int, typer.Option(min=0, help="Sent while servers are killed; 0: none is.")
+    ] = 10_000,
     rate: Annotated[float, typer.Option(min=1, help="Requests a second, open loop.")] = 100.0,
     paired: Annotated[int, typer.Option(min=10, help="Requests each way for the overhead.")] = 500,
-    output: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 4,
+    size: Annotated[int, typer.Option(min=_OWN_BYTES, help="Bytes of each prompt.")] = 1000,
+    output: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
     speed: Annotated[float, typer.Option(min=0.1, help="Of the emulated servers.")] = 1000.0,
-    data_plane: Annotated[str, typer.Option(help="python or envoy.")] = "python",
     json_output: Json = False,
 ) -> None:
     """Seconds that the proxy adds to a first token, what it costs, and requests lost as a server is
     killed."""
+    load = ProxyLoad(rate, size, output)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         log, ports = folder / "servers.log", (free_port(HOST), free_port(HOST))
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         first, second = (
-            ("-m", EMULATED, str(port), "--speed", str(speed), "--load-token-us", "0")
+            ("-m", EMULATED, str(port), "--speed", str(speed), "--load-token-us", "0",
+             "--device-tokens", str(_DEVICE_TOKENS))
             for port in ports
-        )
+        )  # fmt: skip
         stack.enter_context(process(*first, log=log))
-        servers = {
-            "backends": [{"url": url, "profile": "h100-pcie5"} for url in urls],
-            "http": {"data_plane": data_plane},
-        }
+        servers = {"backends": [{"url": url, "profile": "h100-pcie5"} for url in urls]}
         with process(*second, log=log):
             for url in urls:
                 ready(url)
             url, pid = stack.enter_context(front(servers, "on", folder / "j"))
-            # In turns, so that what else the machine does hits both.
-            direct: list[float] = []
-            through: list[float] = []
-            used_s = Counter[str]()
-            for _ in range(5):
-                records = asyncio.run(send(urls[0], paired // 5, rate, output))
-                direct += [ttft_s(r) for r in records if not r.error]
-                before_s = cpu_s(pid)
-                records = asyncio.run(send(url, paired // 5, rate, output))
-                used_s.update(cpu_s(pid) - before_s)
-                through += [ttft_s(r) for r in records if not r.error]
-            note(f"overhead of {len(through)} requests measured; now a server is killed")
-        # It is dead from here on, comes back, and is killed and back again under load.
-        records, killed = asyncio.run(under_kills(url, requests, rate, output, second, log))
+            found = overhead(urls[0], url, pid, load, paired)
+            note("overhead measured")
+        if requests:
+            # It is dead from here on, comes back, and is killed and back again under load.
+            found |= losses(*asyncio.run(under_kills(url, requests, load, second, log)))
+    facts = result(emulated=True, **asdict(load), speed=speed, **found)
+    publish(facts, lambda console: console.print(facts), json_output=json_output)
+
+
+def overhead(direct: str, through: str, pid: int, load: ProxyLoad, paired: int) -> dict[str, Any]:
+    """First tokens of requests to a server and through `kappa route`, and what the latter and its
+    children cost; in turns, so that what else the machine does hits both."""
+    ttfts_s: dict[str, list[float]] = {"direct": [], "through": []}
+    used_ms, added_ms, sent = list[Counter[str]](), list[float](), paired // _ROUNDS
+    for _ in range(_ROUNDS):
+        middle_s = list[float]()
+        for name, url in (("direct", direct), ("through", through)):
+            before_s = cpu_s(pid)
+            records = asyncio.run(send(url, sent, load))
+            used_s = cpu_s(pid) - before_s
+            ttfts_s[name] += (now := [ttft_s(r) for r in records if not r.error])
+            middle_s.append(statistics.median(now))
+        added_ms.append(1e3 * (middle_s[1] - middle_s[0]))
+        used_ms.append(Counter({what: 1e3 * s / sent for what, s in used_s.items()}))
+    return {
+        **{f"{name}_p{q}_s": quantile(found, q / 100) for name, found in ttfts_s.items()
+           for q in (50, 99)},
+        "added_p50_ms": spread(added_ms),
+        "cpu_ms_per_request": {what: spread([one[what] for one in used_ms]) for what in used_ms[0]},
+    }  # fmt: skip
+
+
+def losses(records: list[RequestRecord], kills: int) -> dict[str, Any]:
+    """What became of requests while servers were killed."""
     errors = Counter(r.error for r in records if r.error)
     begun = sum(bool(r.error) and r.first_token_s is not None for r in records)
-    facts = result(
-        emulated=True, data_plane=data_plane, output=output, speed=speed, rate=rate,
-        requests=len(records), kills=killed, errors=dict(errors),
-        lost_before_their_first_token=errors.total() - begun, lost_after_it=begun,
-        direct_p50_s=quantile(direct, 0.5), through_p50_s=quantile(through, 0.5),
-        direct_p99_s=quantile(direct, 0.99), through_p99_s=quantile(through, 0.99),
-        cpu_ms_per_request={what: 1e3 * s / len(through) for what, s in used_s.items()},
-    )  # fmt: skip
-    publish(facts, lambda console: console.print(facts), json_output=json_output)
+    return {
+        "requests": len(records), "kills": kills, "errors": dict(errors),
+        "lost_before_their_first_token": errors.total() - begun, "lost_after_it": begun,
+    }  # fmt: skip
 
 
 def cpu_s(pid: int) -> Counter[str]:
@@ -93,11 +126,12 @@ def ttft_s(record: RequestRecord) -> float:
     return record.first_token_s - record.sent_s
 
 
-async def send(url: str, requests: int, rate: float, output: int) -> list[RequestRecord]:
-    """Send `requests` small ones at a steady rate, whatever becomes of those before."""
+async def send(url: str, requests: int, load: ProxyLoad) -> list[RequestRecord]:
+    """Send `requests` at a steady rate, whatever becomes of those before."""
     begun_s = time.monotonic()
     settings = EndpointSettings(url, "emulated", timeout_s=120.0)
     records = [RequestRecord(str(k), 0) for k in range(requests)]
+    before = ("word " * (load.size // 5 + 1))[: load.size - _OWN_BYTES]
     async with Endpoint(settings, lambda: time.monotonic() - begun_s) as endpoint:
 
         async def one(k: int, prepared: Prepared) -> None:
@@ -105,16 +139,17 @@ async def send(url: str, requests: int, rate: float, output: int) -> list[Reques
 
         async with asyncio.TaskGroup() as group:
             for k in range(requests):
-                await asyncio.sleep(max(begun_s + k / rate - time.monotonic(), 0.0))
-                group.create_task(one(k, settings.prepare(f"{k:08d} " * 40, output)))
+                prepared = settings.prepare(before + f"{k:08d} " * (_OWN_BYTES // 9), load.output)
+                await asyncio.sleep(max(begun_s + k / load.rate - time.monotonic(), 0.0))
+                group.create_task(one(k, prepared))
     return records
 
 
 async def under_kills(
-    url: str, requests: int, rate: float, output: int, server: tuple[Any, ...], log: Path
+    url: str, requests: int, load: ProxyLoad, server: tuple[Any, ...], log: Path
 ) -> tuple[list[RequestRecord], int]:
     """Send requests while a server is up and down in turns; how often it was killed."""
-    sending, kills = asyncio.create_task(send(url, requests, rate, output)), 0
+    sending, kills = asyncio.create_task(send(url, requests, load)), 0
     while not sending.done():
         with process(*server, log=log, kill=True):
             await asyncio.wait([sending], timeout=3 * _DOWN_S)

@@ -50,9 +50,6 @@ def route(
     journal: Annotated[
         Path | None, typer.Option(help="Write here what was decided and came of it.")
     ] = None,
-    data_plane: Annotated[
-        str | None, typer.Option(help="What passes requests and answers on: python or envoy.")
-    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Route requests among OpenAI-compatible servers, until Ctrl-C."""
@@ -62,7 +59,7 @@ def route(
         backend or [], config,
         {"log_level": log_level, "present": present, "journal": str(journal) if journal else None},
         {
-            "http": {"port": port, "host": host, "data_plane": data_plane},
+            "http": {"port": port, "host": host},
             "access": {"allow_open": allow_open or None}, "router": {"mode": mode},
         },
     )  # fmt: skip
@@ -70,7 +67,7 @@ def route(
 
     seen = settings.observing
     configure(seen.log_format, seen.log_file, settings.log_level)
-    (_behind_envoy if settings.http.data_plane == "envoy" else _alone)(settings)
+    _serve(settings)
     sys.stderr.flush()
 
 
@@ -79,24 +76,7 @@ def _announce(settings: FrontSettings, url: str) -> None:
     warn(f"routing {url}/v1 among {servers}; watch it at {url}/", "dim")
 
 
-def _alone(settings: FrontSettings) -> None:
-    """One Python process passes everything on."""
-    import uvicorn
-
-    from router.api.reading import prepare
-    from router.front.app import make_front_app
-
-    _announce(settings, f"http://{settings.http.host}:{settings.http.port}")
-    app = make_front_app(settings)
-    prepare()
-    uvicorn.run(
-        app, host=settings.http.host, port=settings.http.port,
-        log_level="error", access_log=False, server_header=False, date_header=False,
-        timeout_graceful_shutdown=int(settings.drain_s), timeout_keep_alive=75, ws="none",
-    )  # fmt: skip
-
-
-def _behind_envoy(settings: FrontSettings) -> None:
+def _serve(settings: FrontSettings) -> None:
     import asyncio
 
     from uvicorn.loops.auto import auto_loop_factory

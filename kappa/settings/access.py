@@ -168,23 +168,12 @@ class HttpSettings(Section):
     replicas: int = Field(
         1, ge=1, le=64, description="ingresses; one that dies takes only its own open streams along"
     )
-    data_plane: Literal["envoy", "python"] = Field(
-        "python", description="what carries requests and answers; envoy: an Envoy before the router"
-    )
-    tls: TlsSettings | None = Field(None, description="of an envoy; null: it speaks plain HTTP")
+    tls: TlsSettings | None = Field(None, description="null: it speaks plain HTTP")
     decider_away: Literal["refuse", "least_request"] = Field(
         "refuse",
-        description="what an envoy does while the router is not there: 503, or the least loaded "
+        description="what Envoy does while the router is not there: 503, or the least loaded "
         "worker, without looking at keys",
     )
-
-    @model_validator(mode="after")
-    def _envoy_for_what_it_alone_does(self) -> HttpSettings:
-        if self.data_plane != "envoy":
-            for name in ("tls", "decider_away"):
-                if getattr(self, name) not in (None, "refuse"):
-                    raise ValueError(f"{name} needs an Envoy: give data_plane: envoy, or drop it")
-        return self
 
     @property
     def loopback(self) -> bool:
@@ -195,6 +184,22 @@ class HttpSettings(Section):
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
         except ValueError:
             return False
+
+
+class ClusterHttpSettings(HttpSettings):
+    """The cluster's endpoint, before which Envoy stands only if it is given."""
+
+    data_plane: Literal["envoy", "python"] = Field(
+        "python", description="what carries requests and answers; envoy: an Envoy before the router"
+    )
+
+    @model_validator(mode="after")
+    def _envoy_for_what_it_alone_does(self) -> ClusterHttpSettings:
+        if self.data_plane != "envoy":
+            for name in ("tls", "decider_away"):
+                if getattr(self, name) not in (None, "refuse"):
+                    raise ValueError(f"{name} needs an Envoy: give data_plane: envoy, or drop it")
+        return self
 
 
 def open_door(tenants: TenantSettings, access: AccessSettings, http: HttpSettings) -> str | None:

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kappa.settings.access import (
     AccessSettings,
-    HttpSettings,
+    ClusterHttpSettings,
     TenantSettings,
     open_door,
     unguarded,
@@ -55,7 +55,7 @@ class ClusterSettings(Section):
     transfer: TransferSettings = TransferSettings()
     tenants: TenantSettings = TenantSettings()
     access: AccessSettings = AccessSettings()
-    http: HttpSettings = HttpSettings()
+    http: ClusterHttpSettings = ClusterHttpSettings()
     observing: ObservingSettings = ObservingSettings()
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 

@@ -1,55 +1,29 @@
-"""The Starlette application of `kappa route`: our own paths, and behind them the servers'."""
+"""The Starlette application of `kappa route`'s own paths."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 
-from kappa.settings.front import FrontSettings
 from router.api import errors, status
 from router.api.app import Door, guard, inbound_of
 from router.api.face import Face
 from router.api.start import access_of, tenants_table
 from router.front.front import DECIDED_PATHS, Front
-from router.front.relay import Relay
 from router.page.mount import add_page
 
 
-def make_front_app(settings: FrontSettings) -> Starlette:
-    """The application; `app.state.front` is there while it runs."""
-    front = Front(settings)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with front:
-            yield
-
-    app = Starlette(routes=[*own_routes(front), Mount("/", Relay(front))], lifespan=lifespan)
-    _finish(app, front, open_bodies=True)
-    return app
-
-
 def make_face_app(front: Front, door: Door) -> Starlette:
-    """The application of our own paths alone, of a front that runs; door: of what stands beside."""
+    """The application, of a front that runs; door: of the decider that stands beside."""
     app = Starlette(routes=own_routes(front))
-    _finish(app, front, door)
-    return app
-
-
-def _finish(
-    app: Starlette, front: Front, door: Door | None = None, *, open_bodies: bool = False
-) -> None:
     app.router.redirect_slashes = False
-    app.state.front = front
     add_page(app)
-    access = access_of(front.settings)
-    guard(app, replace(access, limit_all=True, open_bodies=open_bodies), door)
+    guard(app, replace(access_of(front.settings), limit_all=True), door)
+    return app
 
 
 def own_routes(front: Front) -> list[Route]:

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -43,40 +43,11 @@ _MODELS_EVERY = 10
 _MOST_BYTES = 8 << 20
 # Answers without an event from a server that is to publish them.
 _UNANNOUNCED = 5
-# Of one connection, or meant for this hop alone.
-_HOP = frozenset((
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
-    "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
-))  # fmt: skip
-KEY_HEADERS = ("authorization", "x-api-key")
 # What of a body makes its prompt.
 TOKENIZED_FIELDS = (
     "model", "messages", "prompt", "tools", "add_generation_prompt", "continue_final_message",
     "add_special_tokens", "chat_template_kwargs",
 )  # fmt: skip
-
-
-class Call(NamedTuple):
-    """A request as it is passed on; target: path and query as they came."""
-
-    method: str
-    target: str
-    headers: Mapping[str, str]
-    body: bytes
-
-
-class Head(NamedTuple):
-    """How an answer begins."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-
-    @property
-    def streamed(self) -> bool:
-        return any(
-            name == b"content-type" and value.startswith(b"text/event-stream")
-            for name, value in self.headers
-        )
 
 
 class Backend:
@@ -312,10 +283,6 @@ class Backend:
         if sure or self._failures >= self._probe.failures:
             self.lost(_why(error))
 
-    def unreachable(self, error: Exception) -> None:
-        """A request could not even be sent to it."""
-        self.lost(_why(error))
-
     def lost(self, why: str) -> None:
         """It does not answer as a server should: nothing goes there before it does."""
         if self.down != why:
@@ -365,37 +332,6 @@ class Backend:
         node, shape = node_profile(given.profile), model_shape(name or _DEFAULT_SHAPE)
         # Which server serves which name, `Front.serving` knows, and excludes the others.
         return announcement_of(self.worker, "", node, shape, size)
-
-    # -- requests -----------------------------------------------------------------------------
-
-    async def stream(self, call: Call, via: str = "") -> AsyncGenerator[Head | bytes, None]:
-        """What the server answers: its head, once its body begins, then the body as it comes; via:
-        another address to send to.
-
-        Closed before its end, the connection is closed, too.
-        """
-        headers = {n: v for n, v in call.headers.items() if n.lower() not in _HOP}
-        if self.settings.key and not via:
-            headers = {n: v for n, v in headers.items() if n.lower() not in KEY_HEADERS}
-            headers["authorization"] = f"Bearer {self.settings.key}"
-        # As it is: what is passed on byte for byte must be readable for us, too.
-        headers["accept-encoding"] = "identity"
-        url = URL((via or self.settings.url) + call.target, encoded=True)
-        answer = await self._http.request(
-            call.method, url, data=call.body or None, headers=headers, allow_redirects=False
-        )
-        try:
-            part = await answer.content.readany()
-            kept = [
-                (name.lower(), value) for name, value in answer.raw_headers
-                if name.lower().decode("latin-1") not in _HOP or name.lower() == b"content-length"
-            ]  # fmt: skip
-            yield Head(answer.status, kept)
-            while part:
-                yield part
-                part = await answer.content.readany()
-        finally:
-            answer.close()
 
 
 def _why(error: Exception) -> str:

@@ -130,6 +130,7 @@ class Usage:
 
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 _USAGE = b'"usage"'
+_BRACKETS = re.compile(rb"[{}]")
 
 
 def usage_in(tail: bytes) -> Usage | None:
@@ -139,10 +140,10 @@ def usage_in(tail: bytes) -> Usage | None:
     if at < 0 or start < 0 or tail[at + len(_USAGE) : start].strip() != b":":
         return None
     depth = 0
-    for end in range(start, len(tail)):
-        depth += {0x7B: 1, 0x7D: -1}.get(tail[end], 0)
+    for bracket in _BRACKETS.finditer(tail, start):
+        depth += 1 if bracket[0] == b"{" else -1
         if not depth:
-            return _usage(tail[start : end + 1])
+            return _usage(tail[start : bracket.end()])
     return None
 
 

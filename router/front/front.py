@@ -61,6 +61,7 @@ _TOKENIZED_AT_ONCE = 8
 # Characters, or token ids, of a text: that its conversation is known by, in steps of so many; and
 # how many texts are remembered.
 _OPENING, _STRIDE, _MOST_NAMES = 1024, 8, 1 << 16
+_FACTORS = np.random.default_rng(0).integers(1 << 64, size=_OPENING, dtype=np.uint64) | 1
 
 
 @dataclass(slots=True)
@@ -147,8 +148,7 @@ class Front:
             # uvicorn, and so vLLM, closes idle connections after 5 s.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=probe.connect_timeout_s),
-            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=1 << 18,
-            max_line_size=1 << 16, max_field_size=1 << 16,
+            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
         )  # fmt: skip
         for one in settings.backends:
             backend = Backend(
@@ -379,22 +379,22 @@ class Conversations:
     """
 
     def __init__(self) -> None:
-        self._names: OrderedDict[str, str] = OrderedDict()
+        self._names: OrderedDict[int, str] = OrderedDict()
 
-    def of(self, opening: str | list[str]) -> str:
+    def of(self, opening: str | list[int]) -> str:
         """The name of a body's conversation, by its `opening_of`; empty where it has none."""
         if isinstance(opening, str):
             return opening
         whole = opening[-1]
         known = (self._names[one] for one in reversed(opening) if one in self._names)
-        self._names[whole] = name = next(known, whole)
+        self._names[whole] = name = next(known, f"{whole:016x}")
         self._names.move_to_end(whole)
         if len(self._names) > _MOST_NAMES:
             self._names.popitem(last=False)
         return name
 
 
-def opening_of(data: Mapping[str, Any]) -> str | list[str]:
+def opening_of(data: Mapping[str, Any]) -> str | list[int]:
     """The name of a body's conversation, empty where it has no prompt that can be read; of a bare
     prompt the names of all its beginnings, the longest last."""
     named = next((data[key] for key in CONVERSATION_KEYS if isinstance(data.get(key), str)), "")
@@ -402,7 +402,7 @@ def opening_of(data: Mapping[str, Any]) -> str | list[str]:
     opening = messages if messages is not None else prompt
     if named or not opening or not isinstance(opening, list | str):
         return named
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
         if messages is None or isinstance(opening, str):
             return _beginnings(opening[:_OPENING])
         first = (i for i, one in enumerate(opening) if isinstance(one, dict) and _asks(one))
@@ -410,17 +410,25 @@ def opening_of(data: Mapping[str, Any]) -> str | list[str]:
     return ""
 
 
-def _beginnings(opening: list[Any] | str) -> list[str]:
-    beginnings, running = list[str](), hashlib.blake2b(digest_size=8)
-    for start in range(0, len(opening) - _STRIDE + 1, _STRIDE):
-        running.update(msgspec.json.encode(opening[start : start + _STRIDE]))
-        beginnings.append(running.hexdigest())
-    return beginnings or [_digest(opening)]
+def _beginnings(opening: list[Any] | str) -> str | list[int]:
+    """Of a text or ids, by sums with random factors: a hundred digests would cost as much as the
+    whole rest of reading a short body."""
+    if len(opening) < _STRIDE:
+        return _digest(opening)
+    if not isinstance(opening, str) and any(type(one) is not int for one in opening):
+        opening = msgspec.json.encode(opening).decode()[:_OPENING]
+    if isinstance(opening, str):
+        values = np.frombuffer(opening.encode("utf-32-le", "surrogatepass"), "<u4")
+    else:
+        values = np.array(opening, dtype=np.int64)
+    sums = np.cumsum((values.astype(np.uint64) + 1) * _FACTORS[: len(values)])
+    beginnings: list[int] = sums[_STRIDE - 1 :: _STRIDE].tolist()
+    return beginnings
 
 
 def _parsed(
     fields: frozenset[str], strict: bool, by_text: bool, body: bytes
-) -> tuple[dict[str, Any], Wanted, str | list[str]]:
+) -> tuple[dict[str, Any], Wanted, str | list[int]]:
     """All of a body that needs nothing but the body: its fields, what it asks for, and its
     `opening_of`. by_text: whether a text is taken in tokens of its bytes."""
     try:

@@ -83,9 +83,11 @@ class FrontScene:
         """Wait a little if servers may be used of which Envoy knows none yet."""
         usable = {name for name, one in self.front.backends.items() if one.usable}
         able = usable - request.exclude
+        if not able or able & self.endpoints.keys():
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TAKEN_S):
-                while able and not able & self.endpoints.keys():
+                while not able & self.endpoints.keys():
                     self._known.clear()
                     await self._known.wait()
 

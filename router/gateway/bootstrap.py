@@ -207,19 +207,21 @@ def _failed() -> Json:
 
 def _ask(spec: GatewaySpec) -> list[Json]:
     """The two questions: about the head alone, where the body would cost much, and the whole."""
+    added = {"allowed_client_headers_on_success": {"patterns": [_regex(_TO_CLIENT)]}}
     whole = {"max_request_bytes": spec.bounds.body_bytes}
+    # Were the first to add headers to the client's answer, too, each would stand there twice.
     return [
-        _only_large(_question(spec, "admit", ADMIT)),
-        _question(spec, "decide", DECIDE, with_request_body=whole),
+        _only_large(_question(spec, "admit", ADMIT, to_client={})),
+        _question(spec, "decide", DECIDE, to_client=added, with_request_body=whole),
     ]
 
 
-def _question(spec: GatewaySpec, name: str, path: str, **config: Any) -> Json:
+def _question(spec: GatewaySpec, name: str, path: str, to_client: Json, **config: Any) -> Json:
     longest = seconds(spec.bounds.decide_s)
     answer = {
         "allowed_upstream_headers": {"patterns": list(_TO_SERVER)},
         "allowed_client_headers": {"patterns": [_regex(_OF_REFUSALS)]},
-        "allowed_client_headers_on_success": {"patterns": [_regex(_TO_CLIENT)]},
+        **to_client,
         "dynamic_metadata_from_headers": {
             "patterns": [{"exact": ENDPOINT_HEADER}, {"exact": TO_ID_HEADER}]
         },

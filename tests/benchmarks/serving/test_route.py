@@ -18,8 +18,9 @@ from benchmarks.serving.route_backend import (
     make_server,
     prompt_blocks,
 )
-from benchmarks.serving.route_proxy import send, ttft_s
+from benchmarks.serving.route_proxy import ProxyLoad, losses, send, ttft_s
 from kappa.settings.base import SettingsError
+from loadtest.journal import RequestRecord
 from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 FAST = EmulatedLaw(token_s=1e-7, pair_s=0, decode_s=0, step_s=1e-4, load_s=0, load_token_s=0)
@@ -166,10 +167,14 @@ async def test_real_servers_get_ids_and_the_name_of_the_conversation(monkeypatch
 
 
 async def test_the_open_loop_sends_each_request_once_and_says_when_its_first_token_came(server):
-    records = await asyncio.wait_for(send(str(server.make_url("/")), 20, 200.0, 4), 60)
+    load = ProxyLoad(rate=200.0, size=1000, output=4)
+    records = await asyncio.wait_for(send(str(server.make_url("/")), 20, load), 60)
     assert [r.error for r in records] == [""] * 20 and all(ttft_s(r) > 0 for r in records)
-    gone = await asyncio.wait_for(send("http://127.0.0.1:9", 2, 200.0, 4), 60)
+    gone = await asyncio.wait_for(send("http://127.0.0.1:9", 2, load), 60)
     assert all(r.error and r.first_token_s is None for r in gone)
+    found = losses([*records, *gone, RequestRecord("", 0, first_token_s=1.0, error="cut")], 3)
+    assert (found["requests"], found["kills"]) == (23, 3)
+    assert (found["lost_before_their_first_token"], found["lost_after_it"]) == (2, 1)
 
 
 def row(arm, seed, p50, mean, p99, saved=None):

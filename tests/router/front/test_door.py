@@ -22,10 +22,6 @@ def limited(tokens):
     return {**KEYS, "limits": {"alice": {"tokens_per_minute": tokens}}}
 
 
-def opened(*servers, **sections):
-    return routing(*servers, plane="envoy", **sections)
-
-
 async def raw(front, text):
     """The first line of the answer to a request as it stands there."""
     port = int(front.url.rpartition(":")[2])
@@ -57,7 +53,7 @@ def paid(monkeypatch):
 @pytest.mark.parametrize("path", ["//", "/health/", "/ready/", "/metrics/", "/v1/../metrics"])
 @pytest.mark.parametrize("headers", [b"", f"authorization: Bearer {KEY}\r\n".encode()])
 async def test_paths_that_are_almost_ours_go_nowhere(path, headers):
-    async with serving(FakeServer()) as servers, opened(*servers, tenants=KEYS) as front:
+    async with serving(FakeServer()) as servers, routing(*servers, tenants=KEYS) as front:
         request = b"POST %b HTTP/1.1\r\nhost: a\r\n%bcontent-length: 1\r\n\r\nx"
         assert await raw(front, request % (path.encode(), headers)) == 404
         assert not servers[0].seen
@@ -65,7 +61,7 @@ async def test_paths_that_are_almost_ours_go_nowhere(path, headers):
 
 async def test_tenants_do_not_reach_what_operates_a_server():
     paths = ("/flush_cache", "/update_weights_from_disk", "/sleep", "/collective_rpc")
-    async with serving(FakeServer()) as servers, opened(*servers, tenants=KEYS) as front:
+    async with serving(FakeServer()) as servers, routing(*servers, tenants=KEYS) as front:
         request = (
             b"POST /%%76%%31/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer %b\r\n\r\n"
         )
@@ -79,7 +75,7 @@ async def test_tenants_do_not_reach_what_operates_a_server():
 async def test_paths_that_the_operator_names_are_passed():
     async with (
         serving(FakeServer()) as servers,
-        opened(*servers, tenants=KEYS, passed=["/v1/files"]) as front,
+        routing(*servers, tenants=KEYS, passed=["/v1/files"]) as front,
     ):
         assert (await front.http.get("/v1/files?limit=2")).status == 401
         assert (await front.http.get("/v1/files?limit=2", headers=ALICE)).status == 200
@@ -89,7 +85,7 @@ async def test_paths_that_the_operator_names_are_passed():
 async def test_a_prefix_is_not_left():
     async with serving(FakeServer()) as servers:
         row = {"url": f"{servers[0].url}/team-a", "profile": "pcie", "name": "a"}
-        async with opened(row, ready=False) as front:
+        async with routing(row, ready=False) as front:
             for path in ("/v1/../../team-b", "/..%2fteam-b", "/v1/%2e%2e/completions"):
                 assert await raw(front, f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode()) == 404
 
@@ -113,7 +109,7 @@ async def test_a_prefix_is_not_left():
 async def test_a_request_is_charged_however_it_is_written(path, body, least):
     async with (
         serving(FakeServer()) as servers,
-        opened(*servers, tenants=limited(1000)) as front,
+        routing(*servers, tenants=limited(1000)) as front,
     ):
         given = {"model": "llama-3.1-8b", **body}
         answer = await front.http.post(path, headers=ALICE, json=given)
@@ -125,7 +121,7 @@ async def test_a_request_is_charged_however_it_is_written(path, body, least):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/chat%2fcompletions"])
 async def test_a_path_written_otherwise_serves_nothing(path):
-    async with serving(FakeServer()) as servers, opened(*servers, tenants=KEYS) as front:
+    async with serving(FakeServer()) as servers, routing(*servers, tenants=KEYS) as front:
         url = aiohttp.client.URL(front.url + path, encoded=True)
         async with aiohttp.ClientSession() as http:
             assert (await http.post(url, headers=ALICE, json=chat(TEXT))).status == 404
@@ -133,7 +129,7 @@ async def test_a_path_written_otherwise_serves_nothing(path):
 
 
 async def test_several_tokens_in_one_event_are_refused():
-    async with serving(FakeServer()) as servers, opened(*servers) as front:
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
         answer = await front.http.post(CHAT, json=chat(stream=True, stream_interval=1_000_000))
         assert answer.status == 400
         assert not any(name.lower().startswith("x-envoy") for name in answer.headers)
@@ -143,7 +139,7 @@ async def test_several_tokens_in_one_event_are_refused():
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_pays_what_its_server_counted(paid, stream):
-    async with serving(FakeServer()) as servers, opened(*servers) as front:
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
         await (await front.http.post(CHAT, json=chat(TEXT, stream=stream))).read()
         await front.settled()
         assert paid == [104]
@@ -151,14 +147,14 @@ async def test_a_request_pays_what_its_server_counted(paid, stream):
 
 async def test_a_stream_without_usage_pays_for_its_events(paid):
     server = FakeServer(tokens=300, tells_usage=False)
-    async with serving(server), opened(server) as front:
+    async with serving(server), routing(server) as front:
         await (await front.http.post(CHAT, json=chat(TEXT, stream=True))).read()
         await front.settled()
         assert 5300 <= paid[0] <= 5310
 
 
 async def test_a_client_that_leaves_pays_for_what_it_got(paid):
-    async with serving(FakeServer(tokens=1 << 30)) as servers, opened(*servers) as front:
+    async with serving(FakeServer(tokens=1 << 30)) as servers, routing(*servers) as front:
         answer, read = await front.http.post(CHAT, json=chat(TEXT, stream=True)), 0
         while read < 100_000:
             read += len(await answer.content.readany())
@@ -172,7 +168,7 @@ async def test_a_client_that_leaves_pays_for_what_it_got(paid):
 
 
 async def test_an_expectation_of_a_client_costs_no_server():
-    async with serving(FakeServer()) as servers, opened(*servers) as front:
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
         for _ in range(6):
             answer = await front.http.post(CHAT, json=chat(), expect100=True)
             assert answer.status == 200
@@ -181,7 +177,7 @@ async def test_an_expectation_of_a_client_costs_no_server():
 
 
 async def test_headers_of_one_connection_are_not_passed_on():
-    async with serving(FakeServer()) as servers, opened(*servers) as front:
+    async with serving(FakeServer()) as servers, routing(*servers) as front:
         request = (
             b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close, x-a\r\nx-a: 1\r\n"
             b"x-kappa-to-id: forged\r\nx-gateway-destination-endpoint: 127.0.0.1:9\r\n"
@@ -193,7 +189,7 @@ async def test_headers_of_one_connection_are_not_passed_on():
 
 
 async def test_failures_of_passed_paths_open_no_breaker():
-    async with serving(FakeServer(), FakeServer()) as servers, opened(*servers) as front:
+    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers) as front:
         for server in servers:
             server.status = 500
         for _ in range(20):
@@ -221,7 +217,7 @@ class Mortal(FakeServer):
 
 
 async def test_a_request_that_kills_its_server_kills_no_other():
-    async with serving(*(Mortal() for _ in range(3))) as servers, opened(*servers) as front:
+    async with serving(*(Mortal() for _ in range(3))) as servers, routing(*servers) as front:
         answer = await front.http.post(CHAT, json=chat("poison"))
         assert (answer.status, (await answer.json())["error"]["code"]) == (503, "engine_died")
         assert sum(len(server.seen) for server in servers) == 1
@@ -243,7 +239,7 @@ class Breaking(FakeServer):
 
 
 async def test_a_broken_connection_to_a_live_server_is_tried_elsewhere():
-    async with serving(Breaking(), FakeServer()) as servers, opened(*servers) as front:
+    async with serving(Breaking(), FakeServer()) as servers, routing(*servers) as front:
         for i in range(8):
             answer = await front.http.post(CHAT, json=chat(f"{i}"))
             assert answer.status == 200
@@ -254,7 +250,7 @@ async def test_a_broken_connection_to_a_live_server_is_tried_elsewhere():
 
 async def test_nothing_of_1000_is_lost_when_servers_are_killed_and_back():
     servers = [FakeServer(tokens=2), FakeServer(tokens=2)]
-    async with serving(*servers), opened(*servers) as front:
+    async with serving(*servers), routing(*servers) as front:
         served, lost, at = 0, [], asyncio.Semaphore(24)
 
         async def one(i):

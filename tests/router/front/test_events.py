@@ -15,7 +15,7 @@ import router.front.front
 from router.front.backend import Backend
 from router.live import event_feed
 from tests.router.flooding import PATIENCE_S, Turns, batch, flood
-from tests.router.front.conftest import planes, routing, until
+from tests.router.front.conftest import routing, until
 from tests.router.front.offering import FakeServer, serving
 
 TEXT = "0123456789abcdef" * 8
@@ -51,7 +51,7 @@ class Publisher:
 
 
 @asynccontextmanager
-async def two_servers(plane="python"):
+async def two_servers():
     """A front over two servers, of which one publishes."""
     publisher = Publisher(seq=7)
     try:
@@ -61,7 +61,7 @@ async def two_servers(plane="python"):
                  "events": publisher.endpoint},
                 {"url": servers[1].url, "profile": "pcie", "name": "b"},
             ]  # fmt: skip
-            async with routing(*rows, plane=plane) as front:
+            async with routing(*rows) as front:
                 front.servers, front.publisher = servers, publisher
                 yield front
     finally:
@@ -85,9 +85,8 @@ async def published(http, publisher, text=TEXT, tokens=112):
         pass
 
 
-@planes
-async def test_blocks_that_a_server_announces_are_expected_there(plane):
-    async with two_servers(plane) as it:
+async def test_blocks_that_a_server_announces_are_expected_there():
+    async with two_servers() as it:
         await published(it.http, it.publisher)
         assert (await held(it.http))["b"] == 0
         await (await it.http.post(PATH, json=body())).read()
@@ -125,6 +124,7 @@ async def test_events_that_never_come_are_reported_once():
             with capture_logs() as logs:
                 for _ in range(7):
                     await (await it.http.post(PATH, json=body())).read()
+                    await it.settled()
     publisher.socket.close()
     missing = [one for one in logs if one["event"] == "backend_events_missing"]
     assert [one["url"] for one in missing] == [server.url]
@@ -228,9 +228,8 @@ async def test_garbage_on_the_socket_does_not_end_the_feed():
         assert (await it.http.post(PATH, json=body())).status == 200
 
 
-@planes
-async def test_without_tokens_a_request_goes_where_there_is_least_to_do(plane):
-    async with two_servers(plane) as it:
+async def test_without_tokens_a_request_goes_where_there_is_least_to_do():
+    async with two_servers() as it:
         answer = await it.http.post("/v1/chat/completions", json={"messages": [{"content": "x"}]})
         assert answer.status == 200
         record = next(reversed(it.front.live.records.values()))

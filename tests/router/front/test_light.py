@@ -8,9 +8,9 @@ import sys
 SCRIPT = """
 import sys
 import deploy.commands.route
-import router.front.app, uvicorn
+import router.front.gateway
 from kappa.settings.front import load_front_settings
-router.front.app.make_front_app(
+router.front.gateway.Front(
     load_front_settings(None, backends=[{"url": "http://a", "profile": "pcie"}])
 )
 heavy = ("ray", "torch", "vllm", "transformers", "fastapi", "tokenizers", "polars", "pandas")

@@ -15,7 +15,7 @@ from kappa.settings.front import load_front_settings
 from router.front.front import Conversations, opening_of
 from router.journal import read_journal
 from router.live import record_file
-from tests.router.front.conftest import chat, planes, routing
+from tests.router.front.conftest import chat, routing
 from tests.router.front.offering import FakeServer, serving
 
 CHATS = "/v1/chat/completions"
@@ -38,11 +38,10 @@ async def send(here, count, **headers):
         await here.settled()
 
 
-@planes
-async def test_in_shadow_the_present_balancer_steers_and_ours_is_written_down(tmp_path, plane):
+async def test_in_shadow_the_present_balancer_steers_and_ours_is_written_down(tmp_path):
     path, shadow = tmp_path / "j", {"mode": "shadow"}
     async with serving(FakeServer(), FakeServer()) as (one, two):
-        async with routing(one, two, router=shadow, journal=str(path), plane=plane) as here:
+        async with routing(one, two, router=shadow, journal=str(path)) as here:
             await send(here, 6)
             async with here.http.get("/v1/journal") as answer:
                 assert answer.status == 200
@@ -78,10 +77,9 @@ async def test_a_full_disk_ends_the_journal_with_one_line_of_the_log_and_no_requ
     assert (tmp_path / "j").read_bytes() == b""
 
 
-@planes
-async def test_a_canary_keeps_conversations_in_their_arms(tmp_path, plane):
+async def test_a_canary_keeps_conversations_in_their_arms(tmp_path):
     path = tmp_path / "j"
-    given = {"router": {"mode": "canary:50"}, "journal": str(path), "plane": plane}
+    given = {"router": {"mode": "canary:50"}, "journal": str(path)}
     async with serving(FakeServer(), FakeServer()) as servers, routing(*servers, **given) as here:
         for k in range(12):
             await send(here, 2, **{"x-session-id": f"talk {k}"})
@@ -182,14 +180,13 @@ class Balancer(FakeServer):
         return answer
 
 
-async def via(tmp_path, plane, named, **changes):
+async def via(tmp_path, named, **changes):
     """A request through a balancer: the journal's line of it, and what it left."""
     path, balancer = tmp_path / "j", Balancer(**changes)
     async with serving(FakeServer(), FakeServer(), balancer) as (one, two, _):
         balancer.named = named.format(a=one.url, b=two.url.removeprefix("http://"))
         given = {
             "present": balancer.url, "present_header": "X-Upstream", "journal": str(path),
-            "plane": plane,
         }  # fmt: skip
         async with routing(one, two, router={"mode": "shadow"}, **given) as here:
             async with here.http.post(CHATS, json=chat("question " * 60)) as answer:
@@ -204,24 +201,21 @@ async def via(tmp_path, plane, named, **changes):
 
 
 @pytest.mark.parametrize(("named", "worker"), [("{a}", "a"), ("{b}", "b")])
-@planes
-async def test_a_real_balancers_answers_say_where_a_request_went(tmp_path, plane, named, worker):
-    status, line, held, _ = await via(tmp_path, plane, named)
+async def test_a_real_balancers_answers_say_where_a_request_went(tmp_path, named, worker):
+    status, line, held, _ = await via(tmp_path, named)
     assert status == 200 and line["worker"] == worker == line["shadow"]["present_worker"]
     assert held == {"a": int(worker == "a"), "b": int(worker == "b")}
     assert line["steered"] == "present" and line["end"] == "done"
 
 
 @pytest.mark.parametrize("named", ["", "10.9.9.9:1"])
-@planes
-async def test_where_they_do_not_a_server_is_guessed(tmp_path, plane, named):
-    status, line, _, _ = await via(tmp_path, plane, named)
+async def test_where_they_do_not_a_server_is_guessed(tmp_path, named):
+    status, line, _, _ = await via(tmp_path, named)
     assert status == 200 and line["worker"] in ("a", "b")
 
 
-@planes
-async def test_a_real_balancers_failure_is_no_servers(tmp_path, plane):
-    status, line, _, breakers = await via(tmp_path, plane, "", status=503)
+async def test_a_real_balancers_failure_is_no_servers(tmp_path):
+    status, line, _, breakers = await via(tmp_path, "", status=503)
     assert status == 503 and line["end"] == "unsent" and not breakers.failing
 
 

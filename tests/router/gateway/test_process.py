@@ -30,9 +30,7 @@ def spec(tmp_path):
 
 
 def test_a_door_is_as_the_settings_have_it(tmp_path):
-    http = HttpSettings(
-        host="::1", port=8443, data_plane="envoy", tls={"cert": "a.crt", "key": "/b.key"}
-    )
+    http = HttpSettings(host="::1", port=8443, tls={"cert": "a.crt", "key": "/b.key"})
     access = AccessSettings(max_headers=50, max_header_bytes=8192, body_timeout_s=5)
     door = spec_of(
         http, access, folder=tmp_path, max_body_bytes=4096, decided=(CHAT,), own=("/",),
