@@ -156,6 +156,8 @@ class _GateReply:
     def __init__(self, send: Send, died: Callable[[], Awaitable[bool | None]]) -> None:
         self._send, self._died = send, died
         self._begun = self._over = self._replaced = self._events = False
+        # What fails before its first byte may be tried elsewhere: its head waits for that.
+        self._head: Message | None = None
 
     async def __call__(self, message: Message) -> None:
         if self._replaced or self._over:
@@ -169,11 +171,17 @@ class _GateReply:
                 # It lives, and computed nothing that the client has seen: another may do better.
                 retry = (RETRY_HEADER.encode(), b"elsewhere")
                 message = {**message, "headers": [*message.get("headers", ()), retry]}
-            self._begun = True
             kinds = [v for n, v in message.get("headers", ()) if n.lower() == b"content-type"]
             self._events = any(kind.startswith(b"text/event-stream") for kind in kinds)
-        elif message["type"] == "http.response.body":
+            self._head = message
+            return
+        if message["type"] == "http.response.body":
             self._over = not message.get("more_body", False)
+            if not message.get("body") and not self._over:
+                return
+        if self._head is not None:
+            self._begun, head, self._head = True, self._head, None
+            await self._send(head)
         await self._send(message)
 
     async def broke(self, died: bool | None) -> None:
