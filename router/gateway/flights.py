@@ -169,7 +169,7 @@ class Flights(Generic[F]):
         except ApiError as error:
             log.warning("request_not_passed_on", request_id=request_id, code=error.code)
             return refusal(error, anthropic=aloft.anthropic)
-        return Go()
+        return Go(self._scene.headers(aloft.flight))
 
     async def _check(self, aloft: Aloft[F], failure: StreamEnd | None) -> None:
         """Find out what became of the server that failed; ApiError if no other may be tried."""
@@ -280,6 +280,7 @@ class Flights(Generic[F]):
             if outcome in ("done", "refused"):
                 live.suspects.served(aloft.digest)
             self._scene.ended(aloft.flight, outcome)
+            self._scene.over(aloft.flight, outcome, status)
             if aloft.used is not None and aloft.used.prompt_tokens:
                 lease.counted(aloft.used.prompt_tokens)
             lease.generated(generated)
