@@ -16,7 +16,6 @@ import structlog
 from starlette.datastructures import Headers
 
 from kappa.protocol import (
-    CHARGES_KEY,
     PROMPT_KEY,
     TO_BODY_HEADER,
     TO_DROP_HEADER,
@@ -43,8 +42,8 @@ from router.live.membership import DIED, ENGINE_DIED
 
 log = structlog.get_logger(__name__)
 
-# Of what a worker puts into a body: it comes in a header, of which its server takes 64 kB.
-_MOST_SET_BYTES = 48 << 10
+# Of what a worker puts into a body, which comes in a header.
+_MOST_SET_BYTES = 1000 << 10
 # One that comes is chosen once Envoy knows it.
 _KNOWN_S = 2.0
 _LOOK_S = 10.0
@@ -168,16 +167,13 @@ class ClusterScene:
 
     def headers(self, flight: ClusterFlight) -> Mapping[str, str]:
         """What the worker's gate does to the body. ApiError 400 if that is too much."""
-        text, sent = _json(flight.sets), dict(flight.sets["vllm_xargs"])
-        # What others charged is worth less than an answer; an engine can tokenize by itself.
-        for name in (CHARGES_KEY, PROMPT_KEY):
-            if len(text) > _MOST_SET_BYTES and sent.pop(name, None) is not None:
-                text = _json({**flight.sets, "vllm_xargs": sent})
+        text = _json(flight.sets)
         if len(text) > _MOST_SET_BYTES:
-            names = ", ".join(sorted(flight.sets.keys() - {"vllm_xargs"}))
+            # A prompt in tokens, for an engine of ours, or what lost some of its parts.
+            names = sorted(flight.sets.keys() - {"vllm_xargs"}) or ["prompt"]
             raise errors.bad_field(
-                names, "has parts that the API does not name, and is too long to be sent without "
-                "them: leave them out",
+                names[0], "is too long to be sent on changed: leave out what the API does not "
+                "name, or shorten it",
             )  # fmt: skip
         drops = {TO_DROP_HEADER: ",".join(flight.drops)} if flight.drops else {}
         deadline = flight.api.deadline

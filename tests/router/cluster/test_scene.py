@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from kappa.protocol import (
-    CHARGES_KEY,
     ENDPOINT_HEADER,
     GPU_S_KEY,
     PROMPT_KEY,
@@ -16,6 +15,7 @@ from kappa.protocol import (
     TO_DROP_HEADER,
 )
 from router.api.app import Access, Door
+from router.api.metadata import tokens_in
 from router.cluster.scene import ClusterScene
 from router.gateway.authz import Go, Inquiry, Refuse
 from router.gateway.decider import Decider, DeciderRule
@@ -80,25 +80,15 @@ async def test_a_request_goes_on_with_what_its_engine_must_know(deciding):
     assert PROMPT_KEY not in put["vllm_xargs"]
 
 
-async def test_an_engine_of_ours_gets_the_prompt_unless_it_is_long(deciding):
+async def test_an_engine_of_ours_gets_the_prompt(deciding):
     here = await deciding(ports(a="torch"))
-    short, long = [
-        sets(await here.ask({"messages": [{"role": "user", "content": text}]}, request_id=name))
-        for name, text in (("r", "hello"), ("s", "hello world " * 400))
-    ]
-    assert PROMPT_KEY in short["vllm_xargs"]
-    assert here.live.records["s"].decision.prompt_tokens > 400
-    assert PROMPT_KEY in long["vllm_xargs"]
+    packed = sets(await here.ask())["vllm_xargs"][PROMPT_KEY]
+    assert len(tokens_in(packed)) == here.live.records["r"].decision.prompt_tokens
 
 
-async def test_what_is_too_long_for_a_header_is_left_out_or_refused(deciding, monkeypatch):
-    here = await deciding(ports(a="torch"))
+async def test_what_is_too_long_to_be_changed_is_refused(deciding, monkeypatch):
+    here = await deciding()
     monkeypatch.setattr("router.cluster.scene._MOST_SET_BYTES", 400)
-    flight = SimpleNamespace(
-        sets={"vllm_xargs": {CHARGES_KEY: "c" * 300, PROMPT_KEY: "p" * 500, "k": 1}}, drops=(),
-        api=SimpleNamespace(deadline=None),
-    )  # fmt: skip
-    assert json.loads(here.scene.headers(flight)[TO_BODY_HEADER]) == {"vllm_xargs": {"k": 1}}
     said = [{"role": "user", "content": "x" * 800, "unknown": True}]
     verdict = await here.ask({"messages": said})
     assert isinstance(verdict, Refuse) and verdict.status == 400
