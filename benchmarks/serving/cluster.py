@@ -58,7 +58,8 @@ class BenchCluster(Cluster):
             if name in self.systems:
                 self._progress(f"starting {name}")
                 at_once = {"stream_batching_interval_ms": 0} if name != "stock" else {}
-                serve.run(_stock_app(self.settings, model, at_once), name, prefix)
+                app = _stock_app(self.settings, model, at_once)
+                serve.run(app, name=name, route_prefix=prefix)
                 self.urls[name] = f"{self.url}{prefix}"
         if "kappa_envoy" in self.systems:
             self._progress("starting kappa_envoy")

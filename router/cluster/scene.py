@@ -187,8 +187,11 @@ class ClusterScene:
         """Nothing: `Flights` decides about every attempt."""
 
     def used(self, flight: ClusterFlight, tail: bytes) -> Used | None:
-        """Nothing: workers report what they did."""
-        return None
+        """What its worker reports; its prompt was counted before."""
+        record = self.live.records.get(flight.decision.request_id)
+        if record is None or record.generated_tokens is None:
+            return None
+        return Used(0, record.generated_tokens)
 
     async def lives(self, worker: str) -> bool:
         """Whether its engine does, as its port says; one that does not answer in time may."""
@@ -214,6 +217,8 @@ class ClusterScene:
 
     def ended(self, flight: ClusterFlight, end: str) -> None:
         """It is over at its worker."""
+        if end == "worker_died":
+            self.live.members.failed(flight.decision.worker, DIED)
         self.live.release(flight.decision.request_id, end)
 
     def over(self, flight: ClusterFlight, end: str, status: int) -> None:

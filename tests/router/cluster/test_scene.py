@@ -21,7 +21,8 @@ from router.gateway.authz import Go, Inquiry, Refuse
 from router.gateway.decider import Decider, DeciderRule
 from router.gateway.events import StreamEnd
 from router.gateway.spec import GatewaySpec, ServerEndpoint
-from tests.router.scripted import BODY, KEYS, OWN, announcement, overload
+from router.live.membership import ENGINE_DIED
+from tests.router.scripted import BODY, KEYS, OWN, announcement, overload, until
 
 pytestmark = pytest.mark.ray
 
@@ -171,3 +172,31 @@ async def test_a_second_attempt_after_the_deadline_is_refused(deciding, monkeypa
     here.flights.failed(StreamEnd("r", 504, upstream=here.scene.address(worker)))
     verdict = await here.flights.again("r", 2)
     assert isinstance(verdict, Refuse) and verdict.status == 504
+
+
+async def test_what_kills_two_engines_alone_is_refused(deciding, monkeypatch):
+    here = await deciding(ports(a="vllm", b="vllm", c="vllm"))
+
+    async def lives(worker):
+        here.live.members.failed(worker, ENGINE_DIED)
+        return False
+
+    monkeypatch.setattr(here.scene, "lives", lives)
+    for number in range(2):
+        go = await here.ask(request_id=f"r{number}")
+        at = go.upstream[ENDPOINT_HEADER].split(",")[0]
+        here.flights.ended(StreamEnd(f"r{number}", 503, upstream=at))
+        await until(lambda: not here.live.router.flights)
+        assert here.live.records[f"r{number}"].end == "worker_died"
+    verdict = await here.ask(request_id="again")
+    assert isinstance(verdict, Refuse) and verdict.status == 422
+
+
+async def test_tokens_are_those_that_a_worker_reports(deciding):
+    here = await deciding()
+    go = await here.ask({"stream": True})
+    here.live.records["r"].generated_tokens = 7
+    at = go.upstream[ENDPOINT_HEADER].split(",")[0]
+    flight = here.flights._aloft["r"]
+    here.flights.ended(StreamEnd("r", 200, upstream=at, sent_bytes=20_000))
+    assert flight.used.generated_tokens == 7
