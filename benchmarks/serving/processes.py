@@ -13,7 +13,7 @@ _ROLES = (
     ("KappaDecider", "decider"), ("KappaIngress", "ingress"), ("ServeReplica:kappa:", "replica"),
     ("ServeReplica:envoy:", "replica"), ("OpenAiIngress", "stock ingress"),
     ("ServeReplica:stock", "stock replica"), ("ProxyActor", "proxy"), ("ServeController", "ray"),
-    ("EngineCore", "engine"), ("vllm", "vllm"), ("envoy", "envoy"), ("ray", "ray"),
+    ("VLLM::", "engine"), ("vllm", "vllm"), ("envoy", "envoy"), ("ray", "ray"),
 )  # fmt: skip
 
 
