@@ -41,7 +41,12 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 20
-_OURS = frozenset(name.encode() for name in (TO_BODY_HEADER, TO_DROP_HEADER, TO_SECRET_HEADER))
+# Of a client's headers what an engine's application may see: it also reads some that name a rank of
+# it, and answers any website that names itself.
+_SEEN = frozenset(
+    (b"accept", b"content-type", b"host", b"traceparent", b"tracestate", b"user-agent",
+     b"x-request-id")
+)  # fmt: skip
 _ARGUMENTS = "vllm_xargs"
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _AGAIN_S = 1
@@ -106,8 +111,7 @@ class WorkerGate:
         except _BodyError as error:
             await _answer(send, *error.args)
             return
-        kept = [pair for pair in scope["headers"] if pair[0] not in _OURS]
-        kept = [pair for pair in kept if pair[0] not in (b"content-length", b"transfer-encoding")]
+        kept = [pair for pair in scope["headers"] if pair[0] in _SEEN]
         kept.append((b"content-length", str(len(body)).encode()))
         await self._serve({**scope, "headers": kept}, body, fields, receive, send)
 

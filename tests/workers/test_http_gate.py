@@ -276,3 +276,10 @@ async def test_gate_holds_the_head_until_the_first_byte():
     await gate_of(engine)(scope, receive, send)
     assert [one.get("status") for one in seen] == [503, None]
     assert (RETRY_HEADER.encode(), b"elsewhere") in seen[0]["headers"]
+
+
+async def test_gate_shows_an_engine_few_of_a_clients_headers():
+    engine = Engine()
+    given = {"origin": "http://evil", "x-data-parallel-rank": "7", "cookie": "c"}
+    await ask(gate_of(engine), **given, accept="*/*", **{"x-request-id": "r"})
+    assert engine.headers == {b"accept": b"*/*", b"x-request-id": b"r", b"content-length": b"2"}
