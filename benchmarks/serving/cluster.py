@@ -24,7 +24,6 @@ from deploy.app.front_door import FrontDoor
 from deploy.app.model import Model, StartError, prepare_model
 from deploy.app.plan import pool_config
 from kappa.host import die_with_parent, free_port
-from kappa.settings.access import HttpSettings
 from kappa.settings.cluster import ClusterSettings
 
 _PREFIXES = {"stock": "/stock", "stock_no_batching": "/stock0"}
@@ -35,7 +34,7 @@ _VLLM_START_S = 180.0
 
 def one_node(settings: ClusterSettings) -> ClusterSettings:
     """The same settings with one worker, of the first pool, at its machine's own speed."""
-    http = HttpSettings(port=settings.http.port)
+    http = settings.http.model_copy(update={"data_plane": "python", "tls": None})
     return settings.first_worker().unpaced().model_copy(update={"http": http})
 
 
@@ -63,7 +62,7 @@ class BenchCluster(Cluster):
                 self.urls[name] = f"{self.url}{prefix}"
         if "kappa_envoy" in self.systems:
             self._progress("starting kappa_envoy")
-            http = HttpSettings(port=0, data_plane="envoy")
+            http = self.settings.http.model_copy(update={"port": 0, "data_plane": "envoy"})
             self._second = FrontDoor(self.settings.model_copy(update={"http": http}))
             self._second.start()
             app = build_app(self.settings, [model], self._ray.stream_host, self._second.spec)
