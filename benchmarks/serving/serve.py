@@ -100,8 +100,7 @@ def show(facts: Row, console: Console) -> None:
             row["prompt"], str(row["concurrency"]), row["system"],
             f"{1e3 * row['ttft_s']['p50']:.0f}", f"{1e3 * row['ttft_s']['p99']:.0f}",
             f"{100 * row['ttft_s']['spread']:.0f} %", f"{1e3 * row['first_event_s']['p50']:.0f}",
-            f"{row['rps']['median']:.1f}", f"{sum(row.get('cpu_ms', {}).values()):.1f}",
-            " ".join(f"{role} {ms:.1f}" for role, ms in row.get("cpu_ms", {}).items() if ms >= _SHOWN_MS),
+            f"{row['rps']['median']:.1f}", *_cpu_shown(row.get("cpu_ms", {})),
         )
         for row in facts["rows"]
     ]  # fmt: skip
@@ -114,9 +113,16 @@ def show(facts: Row, console: Console) -> None:
     for ratio in facts["ratio_p50"]:
         console.print(
             f"{ratio['prompt']}, {ratio['concurrency']} clients: ours / {ratio['against']}: "
-            f"TTFT {ratio['ttft']:.2f}, requests/s {ratio['rps']:.2f}, CPU {ratio.get('cpu', float('nan')):.2f}",
+            f"TTFT {ratio['ttft']:.2f}, requests/s {ratio['rps']:.2f}"
+            + (f", CPU {ratio['cpu']:.2f}" if "cpu" in ratio else ""),
             highlight=False,
         )
+
+
+def _cpu_shown(cpu_ms: Mapping[str, float]) -> tuple[str, str]:
+    """All of it, and whose the most is; earlier results have none."""
+    roles = " ".join(f"{role} {ms:.1f}" for role, ms in cpu_ms.items() if ms >= _SHOWN_MS)
+    return f"{sum(cpu_ms.values()):.1f}", roles
 
 
 @dataclass(frozen=True, slots=True)
