@@ -106,7 +106,7 @@ def show(facts: Row, console: Console) -> None:
     ]  # fmt: skip
     columns = (
         "prompt", "clients", "system", "TTFT p50", "p99", "spread", "first event p50", "req/s",
-        "CPU-ms", "of it",
+        "CPU-ms", "by role",
     )  # fmt: skip
     title = "Streamed chats, unpaced, one replica each; ms at the client"
     console.print(table(title, columns, rows, left=("system",)))
@@ -120,7 +120,7 @@ def show(facts: Row, console: Console) -> None:
 
 
 def _cpu_shown(cpu_ms: Mapping[str, float]) -> tuple[str, str]:
-    """All of it, and whose the most is; earlier results have none."""
+    """The sum, and the roles with the most; earlier results have none."""
     roles = " ".join(f"{role} {ms:.1f}" for role, ms in cpu_ms.items() if ms >= _SHOWN_MS)
     return f"{sum(cpu_ms.values()):.1f}", roles
 

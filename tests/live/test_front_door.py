@@ -146,7 +146,7 @@ def test_a_killed_decider_cuts_no_stream(door):
     door.until(lambda: door.post().status_code == 200, "the decider did not come back", 120.0)
 
 
-def test_an_unknown_key_is_told_so(door):
+def test_an_unknown_key_is_refused(door):
     with pytest.raises(openai.AuthenticationError):
         options = {**door.client_options(), "api_key": "sk-nobody"}
         openai.OpenAI(**options).models.list()
