@@ -40,9 +40,10 @@ _FILE_COLUMNS = 170
 
 
 def result(**facts: Any) -> dict[str, Any]:
-    """The facts of a bench, with the command, the machine and the day."""
-    today = datetime.now(UTC).date().isoformat()
-    return {**facts, "machine": machine(), "command": command(), "date": today}
+    """The facts of a bench, with the command, the machine, how loaded it was at the end (1, 5 and
+    15 minutes) and the day."""
+    made = {"machine": machine(), "load_average": os.getloadavg(), "command": command()}
+    return {**facts, **made, "date": datetime.now(UTC).date().isoformat()}
 
 
 def publish(
@@ -66,7 +67,9 @@ def publish(
     # Into a file, a table is as wide as it needs, not as 80 columns.
     console = Console(width=None if Console().is_terminal else _FILE_COLUMNS)
     show(console)
-    made = f"{facts['command']}  on {facts['machine']}{', ' if remark else ''}{remark}"
+    load = "/".join(f"{average:.1f}" for average in facts["load_average"])
+    made = f"{facts['command']}  on {facts['machine']}, load average {load}"
+    made += f", {remark}" if remark else ""
     console.print(made, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -132,15 +132,20 @@ class BlockPool:
             ends[block] = end
 
 
-def runs(to: Sequence[int] | Ids, of: Sequence[int] | Ids) -> list[CopyRun]:
+def runs(to: Sequence[int], of: Sequence[int]) -> list[CopyRun]:
     """Pairs of blocks as few copies; `BlockError` for unequally many blocks."""
     if len(to) != len(of):
         raise BlockError(f"cannot copy {len(of)} blocks to {len(to)}")
-    if not len(to):
-        return []
-    target, source = np.asarray(to), np.asarray(of)
-    cut = np.flatnonzero((np.diff(target) != 1) | (np.diff(source) != 1)) + 1
-    first = np.concatenate(([0], cut))
-    counts = np.diff(np.append(first, len(to)))
-    firsts = target[first].tolist(), source[first].tolist(), counts.tolist()
-    return list(zip(*firsts, strict=True))
+    merged: list[CopyRun] = []
+    first = source = count = 0
+    # Of a few hundred, numpy's calls alone would last longer.
+    for target, other in zip(to, of, strict=True):
+        if count and target == first + count and other == source + count:
+            count += 1
+            continue
+        if count:
+            merged.append((first, source, count))
+        first, source, count = target, other, 1
+    if count:
+        merged.append((first, source, count))
+    return merged

@@ -169,7 +169,7 @@ class CpuAttention:
         """Blocks (n, 2, block_tokens, kv_heads, d), wide: long runs in place, the rest gathered."""
         direct = host.dtype == self._wide
         gathered: list[tuple[int, int]] = []
-        for _, first, count in runs(range(len(blocks)), blocks):
+        for _, first, count in runs(range(len(blocks)), blocks.tolist()):
             if direct and count >= _LEAST_RUN:
                 for at in range(first, first + count, _RUN_BLOCKS):
                     yield host[at : min(at + _RUN_BLOCKS, first + count)]

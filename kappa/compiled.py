@@ -6,27 +6,85 @@ arrays are; one compiled loop costs as much as two of them, and reads like the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
-from numba import njit
+from numba import config, njit
+from numba.core.caching import (
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
+_PLACES = "_WhereSet", "_BesideSource", "_InUsersCache"
 
 
 def compiled(function: F, *, nogil: bool = False) -> F:
     """`function`, compiled when it is first called with arguments of these types (numba); `nogil`:
     it runs without the interpreter's lock.
 
-    Division by zero gives infinity or NaN, as with arrays; indices are not checked. What was
-    compiled is kept for the next process beside the source or in the user's cache; where there is
-    no place for it each process compiles for itself, which takes seconds.
-
-    Constants are frozen in, and numba looks only at the age of the function's own file: what it
-    uses, constants and other compiled functions, must stand in that file or come as an argument.
+    Division by zero gives infinity or NaN, as with arrays; indices are not checked. It may call
+    compiled functions of other files and use their constants. What was compiled is kept for the
+    next process beside the source or in the user's cache, until one of the files that it is made of
+    changes; where there is no place for it each process compiles for itself, which takes seconds.
     """
+    before = config.CACHE_LOCATOR_CLASSES
+    config.CACHE_LOCATOR_CLASSES = ",".join(f"{__name__}.{name}" for name in _PLACES)
     try:
         made = njit(cache=True, error_model="numpy", nogil=nogil)(function)
     except RuntimeError:
         made = njit(error_model="numpy", nogil=nogil)(function)
+    finally:
+        config.CACHE_LOCATOR_CLASSES = before
     return cast(F, made)
+
+
+def interpreted(function: F) -> F:
+    """A compiled function, and those that it calls, as Python runs them: quicker for a few numbers
+    than to enter compiled code, and they take arrays and any object."""
+    plain = getattr(function, "py_func", None)
+    if plain is None:
+        return function
+    code = plain.__code__
+    names = {name: interpreted(plain.__globals__.get(name)) for name in code.co_names}
+    used = {name: value for name, value in names.items() if value is not None}
+    return cast(F, FunctionType(code, used, code.co_name, plain.__defaults__))
+
+
+class _Stamp:
+    """numba looks at the age of a function's own file; this at the files that it is made of, since
+    their functions and constants are frozen into it."""
+
+    def __init__(self, function: Callable[..., Any], path: str) -> None:
+        super().__init__(function, path)  # type: ignore[call-arg]  # A mixin before a locator.
+        self._files = {path, *_frozen(function.__globals__, set())}
+
+    def get_source_stamp(self) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(self._files):
+            digest.update(Path(path).read_bytes())
+        return digest.hexdigest()
+
+
+# Where `NUMBA_CACHE_DIR` says; in `__pycache__`, where it may be written; in the user's cache.
+_WhereSet = type("_WhereSet", (_Stamp, UserProvidedCacheLocator), {})
+_BesideSource = type("_BesideSource", (_Stamp, InTreeCacheLocator), {})
+_InUsersCache = type("_InUsersCache", (_Stamp, UserWideCacheLocator), {})
+
+
+def _frozen(names: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
+    """Files with compiled functions from which `names` has functions, or the module itself."""
+    for value in list(names.values()):
+        of = value.__name__ if isinstance(value, ModuleType) else None
+        of = getattr(getattr(value, "py_func", None), "__module__", of)
+        module = sys.modules.get(of or "")
+        if of and module and of not in seen and getattr(module, "compiled", None) is compiled:
+            seen.add(of)
+            if module.__file__:
+                yield module.__file__
+            yield from _frozen(vars(module), seen)

@@ -1,11 +1,11 @@
-"""The cost model: seconds of a step, of a load, of a prompt on a node. No other file has formulas.
+"""The cost model: seconds of a step, of a load, of a prompt on a node.
 
 A step costs 2P FLOPs per new token and 4·L·n_q·d per pair of query and key, and reads the weights
 once and the KV of every context; it lasts the longer of computing and reading, plus a fixed cost.
 Beyond paper 001 (``kappa.paper``: F = 2P) attention and the floor of the reads count. Numbers may
-be arrays, except where a docstring says otherwise. ``router.pricing`` restates these formulas for
-its compiled loops, and a test holds the two equal. Seconds are a node's own, undilated, unless a
-name says ``real``.
+be arrays, except where a docstring says otherwise. The formulas stand in ``kappa.formulas``, which
+the router's compiled loops call, too. Seconds are a node's own, undilated, unless a name says
+``real``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa import formulas
 from kappa.checks import check_not_negative, check_positive, record_from
+from kappa.compiled import interpreted
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, attention_flops, kv_bytes_per_token, weight_read_bytes
 
@@ -52,6 +54,10 @@ N = TypeVar("N", float, Floats)
 
 Bound = Literal["memory", "compute"]
 
+_chunk_pairs, _decode_pairs = map(interpreted, (formulas.chunk_pairs, formulas.decode_pairs))
+_computing_s, _reading_s = interpreted(formulas.computing_s), interpreted(formulas.reading_s)
+_transfer_s, _limited = interpreted(formulas.transfer_s), interpreted(formulas.limited_tokens)
+
 # A context so long that the pairs among the new tokens do not count.
 _FAR_TOKENS = 1_000_000.0
 _MOST_RATIO, _RATIO_ERROR = 2.0**40, 1e-12
@@ -67,21 +73,26 @@ class StepWork(NamedTuple, Generic[N]):
 
 def chunk_work(new_tokens: N, context_tokens: N) -> StepWork[N]:
     """Compute new tokens behind a context: each meets all of it and, causally, half the others."""
-    pairs = new_tokens * (context_tokens + 0.5 * new_tokens)
-    return StepWork(new_tokens, pairs, context_tokens + new_tokens)
+    return StepWork(
+        new_tokens, _chunk_pairs(new_tokens, context_tokens), context_tokens + new_tokens
+    )
 
 
 def decode_work(requests: N, context_tokens: N) -> StepWork[N]:
     """Decode a token for each of `requests` with `context_tokens` between them."""
-    return StepWork(requests, context_tokens + 0.5 * requests, context_tokens + requests)
+    pairs = _decode_pairs(requests, context_tokens)
+    return StepWork(requests, pairs, context_tokens + requests)
 
 
-def batch_work(chunks: Iterable[tuple[int, int]]) -> StepWork[float]:
-    """What one step over [(new tokens, context tokens before them)] has to do."""
-    tokens, pairs, reads = 0, 0.0, 0
+def batch_work(
+    chunks: Iterable[tuple[int, int]], requests: int = 0, context_tokens: int = 0
+) -> StepWork[float]:
+    """What one step over [(new tokens, context tokens before them)] and decoding requests does."""
+    tokens, reads = requests, context_tokens + requests
+    pairs = _decode_pairs(requests, context_tokens)
     for new, context in chunks:
         tokens += new
-        pairs += new * (context + 0.5 * new)
+        pairs += _chunk_pairs(new, context)
         reads += context + new
     return StepWork(tokens, pairs, reads)
 
@@ -126,8 +137,8 @@ class StepModel:
     def parts(self, work: StepWork[N], steps: float | N = 1) -> StepParts[N]:
         """Parts of `steps` steps that have this work between them."""
         return StepParts(
-            work.tokens * self.token_s + work.pairs * self.pair_s,
-            steps * self.weights_s + work.reads * self.context_token_s,
+            _computing_s(self, work.tokens, work.pairs),
+            _reading_s(self, steps, work.reads),
             steps * self.fixed_s,
         )
 
@@ -136,16 +147,11 @@ class StepModel:
     ) -> StepParts[float]:
         """Parts of one step over [(new tokens, context tokens before them)] and decoding requests.
 
-        The sum of each chunk's `parts`, written out: forecasts and simulations live in this loop.
+        The sum of each chunk's `parts`: forecasts and simulations live in this loop.
         """
-        compute_s, read_s, fixed_s = 0.0, self.weights_s, self.fixed_s
-        if requests or context_tokens:
-            compute_s, read_s, fixed_s = self.parts(decode_work(requests, context_tokens))
-        token_s, pair_s, context_token_s = self.token_s, self.pair_s, self.context_token_s
-        for new, context in chunks:
-            compute_s += new * token_s + new * (context + 0.5 * new) * pair_s
-            read_s += (context + new) * context_token_s
-        return StepParts(compute_s, read_s, fixed_s)
+        tokens, pairs, reads = batch_work(chunks, requests, context_tokens)
+        fixed_s = self.fixed_s
+        return StepParts(_computing_s(self, tokens, pairs), _reading_s(self, 1, reads), fixed_s)
 
     def step_s(self, chunks: Iterable[tuple[int, int]]) -> float:
         """Seconds of one step over [(new tokens, context tokens before them)]."""
@@ -172,16 +178,11 @@ class StepModel:
         return record_from(cls, data, "StepModel")
 
 
-# A step computes prompts for at least so many times its fixed cost, or that would be most of it;
-# GEMMs compute whole tiles of tokens.
-_LEAST_OF_FIXED = 4.0
-_TILE_TOKENS = 128
 # A prompt is on the way to be late once it took so many times its own computing, or so long.
 _LATE_FACTOR, _LATE_S = 2.5, 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class StepLimit:
+class StepLimit(NamedTuple):
     """How long a step may last for those that decode in it, as tokens that fit.
 
     A prompt that fills a step's token budget holds up everybody who decodes there by all of its
@@ -206,23 +207,12 @@ class StepLimit:
         left_tokens, waited_s: of that prompt, whose seconds grow once it is late. Prompts get a
         third of the limit at the least, and a tile's tokens.
         """
-        step = self.step
-        if not requests or not self.factor or step.token_s <= 0:
-            return math.inf
-        fixed_s, read_s = step.fixed_s, context_tokens * step.context_token_s
-        limit_s = self.factor * (step.weights_s + read_s / requests + fixed_s)
-        beside_s = requests * step.token_s + context_tokens * step.pair_s
-        # Reading takes its time anyway: computing meanwhile costs those that decode nothing.
-        room_s = max(limit_s, step.weights_s + read_s + fixed_s) - fixed_s - beside_s
-        waited = max(self.lateness(left_tokens, waited_s), 1.0)
-        prompt_s = max(room_s, limit_s / 3, _LEAST_OF_FIXED * fixed_s) * waited
-        new = prompt_s / (step.token_s + behind_tokens * step.pair_s)
-        tiles = max(round((requests + new) / _TILE_TOKENS), requests // _TILE_TOKENS + 1)
-        return tiles * _TILE_TOKENS
+        late = max(self.lateness(left_tokens, waited_s), 1.0)
+        return _limited(self.step, self.factor, requests, context_tokens, behind_tokens, late)
 
     def lateness(self, prompt_tokens: int, waited_s: float) -> float:
         """What a prompt waited so far, over what it may before those that decode wait for it."""
-        own_s = prompt_tokens * (self.step.token_s + 0.5 * prompt_tokens * self.step.pair_s)
+        own_s = _computing_s(self.step, prompt_tokens, _chunk_pairs(prompt_tokens, 0))
         return waited_s / (max(_LATE_S, _LATE_FACTOR * own_s) * self.step.dilation)
 
 
@@ -258,7 +248,7 @@ def transfer_s(tokens: N, token_s: float, fixed_s: float) -> N:
     """Seconds of link time for `tokens`: a fixed cost and so much for each; none costs nothing."""
     if isinstance(tokens, np.ndarray):
         return np.where(tokens > 0, fixed_s + tokens * token_s, 0.0)
-    return fixed_s + tokens * token_s if tokens > 0 else 0.0
+    return _transfer_s(tokens, token_s, fixed_s)
 
 
 def load_s(shape: ModelShape, node: NodeProfile, cached_tokens: N) -> N:

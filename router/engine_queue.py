@@ -13,30 +13,23 @@ Pure: every method takes the time; the clock is real seconds (dilated on a paced
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from kappa.cost import StepLimit, StepModel, transfer_s
+from kappa import formulas
+from kappa.compiled import interpreted
+from kappa.cost import StepLimit, StepModel, batch_work, transfer_s
 
 # A forecast that would take longer than this many steps is cut off: it is "very late" anyway.
 _MAX_STEPS = 2_000
 _MANY = 1_000_000
 _NEVER = math.inf
 _ROUNDING = 1e-6
+_factor = interpreted(formulas.factor)
 
 Work = list[tuple[int, int]]
 """Of a step: new tokens of each request, and the tokens of its context before them."""
-
-
-def step_factor(factors: Sequence[float], tokens: int) -> float:
-    """How many times as long as said a step of so many tokens takes; 1 where nothing is known."""
-    if not factors:
-        return 1.0
-    x = math.log2(max(tokens, 1))
-    low = min(int(x), len(factors) - 2)
-    share = min(x - low, 1.0)
-    return math.exp((1 - share) * factors[low] + share * factors[low + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +53,9 @@ class EngineSpeed:
 
     def step_s(self, work: Work) -> float:
         """Real seconds of one step."""
-        seconds = self.step.real_s(work)
-        if self.factors:
-            seconds *= step_factor(self.factors, sum([new for new, _ in work]))
-        return seconds
+        total = batch_work(work)
+        seconds = self.step.parts(total).step_s * self.step.dilation
+        return seconds * _factor(self.factors, total.tokens) if self.factors else seconds
 
     def most_tokens(
         self, decoding: Work, behind_tokens: int, left_tokens: int = 0, waited_s: float = 0.0
@@ -322,9 +314,14 @@ class EngineQueue:
         """Its load has landed, and the engine does not know yet."""
         return job.loads and self._polled_s < job.loaded_s <= self._now_s
 
-    def _known(self, job: EngineJob) -> bool:
-        """Whether the engine knows that the job can run: there was no load, or it has landed."""
-        return job.loaded_s <= (self._polled_s if job.loads else self._now_s)
+    def _runnable(self, jobs: Iterable[EngineJob]) -> list[EngineJob]:
+        """Those that decode, and those of which the engine knows that they can run: there was no
+        load, or it has landed."""
+        now_s, polled_s = self._now_s, self._polled_s
+        return [
+            job for job in jobs
+            if job.new_tokens <= 0 or job.loaded_s <= (polled_s if job.host_tokens > 0 else now_s)
+        ]  # fmt: skip
 
     def _fast_forward(self, work: Work, first_s: float, until_s: float) -> tuple[int, float, float]:
         """Decode-only steps until something else happens: how many, their seconds, the last's."""
@@ -369,12 +366,10 @@ class EngineQueue:
         waiting = [job for job in jobs if not job.admitted and job.arrival_s <= self._now_s]
         if not waiting:
             return
-        held, budget = 0, self.speed.budget_tokens
-        for job in jobs:
-            if job.admitted:
-                held += job.footprint_tokens
-                if job.decoding or self._known(job):
-                    budget -= max(job.new_tokens, 1)
+        admitted = [job for job in jobs if job.admitted]
+        held = sum([job.footprint_tokens for job in admitted])
+        budget = self.speed.budget_tokens
+        budget -= sum([max(job.new_tokens, 1) for job in self._runnable(admitted)])
         packs, capacity = self.speed.packs, self.speed.capacity_tokens
         for job in waiting:
             fits = not held or held + job.footprint_tokens <= capacity
@@ -428,7 +423,7 @@ class EngineQueue:
                 budget -= 1
         # A prompt that has begun goes on before another begins.
         prompts.sort(key=lambda job: job.prefilled_tokens == 0)
-        prompts = [job for job in prompts if self._known(job)]
+        prompts = self._runnable(prompts)
         if prompts:
             head, waited_s = prompts[0], self._now_s - prompts[0].arrival_s
             most = self.speed.most_tokens(work, head.context_tokens, head.new_tokens, waited_s)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa import formulas
 from kappa.compiled import compiled
 
 # Of observations.
@@ -55,8 +56,7 @@ CONSTANTS = (
     "token_s", "pair_s", "weights_s", "context_token_s", "fixed_s", "load_token_s", "load_fixed_s",
     "overhead_s", "disk_token_s",
 )  # fmt: skip
-FACTORS = 14
-PARAMETERS = len(CONSTANTS) + FACTORS
+PARAMETERS = len(CONSTANTS) + formulas.FACTORS
 FACTOR_WIDTH = 0.25
 _TAIL = 4.0
 _MOST_STEP = 1.0
@@ -93,14 +93,6 @@ def constants_of(theta: Floats, values: Floats, floors: Floats) -> Floats:
 
 
 @compiled
-def place(tokens: float) -> tuple[int, float]:
-    """Between which factors a step of so many tokens lies: the first, and the share of the next."""
-    x = math.log2(max(tokens, 1.0))
-    low = min(int(x), FACTORS - 2)
-    return low, min(x - low, 1.0)
-
-
-@compiled
 def _add_steps(
     count: float, work: tuple[float, float, float], theta: Floats, constants: Floats,
     slopes: Floats, gradient: Floats,
@@ -110,12 +102,13 @@ def _add_steps(
     slopes: of the constants, by the logarithms of their multiples.
     """
     tokens, pairs, reads = work
-    compute_s = tokens * constants[0] + pairs * constants[1]
-    read_s = constants[2] + reads * constants[3]
-    low, share = place(tokens)
+    step = formulas.Step(constants[0], constants[1], constants[2], constants[3], constants[4])
+    compute_s = formulas.computing_s(step, tokens, pairs)
+    read_s = formulas.reading_s(step, 1.0, reads)
+    low, share = formulas.place(formulas.FACTORS, tokens)
     first = len(constants) + low
     scale = count * math.exp((1 - share) * theta[first] + share * theta[first + 1])
-    seconds = scale * (max(compute_s, read_s) + constants[4])
+    seconds = scale * formulas.lasting_s(compute_s, read_s, step.fixed_s)
     if compute_s >= read_s:
         gradient[0] += scale * tokens * slopes[0]
         gradient[1] += scale * pairs * slopes[1]
@@ -219,7 +212,7 @@ def _moved(theta: Floats, change: Floats, most: Floats) -> bool:
     share = min(1.0, _MOST_STEP / max(largest, _MOST_STEP))
     for k in range(len(theta)):
         at = theta[k] + change[k] * share
-        # What is no number stays none: the caller looks.
+        # NaN is left as it is; the caller checks.
         if at > most[k]:
             at = most[k]
         elif at < -most[k]:

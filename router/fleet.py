@@ -182,7 +182,7 @@ class Fleet:
             pair_s=step.pair_s * step.dilation,
             weights_s=step.weights_s * step.dilation,
             context_token_s=step.context_token_s * step.dilation,
-            step_fixed_s=step.fixed_s * step.dilation,
+            fixed_s=step.fixed_s * step.dilation,
             overhead_s=overhead_s,
             **certainty._asdict(),
         )

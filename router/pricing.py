@@ -1,10 +1,9 @@
 """What a request takes on every worker: compiled arithmetic over the fleet's records.
 
 Each formula is for one worker, in real seconds; the loops over workers stand at the end.
-`router.fleet` keeps the records. The step formulas are those of `kappa.cost`, restated because a
-compiled loop may use nothing of another file (`kappa.compiled`); a test holds the two equal. Queues
-are arithmetic here: the work reserved and not yet done, less what the engine must have done since
-it last finished some. Their forecast step by step is `router.engine_queue`.
+`router.fleet` keeps the records; the formulas of a step are those of `kappa.formulas`. Queues are
+arithmetic here: the work reserved and not yet done, less what the engine must have done since it
+last finished some. Their forecast step by step is `router.engine_queue`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa import formulas
 from kappa.compiled import compiled
 from router.decision import Floats, Slots
 
 # One worker's record; all are floats.
 _IDENTITY = (
     "load_token_s", "load_fixed_s", "disk_token_s", "token_s", "pair_s", "weights_s",
-    "context_token_s", "step_fixed_s", "overhead_s", "dilation", "budget_tokens", "step_factor",
+    "context_token_s", "fixed_s", "overhead_s", "dilation", "budget_tokens", "step_factor",
     "capacity_tokens", "max_sequences", "kappa_crit", "h2d_bytes_per_s", "flops_per_s",
     "cost_per_hour", "net_tokens_per_s", "seen_s",
     "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
@@ -38,14 +38,10 @@ _LOAD = (
     "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor",
 )  # fmt: skip
 # `factors`: as `router.engine_queue.EngineSpeed` has them.
-_FACTORS = 14
-WORKER = np.dtype(
-    [*((name, np.float64) for name in (*_IDENTITY, *_LOAD)), ("factors", np.float64, _FACTORS)]
-)
+_FIGURES = tuple((name, np.float64) for name in (*_IDENTITY, *_LOAD))
+WORKER = np.dtype([*_FIGURES, ("factors", np.float64, formulas.FACTORS)])
 
 MOST_USE = 0.95
-# As `kappa.cost.StepLimit` has them.
-_TILE_TOKENS, _LEAST_OF_FIXED = 128, 4.0
 # Of what the objective allows a first token, the wait above which later ones count less: a share
 # that simulation chose, not derived (docs/adr/0005).
 MOST_WAIT = 0.5
@@ -82,48 +78,29 @@ def leading_tokens(
 
 
 @compiled
-def factor(worker: Any, tokens: float) -> float:
-    """What a step of so many tokens takes, over what physics says."""
-    x = min(math.log2(max(tokens, 1.0)), _FACTORS - 1.0)
-    low = min(int(x), _FACTORS - 2)
-    share = x - low
-    return math.exp((1 - share) * worker.factors[low] + share * worker.factors[low + 1])
-
-
-@compiled
-def step_limit_s(worker: Any, decoding: float, read_s: float) -> float:
-    """What a worker's step may last for those that decode, whose contexts it reads in `read_s`."""
-    alone_s = worker.weights_s + read_s / max(decoding, 1.0) + worker.step_fixed_s
-    return worker.step_factor * alone_s
-
-
-@compiled
 def bounded_s(workers: Workers, slot: int) -> float:
     """Most seconds per token where `kappa.cost.StepLimit` bounds steps, elsewhere infinite."""
     worker = workers[slot]
     if worker.step_factor <= 0:
         return math.inf
-    read_s = worker.decode_context_tokens * worker.context_token_s
-    limit_s, fixed_s = step_limit_s(worker, worker.decoding, read_s), worker.step_fixed_s
-    # Whole tiles are computed, and so many fixed costs at the least, whatever they take.
-    tiles_s = (worker.decoding // _TILE_TOKENS + 1) * _TILE_TOKENS * worker.token_s
-    return max(limit_s, tiles_s + fixed_s, (1 + _LEAST_OF_FIXED) * fixed_s)
+    read_s, fixed_s = worker.decode_context_tokens * worker.context_token_s, worker.fixed_s
+    limit_s = formulas.limit_s(worker, worker.step_factor, worker.decoding, read_s)
+    # Whole tiles are computed, and some multiple of the fixed cost, whatever they take.
+    tiles = worker.decoding // formulas.TILE_TOKENS + 1
+    tiles_s = tiles * formulas.TILE_TOKENS * worker.token_s
+    return max(limit_s, tiles_s + fixed_s, (1 + formulas.LEAST_OF_FIXED) * fixed_s)
 
 
 @compiled
 def chunk_tokens(worker: Any, decoding: float, decode_context: float, behind: float) -> float:
     """Most tokens of a prompt in a step: the budget, or what `kappa.cost.StepLimit` leaves beside
     those that decode, for a prompt that has not waited."""
-    if worker.step_factor <= 0 or decoding <= 0 or worker.token_s <= 0:
+    most = formulas.limited_tokens(
+        worker, worker.step_factor, decoding, decode_context, behind, 1.0
+    )
+    if math.isinf(most):
         return worker.budget_tokens
-    fixed_s, read_s = worker.step_fixed_s, decode_context * worker.context_token_s
-    limit_s = step_limit_s(worker, decoding, read_s)
-    beside_s = decoding * worker.token_s + decode_context * worker.pair_s
-    room_s = max(limit_s, worker.weights_s + read_s + fixed_s) - fixed_s - beside_s
-    prompt_s = max(room_s, limit_s / 3, _LEAST_OF_FIXED * fixed_s)
-    new = prompt_s / (worker.token_s + behind * worker.pair_s)
-    tiles = max(np.rint((decoding + new) / _TILE_TOKENS), decoding // _TILE_TOKENS + 1)
-    return max(min(tiles * _TILE_TOKENS, worker.budget_tokens) - decoding, 1.0)
+    return max(min(most, worker.budget_tokens) - decoding, 1.0)
 
 
 @compiled
@@ -138,13 +115,11 @@ def prefill_s(
     new = prompt_tokens - held_tokens
     behind_tokens = held_tokens + 0.5 * new
     steps = np.ceil(new / chunk_tokens(worker, decoding, decode_context, behind_tokens))
-    pairs = new * behind_tokens
-    work_s = new * worker.token_s + pairs * worker.pair_s
-    beside_s = decoding * worker.token_s + decode_context * worker.pair_s
-    read_tokens = prompt_tokens + decode_context
-    read_s = steps * (worker.weights_s + read_tokens * worker.context_token_s)
-    compute_s = max(work_s + steps * beside_s, read_s) + steps * worker.step_fixed_s
-    scale = factor(worker, new / steps + decoding)
+    work_s = formulas.computing_s(worker, new, new * behind_tokens)
+    beside_s = formulas.computing_s(worker, decoding, decode_context)
+    read_s = formulas.reading_s(worker, steps, steps * (prompt_tokens + decode_context))
+    compute_s = formulas.lasting_s(work_s + steps * beside_s, read_s, steps * worker.fixed_s)
+    scale = formulas.factor(worker.factors, new / steps + decoding)
     return scale * work_s, scale * read_s, scale * compute_s
 
 
@@ -153,7 +128,7 @@ def load_s(worker: Any, cached_tokens: float, disk_tokens: float) -> float:
     """The load of a cached prefix, some of it from disk; none takes no time."""
     if cached_tokens <= 0:
         return 0.0
-    link_s = cached_tokens * worker.load_token_s + worker.load_fixed_s
+    link_s = formulas.transfer_s(cached_tokens, worker.load_token_s, worker.load_fixed_s)
     return link_s + disk_tokens * worker.disk_token_s
 
 
@@ -174,17 +149,17 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
     decoding, context = worker.decoding, worker.decode_context_tokens
     if decoding <= 0:
         return 0.0
-    beside_s = decoding * worker.token_s + context * worker.pair_s
-    read_s = worker.weights_s + context * worker.context_token_s
-    step_s = (max(beside_s, read_s) + worker.step_fixed_s) * worker.decoding_factor
+    beside_s = formulas.computing_s(worker, decoding, context)
+    read_s = formulas.reading_s(worker, 1.0, context)
+    step_s = formulas.lasting_s(beside_s, read_s, worker.fixed_s) * worker.decoding_factor
     return step_s * (1.5 if cached_tokens > 0 else 0.5)
 
 
 @compiled
 def reading_step_s(worker: Any, context_tokens: float) -> float:
     """A step that waits for memory: the weights and so many tokens' KV are read."""
-    read_s = worker.weights_s + context_tokens * worker.context_token_s
-    return (read_s + worker.step_fixed_s) * worker.one_more_factor
+    read_s = formulas.reading_s(worker, 1.0, context_tokens)
+    return (read_s + worker.fixed_s) * worker.one_more_factor
 
 
 @compiled
@@ -255,8 +230,8 @@ def correct(
     """
     worker = workers[slot]
     host_tokens, new_tokens, context_tokens, disk_tokens = found
-    pairs = new_tokens * (context_tokens + 0.5 * new_tokens)
-    gpu_s = new_tokens * worker.token_s + pairs * worker.pair_s
+    pairs = formulas.chunk_pairs(new_tokens, context_tokens)
+    gpu_s = formulas.computing_s(worker, new_tokens, pairs)
     link_s = host_tokens * worker.load_token_s + disk_tokens * worker.disk_token_s
     link_before_s, gpu_before_s, new_before = before
     worker.gpu_reserved_s += gpu_s - gpu_before_s
@@ -291,8 +266,8 @@ def decode(workers: Workers, slot: int, requests: int, context_tokens: float) ->
     worker = workers[slot]
     worker.decoding += requests
     worker.decode_context_tokens += context_tokens
-    worker.decoding_factor = factor(worker, worker.decoding)
-    worker.one_more_factor = factor(worker, worker.decoding + 1)
+    worker.decoding_factor = formulas.factor(worker.factors, worker.decoding)
+    worker.one_more_factor = formulas.factor(worker.factors, worker.decoding + 1)
 
 
 @compiled

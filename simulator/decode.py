@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from kappa import formulas
 from kappa.cost import StepModel, StepParts
-from router.engine_queue import step_factor
 from simulator.memory import SimulatedJob
 
 
@@ -50,8 +50,12 @@ class EngineLaw:
         compute_s += self.half_tokens * step.token_s
         if self.adds:
             compute_s, read_s = compute_s + read_s, 0.0
-        times = step_factor(self.factors, requests + sum(new for new, _ in chunks))
+        times = self.factor(requests + sum(new for new, _ in chunks))
         return StepParts(compute_s * times, read_s * times, fixed_s * times)
+
+    def factor(self, tokens: int) -> float:
+        """What a step of `tokens` takes over what its constants say; 1 where nothing is known."""
+        return formulas.factor(self.factors, tokens) if self.factors else 1.0
 
 
 OURS = EngineLaw()
@@ -66,7 +70,7 @@ class DecodeRun:
         self, step: StepModel, requests: int, context_tokens: int, law: EngineLaw = OURS
     ) -> None:
         compute_s, read_s, self._fixed_s = law.parts(step, (), requests, context_tokens)
-        times = step_factor(law.factors, requests)
+        times = law.factor(requests)
         slopes = times * requests * step.pair_s, times * requests * step.context_token_s
         compute, read = (compute_s, slopes[0]), (read_s, slopes[1])
         if law.adds:

@@ -28,11 +28,12 @@ def copy_rows(
         IndexError: there is no such row.
         ValueError: tables or ids do not pair up.
     """
-    for tables, ids in ((targets, target_ids), (sources, source_ids)):
+    to_rows, of_rows = target_ids.tolist(), source_ids.tolist()
+    for tables, rows in ((targets, to_rows), (sources, of_rows)):
         count = min(map(len, tables), default=0)
-        if len(ids) and tables and not 0 <= ids.min() <= ids.max() < count:
-            raise IndexError(f"rows {ids.min()} to {ids.max()} of a table of {count}")
-    merged = runs(target_ids, source_ids)
+        if rows and tables and not 0 <= min(rows) <= max(rows) < count:
+            raise IndexError(f"rows {min(rows)} to {max(rows)} of a table of {count}")
+    merged = runs(to_rows, of_rows)
     for target, source in zip(targets, sources, strict=True):
         if target.shape[1:] != source.shape[1:]:
             raise ValueError(f"rows of {source.shape[1:]} bytes do not fit {target.shape[1:]}")

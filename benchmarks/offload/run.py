@@ -36,7 +36,6 @@ class Run:
 
     def __init__(self, settings: Sequence[Setting], repeats: int, out: Path | None = None) -> None:
         self.settings, self.repeats, self._out = settings, repeats, out
-        self._load_average = os.getloadavg()
         self.rows: list[Row] = []
         self.profiles: list[Row] = []
         self.left_out: list[dict[str, str]] = []
@@ -56,7 +55,6 @@ class Run:
         return result(
             settings=[one.name for one in self.settings], device=self._device(),
             torch=torch.__version__, cores=os.cpu_count(),
-            load_average={"start": self._load_average, "end": os.getloadavg()},
             rows=self.rows, left_out=self.left_out, profiles=self.profiles,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ MAX_OVERRUN_SHARE = 0.05
 
 _TOTALS = (
     "time_s", "step_seconds_total", "load_seconds_total", "store_seconds_total", "steps_total",
-    "overruns_total",
+    "overruns_total", "stores_dropped_total",
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ class ClusterClient:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What the nodes did over a window: means over nodes of busy shares, seconds of steps of all
-    of them together, and overruns."""
+    of them together, overruns, and stores that were given up."""
 
     load: float
     busy_s: float
@@ -85,6 +85,7 @@ class Usage:
     link_load: float
     store_load: float
     overrun_share: float
+    stores_dropped: int
 
 
 def usage(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Usage:
@@ -96,7 +97,7 @@ def usage(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     earlier = {row["worker"]: row["totals"] for row in before}
     gpu: dict[str, float] = {}
     link, store = [], []
-    steps, overruns, busy_s = 0, 0, 0.0
+    steps, overruns, dropped, busy_s = 0, 0, 0, 0.0
     for row in after:
         old, new = earlier.get(row["worker"]), row["totals"]
         if not old or not new or new["time_s"] <= old["time_s"]:
@@ -109,9 +110,10 @@ def usage(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
         store.append(grown["store_seconds_total"] / elapsed_s)
         steps += grown["steps_total"]
         overruns += grown["overruns_total"]
+        dropped += grown["stores_dropped_total"]
     if not gpu:
         raise ValueError("no nodes")
     return Usage(
         statistics.fmean(gpu.values()), busy_s, gpu, statistics.fmean(link),
-        statistics.fmean(store), overruns / steps if steps else 0.0,
+        statistics.fmean(store), overruns / steps if steps else 0.0, dropped,
     )  # fmt: skip

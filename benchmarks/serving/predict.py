@@ -183,6 +183,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
     console.print(
         f"{facts['requests']} requests in {facts['seconds']:.0f} s; gpu load {facts['load']:.2f}, "
         f"link load {facts['link_load']:.2f}; overruns {100 * facts['overrun_share']:.1f} %; "
+        f"stores dropped: {facts.get('stores_dropped', 'not counted')}; "
         f"{'frozen' if facts['frozen'] else 'still learning'}; failed: {facts['failed'] or 'none'}",
         highlight=False,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import tempfile
 import time
 from collections import Counter
@@ -75,7 +74,6 @@ def route_proxy(
         direct_p50_s=quantile(direct, 0.5), through_p50_s=quantile(through, 0.5),
         direct_p99_s=quantile(direct, 0.99), through_p99_s=quantile(through, 0.99),
         cpu_ms_per_request={what: 1e3 * s / len(through) for what, s in used_s.items()},
-        load_average=os.getloadavg()[0],
     )  # fmt: skip
     publish(facts, lambda console: console.print(facts), json_output=json_output)
 

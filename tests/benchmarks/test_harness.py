@@ -91,6 +91,7 @@ def test_a_result_says_command_machine_and_date(monkeypatch: pytest.MonkeyPatch)
     assert found["command"] == "kappa bench 'x y'"
     assert len(found["date"].split("-")) == 3
     assert "GiB" in found["machine"]
+    assert len(found["load_average"]) == 3
 
 
 def test_publish_prints_json_and_writes_the_same_to_the_file(
@@ -104,11 +105,14 @@ def test_publish_prints_json_and_writes_the_same_to_the_file(
 def test_publish_shows_a_reader_the_command_and_the_machine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    facts = {"machine": "m [2]", "command": "c"}
+    facts = {"machine": "m [2]", "command": "c", "load_average": [3.06, 2.0, 1.0]}
     harness.publish(
         facts, lambda console: console.print("shown"), json_output=False, remark="paced"
     )
-    assert capsys.readouterr().out.splitlines() == ["shown", "c  on m [2], paced"]
+    assert capsys.readouterr().out.splitlines() == [
+        "shown",
+        "c  on m [2], load average 3.1/2.0/1.0, paced",
+    ]
 
 
 def test_publish_writes_null_for_numbers_that_json_has_not(

@@ -50,6 +50,7 @@ SHOWN = [
     ("2026-11-24-bench-router.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
     ("2026-11-23-ladder-smollm2-vllm.json", show_ladder, "κ_crit 40.2"),
+    ("2026-11-24-ladder-smollm2-vllm.json", show_ladder, "κ_crit 525"),
     ("2026-11-21-bench-offload-cpu.json", offload.show, "kvpr-ahead"),
     ("2026-11-23-bench-offload-served.json", offload.show, "host-hybrid"),
     ("2026-11-23-bench-offload-sparse-answers.json", offload.show, "lru 1/16"),

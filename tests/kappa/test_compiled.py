@@ -2,6 +2,9 @@
 
 import ast
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -53,13 +56,15 @@ def compiling_files():
 
 
 @pytest.mark.parametrize("path", compiling_files(), ids=lambda p: p.name)
-def test_what_a_loop_freezes_stands_in_its_own_file(path):
+def test_compiled_loop_uses_only_files_whose_changes_are_seen(path):
     tree = ast.parse(path.read_text())
+    watched = {".".join(p.with_suffix("").parts[-2:]) for p in compiling_files()}
     ours = {
         alias.asname or alias.name
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("kappa", "router")
         for alias in node.names
+        if f"{node.module}.{alias.name}" not in watched
     }
     loops = [
         node for node in tree.body
@@ -70,6 +75,37 @@ def test_what_a_loop_freezes_stands_in_its_own_file(path):
     for loop in loops:
         used = {n.id for line in loop.body for n in ast.walk(line) if isinstance(n, ast.Name)}
         assert not used & ours, f"{loop.name} freezes {used & ours} of another file"
+
+
+_USER = """
+import base
+from kappa.compiled import compiled
+
+@compiled
+def user(x):
+    return base.scaled(x) + base.MORE
+print(user(1.0))
+"""
+
+
+@pytest.mark.parametrize("changed", [(3.0, 10.0), (2.0, 20.0)])
+def test_compiled_sees_a_change_of_what_it_uses_of_another_file(tmp_path, changed):
+    def run(factor, more):
+        base = f"@compiled\ndef scaled(x):\n    return {factor} * x\nMORE = {more}\n"
+        (tmp_path / "base.py").write_text(f"from kappa.compiled import compiled\n{base}")
+        command = [sys.executable, "user.py"]
+        places = {"PYTHONPATH": str(Path(module.__file__).parents[1]), "PATH": os.environ["PATH"]}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=places, capture_output=True, text=True, timeout=300
+        )
+        return done.stdout.strip(), done.stderr
+
+    (tmp_path / "user.py").write_text(_USER)
+    assert run(2.0, 10.0) == ("12.0", "")
+    kept = sorted(tmp_path.rglob("*.nbc"))
+    assert kept
+    assert run(2.0, 10.0) == ("12.0", "") and sorted(tmp_path.rglob("*.nbc")) == kept
+    assert run(*changed) == (f"{changed[0] + changed[1]}", "")
 
 
 @pytest.mark.parametrize("source", [-1, 3])

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from router.engine_queue import step_factor
 from router.journal import JournalWriter, read_journal
 from router.live.record_file import ThreadedFile
 from router.policy import Priced
@@ -146,10 +145,3 @@ def test_a_threaded_file_is_bounded(tmp_path):
         file({"n": n})
     file.close()
     assert path.stat().st_size <= 30 and len(dropped) == 10 - len(path.read_text().splitlines())
-
-
-def test_a_steps_factor_lies_between_those_of_the_powers_of_two_beside_it():
-    factors = (0.0, 0.2, 0.6)
-    assert step_factor((), 5) == 1.0
-    assert step_factor(factors, 2) == pytest.approx(np.exp(0.2))
-    assert step_factor(factors, 1000) == pytest.approx(np.exp(0.6))

@@ -11,13 +11,13 @@ import math
 import numpy as np
 import pytest
 
-from kappa.cost import StepLimit, StepModel, StepWork, chunk_work, transfer_s
+from kappa.cost import StepLimit, StepModel
 from router import pricing
 from router.decision import ESTIMATE
 
 WORKER = {
     "load_token_s": 0.001, "load_fixed_s": 0.1, "token_s": 0.01, "pair_s": 0.0001, "weights_s": 0.5,
-    "context_token_s": 0.001, "step_fixed_s": 0.2, "budget_tokens": 100.0, "overhead_s": 0.05,
+    "context_token_s": 0.001, "fixed_s": 0.2, "budget_tokens": 100.0, "overhead_s": 0.05,
     "dilation": 1.0,
 }  # fmt: skip
 SLO = (0.5, 5.0, 0.0, 3.0)
@@ -187,7 +187,7 @@ def test_the_best_idle_worker_limits_the_first_token_and_the_middle_one_the_othe
 
 def test_without_workers_or_times_there_is_no_objective():
     assert objective(workers()[:0], [], []) == (math.inf, math.inf)
-    timeless = workers({"weights_s": 0.0, "context_token_s": 0.0, "step_fixed_s": 0.0})
+    timeless = workers({"weights_s": 0.0, "context_token_s": 0.0, "fixed_s": 0.0})
     assert objective(timeless, [1.0], [0.0]) == (math.inf, math.inf)
     assert priced(timeless)["interference_s"] == 0.0
 
@@ -303,7 +303,7 @@ def test_an_answer_is_missed_once_however_late_it_gets():
 def test_a_token_comes_no_later_than_the_bound_on_steps_allows():
     def bounded_s(**changes):
         worker = {
-            "step_factor": 2.5, "weights_s": 0.005, "context_token_s": 1e-6, "step_fixed_s": 0.002,
+            "step_factor": 2.5, "weights_s": 0.005, "context_token_s": 1e-6, "fixed_s": 0.002,
             "decoding": 4.0, "decode_context_tokens": 12_000.0, "token_s": 1e-5,
         }  # fmt: skip
         return pricing.bounded_s(workers(worker | changes), 0)
@@ -313,7 +313,7 @@ def test_a_token_comes_no_later_than_the_bound_on_steps_allows():
     assert bounded_s(step_factor=0.0) == math.inf
     # A tile of 128 tokens of 1 ms each; five times a fixed cost of 20 ms.
     assert bounded_s(token_s=1e-3) == pytest.approx(0.130)
-    assert bounded_s(step_fixed_s=0.02) == pytest.approx(0.100)
+    assert bounded_s(fixed_s=0.02) == pytest.approx(0.100)
 
 
 def test_prompts_hold_nobody_up_where_an_engine_bounds_its_steps():
@@ -425,80 +425,3 @@ def test_the_last_prompt_that_is_done_leaves_exactly_nothing():
     assert values(made[0], *queue) == [2.0, 1.0, 1.0, 200.0, 14.0]
     pricing.finish_prompt(made, 0, (1.9, 0.9, 200), 21.0)
     assert values(made[0], *queue) == [0.0, 0.0, 0.0, 0.0, 21.0]
-
-
-# -- the formulas are those of the cost model, restated: random workers, random requests ------
-
-WORKERS, REQUESTS, BUDGET = 40, 25, 8192
-RELATIVE = 1e-12
-
-
-@pytest.fixture(scope="module")
-def drawn():
-    """Pairs of a step model with its link's seconds per token and per load, and their records."""
-    rng = np.random.default_rng(7)
-    magnitudes = (-6, -3), (-12, -8), (-4, -1), (-9, -6), (-5, -2), (-7, -4), (-5, -2)
-    made = []
-    for _ in range(WORKERS):
-        figures = [float(10 ** rng.uniform(*ends)) for ends in magnitudes]
-        step, load_token_s, load_fixed_s = StepModel(*figures[:5]), *figures[5:]
-        record = {
-            "budget_tokens": BUDGET, "token_s": step.token_s, "pair_s": step.pair_s,
-            "weights_s": step.weights_s, "context_token_s": step.context_token_s,
-            "step_fixed_s": step.fixed_s, "load_token_s": load_token_s,
-            "load_fixed_s": load_fixed_s,
-        }  # fmt: skip
-        made.append((step, load_token_s, load_fixed_s, record))
-    return made
-
-
-@pytest.fixture(scope="module")
-def requests():
-    """Prompt tokens, those of them that are cached; requests that decode, and their contexts."""
-    rng = np.random.default_rng(8)
-    made = []
-    for _ in range(REQUESTS):
-        prompt, decoding = int(rng.integers(1, 100_000)), int(rng.integers(0, 60))
-        made.append((prompt, int(rng.integers(0, prompt)), decoding, decoding * 1234))
-    return made
-
-
-def test_every_formula_is_that_of_the_cost_model(drawn, requests):
-    for step, load_token_s, load_fixed_s, record in drawn:
-        for prompt, held, decoding, context in [*requests, (1, 0, 0, 0)]:
-            (made,) = records(
-                pricing.WORKER, {**record, "decoding": decoding, "decode_context_tokens": context}
-            )
-            new = prompt - held
-            steps = math.ceil(new / BUDGET)
-            alone = chunk_work(float(new), float(held))
-            # Each step decodes a token for each of the others, and reads prompt and contexts.
-            beside = StepWork(
-                new + steps * decoding, alone.pairs + steps * context, steps * (prompt + context)
-            )
-            parts = step.parts(beside, steps)
-            got = pricing.prefill_s(made, float(prompt), float(held), decoding, context)
-            expected = (step.parts(alone).compute_s, parts.read_s, parts.step_s)
-            assert got == pytest.approx(expected, rel=RELATIVE)
-            load_s = transfer_s(float(held), load_token_s, load_fixed_s)
-            assert pricing.load_s(made, float(held), 0.0) == pytest.approx(load_s, rel=RELATIVE)
-            reading_s = step.parts(StepWork(0.0, 0.0, context)).step_s
-            found_s = pricing.reading_step_s(made, float(context))
-            assert found_s == pytest.approx(reading_s, rel=RELATIVE)
-            step_s = step.parts(StepWork(decoding, context, context)).step_s if decoding else 0.0
-            for cached, share in ((0.0, 0.5), (16.0, 1.5)):
-                got = pricing.under_way_s(made, cached)
-                assert got == pytest.approx(share * step_s, rel=RELATIVE)
-
-
-def test_idle_workers_cost_what_the_cost_model_says(drawn, requests):
-    made = records(pricing.WORKER, *(record for *_, record in drawn))
-    for prompt, held, _, _ in requests:
-        expected_s = []
-        for step, token_s, fixed_s, _ in drawn:
-            steps = math.ceil((prompt - held) / BUDGET)
-            tokens, pairs, _ = chunk_work(float(prompt - held), float(held))
-            parts = step.parts(StepWork(tokens, pairs, float(steps * prompt)), steps)
-            expected_s.append(transfer_s(float(held), token_s, fixed_s) + parts.step_s)
-        got, _ = pricing.idle_s(made, np.arange(WORKERS), float(prompt), float(held))
-        assert got == pytest.approx(expected_s, rel=RELATIVE)

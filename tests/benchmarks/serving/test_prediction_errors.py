@@ -150,23 +150,28 @@ def test_the_better_baseline_is_the_one_to_beat():
     assert row["baseline_median_abs_err"] > row["median_abs_err"] and row["goal_met"] is False
 
 
-def node(name, at_s, *, busy=0.0, steps=0, overruns=0):
+def node(name, at_s, *, busy=0.0, steps=0, overruns=0, dropped=0):
     totals = {
         "time_s": at_s, "step_seconds_total": busy, "load_seconds_total": busy / 2,
         "store_seconds_total": busy / 4, "steps_total": steps, "overruns_total": overruns,
+        "stores_dropped_total": dropped,
     }  # fmt: skip
     return {"worker": name, "node": name, "totals": totals}
 
 
 def test_load_is_the_mean_of_busy_shares_over_each_workers_own_time():
     used = usage(
-        [node("a", 10.0), node("b", 11.0, busy=5.0, steps=10)],
-        [node("a", 20.0, busy=8.0, steps=100, overruns=3), node("b", 21.0, busy=9.0, steps=110)],
+        [node("a", 10.0, dropped=2), node("b", 11.0, busy=5.0, steps=10)],
+        [
+            node("a", 20.0, busy=8.0, steps=100, overruns=3, dropped=7),
+            node("b", 21.0, busy=9.0, steps=110, dropped=1),
+        ],
     )
     assert used.load_by_node == pytest.approx({"a": 0.8, "b": 0.4})
     assert (used.load, used.link_load, used.store_load) == pytest.approx((0.6, 0.3, 0.15))
     assert used.overrun_share == pytest.approx(3 / 200)
     assert used.busy_s == pytest.approx(8.0 + 4.0)
+    assert used.stores_dropped == 5 + 1
 
 
 @pytest.mark.parametrize("after", [[node("a", 10.0)], [node("b", 20.0)], []])

@@ -147,6 +147,7 @@ def cluster_that_answers(seen):
         totals = {
             "time_s": 10.0 * n, "step_seconds_total": 5.0 * n, "load_seconds_total": 0.0,
             "store_seconds_total": 0.0, "steps_total": n, "overruns_total": 0,
+            "stores_dropped_total": 0,
         }  # fmt: skip
         return web.json_response({"nodes": [{"worker": "w", "node": "pcie", "totals": totals}]})
 
