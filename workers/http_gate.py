@@ -41,7 +41,12 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 20
-_OURS = frozenset(name.encode() for name in (TO_BODY_HEADER, TO_DROP_HEADER, TO_SECRET_HEADER))
+# Of a client's headers what an engine's application may see: it also reads some that name a rank of
+# it, and answers any website that names itself.
+_SEEN = frozenset(
+    (b"accept", b"content-type", b"host", b"traceparent", b"tracestate", b"user-agent",
+     b"x-request-id")
+)  # fmt: skip
 _ARGUMENTS = "vllm_xargs"
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _AGAIN_S = 1
@@ -106,8 +111,7 @@ class WorkerGate:
         except _BodyError as error:
             await _answer(send, *error.args)
             return
-        kept = [pair for pair in scope["headers"] if pair[0] not in _OURS]
-        kept = [pair for pair in kept if pair[0] not in (b"content-length", b"transfer-encoding")]
+        kept = [pair for pair in scope["headers"] if pair[0] in _SEEN]
         kept.append((b"content-length", str(len(body)).encode()))
         await self._serve({**scope, "headers": kept}, body, fields, receive, send)
 
@@ -156,6 +160,8 @@ class _GateReply:
     def __init__(self, send: Send, died: Callable[[], Awaitable[bool | None]]) -> None:
         self._send, self._died = send, died
         self._begun = self._over = self._replaced = self._events = False
+        # What fails before its first byte may be tried elsewhere: its head waits for that.
+        self._head: Message | None = None
 
     async def __call__(self, message: Message) -> None:
         if self._replaced or self._over:
@@ -169,11 +175,17 @@ class _GateReply:
                 # It lives, and computed nothing that the client has seen: another may do better.
                 retry = (RETRY_HEADER.encode(), b"elsewhere")
                 message = {**message, "headers": [*message.get("headers", ()), retry]}
-            self._begun = True
             kinds = [v for n, v in message.get("headers", ()) if n.lower() == b"content-type"]
             self._events = any(kind.startswith(b"text/event-stream") for kind in kinds)
-        elif message["type"] == "http.response.body":
+            self._head = message
+            return
+        if message["type"] == "http.response.body":
             self._over = not message.get("more_body", False)
+            if not message.get("body") and not self._over:
+                return
+        if self._head is not None:
+            self._begun, head, self._head = True, self._head, None
+            await self._send(head)
         await self._send(message)
 
     async def broke(self, died: bool | None) -> None:

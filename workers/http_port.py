@@ -19,6 +19,8 @@ from workers.http_gate import WorkerGate
 # Longer than the data plane keeps idle connections, so that it never sends on one that closes.
 _KEEP_ALIVE_S = 90
 _BACKLOG = 4096
+# What the front puts into a body comes in a header.
+_HEAD_BYTES = 1088 << 10
 _STOP_S = 5.0
 
 
@@ -50,6 +52,7 @@ class WorkerPort:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             backlog=_BACKLOG,
+            h11_max_incomplete_event_size=_HEAD_BYTES,
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))

@@ -1,4 +1,4 @@
-"""`kappa bench serve`: streamed chats, our ingress and worker against stock Ray Serve LLM.
+"""`kappa bench serve`: streamed chats, ours against stock Ray Serve LLM and plain vLLM.
 
 The systems take turns, round by round, on one Ray (`benchmarks.serving.cluster`). TTFT is measured
 at the client, until the first piece of *text*: an endpoint may send an empty first event long
@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Annotated, Any
 
@@ -33,6 +34,7 @@ from benchmarks.harness import (
     table,
     usage_errors,
 )
+from benchmarks.serving.processes import cpu_by_role
 from benchmarks.serving.settings import Config, ModelName, bench_settings
 from deploy.commands.serve import running
 
@@ -43,6 +45,8 @@ PROMPT_WORDS = {"short": 12, "1k": 970}
 _WORDS = ("the", "file", "test", "error", "value", "return", "class", "list", "name", "line")
 _WARM_UP_ROUNDS = 2
 OURS = "kappa"
+# CPU-ms a request, of a role that is shown.
+_SHOWN_MS = 0.2
 
 Row = dict[str, Any]
 
@@ -52,11 +56,18 @@ def serve(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds per system and point.")] = 6,
     concurrency: Annotated[str, typer.Option(help="Clients at once, several by comma.")] = "1,8,32",
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
+    systems: Annotated[
+        str,
+        typer.Option(
+            help="Of kappa, kappa_envoy, stock, stock_no_batching "
+            "and vllm, several by comma; kappa is always there."
+        ),
+    ] = "kappa,kappa_envoy,stock,stock_no_batching,vllm",
     config: Config = None,
     model: ModelName = None,
     json_output: Json = False,
 ) -> None:
-    """Streamed chats: our ingress and worker against stock Ray Serve LLM on the same engine.
+    """Streamed chats: ours against stock Ray Serve LLM and plain vLLM on the same engine.
 
     The first pool of the cluster file is the node that all run on, at its own speed.
     """
@@ -67,12 +78,15 @@ def serve(
     # Imports half the system: only when it is wanted.
     from benchmarks.serving.cluster import SYSTEMS, BenchCluster, one_node
 
+    wanted = systems.split(",")
+    with usage_errors():
+        if not set(wanted) <= set(SYSTEMS):
+            raise ValueError(f"--systems: give some of {', '.join(SYSTEMS)}")
+    chosen = type("Chosen", (BenchCluster,), {"systems": wanted})
     settings = one_node(bench_settings(config, model, True))
     points = list(itertools.product(PROMPT_WORDS, clients))
-    with running(settings, BenchCluster) as cluster:
-        urls = {
-            name: f"{cluster.url}{prefix}/v1/chat/completions" for name, prefix in SYSTEMS.items()
-        }
+    with running(settings, chosen) as cluster:
+        urls = {name: f"{url}/v1/chat/completions" for name, url in cluster.urls.items()}
         bench = Bench(urls, settings.model.id, requests, Random(seed))
         played = asyncio.run(bench.play(points, rounds))
     facts = result(**summarize(played), paced=False)
@@ -86,21 +100,29 @@ def show(facts: Row, console: Console) -> None:
             row["prompt"], str(row["concurrency"]), row["system"],
             f"{1e3 * row['ttft_s']['p50']:.0f}", f"{1e3 * row['ttft_s']['p99']:.0f}",
             f"{100 * row['ttft_s']['spread']:.0f} %", f"{1e3 * row['first_event_s']['p50']:.0f}",
-            f"{row['rps']['median']:.1f}",
+            f"{row['rps']['median']:.1f}", *_cpu_shown(row.get("cpu_ms", {})),
         )
         for row in facts["rows"]
     ]  # fmt: skip
     columns = (
         "prompt", "clients", "system", "TTFT p50", "p99", "spread", "first event p50", "req/s",
+        "CPU-ms", "by role",
     )  # fmt: skip
     title = "Streamed chats, unpaced, one replica each; ms at the client"
     console.print(table(title, columns, rows, left=("system",)))
     for ratio in facts["ratio_p50"]:
         console.print(
             f"{ratio['prompt']}, {ratio['concurrency']} clients: ours / {ratio['against']}: "
-            f"TTFT {ratio['ttft']:.2f}, requests/s {ratio['rps']:.2f}",
+            f"TTFT {ratio['ttft']:.2f}, requests/s {ratio['rps']:.2f}"
+            + (f", CPU {ratio['cpu']:.2f}" if "cpu" in ratio else ""),
             highlight=False,
         )
+
+
+def _cpu_shown(cpu_ms: Mapping[str, float]) -> tuple[str, str]:
+    """The sum, and the roles with the most; earlier results have none."""
+    roles = " ".join(f"{role} {ms:.1f}" for role, ms in cpu_ms.items() if ms >= _SHOWN_MS)
+    return f"{sum(cpu_ms.values()):.1f}", roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +135,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one system: its answers and how long they took together."""
+    """One round of one system: its answers, how long they took together, and the CPU seconds that
+    all processes but the client's used meanwhile, by role."""
 
     system: str
     prompt: str
     concurrency: int
     seconds: float
     answers: tuple[Answer, ...]
+    cpu_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rps(self) -> float:
@@ -181,9 +205,11 @@ class Bench:
             for text in texts:
                 answers.append(await self._chat(client, self.urls[system], text))
 
-        start_s = time.perf_counter()
+        before, start_s = cpu_by_role(), time.perf_counter()
         await asyncio.gather(*(one_client() for _ in range(clients)))
-        return Round(system, prompt, clients, time.perf_counter() - start_s, tuple(answers))
+        seconds, used = time.perf_counter() - start_s, cpu_by_role()
+        used.subtract(before)
+        return Round(system, prompt, clients, seconds, tuple(answers), used)
 
     async def _chat(self, client: httpx.AsyncClient, url: str, text: str) -> Answer:
         """Send one streamed chat.
@@ -228,10 +254,15 @@ def summarize(rounds: Iterable[Round]) -> Row:
                 "ttft": mine["ttft_s"]["p50"] / row["ttft_s"]["p50"],
                 "first_event": mine["first_event_s"]["p50"] / row["first_event_s"]["p50"],
                 "rps": mine["rps"]["median"] / row["rps"]["median"],
+                "cpu": _ratio(sum(mine["cpu_ms"].values()), sum(row["cpu_ms"].values())),
             }
             for row in rows[1:]
         ]  # fmt: skip
     return {"rows": found, "ratio_p50": ratios}
+
+
+def _ratio(ours: float, other: float) -> float:
+    return ours / other if other else float("nan")
 
 
 def _row(rounds: Sequence[Round]) -> Row:
@@ -254,4 +285,13 @@ def _row(rounds: Sequence[Round]) -> Row:
         "rounds": len(rounds), "requests": sum(len(one.answers) for one in rounds),
         "ttft_s": times("ttft_s"), "first_event_s": times("first_event_s"),
         "rps": {"median": statistics.median(rps), "spread": spread(rps)},
+        "cpu_ms": _cpu_ms(rounds), "load": os.getloadavg()[0],
     }  # fmt: skip
+
+
+def _cpu_ms(rounds: Sequence[Round]) -> dict[str, float]:
+    """By role, a request."""
+    requests, total = sum(len(one.answers) for one in rounds), Counter[str]()
+    for one in rounds:
+        total.update(one.cpu_s)
+    return {role: 1e3 * used_s / requests for role, used_s in total.most_common()}

@@ -18,6 +18,7 @@ from deploy.app.model import Model, PreflightError
 from deploy.app.plan import Deferred, pool_deployment
 from kappa.keys import digest_of, new_key
 from kappa.settings.cluster import ClusterSettings
+from router.gateway.spec import GatewaySpec
 
 log = structlog.get_logger(__name__)
 
@@ -27,9 +28,13 @@ _OWN_KEY = new_key(secrets.token_bytes(32))
 
 
 def build_app(
-    settings: ClusterSettings, models: Sequence[Model], stream_host: str = "127.0.0.1"
+    settings: ClusterSettings,
+    models: Sequence[Model],
+    stream_host: str = "127.0.0.1",
+    door: GatewaySpec | None = None,
 ) -> Any:
-    """The Serve application: `KappaServer` replicas behind a `KappaIngress`.
+    """The Serve application: `KappaServer` replicas behind a `KappaIngress`, or where there is a
+    front `door`, which this machine's Envoy serves, beside a `KappaDecider`.
 
     models: in the order of `settings.by_model()`. `stream_host`: where workers offer their report
     streams; empty: each on its machine's address.
@@ -51,11 +56,12 @@ def build_app(
     from router.api.start import IngressSettings, access_of, tenants_table
 
     limits, replicas = settings.router, settings.http.replicas
+    secret = secrets.token_hex(32) if door is not None else ""
     workers: dict[str, Any] = {}
     served: list[EndpointModel] = []
     for of_one, model in zip(settings.by_model(), models, strict=True):
         pools = {
-            pool.name: pool_deployment(of_one, pool, model, stream_host)
+            pool.name: pool_deployment(of_one, pool, model, stream_host, secret)
             for pool in of_one.all_pools
         }
         adapters = tuple(of_one.model.adapters)
@@ -63,9 +69,18 @@ def build_app(
         workers |= pools
     # One that is taken away ends its streams, which take as long as those of workers.
     drain_s = max(pool.drain_s for pool in settings.all_pools)
+    access = access_of(settings, own_digests(settings))
+    if door is None:
+        front = Deferred("router.api.endpoints:make_ingress", access)
+        more: dict[str, Any] = {}
+        here: dict[str, float] = {}
+    else:
+        front = Deferred("router.cluster.replica:KappaDecider")
+        more = {"access": access, "spec": door, "secret": secret}
+        here = _this_machine()
     ingress = serve.deployment(
-        Deferred("router.api.endpoints:make_ingress", access_of(settings, own_digests(settings))),
-        name="KappaIngress",
+        front,
+        name="KappaIngress" if door is None else "KappaDecider",
         num_replicas=replicas,
         # Enough for the requests that are served and the bodies that are awaited, twice
         # `max_queue`, also where tenants below their shares come on top (`router.api.tenants`).
@@ -74,7 +89,7 @@ def build_app(
         max_queued_requests=4 * limits.max_queue,
         health_check_period_s=5,
         graceful_shutdown_timeout_s=drain_s,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": here},
     )
     return ingress.bind(
         pools=workers,
@@ -89,7 +104,15 @@ def build_app(
             drain_s=drain_s,
             replicas=replicas,
         ),
+        **more,
     )
+
+
+def _this_machine() -> dict[str, float]:
+    """What a replica must demand of Ray to be placed on this machine."""
+    import ray
+
+    return {f"node:{ray.util.get_node_ip_address()}": 0.001} if ray.is_initialized() else {}
 
 
 def own_digests(settings: ClusterSettings) -> dict[bytes, str]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 import httpx
 
@@ -25,6 +26,9 @@ from deploy.app.preflight import all_problems
 from deploy.app.ray_cluster import APP, JoinedRay, OwnRay, check_port, machines, reachable
 from kappa.settings.access import HttpSettings, open_door
 from kappa.settings.cluster import ClusterSettings
+
+if TYPE_CHECKING:
+    from deploy.app.front_door import FrontDoor
 
 Progress = Callable[[str], None]
 
@@ -60,6 +64,7 @@ class Cluster:
         self._progress = progress
         most = sum(pool.most for pool in settings.all_pools) + self.engines_beside
         self._ray = JoinedRay(address) if address else OwnRay(most)
+        self._door: FrontDoor | None = None
         self.url = ""
 
     def __enter__(self) -> Cluster:
@@ -97,16 +102,30 @@ class Cluster:
         self._ray.start(self.settings.log_level)
         if self._ray.joined:
             self._check(models, machines())
-        host, port = self._ray.serve_on(http.host, http.port)
+        host, port = self._listen()
         # A Ray Serve that ran there before us listens where others chose.
         refused = open_door(self.settings.tenants, self.settings.access, HttpSettings(host=host))
         if refused:
             raise StartError(f"the Ray Serve of the cluster {refused}")
         self._progress(f"starting {self.settings.workers} engines")
         self._deploy(models)
-        self.url = f"http://{reachable(host)}:{port}"
+        tls = self._door is not None and self._door.spec.tls is not None
+        self.url = f"{'https' if tls else 'http'}://{reachable(host)}:{port}"
         self._progress("warming up")
         self._warm_up()
+
+    def _listen(self) -> tuple[str, int]:
+        """Have something listen for clients; where it does."""
+        http = self.settings.http
+        if http.data_plane == "python":
+            return self._ray.serve_on(http.host, http.port)
+        self._ray.serve_without_http()
+        # It needs no Ray, and half a second that nobody needs who has none.
+        from deploy.app.front_door import FrontDoor
+
+        self._door = FrontDoor(self.settings)
+        self._door.start()
+        return self._door.spec.host, self._door.spec.port
 
     def _check(
         self,
@@ -122,9 +141,10 @@ class Cluster:
     def _deploy(self, models: Sequence[Model]) -> None:
         from ray import serve
 
-        app = build_app(self.settings, models, stream_host=self._ray.stream_host)
+        door = self._door.spec if self._door is not None else None
+        app = build_app(self.settings, models, self._ray.stream_host, door)
         try:
-            serve.run(app, name=APP, route_prefix="/")
+            serve.run(app, name=APP, route_prefix="/" if door is None else None)
         except (RuntimeError, ValueError) as error:
             raise StartError(
                 f"the engines did not start: {error}. Their logs are in /tmp/ray/session_latest/"
@@ -173,6 +193,8 @@ class Cluster:
 
     def ended(self) -> str:
         """Why the cluster can serve no more, as "" while it can."""
+        if self._door is not None and (why := self._door.ended()):
+            return f"{why}; start the cluster again"
         dead = self._ray.dead()
         return f"Ray's {dead} has ended, and the cluster with it: start it again" if dead else ""
 
@@ -183,4 +205,8 @@ class Cluster:
                 # Ray reports that the controller which we stop has stopped.
                 quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
                 quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            self._ray.stop()
+            try:
+                if self._door is not None:
+                    self._door.stop(max(pool.drain_s for pool in self.settings.all_pools))
+            finally:
+                self._ray.stop()

@@ -100,6 +100,10 @@ class OwnRay:
         """Start Ray Serve; returns where it listens, `port` 0 being a free one."""
         return _start_serve(host, port, self._log_level)
 
+    def serve_without_http(self) -> None:
+        """Start Ray Serve, with nothing that listens for clients."""
+        _start_serve(None, 0, self._log_level)
+
     def dead(self) -> str:
         """Which of the processes without which Ray does not run has ended, as "" while none has."""
         import ray._private.worker
@@ -188,7 +192,6 @@ class JoinedRay:
         Raises:
             StartError: an application of this name is served there already, or nothing over HTTP.
         """
-        from ray import serve
 
         # Ray has no public way to find out.
         from ray.serve.context import _get_global_client
@@ -202,15 +205,36 @@ class JoinedRay:
                 "Ray Serve runs there without an HTTP proxy, so nothing can be sent to it: stop it "
                 "('serve shutdown'), and it is started with one here"
             )
-        elif APP in serve.status().applications:
+        else:
+            self._check_free()
+            host, port = str(client.http_config.host), int(client.http_config.port)
+        self._deployed = True
+        return host, port
+
+    def serve_without_http(self) -> None:
+        """Start Ray Serve if it does not run there, with nothing that listens for clients.
+
+        Raises:
+            StartError: an application of this name is served there already.
+        """
+        from ray.serve.context import _get_global_client
+
+        client: Any = _get_global_client(raise_if_no_controller_running=False)
+        if client is None:
+            self._serve_is_ours = True
+            _start_serve(None, 0, self._log_level)
+        else:
+            self._check_free()
+        self._deployed = True
+
+    def _check_free(self) -> None:
+        from ray import serve
+
+        if APP in serve.status().applications:
             raise StartError(
                 f"the cluster at {self._address} serves an application {APP!r} already: stop that "
                 "first ('serve shutdown', or a Ctrl-C where it was started)"
             )
-        else:
-            host, port = str(client.http_config.host), int(client.http_config.port)
-        self._deployed = True
-        return host, port
 
     def stop(self) -> None:
         """Take our application back and leave; others' stay."""
@@ -329,11 +353,15 @@ def _leave(take_back: Any) -> None:
 # -- ports ----------------------------------------------------------------------------------------
 
 
-def _start_serve(host: str, port: int, level: str) -> tuple[str, int]:
+def _start_serve(host: str | None, port: int, level: str) -> tuple[str, int]:
+    """host: None for no proxy."""
     from ray import serve
 
-    port = port or free_port(host)
     logging_config = {"log_level": level, "enable_access_log": False}
+    if host is None:
+        serve.start("Disabled", logging_config=logging_config)
+        return "", 0
+    port = port or free_port(host)
     serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
     return host, port
 

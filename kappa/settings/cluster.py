@@ -86,6 +86,13 @@ class ClusterSettings(Section):
         faults += [((), f"http.host {door}")] if door else []
         guard = unguarded(self.tenants, self.http)
         faults += [((), guard)] if guard else []
+        if self.http.data_plane == "envoy":
+            if self.http.replicas > 1:
+                why = "one router decides for an Envoy: give 1, or data_plane: python"
+                faults.append((("http", "replicas"), why))
+            if self.router.mode == "ray":
+                why = "Ray's router sees nothing behind an Envoy: give data_plane: python"
+                faults.append((("router", "mode"), why))
         refuse(faults)
         return self
 

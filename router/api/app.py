@@ -114,14 +114,14 @@ def fit_id(given: str) -> str:
     return given if fit else uuid.uuid4().hex
 
 
-def make_app(access: Access | None = None) -> FastAPI:
-    """`guarded` FastAPI, with no routes yet."""
+def make_app(access: Access | None = None, door: Door | None = None) -> FastAPI:
+    """`guarded` FastAPI, with no routes yet; door: what it shares with others."""
     # Half a second and 7 MB that `kappa route` does without.
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
 
     app = FastAPI(title="kappa-serve", docs_url=None, redoc_url=None)
-    guard(app, access or Access())
+    guard(app, access or Access(), door)
 
     async def on_invalid(request: Request, error: Any) -> Response:
         return _error_response(request, errors.validation_error(list(error.errors())))

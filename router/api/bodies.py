@@ -35,46 +35,57 @@ ChatBody = Annotated[ChatCompletionRequest, WrapValidator(_as_chat)]
 """A chat's body, of which only what may go on reaches the schema; one that was made passes."""
 CompletionBody = Annotated[CompletionRequest, WrapValidator(_as_completion)]
 """A completion's body, likewise."""
-_CHAT, _COMPLETION = TypeAdapter(ChatBody), TypeAdapter(CompletionBody)
+CHAT, COMPLETION = TypeAdapter(ChatBody), TypeAdapter(CompletionBody)
+_CHECKED_CHAT, _CHECKED_COMPLETION = map(TypeAdapter, (ChatCompletionRequest, CompletionRequest))
 _OF_CHATS, _OF_COMPLETIONS = CHAT_FIELDS.read, COMPLETION_FIELDS.read
 _OF_MESSAGES, _OF_RESPONSES = messages.FIELDS.read, responses.FIELDS.read
 
 
 def chat(body: bytes) -> ChatCompletionRequest:
     """A chat."""
-    return _validated(_CHAT, errors.json_object(body, _OF_CHATS))
+    return validated(CHAT, errors.json_object(body, _OF_CHATS))
 
 
 def completion(body: bytes) -> CompletionRequest:
     """A completion."""
-    return _validated(_COMPLETION, errors.json_object(body, _OF_COMPLETIONS))
+    return validated(COMPLETION, errors.json_object(body, _OF_COMPLETIONS))
 
 
 def either(body: bytes) -> ChatCompletionRequest | CompletionRequest:
     """A chat or a completion, by its own look."""
     data = errors.json_object(body, _OF_CHATS | _OF_COMPLETIONS)
-    return _validated(_CHAT if "messages" in data else _COMPLETION, data)
+    return validated(CHAT if "messages" in data else COMPLETION, data)
 
 
 def message(body: bytes) -> ChatCompletionRequest:
     """A message of Anthropic's API, as a chat."""
     data = errors.json_object(body, _OF_MESSAGES)
-    return _validated(_CHAT, messages.to_chat(data))
+    return validated(CHAT, messages.to_chat(data))
 
 
 def counted_message(body: bytes) -> ChatCompletionRequest:
     """A message of which only the tokens are wanted, as a chat."""
     data = errors.json_object(body, _OF_MESSAGES)
-    return _validated(_CHAT, messages.to_chat(data, counted=True))
+    return validated(CHAT, messages.to_chat(data, counted=True))
 
 
 def response(body: bytes) -> tuple[dict[str, Any], ChatCompletionRequest]:
     """The fields of a Responses body that are served, and the body as a chat."""
     kept = responses.checked(errors.json_object(body, _OF_RESPONSES))
-    return kept, _validated(_CHAT, responses.to_chat(kept))
+    return kept, validated(CHAT, responses.to_chat(kept))
 
 
-def _validated(schema: TypeAdapter[Any], data: dict[str, Any]) -> Any:
+def checked_as_chat(kept: dict[str, Any]) -> ChatCompletionRequest:
+    """What `checked_chat` kept of a body, as a chat."""
+    return validated(_CHECKED_CHAT, kept)
+
+
+def checked_as_completion(kept: dict[str, Any]) -> CompletionRequest:
+    """What `checked_completion` kept of a body, as a completion."""
+    return validated(_CHECKED_COMPLETION, kept)
+
+
+def validated(schema: TypeAdapter[Any], data: dict[str, Any]) -> Any:
     """A body by its schema; ApiError 400 for whatever the schema raises."""
     try:
         return schema.validate_python(data)

@@ -77,7 +77,7 @@ class Delivery:
         last: WorkerFailed | None = None
         for attempt in range(_ATTEMPTS):
             try:
-                decision = self._decide(live, routed, request)
+                decision = self.decide(live, routed, request)
             except OverloadedError as error:
                 after_s = error.retry_after_s
                 raise errors.OVERLOADED(reason=error, retry_after_s=after_s) from last
@@ -85,7 +85,7 @@ class Delivery:
                 raise _nobody_left(live, request, last, str(error)) from last
             try:
                 request.timeline.decided(decision, time.time())
-                request.body.vllm_xargs = _metadata(live, decision, routed, request)
+                request.body.vllm_xargs = engine_metadata(live, decision, routed, request)
                 if decision.fetch is not None:
                     peer = live.router.workers[decision.fetch.source_worker].announcement.peer
                     request.body.kv_transfer_params = peer_params(decision, peer)
@@ -128,7 +128,7 @@ class Delivery:
             why = "the worker failed on this request"
             raise _nobody_left(live, request, failure, why) from None
 
-    def _decide(self, live: LiveRouter, routed: RouteRequest, request: ApiRequest) -> Decision:
+    def decide(self, live: LiveRouter, routed: RouteRequest, request: ApiRequest) -> Decision:
         """Choose and reserve, by our rule or, as the rollout has it, by Ray's; kept from workers
         that are predicted to answer after the deadline. Raises ApiError if that is all of them or
         it has passed, NoWorkerError."""
@@ -169,7 +169,7 @@ class Delivery:
         return Response(content, headers=shown, media_type="application/json")
 
 
-def _metadata(
+def engine_metadata(
     live: LiveRouter, decision: Decision, routed: RouteRequest, request: ApiRequest
 ) -> Metadata:
     """What the chosen worker's engine is sent with a request; ApiError 400 if it cannot do it."""

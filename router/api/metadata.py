@@ -70,6 +70,11 @@ def prompt_metadata(tokens: np.ndarray | None, plan: str) -> Metadata:
     return {p.PROMPT_KEY: packed, **({p.PLAN_KEY: plan} if plan else {})}
 
 
+def tokens_in(packed: str) -> np.ndarray:
+    """The prompt that `prompt_metadata` packed."""
+    return np.frombuffer(base64.b64decode(packed), dtype="<i4")
+
+
 def worker_headers(headers: Mapping[str, str], worker: str, pool: str | None) -> dict[str, str]:
     """A request's headers with the router's pin instead of any that the client sent, and no key;
     with the pool alone where Ray's router is to choose the worker."""

@@ -104,8 +104,14 @@ class RequestPath:
         if foreign or request_id in self.open or request_id.endswith(PREFILL_SUFFIX):
             request.request_id = request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         self.open.add(request_id)
+        self.begin(request)
+
+    def begin(self, request: ApiRequest) -> None:
+        """Follow a request, under the id that it has now, to its end."""
         traceparent = request.headers.get("traceparent", "")
-        request.timeline = self.telemetry.begin(request_id, tenant, time.time(), traceparent)
+        request.timeline = self.telemetry.begin(
+            request.request_id, request.tenant.name, time.time(), traceparent
+        )
         request.inbound.accepted, request.on_end = True, self._end
 
     def _end(self, request: ApiRequest, end: str, status: int) -> None:
@@ -120,6 +126,12 @@ class RequestPath:
         self._take_place(live, request.request_id, request.tenant)
         if not self.rollout.decides:
             return await self._by_ray(live, request)
+        routed = await self.routed(live, request)
+        return await self.delivery.serve(live, routed, request)
+
+    async def routed(self, live: LiveRouter, request: ApiRequest) -> RouteRequest:
+        """What is to be decided about a request that holds a place: its prompt in tokens, and who
+        must not serve it; a prefill worker may have computed it by then. Raises ApiError."""
         # An ingress that has only just begun may be asked before it knows of any worker.
         await live.members.first_joined(_FIRST_WORKER_S)
         prompt = await self._tokenized(live, request)
@@ -129,8 +141,7 @@ class RequestPath:
         workers, approx = live.announcements(request.model.name), request.approx
         unfit = unfit_workers(workers, prompt.longest_tokens, request.max_tokens)
         routed = _route_request(request, prompt, unfit | exact_workers(workers, approx))
-        routed = await self.prefill(live, routed, request)
-        return await self.delivery.serve(live, routed, request)
+        return await self.prefill(live, routed, request)
 
     async def _by_ray(self, live: LiveRouter, request: ApiRequest) -> Response:
         """Hand a request to Ray's own router; nothing is decided, reserved or foreseen here."""

@@ -9,11 +9,9 @@ import asyncio
 import contextlib
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import uvicorn
 
 from kappa.settings.front import FrontSettings
 from router.api.app import Door
@@ -25,13 +23,13 @@ from router.front.scene import FrontScene
 from router.gateway.authz import AuthzServer
 from router.gateway.decider import Decider, DeciderRule
 from router.gateway.events import Ends
+from router.gateway.face import faced
 from router.gateway.process import Gateway, spec_of
 from router.gateway.spec import GOES_ON_S, GatewaySpec
 from router.live.supervised import supervised
 
 # Envoy tells of what goes on so often that three in a row are lost only with it.
 _UNHEARD_S = 4 * GOES_ON_S
-_END_S = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         await stack.enter_async_context(
             AuthzServer(decider.decide, flights, spec.decider_socket, spec.bounds.body_bytes)
         )
-        face = await stack.enter_async_context(_faced(front, door, spec.face_socket))
+        face = await stack.enter_async_context(faced(make_face_app(front, door), spec))
         gateway = await stack.enter_async_context(Gateway(spec))
         restarted = front.live.task_restarted
         for name, task in (("servers", lambda: scene.follow(gateway)), ("ends", flights.sweep)):
@@ -117,33 +115,6 @@ def _rule_of(settings: FrontSettings) -> DeciderRule:
         router.max_queue, router.max_body_bytes, settings.access.body_timeout_s,
         settings.first_byte_s, router.request_timeout_s, _UNHEARD_S,
     )  # fmt: skip
-
-
-class _Quiet(uvicorn.Server):
-    """Leaves signals to us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _faced(front: Front, door: Door, socket: Path) -> AsyncIterator[asyncio.Task[None]]:
-    """Our own paths on a socket."""
-    config = uvicorn.Config(
-        make_face_app(front, door), uds=str(socket), lifespan="off", log_level="error",
-        access_log=False, server_header=False, date_header=False, proxy_headers=False, ws="none",
-        timeout_graceful_shutdown=_END_S,
-    )  # fmt: skip
-    server = _Quiet(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    try:
-        yield serving
-    finally:
-        server.should_exit = True
-        await serving
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from urllib.parse import urlsplit
 
 import structlog
@@ -17,7 +18,7 @@ from router.decision import RouteRequest
 from router.front.facts import usage_in
 from router.front.front import DECIDED_PATHS, Flying, Front
 from router.gateway.endpoints import EndpointsFile, Resolver, shared_addresses
-from router.gateway.process import EnvoyError, Gateway
+from router.gateway.process import Gateway, until_taken
 from router.gateway.scene import Asked, Reading, Used
 from router.gateway.spec import ServerEndpoint
 from router.live.live_router import LiveRouter
@@ -34,9 +35,8 @@ PASSED_PATHS = (
 _MEDIA_TOKENS = 16_384
 _OF_IDS = re.compile(rb'"(?:prompt|input)"\s*:\s*\[[\s\[]*[0-9]')
 _RESOLVE_S = 10.0
-# Envoy has read a new file of servers by then.
-_TAKEN_S, _ASK_S = 2.0, 0.01
-_TAKEN = "cluster.servers.update_success"
+# Envoy knows of a server soon after it was found.
+_TAKEN_S = 2.0
 
 
 class FrontScene:
@@ -116,7 +116,7 @@ class FrontScene:
         endpoint = self.endpoints.get(name)
         return endpoint.address if endpoint is not None else ""
 
-    def headers(self, flight: Flying, asked: Asked) -> Mapping[str, str]:
+    def headers(self, flight: Flying) -> Mapping[str, str]:
         """None: servers know nothing of us."""
         return {}
 
@@ -143,6 +143,9 @@ class FrontScene:
         """As `Front.ended`."""
         self.front.ended(flight, end)
 
+    def over(self, flight: Flying, end: str, status: int) -> None:
+        """Nothing more than `ended`."""
+
     # -- for Envoy ------------------------------------------------------------------------------
 
     async def follow(self, gateway: Gateway) -> None:
@@ -156,9 +159,7 @@ class FrontScene:
             known = {one.address for one in found.values()}
             kept = {name: one for name, one in self.endpoints.items() if one.address in known}
             self._take(kept)
-            before = await _taken(gateway)
-            if file.write(found.values()):
-                await _until_taken(gateway, before)
+            await until_taken(gateway, partial(file.write, found.values()))
             self._take(found)
             try:
                 async with asyncio.timeout(_RESOLVE_S):
@@ -204,21 +205,3 @@ async def endpoint_of(name: str, url: str, key: str, resolver: Resolver) -> Serv
     # Its name in a certificate has no port.
     named = host if tls else parts.netloc
     return ServerEndpoint(name, address, port, named, tls, prefix=parts.path, key=key)
-
-
-async def _taken(gateway: Gateway) -> float:
-    """How many files of servers Envoy has taken."""
-    try:
-        return (await gateway.stats(_TAKEN)).get(_TAKEN, 0.0)
-    except EnvoyError:
-        return 0.0
-
-
-async def _until_taken(gateway: Gateway, before: float) -> None:
-    """Wait until it has taken another, a little."""
-    try:
-        async with asyncio.timeout(_TAKEN_S):
-            while await _taken(gateway) == before:
-                await asyncio.sleep(_ASK_S)
-    except TimeoutError:
-        log.warning("envoy_took_no_servers", waited_s=_TAKEN_S)

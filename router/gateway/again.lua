@@ -15,6 +15,11 @@ function envoy_on_request(handle)
   end
   local answer, body = handle:httpCall("decider", question, "", DECIDE_MS)
   if answer[":status"] == "200" then
+    for name, value in pairs(answer) do
+      if name:sub(1, 11) == "x-kappa-to-" then
+        headers:replace(name, value)
+      end
+    end
     return
   end
   if answer["content-type"] ~= "application/json" then

@@ -27,8 +27,8 @@ OF_SERVER, OPEN = "kappa", "open"
 _HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 # uvicorn closes a connection that was idle for 5 s; a request on its way then would be lost.
 _SERVER_IDLE_S = 4.0
-# The decider's answer may hold 48 kB for the worker's middleware.
-_ANSWER_HEADERS_KB = 96
+# The decider's answer may hold 1 MB for the worker's gate.
+_ANSWER_HEADERS_KB = 1088
 
 
 def seconds(value: float) -> str:

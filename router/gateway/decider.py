@@ -229,7 +229,7 @@ class Decider(Generic[F]):
             TO_ID_HEADER: name,
             "x-request-id": name,
             TRY_HEADER: str(round(1e3 * allowed_s)),
-            **self._scene.headers(flight, asked),
+            **self._scene.headers(flight),
         }
         if rule.foreign and aloft.repeatable:
             # One that is late by its client's own wish would be so elsewhere, too.

@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 # Answers by which a server says that it has no room, and that it was too late.
 FULL, LATE = 429, 504
+# By which a worker of ours says that its engine died, or that it takes no more.
+_NOT_SERVED = 503
 # Of a stream of which neither count nor usage came: bytes of an event with one token.
 _EVENT_BYTES = 200
 # Envoy logs a failed attempt some milliseconds after it asks about the next.
@@ -134,6 +136,7 @@ class Flights(Generic[F]):
         self._scene, self._live, self._left = scene, scene.live, left
         self._tails, self._unheard_s = tails, unheard_s
         self._aloft: dict[str, Aloft[F]] = {}
+        self._asking: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._aloft)
@@ -169,7 +172,7 @@ class Flights(Generic[F]):
         except ApiError as error:
             log.warning("request_not_passed_on", request_id=request_id, code=error.code)
             return refusal(error, anthropic=aloft.anthropic)
-        return Go()
+        return Go(self._scene.headers(aloft.flight))
 
     async def _check(self, aloft: Aloft[F], failure: StreamEnd | None) -> None:
         """Find out what became of the server that failed; ApiError if no other may be tried."""
@@ -245,11 +248,24 @@ class Flights(Generic[F]):
         if aloft is None or aloft.end is not None:
             return
         aloft.end = end
+        if end.status == _NOT_SERVED and end.upstream and not self._tails:
+            self._asking.add(asked := asyncio.create_task(self._after_death(aloft)))
+            asked.add_done_callback(self._asking.discard)
+            return
         told = not self._tails or aloft.tail is not None or end.client_gone or end.status >= 400
         if told or not end.upstream:
             self._end(end.request_id)
         else:
             asyncio.get_running_loop().call_later(_TAIL_S, self._end, end.request_id)
+
+    async def _after_death(self, aloft: Aloft[F]) -> None:
+        """A worker of ours did not serve it and did not say that others may: it ends once it is
+        known whether the engine died of it."""
+        try:
+            if not await self._scene.lives(aloft.flight.decision.worker):
+                aloft.ended_as = "worker_died"
+        finally:
+            self._end(aloft.request_id)
 
     async def sweep(self) -> None:
         """End what is not heard of any more, until cancelled."""
@@ -272,14 +288,17 @@ class Flights(Generic[F]):
             at = end.upstream if end is not None and not aloft.flight.via else ""
             if at and not aloft.ended_as:
                 self._scene.arrived(aloft.flight, aloft.request, at)
-            if aloft.tail is not None:
-                aloft.used = self._scene.used(aloft.flight, aloft.tail)
+            if aloft.tail is not None or not self._tails:
+                aloft.used = self._scene.used(aloft.flight, aloft.tail or b"")
             aloft.ended_as = ended_as or aloft.ended_as
             outcome, generated = aloft.outcome(end), aloft.generated(end)
             live.tokens(request_id, generated)
             if outcome in ("done", "refused"):
                 live.suspects.served(aloft.digest)
             self._scene.ended(aloft.flight, outcome)
+            self._scene.over(aloft.flight, outcome, status)
+            if outcome == "worker_died":
+                live.suspects.blame(aloft.flight.decision.worker, aloft.digest, live.now_s())
             if aloft.used is not None and aloft.used.prompt_tokens:
                 lease.counted(aloft.used.prompt_tokens)
             lease.generated(generated)

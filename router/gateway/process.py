@@ -16,7 +16,7 @@ import ssl
 import stat
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
@@ -44,6 +44,8 @@ _MOST_DEATHS, _WITHIN_S = 5, 60.0
 _CORES_EACH, _MOST_THREADS = 4, 8
 _LINE = re.compile(r"^(warning|error|critical|off) \S+ (.*)$")
 _BIND = re.compile(r"cannot bind '(.*)': (.*)")
+# Envoy has read a new list of servers by then.
+_TAKEN_S, _TAKEN_POLL_S, _TAKEN = 2.0, 0.01, "cluster.servers.update_success"
 # What it says of every order of ours to end.
 _USUAL = ("caught ENVOY_SIGTERM",)
 # The longest path of a Unix socket.
@@ -391,6 +393,28 @@ class Gateway:
                     await process.wait()
                     await self._reader
                     return
+
+
+async def until_taken(gateway: Gateway, write: Callable[[], bool]) -> None:
+    """Write its list of servers, and wait, a little, until Envoy has taken it; write: whether there
+    is a new one."""
+    before = await _taken(gateway)
+    if not write():
+        return
+    try:
+        async with asyncio.timeout(_TAKEN_S):
+            while await _taken(gateway) == before:
+                await asyncio.sleep(_TAKEN_POLL_S)
+    except TimeoutError:
+        log.warning("envoy_took_no_servers", waited_s=_TAKEN_S)
+
+
+async def _taken(gateway: Gateway) -> float:
+    """How many lists of servers Envoy has taken."""
+    try:
+        return (await gateway.stats(_TAKEN)).get(_TAKEN, 0.0)
+    except EnvoyError:
+        return 0.0
 
 
 def _length(path: Path) -> int:

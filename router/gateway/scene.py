@@ -1,6 +1,7 @@
 """What a decider decides about: the servers behind it, whoever runs them.
 
-`kappa route` gives one of servers that exist (`router.front.scene`).
+`kappa route` gives one of servers that exist (`router.front.scene`), `kappa serve` one of its
+workers (`router.cluster.scene`).
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Scene(Protocol[F]):
         """Where Envoy reaches a worker or balancer; empty: nowhere."""
         ...
 
-    def headers(self, flight: F, asked: Asked) -> Mapping[str, str]:
-        """For the server, besides the decider's own."""
+    def headers(self, flight: F) -> Mapping[str, str]:
+        """For the server, besides the decider's own; they may differ at the next one."""
         ...
 
     def arrived(self, flight: F, request: RouteRequest, at: str) -> None:
@@ -112,4 +113,8 @@ class Scene(Protocol[F]):
 
     def ended(self, flight: F, end: str) -> None:
         """It is over at its server (`LiveRouter.release`)."""
+        ...
+
+    def over(self, flight: F, end: str, status: int) -> None:
+        """It is over for its client, who was answered with that status, 0 if with none."""
         ...

@@ -3,6 +3,7 @@ outcomes for a while (`GET /v1/decisions`). Lives on the ingress' event loop and
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 import time
@@ -66,6 +67,8 @@ class LiveRouter:
         self.suspects = Suspects()
         self._nonce, self._sent = secrets.token_hex(8), itertools.count()
         self.kappa_eff: dict[str, float | None] = {}
+        self.changed = asyncio.Event()
+        """Set when a worker joins or leaves."""
         # By worker: prompt tokens by where they came from, since it joined.
         self.prompt_tokens: dict[str, Counter[str]] = {}
         # The machine's clock may be set while we run; what is expected must not jump with it.
@@ -297,8 +300,10 @@ class LiveRouter:
     def worker_joined(self, announcement: Announcement) -> None:
         planner = self.router.config.planner_of(announcement)
         self.kappa_eff[announcement.worker] = planner.kappa_eff() if planner is not None else None
+        self.changed.set()
 
     def worker_left(self, worker: str, node: str, lost: list[str]) -> None:
+        self.changed.set()
         self.kappa_eff.pop(worker, None)
         self.prompt_tokens.pop(worker, None)
         self.charges.left(worker)

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
+import router.api.cluster_face
 import router.api.deliver
-import router.api.endpoints
 from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from router.decision import RouteRequest
@@ -379,7 +379,7 @@ async def test_ready_says_whether_a_worker_can_be_chosen(serve):
 async def test_health_waits_once_and_fails_when_the_workers_are_followed_no_more(
     serve, monkeypatch
 ):
-    monkeypatch.setattr(router.api.endpoints, "_FIRST_SIGHT_S", 0.05)
+    monkeypatch.setattr(router.api.cluster_face, "_FIRST_SIGHT_S", 0.05)
     ingress, live, _ = await serve()
     assert not live.members.synced, "these workers have no stream"
     await ingress.check_health()

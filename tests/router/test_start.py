@@ -6,7 +6,7 @@ import pytest
 
 import router.live.live_router
 from kappa.settings.routing import FailoverSettings
-from router.api.endpoints import PoolHandles
+from router.api.cluster_face import PoolHandles
 from router.api.start import LiveStart, member_rule, record_file, router_config
 from router.live.replica_registry import ReplicaRegistry
 from tests.router.scripted import announcement, ingress_settings

@@ -252,3 +252,34 @@ async def test_gate_closes_websockets():
 
     await gate_of(Engine())({"type": "websocket", "headers": []}, None, send)
     assert sent == ["websocket.close"]
+
+
+async def test_gate_holds_the_head_until_the_first_byte():
+    seen = []
+
+    async def engine(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        assert not seen
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        assert not seen
+        raise RuntimeError("before the first token")
+
+    async def send(message):
+        seen.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    given = [(TO_SECRET_HEADER.encode(), SECRET.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": given}
+    await gate_of(engine)(scope, receive, send)
+    assert [one.get("status") for one in seen] == [503, None]
+    assert (RETRY_HEADER.encode(), b"elsewhere") in seen[0]["headers"]
+
+
+async def test_gate_shows_an_engine_few_of_a_clients_headers():
+    engine = Engine()
+    given = {"origin": "http://evil", "x-data-parallel-rank": "7", "cookie": "c"}
+    await ask(gate_of(engine), **given, accept="*/*", **{"x-request-id": "r"})
+    assert engine.headers == {b"accept": b"*/*", b"x-request-id": b"r", b"content-length": b"2"}

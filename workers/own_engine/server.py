@@ -14,12 +14,14 @@ import structlog
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
 from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 from ray.serve.llm.openai_api_models import ChatCompletionResponse, CompletionResponse
+from starlette.applications import Starlette
 
 from engine.loop import Engine
 from engine.profile import machine_peaks
 from engine.runner import EngineRunner, EngineStopped
 from engine.sequence import RequestRefused
 from workers.identity import WorkerPlan
+from workers.own_engine.app import engine_app
 from workers.own_engine.openai import AnswerText, Body, BodyRefused, OpenAIAnswer, read_body
 from workers.own_engine.reports import EngineReports
 from workers.request_metadata import charges_of
@@ -112,6 +114,10 @@ class OwnEngine(LLMEngine):
 
     def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         return self._answer(request, "completions")
+
+    async def build_asgi_app(self) -> Starlette:
+        """What the worker's own port serves."""
+        return engine_app(self._answer, self.check_health)
 
     async def _answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
         assert self._built is not None

@@ -47,6 +47,7 @@ class ScriptedScene:
 
     def __init__(self, workers):
         self.workers, self.dead, self.ends, self.moves = workers, set(), [], []
+        self.overs = []
         self.hold, self.via = asyncio.Event(), ""
         self.hold.set()
         registry = ReplicaRegistry()
@@ -75,7 +76,7 @@ class ScriptedScene:
     def address(self, name):
         return name if name == self.via else f"10.0.0.{1 + self.workers.index(name)}:80"
 
-    def headers(self, flight, asked):
+    def headers(self, flight):
         return {"x-kappa-to-body": "{}"}
 
     def arrived(self, flight, request, at):
@@ -92,6 +93,9 @@ class ScriptedScene:
     def ended(self, flight, end):
         self.ends.append((flight.decision.worker, end))
         self.live.release(flight.decision.request_id, end)
+
+    def over(self, flight, end, status):
+        self.overs.append((flight.decision.request_id, end, status))
 
 
 @asynccontextmanager

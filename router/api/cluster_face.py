@@ -1,0 +1,199 @@
+"""A cluster of ours as its ingress and its decider know it: handles of pools, the live router, and
+the endpoints that show or explain, beside those that run something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import structlog
+from fastapi import Request
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
+from ray.llm._internal.serve.core.protocol import RawRequestInfo
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.llm.openai_api_models import ChatCompletionRequest
+from starlette.responses import JSONResponse, Response
+
+from router.api import bodies, errors, status
+from router.api.face import Face
+from router.api.metadata import PIN_HEADER, POOL_HEADER
+from router.api.reading import read
+from router.api.render import PromptRenderer, Tokenizing
+from router.api.request_path import RequestPath
+from router.api.start import IngressSettings, LiveStart
+from router.api.tenants import Places
+from router.live.ingresses import Ingresses
+from router.live.records import DecisionRecord
+from router.live.replica_registry import PinGoneError
+from router.policy import policy_named
+from router.telemetry import Telemetry
+
+log = structlog.get_logger(__name__)
+
+_PROFILE_TIMEOUT_S = 90.0
+_WAKE_TIMEOUT_S = 120.0
+# Workers that start with us take longer; one that joins others knows them sooner.
+_FIRST_SIGHT_S = 25.0
+
+
+class PoolHandles:
+    """Ray Serve's handles of the pools, in the cluster file's order.
+
+    Ray's own ingress knows one deployment for each model; ours has one for each pool, and decides
+    over all that serve the model.
+    """
+
+    def __init__(self, handles: Mapping[str, Any]) -> None:
+        """`handles`: Serve's, by pool; ValueError if there is none."""
+        if not handles:
+            raise ValueError("no pool was bound to the ingress")
+        self._handles = dict(handles)
+        # Every configured copy of a handle is one more long poll: each pool has one for streams.
+        self._streaming: dict[str, Any] = {}
+
+    def all(self) -> list[Any]:
+        return list(self._handles.values())
+
+    def of(self, pool: str) -> Any:
+        """A pool's handle; that of any if the pool is not known (its worker has just left)."""
+        return self._handles.get(pool) or self.all()[0]
+
+    async def stream(
+        self, pool: str, body: Any, method: str, headers: dict[str, str]
+    ) -> AsyncGenerator[Any, None]:
+        """What a worker of the pool answers to `method`; the pin in `headers` says which one.
+
+        Closed before its end, the worker is stopped: Ray does so by itself only while
+        somebody waits for an item, not between two of them.
+        """
+        known = pool if pool in self._handles else next(iter(self._handles))
+        if known not in self._streaming:
+            self._streaming[known] = self._handles[known].options(stream=True)
+        if isinstance(body, ChatCompletionRequest):
+            body = _sanitize_chat_completion_request(body)
+        info = RawRequestInfo(headers=headers)
+        answer = getattr(self._streaming[known], method).remote(body, info)
+        ended = False
+        try:
+            async for item in answer:
+                yield item
+            ended = True
+        finally:
+            if not ended:
+                answer.cancel()
+
+
+class ClusterFace(Face):
+    """What the ingress and the decider of a cluster have in common."""
+
+    _live: LiveStart
+    _pools: PoolHandles
+
+    def _wire(self, settings: IngressSettings, renderers: Mapping[str, PromptRenderer]) -> None:
+        try:
+            rank = int(serve.get_replica_context().rank.rank)
+        except RayServeException:  # outside of Ray Serve
+            rank = 0
+        self._known = settings.tenants
+        self._live = LiveStart(settings, self._wake_router, rank)
+        self._checked = False
+        self._ingresses = Ingresses(settings.replicas, "for_ingresses")
+
+        def record_of(request_id: str) -> DecisionRecord | None:
+            return self._live().records.get(request_id)
+
+        self._telemetry = Telemetry(record_of)
+        self._tracing = None
+        if settings.observing.otlp_endpoint is not None:
+            # Half a second of imports that nobody needs without a collector.
+            from router.tracing import Tracing
+
+            self._tracing = Tracing(settings.observing, record_of)
+            self._telemetry.on_end = self._tracing.ended
+        # Without keys nobody can be told from another.
+        places = Places(settings.router.max_queue, shared=bool(settings.tenants.by_digest))
+        self._path = RequestPath(
+            settings.router, settings.transfer, Tokenizing(renderers), places, self._telemetry,
+            self._live, settings.models, self._call,
+        )  # fmt: skip
+
+    def __del__(self) -> None:
+        """Ray Serve calls it when the replica goes: its threads end, the last spans are sent."""
+        path, tracing = vars(self).get("_path"), vars(self).get("_tracing")
+        if path is not None:
+            path.tokenizing.close()
+        if tracing is not None:
+            tracing.close()
+
+    async def use_policy(self, name: str) -> None:
+        """Decide by another policy from now on: for who started the cluster, by its Serve handle;
+        no HTTP path leads here."""
+        self._live().use_policy(policy_named(name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The tokens of an Anthropic message's prompt; nothing is run or reserved."""
+        chat = await read(await request.body(), bodies.counted_message)
+        routed = await self._path.to_explain(chat, request)
+        if routed.token_ids is None:
+            raise errors.UNSUPPORTED_PROMPT()
+        return JSONResponse({"input_tokens": len(routed.token_ids)})
+
+    async def nodes(self) -> Response:
+        """Every worker with its profile, backlogs and critical ratio."""
+        return JSONResponse({"nodes": status.nodes(self._live())})
+
+    async def profile(self) -> Response:
+        """Measure every worker's machine anew, one after the other, and show the nodes."""
+        live = self._live()
+        for worker in list(live.router.workers):
+            pin = RawRequestInfo(headers={PIN_HEADER: worker})
+            handle = self._pools.of(live.pool_of(worker))
+            try:
+                await asyncio.wait_for(handle.profile.remote(None, pin), _PROFILE_TIMEOUT_S)
+            except (TimeoutError, RayActorError, BackPressureError, PinGoneError):
+                why = f"worker {worker} could not be measured"
+                raise errors.NO_WORKER(why=why, retry_after_s=10.0) from None
+        return await self.nodes()
+
+    async def route(self, request: Request) -> Response:
+        """What would be decided for a chat or completion body; nothing is run or reserved."""
+        body = await read(await request.body(), bodies.either)
+        routed = await self._path.to_explain(body, request)
+        return self.explained(routed, request)
+
+    async def of_all(self, what: str, *args: Any) -> list[Any]:
+        """Every ingress' answer, as far as they can be reached."""
+        return await self._ingresses.call(self.for_ingresses, what, *args)
+
+    def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
+        return self._telemetry.tenant(request_id), self._telemetry.account(request_id)
+
+    async def check_health(self) -> None:
+        """Called by Ray; the first time, before this ingress is sent any request, it waits until
+        the workers' state is known here, as far as there are workers.
+
+        Raises:
+            RuntimeError: it cannot follow the workers any more; Ray replaces it.
+        """
+        if not self._checked:
+            self._checked = True
+            await self._live.known(_FIRST_SIGHT_S)
+        fault = self._live().members.fault()
+        if fault:
+            raise RuntimeError(f"this ingress must be replaced: {fault}")
+
+    def _call(self, body: Any, method: str, headers: dict[str, str]) -> AsyncGenerator[Any, None]:
+        pool = headers.get(POOL_HEADER) or self._live().pool_of(headers.get(PIN_HEADER, ""))
+        return self._pools.stream(pool, body, method, headers)
+
+    async def _wake_router(self) -> None:
+        """Ray makes a handle's router at its first call; until then nobody posts announcements."""
+        for handle in self._pools.all():
+            try:
+                await asyncio.wait_for(handle.llm_config.remote(), _WAKE_TIMEOUT_S)
+            except Exception as error:
+                log.warning("workers_not_reached", error=repr(error))

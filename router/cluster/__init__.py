@@ -1,0 +1,1 @@
+"""The front door of a cluster of ours: one decider before workers that answer HTTP themselves."""

@@ -1,0 +1,292 @@
+"""The workers of a cluster as a decider sees them, and as Envoy reaches them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import aiohttp
+import structlog
+from starlette.datastructures import Headers
+
+from kappa.protocol import (
+    PROMPT_KEY,
+    TO_BODY_HEADER,
+    TO_DROP_HEADER,
+    TO_SECRET_HEADER,
+)
+from router.api import errors
+from router.api.app import Inbound
+from router.api.deliver import engine_metadata
+from router.api.errors import ApiError
+from router.api.fields import choices_in
+from router.api.metadata import Metadata, peer_params, tokens_in
+from router.api.reading import read
+from router.api.request import ApiRequest
+from router.api.request_path import RequestPath
+from router.cluster.paths import DECIDED
+from router.cluster.reading import Changes, taken
+from router.decision import Decision, RouteRequest
+from router.gateway.endpoints import EndpointsFile, shared_addresses
+from router.gateway.process import Gateway, until_taken
+from router.gateway.scene import Asked, Reading, Used
+from router.gateway.spec import TRY_HEADER, GatewaySpec, ServerEndpoint
+from router.live.live_router import LiveRouter
+from router.live.membership import DIED, ENGINE_DIED
+
+log = structlog.get_logger(__name__)
+
+# Of what a worker puts into a body, which comes in a header.
+_MOST_SET_BYTES = 1000 << 10
+# One that comes is chosen once Envoy knows it.
+_KNOWN_S = 2.0
+_LOOK_S = 10.0
+_HEALTH_S = 2.0
+# A time-out of 0 would be none.
+_LEAST_S = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRequest(RouteRequest):
+    """With what only its delivery needs. changes: of its body."""
+
+    api: ApiRequest
+    changes: Changes
+
+
+@dataclass(slots=True)
+class ClusterFlight:
+    """A request at a worker. sets: of its body, `changes.sets` among them."""
+
+    decision: Decision
+    api: ApiRequest
+    sets: Mapping[str, Any]
+    drops: tuple[str, ...]
+    via: str = ""
+
+
+class ClusterScene:
+    """A `Scene` over the workers of a live router; endpoints: of those that Envoy knows."""
+
+    priced = frozenset(DECIDED)
+    passed = frozenset[str]()
+
+    def __init__(self, path: RequestPath, spec: GatewaySpec, secret: str) -> None:
+        """`path`: what it has in common with an ingress; `secret`: the cluster's, which workers
+        demand."""
+        self._path, self._spec, self._secret = path, spec, secret
+        self.live: LiveRouter = path.live()
+        self.endpoints: dict[str, ServerEndpoint] = {}
+        self._known = asyncio.Event()
+
+    # -- requests -----------------------------------------------------------------------------
+
+    async def read(self, asked: Asked) -> Reading:
+        """Its body, checked, in tokens. Raises ApiError."""
+        found = await read(asked.body, partial(taken, asked.path))
+        inbound = Inbound(asked.request_id, time.monotonic(), asked.tenant, body=asked.body)
+        headers = Headers(dict(asked.headers))
+        api = ApiRequest(asked.request_id, found.kind, found.body, headers, inbound)
+        self._path.begin(api)
+        try:
+            api.prepare(self._path.models)
+            routed = await self._path.routed(self.live, api)
+            await self._first_known(routed)
+        except BaseException as error:
+            end, status = "client_gone", 0
+            if isinstance(error, ApiError):
+                end, status = error.code or "error", error.status
+            elif isinstance(error, Exception):
+                end, status = "error", 500
+            api.finish(end, status)
+            raise
+        away = self.live.router.workers.keys() - self.endpoints.keys()
+        request = _with_delivery(routed, api, found.changes, routed.exclude | away)
+        answers = choices_in(vars(api.body)) * api.max_tokens
+        return Reading(request, answers, streamed=bool(api.body.stream))
+
+    async def _first_known(self, request: RouteRequest) -> None:
+        """Wait a little if workers are there of which Envoy knows none yet."""
+        workers = self.live.router.workers
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KNOWN_S):
+                while workers and not (workers.keys() - request.exclude) & self.endpoints.keys():
+                    self._known.clear()
+                    await self._known.wait()
+
+    def decide(self, request: RouteRequest, tenant: str) -> ClusterFlight:
+        """As `Delivery.decide`."""
+        assert isinstance(request, ClusterRequest)
+        api, live, path = request.api, self.live, self._path
+        if request.retry:
+            # What was handed over is gone with the worker that took it.
+            api.body.kv_transfer_params = None
+            request = replace(request, handed_tokens=0)
+        decision = path.delivery.decide(live, request, api)
+        try:
+            sent = self._metadata(decision, request, api)
+            if decision.fetch is not None:
+                peer = live.router.workers[decision.fetch.source_worker].announcement.peer
+                api.body.kv_transfer_params = peer_params(decision, peer)
+            sets = {**request.changes.sets, **_own_sets(api), "vllm_xargs": sent}
+            flight = ClusterFlight(decision, api, sets, request.changes.drops)
+            self.headers(flight)  # It fits.
+        except BaseException:
+            live.release(request.request_id, "unsent")
+            raise
+        api.timeline.decided(decision, time.time())
+        api.timeline.sent(time.time())
+        return flight
+
+    def _metadata(self, decision: Decision, request: ClusterRequest, api: ApiRequest) -> Metadata:
+        """What the engine is sent; the second one what the first was of the prompt."""
+        known = (api.body.vllm_xargs or {}).get(PROMPT_KEY)
+        if request.token_ids is None and known is not None:
+            request = replace(request, token_ids=tokens_in(known))
+        sent = engine_metadata(self.live, decision, request, api)
+        api.body.vllm_xargs = sent
+        return sent
+
+    def others(self, flight: ClusterFlight, request: RouteRequest) -> Sequence[str]:
+        """By their price, those that seem to fail last."""
+        blocked, priced = self.live.members.blocked(), flight.decision.priced
+        ttfts_s = dict(zip(priced.workers, priced.ttft_s.tolist(), strict=True))
+        able = ttfts_s.keys() & self.endpoints.keys() - request.exclude - blocked.gone
+        return sorted(able, key=lambda worker: (worker in blocked.failing, ttfts_s[worker]))
+
+    def address(self, name: str) -> str:
+        """Of a worker that Envoy knows."""
+        endpoint = self.endpoints.get(name)
+        return endpoint.address if endpoint is not None else ""
+
+    def headers(self, flight: ClusterFlight) -> Mapping[str, str]:
+        """What the worker's gate does to the body. ApiError 400 if that is too much."""
+        text = _json(flight.sets)
+        if len(text) > _MOST_SET_BYTES:
+            # A prompt in tokens, for an engine of ours, or what lost some of its parts.
+            names = sorted(flight.sets.keys() - {"vllm_xargs"}) or ["prompt"]
+            raise errors.bad_field(
+                names[0], "is too long to be sent on changed: leave out what the API does not "
+                "name, or shorten it",
+            )  # fmt: skip
+        drops = {TO_DROP_HEADER: ",".join(flight.drops)} if flight.drops else {}
+        deadline = flight.api.deadline
+        late: dict[str, str] = {}
+        if deadline is not None:
+            left_s = max(deadline.at_s - time.monotonic(), _LEAST_S)
+            late[TRY_HEADER] = str(round(1e3 * min(left_s, self._path.settings.request_timeout_s)))
+        return {TO_BODY_HEADER: text, **drops, **late}
+
+    def arrived(self, flight: ClusterFlight, request: RouteRequest, at: str) -> None:
+        """Nothing: `Flights` decides about every attempt."""
+
+    def used(self, flight: ClusterFlight, tail: bytes) -> Used | None:
+        """What its worker reports; its prompt was counted before."""
+        record = self.live.records.get(flight.decision.request_id)
+        if record is None or record.generated_tokens is None:
+            return None
+        return Used(0, record.generated_tokens)
+
+    async def lives(self, worker: str) -> bool:
+        """Whether its engine does, as its port says; one that does not answer in time may."""
+        address = self.address(worker)
+        if not address or self.live.members.get(worker) is None:
+            self.live.members.failed(worker, DIED)
+            return False
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_HEALTH_S)) as http,
+                http.get(
+                    f"http://{address}/health", headers={TO_SECRET_HEADER: self._secret}
+                ) as answer,
+            ):
+                if answer.status != 503:
+                    return True
+                self.live.members.failed(worker, ENGINE_DIED)
+        except TimeoutError:
+            return True
+        except (aiohttp.ClientError, OSError):
+            self.live.members.failed(worker, DIED)
+        return False
+
+    def ended(self, flight: ClusterFlight, end: str) -> None:
+        """It is over at its worker."""
+        if end == "worker_died":
+            self.live.members.failed(flight.decision.worker, DIED)
+        self.live.release(flight.decision.request_id, end)
+
+    def over(self, flight: ClusterFlight, end: str, status: int) -> None:
+        """It is over."""
+        record = self.live.records.get(flight.decision.request_id)
+        attempts = flight.api.timeline.attempts
+        if record is not None and record.ttft_s is not None and attempts:
+            flight.api.timeline.first_item(attempts[-1].decided_s + record.ttft_s)
+        flight.api.finish(end, status)
+
+    # -- for Envoy ------------------------------------------------------------------------------
+
+    async def follow(self) -> None:
+        """Have Envoy know the workers as they come and go, until cancelled."""
+        file, envoy = EndpointsFile(self._spec.endpoints_file), Gateway(self._spec)
+        changed = self.live.changed
+        while not self.live.router.workers:
+            # Those that an earlier decider wrote down are better than none.
+            changed.clear()
+            await changed.wait()
+        while True:
+            changed.clear()
+            found = {one.worker: one for one in self._found()}
+            # What has gone is not named from now on, what has come once Envoy knows it.
+            self._take({n: one for n, one in self.endpoints.items() if found.get(n) == one})
+            await until_taken(envoy, partial(file.write, found.values()))
+            self._take(found)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await changed.wait()
+
+    def _take(self, endpoints: dict[str, ServerEndpoint]) -> None:
+        self.endpoints = endpoints
+        self._known.set()
+
+    def _found(self) -> list[ServerEndpoint]:
+        found = []
+        for name, state in self.live.router.workers.items():
+            host, _, port = state.announcement.http.rpartition(":")
+            if not host:
+                log.error("worker_without_port", worker=name)
+                continue
+            open_ = state.announcement.role != "prefill"
+            endpoint = ServerEndpoint(
+                name, host.strip("[]"), int(port), open=open_, secret=self._secret
+            )
+            found.append(endpoint)
+        for fault in shared_addresses(found):
+            log.error("worker_not_used", why=fault)
+        return found
+
+
+def _with_delivery(
+    routed: RouteRequest, api: ApiRequest, changes: Changes, exclude: frozenset[str]
+) -> ClusterRequest:
+    known = {name: getattr(routed, name) for name in RouteRequest.__slots__}
+    return ClusterRequest(**known | {"exclude": exclude}, api=api, changes=changes)
+
+
+def _json(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _own_sets(api: ApiRequest) -> dict[str, Any]:
+    """What we put into every body, as far as it is anything."""
+    own = {
+        "cache_salt": api.body.cache_salt,
+        "priority": api.body.priority or None,
+        "kv_transfer_params": api.body.kv_transfer_params,
+    }
+    return {name: value for name, value in own.items() if value is not None}

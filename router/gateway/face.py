@@ -1,0 +1,41 @@
+"""Our own paths: an application on a Unix socket that Envoy reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from router.gateway.spec import GatewaySpec
+
+_END_S = 5
+
+
+class _Quiet(uvicorn.Server):
+    """Leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def faced(app: ASGIApp, spec: GatewaySpec) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve it as the face of a front door; the task ends where that fails."""
+    config = uvicorn.Config(
+        app, uds=str(spec.face_socket), lifespan="off", log_level="error", access_log=False,
+        server_header=False, date_header=False, proxy_headers=False, ws="none",
+        timeout_graceful_shutdown=_END_S,
+    )  # fmt: skip
+    server = _Quiet(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    try:
+        yield serving
+    finally:
+        server.should_exit = True
+        await serving

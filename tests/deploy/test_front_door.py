@@ -1,0 +1,75 @@
+"""The Envoy of a cluster, without the cluster."""
+
+import socket
+
+import httpx
+import pytest
+
+from deploy.app.build import build_app
+from deploy.app.front_door import FrontDoor, front_door_spec
+from deploy.app.model import Model, StartError
+from kappa.settings.cluster import load_settings
+from kappa.shapes import model_shape
+from router.cluster.paths import DECIDED
+
+
+def settings_of(**http):
+    return load_settings(None, http={"data_plane": "envoy", "port": 0, **http})
+
+
+def test_the_front_door_is_as_the_settings_say(tmp_path):
+    access = {"max_headers": 20, "max_header_bytes": 5000, "body_timeout_s": 3}
+    settings = load_settings(
+        None, http={"data_plane": "envoy", "port": 8443, "host": "::1"}, access=access,
+        router={"max_body_bytes": 5000, "request_timeout_s": 7},
+        model={"id": "org/m", "source": "/models/m"},
+    )  # fmt: skip
+    spec = front_door_spec(settings, tmp_path)
+    assert (spec.host, spec.port, spec.decided, spec.foreign) == ("::1", 8443, DECIDED, False)
+    bounds = spec.bounds
+    assert (bounds.headers, bounds.header_bytes, bounds.body_bytes) == (20, 5000, 5000)
+    assert (bounds.body_s, bounds.silent_s) == (3, 7)
+    assert "/v1/models/org/m" in spec.own
+
+
+def test_workers_and_their_decider_share_a_secret(no_ray_starts, tmp_path):
+    settings = settings_of()
+    model = Model("nowhere", model_shape("llama-3.1-8b"), "")
+    app = build_app(settings, [model], door=front_door_spec(settings, tmp_path))
+    decider = app._bound_deployment
+    secret = decider.init_kwargs["secret"]
+    pools = decider.init_kwargs["pools"].values()
+    plans = [pool._bound_deployment.init_kwargs["plan"] for pool in pools]
+    assert decider.name == "KappaDecider" and len(secret) == 64
+    assert {plan.front_secret for plan in plans} == {secret}
+    plain = build_app(load_settings(), [model])._bound_deployment
+    assert plain.name == "KappaIngress" and "secret" not in plain.init_kwargs
+
+
+def test_envoy_runs_from_start_to_stop():
+    door = FrontDoor(settings_of())
+    door.start()
+    try:
+        answer = httpx.get(f"{door.url}/nowhere", timeout=10)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+        away = httpx.post(f"{door.url}{DECIDED[0]}", json={}, timeout=10)
+        assert (away.status_code, away.json()["error"]["code"]) == (503, "decider_away")
+        assert door.ended() == ""
+    finally:
+        door.stop(0.0)
+    door.stop(0.0)
+    assert not door.spec.folder.exists()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(door.url, timeout=1)
+
+
+def test_a_port_that_is_taken_stops_the_start():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        door = FrontDoor(settings_of(port=taken.getsockname()[1]))
+        try:
+            with pytest.raises(StartError, match="already in use"):
+                door.start()
+        finally:
+            door.stop(0.0)

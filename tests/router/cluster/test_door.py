@@ -1,0 +1,109 @@
+"""Requests through a real Envoy to workers on ports of their own, decided by the decider."""
+
+import asyncio
+import json
+
+import pytest
+
+from kappa.protocol import ERROR_EVENT
+from router.api.app import Access
+from tests.conformance.conftest import MODEL
+from tests.router.cluster.conftest import PortedNode
+from tests.router.scripted import KEYS, OWN
+from tests.router.stream_worker import until
+
+pytestmark = pytest.mark.ray
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SAID = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+async def test_a_chat_is_answered_by_a_worker(cluster):
+    async with cluster(PortedNode("a"), PortedNode("b")) as here:
+        answer = await here.http.post(CHAT, json=SAID, headers={"x-request-id": "mine"})
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        assert body["usage"]["completion_tokens"] == 4
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.headers["x-kappa-node"] in ("a", "b")
+        assert "x-kappa-predicted-ttft-ms" in answer.headers
+        assert not [name for name in answer.headers if name.startswith(("x-kappa-to-", "x-envoy"))]
+        await until(lambda: here.live.records["mine"].end == "done")
+        record = here.live.records["mine"]
+        await until(lambda: record.admitted is not None and record.ttft_s is not None)
+        assert not here.live.router.flights
+        account = (await here.http.get("/v1/decisions/mine")).json()
+        assert account["end"] == "done" and account["timeline"]["status"] == 200
+
+
+async def test_a_chat_is_streamed(cluster):
+    async with cluster(PortedNode("a")) as here:
+        answer = await here.http.post(CHAT, json={**SAID, "stream": True})
+        events = answer.text.strip().split("\n\n")
+        assert events[-1] == "data: [DONE]" and len(events) >= 5
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        texts = await here.http.post(TEXT, json={"model": MODEL, "prompt": "hello"})
+        assert texts.json()["object"] == "text_completion"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/v1/nodes", "/ready",
+                                  "/metrics", "/v1/decisions", "/v1/tenants", "/"])  # fmt: skip
+async def test_own_paths_are_answered(cluster, path):
+    async with cluster(PortedNode("a")) as here:
+        answer = await here.http.get(path)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "status", "code"),
+    [
+        ("/v1/nowhere", {}, 404, "not_found"),
+        ("/v1/chat/completions/", {}, 404, "not_found"),
+        ("/health", {}, 404, "not_found"),
+        (CHAT, {"model": "none"}, 404, "model_not_found"),
+        (CHAT, {"kv_transfer_params": {"a": 1}}, 400, None),
+        (CHAT, {"max_tokens": 1 << 20}, 400, None),
+    ],
+)
+async def test_refusals_have_openais_shape(cluster, path, changes, status, code):
+    async with cluster(PortedNode("a")) as here:
+        answer = await here.http.post(path, json=SAID | changes)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert code is None or error["code"] == code
+        assert not here.live.router.flights
+
+
+async def test_tenants_are_known_by_their_keys(cluster):
+    access = Access(OWN, max_body_bytes=1 << 20)
+    async with cluster(PortedNode("a"), access=access) as here:
+        alice = {"authorization": f"Bearer {KEYS['alice']}", "x-request-id": "hers"}
+        answer = await here.http.post(CHAT, json=SAID, headers=alice)
+        assert answer.status_code == 200, answer.text
+        assert here.live.records["hers"].tenant == "alice"
+        assert (await here.http.get("/v1/nodes", headers=alice)).status_code == 403
+
+
+async def test_a_worker_that_went_costs_no_request(cluster):
+    nodes = PortedNode("a"), PortedNode("b")
+    async with cluster(*nodes) as here:
+        # Only its port: nobody has noticed yet.
+        await nodes[0].shut()
+        asked = [here.http.post(CHAT, json=SAID) for _ in range(6)]
+        answers = await asyncio.gather(*asked)
+        assert [one.status_code for one in answers] == [200] * 6
+        await until(lambda: not here.live.router.flights)
+
+
+async def test_a_decider_that_goes_cuts_no_stream(cluster):
+    async with cluster(PortedNode("a")) as here:
+        body = {**SAID, "stream": True, "max_tokens": 64}
+        async with here.http.stream("POST", CHAT, json=body) as answer:
+            lines = answer.aiter_lines()
+            assert (await anext(lines)).startswith("data: ")
+            await here.restart()
+            rest = [line async for line in lines]
+        assert rest[-2:] in (["data: [DONE]", ""], ["", "data: [DONE]"])
+        assert not [line for line in rest if line.startswith(ERROR_EVENT)]
+        assert (await here.http.post(CHAT, json=SAID)).status_code == 200
+        assert json.loads((await here.http.get("/ready")).text) == {"workers": 1}

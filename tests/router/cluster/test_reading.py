@@ -1,0 +1,69 @@
+"""What a worker's gate is to change of a body, by every API."""
+
+import json
+
+import pytest
+
+from router.api.errors import ApiError
+from router.cluster.paths import DECIDED, own_paths
+from router.cluster.reading import _APIS, taken
+
+CHAT, TEXT, MESSAGES, RESPONSES = (
+    "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+)  # fmt: skip
+SAID = [{"role": "user", "content": "hello"}]
+BODIES = {
+    CHAT: {"model": "m", "messages": SAID},
+    TEXT: {"model": "m", "prompt": "hello"},
+    MESSAGES: {"model": "m", "messages": SAID, "max_tokens": 4},
+    RESPONSES: {"model": "m", "input": "hello"},
+}
+
+
+def read(path, **changes):
+    return taken(path, json.dumps(BODIES[path] | changes).encode())
+
+
+def test_paths_are_those_that_can_be_read():
+    assert set(DECIDED) == set(_APIS) == set(BODIES)
+
+
+@pytest.mark.parametrize("path", DECIDED)
+def test_a_plain_body_goes_on_as_it_is(path):
+    found = read(path)
+    assert (found.changes.sets, found.changes.drops) == ({}, ())
+    assert found.kind == ("completions" if path == TEXT else "chat")
+    assert found.body.model == "m"
+
+
+def test_a_chat_loses_what_means_nothing():
+    found = read(CHAT, store=True, vllm_xargs={"kappa_tenant": "me"}, temperature=None, n=1)
+    assert sorted(found.changes.drops) == ["store", "temperature", "vllm_xargs"]
+    assert not found.changes.sets
+
+
+def test_a_chat_with_parts_unknown_gets_others():
+    part = {"type": "text", "text": "hello", "uuid": "another's"}
+    found = read(CHAT, messages=[{"role": "user", "content": [part], "secret": 1}])
+    kept = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert found.changes.sets == {"messages": kept}
+
+
+@pytest.mark.parametrize("path", DECIDED)
+def test_a_body_with_fields_unknown_is_refused(path):
+    with pytest.raises(ApiError) as raised:
+        read(path, kv_transfer_params={"do_remote_prefill": True})
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"model": "m"', b"\xff"])
+def test_a_body_that_is_no_object_is_refused(body):
+    with pytest.raises(ApiError) as raised:
+        taken(CHAT, body)
+    assert raised.value.status == 400
+
+
+def test_own_paths_name_models_with_slashes():
+    paths = own_paths(("plain", "org/model"))
+    assert "/v1/models/org/model" in paths and "/v1/models/plain" not in paths
+    assert len(set(paths)) == len(paths) and not set(paths) & set(DECIDED)

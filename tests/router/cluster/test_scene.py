@@ -1,0 +1,202 @@
+"""A cluster's workers before a decider: what goes with a request, and what became of it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from kappa.protocol import (
+    ENDPOINT_HEADER,
+    GPU_S_KEY,
+    PROMPT_KEY,
+    REQUEST_ID_KEY,
+    TENANT_KEY,
+    TO_BODY_HEADER,
+    TO_DROP_HEADER,
+)
+from router.api.app import Access, Door
+from router.api.metadata import tokens_in
+from router.cluster.scene import ClusterScene
+from router.gateway.authz import Go, Inquiry, Refuse
+from router.gateway.decider import Decider, DeciderRule
+from router.gateway.events import StreamEnd
+from router.gateway.spec import GatewaySpec, ServerEndpoint
+from router.live.membership import ENGINE_DIED
+from tests.router.scripted import BODY, KEYS, OWN, announcement, overload, until
+
+pytestmark = pytest.mark.ray
+
+CHAT = "/v1/chat/completions"
+
+
+def ports(**engines):
+    return {
+        name: announcement(name, http=f"10.0.0.{1 + i}:80", engine=engine)
+        for i, (name, engine) in enumerate(engines.items())
+    }
+
+
+@pytest.fixture
+def deciding(serve, tmp_path):
+    async def make(workers=None, tenants=None, **changes):
+        own = {} if tenants is None else {"tenants": tenants}
+        here = await serve(workers=workers or ports(a="vllm", b="vllm"), **own, **changes)
+        path = here.ingress._path
+        spec = GatewaySpec(tmp_path, "127.0.0.1", 1, (CHAT,), ())
+        scene = ClusterScene(path, spec, "secret")
+        scene._take({one.worker: one for one in scene._found()})
+        door = Door(Access(**own))
+        decider = Decider(scene, door, DeciderRule(foreign=False))
+
+        async def ask(body=None, tenant="", path=CHAT, request_id="r", **headers):
+            key = {"authorization": f"Bearer {KEYS[tenant]}"} if tenant else {}
+            raw = json.dumps({**BODY, **(body or {})}).encode()
+            given = {"x-request-id": request_id, **key, **headers}
+            return await decider.decide(Inquiry("POST", path, given, raw))
+
+        return SimpleNamespace(
+            ask=ask, scene=scene, live=here.live, path=path, flights=decider.flights,
+            telemetry=here.ingress._telemetry, decider=decider,
+        )  # fmt: skip
+
+    return make
+
+
+def sets(go):
+    assert isinstance(go, Go), go
+    return json.loads(go.upstream[TO_BODY_HEADER])
+
+
+async def test_a_request_goes_on_with_what_its_engine_must_know(deciding):
+    here = await deciding(tenants=OWN)
+    go = await here.ask({"user": "u", "metadata": {"a": "b"}, "cache_salt": "s"}, "alice")
+    put = sets(go)
+    chosen = here.live.records["r"].decision.worker
+    assert go.upstream[ENDPOINT_HEADER].split(",")[0] == here.scene.address(chosen)
+    assert put["vllm_xargs"][TENANT_KEY] == "alice" and GPU_S_KEY in put["vllm_xargs"]
+    assert here.live.records.own(put["vllm_xargs"][REQUEST_ID_KEY]) == "r"
+    assert put["cache_salt"] not in ("s", "") and "kv_transfer_params" not in put
+    assert go.upstream[TO_DROP_HEADER] == "metadata"
+    assert go.client["x-kappa-node"] == chosen
+    assert PROMPT_KEY not in put["vllm_xargs"]
+
+
+async def test_an_engine_of_ours_gets_the_prompt(deciding):
+    here = await deciding(ports(a="torch"))
+    packed = sets(await here.ask())["vllm_xargs"][PROMPT_KEY]
+    assert len(tokens_in(packed)) == here.live.records["r"].decision.prompt_tokens
+
+
+async def test_what_is_too_long_to_be_changed_is_refused(deciding, monkeypatch):
+    here = await deciding()
+    monkeypatch.setattr("router.cluster.scene._MOST_SET_BYTES", 400)
+    said = [{"role": "user", "content": "x" * 800, "unknown": True}]
+    verdict = await here.ask({"messages": said})
+    assert isinstance(verdict, Refuse) and verdict.status == 400
+    assert json.loads(verdict.body)["error"]["param"] == "messages"
+    assert not here.live.router.flights and not len(here.decider._places)
+
+
+async def test_a_request_that_ends_leaves_nothing_but_its_record(deciding):
+    here = await deciding()
+    await here.ask()
+    assert len(here.live.router.flights) == 1
+    here.live.first_token("r")
+    at = here.scene.address(here.live.records["r"].decision.worker)
+    here.flights.ended(StreamEnd("r", 200, upstream=at, sent_bytes=600))
+    assert not here.live.router.flights and here.live.records["r"].end == "done"
+    timeline = here.telemetry.timeline("r")
+    assert (timeline.end, timeline.status) == ("done", 200)
+    assert timeline.attempts[-1].first_token_s is not None
+
+
+async def test_a_refusal_ends_its_timeline(deciding):
+    here = await deciding()
+    verdict = await here.ask({"model": "none"})
+    assert verdict.status == 404
+    assert here.telemetry.timeline("r").end == "model_not_found"
+
+
+async def test_an_overloaded_cluster_refuses_with_a_time(deciding):
+    here = await deciding()
+    overload(here.live)
+    verdict = await here.ask()
+    assert verdict.status == 429 and int(verdict.headers["retry-after"]) > 0
+
+
+async def test_workers_that_envoy_does_not_know_are_not_chosen(deciding):
+    here = await deciding()
+    del here.scene.endpoints["a"]
+    for number in range(4):
+        go = await here.ask(request_id=f"r{number}")
+        assert go.upstream[ENDPOINT_HEADER] == "10.0.0.2:80"
+
+
+async def test_a_second_attempt_is_sent_what_its_own_worker_must_know(deciding, monkeypatch):
+    here = await deciding(ports(a="torch", b="torch"))
+
+    async def lives(worker):
+        return True
+
+    monkeypatch.setattr(here.scene, "lives", lives)
+    first = sets(await here.ask())["vllm_xargs"]
+    worker = here.live.records["r"].decision.worker
+    failed = StreamEnd("r", 503, upstream=here.scene.address(worker))
+    here.flights.failed(failed)
+    go = await here.flights.again("r", 2)
+    second = sets(go)["vllm_xargs"]
+    assert here.live.records["r"].decision.worker != worker
+    assert second[REQUEST_ID_KEY] != first[REQUEST_ID_KEY]
+    assert here.live.records.own(second[REQUEST_ID_KEY]) == "r"
+    assert second[PROMPT_KEY] == first[PROMPT_KEY]
+
+
+async def test_a_worker_that_refuses_connections_is_dead(deciding):
+    here = await deciding()
+    here.scene.endpoints["a"] = ServerEndpoint("a", "127.0.0.1", 1)
+    assert not await here.scene.lives("a")
+
+
+async def test_a_second_attempt_after_the_deadline_is_refused(deciding, monkeypatch):
+    here = await deciding()
+    go = await here.ask(**{"x-kappa-deadline-ms": "60000"})
+    assert isinstance(go, Go)
+    request = here.flights._aloft["r"].request
+    object.__setattr__(request.api.deadline, "allowed_s", -1.0)
+
+    async def lives(worker):
+        return True
+
+    monkeypatch.setattr(here.scene, "lives", lives)
+    worker = here.live.records["r"].decision.worker
+    here.flights.failed(StreamEnd("r", 504, upstream=here.scene.address(worker)))
+    verdict = await here.flights.again("r", 2)
+    assert isinstance(verdict, Refuse) and verdict.status == 504
+
+
+async def test_what_kills_two_engines_alone_is_refused(deciding, monkeypatch):
+    here = await deciding(ports(a="vllm", b="vllm", c="vllm"))
+
+    async def lives(worker):
+        here.live.members.failed(worker, ENGINE_DIED)
+        return False
+
+    monkeypatch.setattr(here.scene, "lives", lives)
+    for number in range(2):
+        go = await here.ask(request_id=f"r{number}")
+        at = go.upstream[ENDPOINT_HEADER].split(",")[0]
+        here.flights.ended(StreamEnd(f"r{number}", 503, upstream=at))
+        await until(lambda: not here.live.router.flights)
+        assert here.live.records[f"r{number}"].end == "worker_died"
+    verdict = await here.ask(request_id="again")
+    assert isinstance(verdict, Refuse) and verdict.status == 422
+
+
+async def test_tokens_are_those_that_a_worker_reports(deciding):
+    here = await deciding()
+    go = await here.ask({"stream": True})
+    here.live.records["r"].generated_tokens = 7
+    at = go.upstream[ENDPOINT_HEADER].split(",")[0]
+    flight = here.flights._aloft["r"]
+    here.flights.ended(StreamEnd("r", 200, upstream=at, sent_bytes=20_000))
+    assert flight.used.generated_tokens == 7
