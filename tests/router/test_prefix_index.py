@@ -2,6 +2,7 @@
 
 import random
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -452,3 +453,55 @@ def test_events_with_arrays_of_tokens_can_be_compared():
     one, other = (BlocksStored("w", "device", (1, 2), None, np.arange(4), SIZE, 0) for _ in "12")
     # Each is itself alone, as arrays have no single truth value.
     assert one != other and other not in [one] and one in [one]
+
+
+def group(event, number, last_tokens=1, **more):
+    """The same blocks in a further cache group, which only names them."""
+    return replace(event, group=number, last_tokens=last_tokens, token_ids=(), **more)
+
+
+def test_a_hit_ends_where_all_groups_have_what_they_need():
+    index = PrefixIndex(HASHER, 100)
+    index.handle(stored(A + B + C + D))
+    index.handle(group(stored(A + B), 1))
+    index.handle(group(stored(A + B + C + D), 2, last_tokens=3))
+    assert match(index, A + B + C + D) == Match(2, 0)
+    index.handle(replace(removed(A), group=2))
+    assert match(index, A + B + C + D) == Match(0, 0), "a window of two blocks lacks the first"
+    index.handle(group(stored(A + B + C + D, start=2), 1))
+    assert match(index, A + B + C + D) == Match(4, 0)
+    assert match_worker(index, HASHER.prefix_hashes(A + B + C + D), "w", 3) == Match(3, 0)
+    index.handle(TierCleared("w", None))
+    index.handle(stored(A + B))
+    assert match(index, A + B) == Match(2, 0)
+    check_rows(index)
+
+
+def test_a_hit_in_host_ends_where_all_groups_have_what_they_need():
+    index = PrefixIndex(HASHER, 100)
+    for tier in ("device", "host"):
+        index.handle(stored(A + B + C + D, tier=tier))
+        index.handle(group(stored(A + B, tier=tier), 1))
+    index.handle(group(stored(A + B + C, start=2, tier="host"), 1))
+    index.handle(removed(A + B + C, A + B + C + D))
+    assert match(index, A + B + C + D) == Match(2, 1)
+    index.handle(replace(removed(A + B + C, tier="host"), group=1))
+    assert match(index, A + B + C + D) == Match(2, 0)
+
+
+def test_each_rank_is_a_cache_and_the_best_counts():
+    index = PrefixIndex(HASHER, 100)
+    index.handle(replace(stored(A + B), rank=1))
+    index.handle(stored(A))
+    assert match(index, A + B) == Match(2, 0)
+    assert index.workers() == ("w",)
+    assert index.held_blocks()["w"]["device"] == 3
+    index.handle(replace(removed(A), rank=0))
+    assert match(index, A + B) == Match(2, 0)
+    index.handle(WorkerReset("w", 1))
+    assert match(index, A + B) == Match(0, 0)
+    index.handle(replace(stored(A + B), rank=1))
+    index.handle(WorkerReset("w"))
+    assert match(index, A + B) == Match(0, 0)
+    index.handle(WorkerGone("w"))
+    assert index.workers() == () and not index._ranks

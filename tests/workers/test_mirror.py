@@ -189,3 +189,20 @@ def test_an_adapters_blocks_are_rebuilt_as_that_adapters():
     for index in (pair.live, pair.rebuilt()):
         assert match_worker(index, theirs, "w")[:2] == (5, 0)
         assert match(index, LONG, "tenant-a") == match(index, LONG) == (0, 0)
+
+
+@pytest.mark.parametrize("first", ["described", "named"])
+def test_cache_groups_are_rebuilt_each_for_itself(first):
+    pair = Pair()
+    whole, states = stored(LONG), stored(LONG)
+    whole.group_idx, whole.kv_cache_spec_kind = 1, "mla_attention"
+    states.group_idx, states.kv_cache_spec_kind = 0, "mamba"
+    states.block_hashes = states.block_hashes[2:4]
+    pair.tell(*((whole, states) if first == "described" else (states, whole)))
+    assert match(pair.rebuilt(), LONG) == match(pair.live, LONG) == (4, 0)
+    gone = removed(LONG[: 4 * SIZE])
+    gone.group_idx = 0
+    pair.tell(gone)
+    assert match(pair.rebuilt(), LONG) == match(pair.live, LONG) == (3, 0)
+    pair.tell(AllBlocksCleared())
+    assert len(pair.mirror) == 0

@@ -44,8 +44,8 @@ class Publisher:
         }  # fmt: skip
         await self.send([event])
 
-    async def send(self, events):
-        payload = msgspec.msgpack.encode([time.time(), events, None])
+    async def send(self, events, rank=None):
+        payload = msgspec.msgpack.encode([time.time(), events, rank])
         await self.socket.send_multipart([b"", self.seq.to_bytes(8, "big"), payload])
         self.seq += 1
 
@@ -129,6 +129,24 @@ async def test_events_that_never_come_are_reported_once():
     missing = [one for one in logs if one["event"] == "backend_events_missing"]
     assert [one["url"] for one in missing] == [server.url]
     assert "tcp://*:PORT" in missing[0]["remedy"]
+
+
+async def test_a_gap_of_one_rank_forgets_nothing_of_another():
+    async with two_servers() as it:
+        await published(it.http, it.publisher)
+        before, it.publisher.seq = it.publisher.seq, 3
+        stored = {
+            "type": "BlockStored", "block_hashes": [77], "parent_block_hash": None,
+            "token_ids": list(range(16)), "block_size": 16, "lora_id": None, "medium": "GPU",
+        }  # fmt: skip
+        await it.publisher.send([stored], rank=1)
+        names = it.front.live.router.index.stats
+        await until(lambda: names()["names"] == len(TEXT) // 16 + 1)
+        it.publisher.seq = 9
+        await it.publisher.send([], rank=1)
+        await until(lambda: names()["names"] == len(TEXT) // 16)
+        it.publisher.seq = before
+        assert (await held(it.http))["a"] == 112
 
 
 async def test_a_gap_forgets_what_was_announced_before():
