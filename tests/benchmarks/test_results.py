@@ -30,6 +30,8 @@ SHOWN = [
     ("2026-11-23-bench-predict-real.json", predict.show, "median by length"),
     ("2026-11-23-bench-predict-real-learnt.json", predict.show, "queue +0.022"),
     ("2026-11-23-bench-predict-real-disk.json", predict.show, "queue +0.018"),
+    ("2026-11-24-bench-predict.json", predict.show, "stores dropped: 0"),
+    ("2026-11-24-bench-predict-real.json", predict.show, "stores dropped: 5"),
     ("2026-11-23-bench-predict-layers.json", predict.show, "load"),
     ("2026-11-23-bench-predict-arithmetic.json", predict.show, "queue"),
     ("2026-11-23-bench-serve.json", serve.show, "stock_no_batching"),
