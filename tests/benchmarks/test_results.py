@@ -50,6 +50,7 @@ SHOWN = [
     ("2026-11-24-bench-predict-bounded.json", predict.show, "queue"),
     ("2026-11-22-bench-router.json", router.show, "dynamo"),
     ("2026-11-24-bench-router.json", router.show, "dynamo"),
+    ("2026-11-24-bench-router-later.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
     ("2026-11-23-ladder-smollm2-vllm.json", show_ladder, "κ_crit 40.2"),
     ("2026-11-24-ladder-smollm2-vllm.json", show_ladder, "κ_crit 525"),
