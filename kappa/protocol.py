@@ -173,6 +173,16 @@ class Announcement:
         return record_from(cls, nested, "announcement", _SPEAKS)
 
 
+class Streamed(NamedTuple):
+    """What a worker streams at a time: events of an answer, and how many tokens they have.
+
+    Tokens are the engine's: one event may have several, and some have none.
+    """
+
+    text: str
+    tokens: int
+
+
 class _ReportRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A record within a report."""
 
@@ -312,7 +322,8 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `power_source`: `nvml`, `model`, `paced` (modelled, in emulated time), or empty: not known.
     `charges`: cumulative, at least of the tenants whose charge changed since the last report.
     `arrived`, `finished`: requests that came to the replica, or left it, since the last report;
-    `in_flight`: all that are there, now and then and after every snapshot, else None.
+    `generated`: of those that left, the tokens of their answers, by request, unless there were
+    none; `in_flight`: all that are there, now and then and after every snapshot, else None.
     """
 
     worker: str
@@ -361,6 +372,7 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     charges: tuple[TenantCharge, ...] = ()
     arrived: tuple[Arrival, ...] = ()
     finished: tuple[str, ...] = ()
+    generated: Mapping[str, Count] = {}
     in_flight: tuple[Arrival, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -388,5 +400,6 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             spent=ids(self.spent),
             arrived=ids(self.arrived),
             finished=tuple(map(name, self.finished)),
+            generated={name(one): tokens for one, tokens in self.generated.items()},
             in_flight=None if self.in_flight is None else ids(self.in_flight),
         )

@@ -30,6 +30,7 @@ from kappa.protocol import (
     TO_SECRET_HEADER,
     EngineDiedError,
 )
+from workers import generated
 from workers.in_flight import InFlight
 
 log = structlog.get_logger(__name__)
@@ -119,6 +120,7 @@ class WorkerGate:
         self, scope: Scope, body: bytes, fields: Any, receive: Receive, send: Send
     ) -> None:
         request_id = self._in_flight.arrived(fields, time.monotonic())
+        tally = generated.begin()
         self.open += 1
         reply = _GateReply(send, self._died)
         try:
@@ -131,7 +133,7 @@ class WorkerGate:
             await reply.broke(await self._died())
         finally:
             self.open -= 1
-            self._in_flight.ended(request_id)
+            self._in_flight.ended(request_id, tally.tokens)
 
     async def _died(self) -> bool | None:
         """Whether an engine that died had other requests, too; None: it lives."""

@@ -36,6 +36,7 @@ class _Entry:
     link_s: float
     gpu_s: float
     count: int = 0
+    generated_tokens: int = 0
 
 
 class InFlightNews(NamedTuple):
@@ -43,6 +44,7 @@ class InFlightNews(NamedTuple):
 
     arrived: tuple[Arrival, ...]
     finished: tuple[str, ...]
+    generated: dict[str, int]
     in_flight: tuple[Arrival, ...] | None
 
 
@@ -56,6 +58,7 @@ class InFlight:
         self._entries: dict[str, _Entry] = {}
         self._arrived: list[str] = []
         self._finished: list[str] = []
+        self._generated: dict[str, int] = {}
         self._start_s = self._seen_s = now_s
         self._link_s = self._gpu_s = 0.0
 
@@ -96,14 +99,17 @@ class InFlight:
                 entry.arrival = replace(entry.arrival, prefilled=True)
                 entry.link_s = entry.gpu_s = 0.0
 
-    def ended(self, request_id: str) -> None:
+    def ended(self, request_id: str, generated_tokens: int = 0) -> None:
         """A request is over, however it ended; unknown ids are ignored."""
         with self._lock:
             entry = self._entries.get(request_id)
             if entry is None:
                 return
             entry.count -= 1
+            entry.generated_tokens += generated_tokens
             if not entry.count:
+                if entry.generated_tokens:
+                    self._generated[request_id] = entry.generated_tokens
                 del self._entries[request_id]
                 self._finished.append(request_id)
         self.changed()
@@ -115,11 +121,11 @@ class InFlight:
     def news(self, *, everything: bool = False) -> InFlightNews:
         """What to report; everything: with all that is here, oldest first."""
         with self._lock:
-            here, finished = self._entries, tuple(self._finished)
+            here, finished, generated = self._entries, tuple(self._finished), self._generated
             arrived = tuple(here[name].arrival for name in self._arrived if name in here)
             present = tuple(e.arrival for e in here.values()) if everything else None
-            self._arrived, self._finished = [], []
-        return InFlightNews(arrived, finished, present)
+            self._arrived, self._finished, self._generated = [], [], {}
+        return InFlightNews(arrived, finished, generated, present)
 
     def last(self, count: int) -> list[str]:
         with self._lock:

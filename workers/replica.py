@@ -22,7 +22,8 @@ from ray.serve.llm.deployment import LLMServer
 
 from kappa.host import free_port, memory_bytes
 from kappa.logging import configure
-from kappa.protocol import ANNOUNCEMENT_KEY, ERROR_EVENT, Announcement, EngineDiedError
+from kappa.protocol import ANNOUNCEMENT_KEY, ERROR_EVENT, Announcement, EngineDiedError, Streamed
+from workers import generated
 from workers.host_memory import prepare_host_memory
 from workers.http_gate import WorkerGate
 from workers.http_port import WorkerPort
@@ -123,6 +124,9 @@ class KappaServer(Measuring, LLMServer):
         folder = "" if self._tier_folder is None else str(self._tier_folder.folder)
         scheduler = structs.replace(plan.scheduler, profile=str(self._profile_path()))
         plan = replace(plan, scheduler=scheduler)
+        from workers.vllm import output_collector
+
+        output_collector.install()
         configure_vllm(llm_config, plan, self._rank, endpoints, self._tier, folder)
         return None if plan.gpus or plan.tier.kind == STOCK_TIER else OneProcessEngine
 
@@ -196,15 +200,17 @@ class KappaServer(Measuring, LLMServer):
     # -- requests -----------------------------------------------------------------------------
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return self._counted(request, await super().chat(request, raw_request_info))
+        tally = generated.begin()
+        return self._counted(request, await super().chat(request, raw_request_info), tally)
 
     async def completions(
         self, request: Any, raw_request_info: Any = None
     ) -> AsyncGenerator[Any, None]:
-        return self._counted(request, await super().completions(request, raw_request_info))
+        tally = generated.begin()
+        return self._counted(request, await super().completions(request, raw_request_info), tally)
 
     async def _counted(
-        self, request: Any, stream: AsyncGenerator[Any, None]
+        self, request: Any, stream: AsyncGenerator[Any, None], tally: generated.Tally
     ) -> AsyncGenerator[Any, None]:
         request_id, here = "", self._stream.in_flight
         try:
@@ -212,12 +218,12 @@ class KappaServer(Measuring, LLMServer):
             async for item in stream:
                 if is_error(item):
                     await self.check_health()
-                yield item
+                yield streamed(item, tally.take()) if isinstance(item, list) else item
         except Exception:
             await self.check_health()
             raise
         finally:
-            here.ended(request_id)
+            here.ended(request_id, tally.tokens)
             await stream.aclose()
 
     def _batch_output_stream(
@@ -286,6 +292,12 @@ def is_error(item: Any) -> bool:
     """Whether something that an engine gave is, or may be, an error instead of an answer."""
     items = item if isinstance(item, list) else [item]
     return any(ERROR_EVENT in i if isinstance(i, str) else hasattr(i, "error") for i in items)
+
+
+def streamed(items: list[Any], tokens: int) -> Streamed:
+    """What Ray Serve LLM streams at a time, events or errors, as one text."""
+    texts = (one if isinstance(one, str) else f"data: {one.model_dump_json()}\n\n" for one in items)
+    return Streamed("".join(texts), tokens)
 
 
 async def _first_at_once(

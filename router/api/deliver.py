@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kappa import metrics as m
-from kappa.protocol import APPROX_KEY, ERROR_EVENT, PROMPT_ENGINES, EngineDiedError
+from kappa.protocol import APPROX_KEY, ERROR_EVENT, PROMPT_ENGINES, EngineDiedError, Streamed
 from router.api import errors
 from router.api.app import places_of
 from router.api.errors import ApiError
@@ -151,15 +151,15 @@ class Delivery:
         request.timeline.sent(time.time())
         attempt = Attempt.begin(self.call, live, decision, request, request.body)
         try:
-            first, item = await attempt.first(self.timeout_s)
+            item = await attempt.first(self.timeout_s)
             raise_error_item(item, request.body)
             live.first_token(decision.request_id)
             request.timeline.first_item(time.time())
             shown = {} if isinstance(decision, Unsteered) else decision_headers(decision)
             if (request.body.vllm_xargs or {}).get(APPROX_KEY):
                 shown[APPROX_HEADER] = "ok"
-            if not hasattr(item, "model_dump_json"):
-                return _Stream(attempt, _relayed(attempt, first), shown)
+            if isinstance(item, Streamed):
+                return _Stream(attempt, _relayed(attempt, item), shown)
             content = item.model_dump_json()
             attempt.generated(getattr(item.usage, "completion_tokens", 0) or 0)
         except BaseException as error:
@@ -215,16 +215,15 @@ class Attempt:
         stream = call(body, request.method, headers)
         return cls(live, request, decision, stream, live.members.waits.begin(decision.worker))
 
-    async def first(self, timeout_s: float) -> tuple[Any, Any]:
-        """What the stream yields first, and the first item in it; ApiError 400 if the request's own
-        grammar is at fault."""
+    async def first(self, timeout_s: float) -> Any:
+        """What comes first: of a stream `Streamed`, else the whole answer; ApiError 400 if the
+        request's own grammar is at fault."""
         try:
-            first = await self.wait.next(self.stream, self.request.patience_s(timeout_s))
+            return await self.wait.next(self.stream, self.request.patience_s(timeout_s))
         except Exception as error:
             if "GenerationError" in _names(error):
                 _raise_if_constrained(self.request.body)
             raise
-        return first, first[0] if isinstance(first, list) and first else first
 
     def generated(self, tokens: int) -> None:
         """Output tokens go out."""
@@ -302,23 +301,19 @@ class _Stream(StreamingResponse):
             self._attempt.finish()
 
 
-async def _relayed(attempt: Attempt, first: Any) -> AsyncGenerator[str, None]:
-    item, packet = first, ""
+async def _relayed(attempt: Attempt, first: Streamed) -> AsyncGenerator[str, None]:
+    packet, tokens = first
     try:
         while True:
-            packet = "".join(
-                one if isinstance(one, str) else f"data: {one.model_dump_json()}\n\n"
-                for one in (item if isinstance(item, list) else [item])
-            )
             error = error_in(packet)
             if error is not None:
                 await attempt.over("error")
                 yield f"{packet[: packet.find(ERROR_EVENT)]}{_error_event(error)}"
                 return
-            attempt.generated(_tokens_in(packet))
+            attempt.generated(tokens)
             yield packet
             try:
-                item = await attempt.wait.next(attempt.stream)
+                packet, tokens = await attempt.wait.next(attempt.stream)
             except StopAsyncIteration:
                 break
         if not packet.rstrip().endswith("[DONE]"):
@@ -338,12 +333,6 @@ async def _relayed(attempt: Attempt, first: Any) -> AsyncGenerator[str, None]:
         yield _error_event(errors.ENGINE_FAILED())
     finally:
         await attempt.over("client_gone")
-
-
-def _tokens_in(packet: str) -> int:
-    """Output tokens in a packet: its events, less the role, the usage and the end marker."""
-    events = packet.count("data: {")
-    return max(events - packet.count('"role":"assistant"') - packet.count('"choices":[]'), 0)
 
 
 def _error_event(error: ApiError) -> str:
@@ -403,14 +392,13 @@ def may_pass_on(live: LiveRouter, request: ApiRequest, worker: str) -> None:
 def raise_error_item(item: Any, body: Any = None) -> None:
     """Raise if what came first is an error: an ApiError where the engine refused the request or
     could not compile its grammar, as others would; WorkerFailed where it failed."""
-    error = error_in(item) if isinstance(item, str) else None
-    if error is None and hasattr(item, "error"):
-        error = errors.from_engine(item)
+    text = item.text if isinstance(item, Streamed) else ""
+    error = errors.from_engine(item) if hasattr(item, "error") else error_in(text)
     if error is None:
         return
     if error.status < 500:
         raise error
-    if _ENDED_BY_SCHEDULER in (item if isinstance(item, str) else error.message):
+    if _ENDED_BY_SCHEDULER in (text or error.message):
         _raise_if_constrained(body)
     raise WorkerFailed("error", "error")
 

@@ -120,7 +120,7 @@ class PrefillElsewhere:
         )
         attempt = Attempt.begin(self.call, live, decision, request, body)
         try:
-            _, item = await attempt.first(self.timeout_s)
+            item = await attempt.first(self.timeout_s)
         except BaseException as error:
             raised = await attempt.failed(error, self.timeout_s)
             if not isinstance(error, Exception):

@@ -19,7 +19,10 @@ from router.live.live_router import LiveRouter
 from router.live.records import oldest_waits_s
 
 # Of a report: lists of requests, which are anybody's.
-_LISTS = ("arrived", "finished", "in_flight", "admitted", "prefilled", "spent", "steps", "loads")
+_LISTS = (
+    "arrived", "finished", "generated", "in_flight", "admitted", "prefilled", "spent", "steps",
+    "loads",
+)  # fmt: skip
 _LIMITS = (
     "block_tokens", "device_blocks", "max_context_tokens", "max_batch_tokens", "max_sequences",
 )  # fmt: skip

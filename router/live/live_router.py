@@ -366,6 +366,10 @@ class LiveRouter:
             record = self.records.of(spent.request_id, worker)
             if record is not None:
                 record.spent = spent
+        for request_id in report.finished:
+            record = self.records.of(request_id, worker)
+            if record is not None:
+                record.generated_tokens = report.generated.get(request_id, 0)
         self.metrics.reported(report, node.name, paced=node.source == "paced")
         gained = self.charges.report(worker, report.charges, report.time_s, report.steps_total)
         for tenant, charge in gained.items():

@@ -9,13 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from deploy.app import ray_cluster
-from deploy.app.cluster import Cluster
+from deploy.app.cluster import Cluster, set_environment
 from deploy.app.model import Model, StartError
 from deploy.app.ray_cluster import JoinedRay, OwnRay, reachable
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 
 pytestmark = pytest.mark.ray
+
+NICENESS = "RAY_worker_niceness"
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,15 @@ def token_path(monkeypatch, tmp_path):
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "")
     return tmp_path / "home" / "ray" / "auth_token"
+
+
+def test_workers_of_a_ray_of_ours_are_not_put_behind_others(monkeypatch):
+    monkeypatch.delenv(NICENESS, raising=False)
+    set_environment("WARNING")
+    assert os.environ[NICENESS] == "0"
+    monkeypatch.setenv(NICENESS, "5")
+    set_environment("WARNING")
+    assert os.environ[NICENESS] == "5"
 
 
 def test_a_ray_that_does_not_come_up_is_reported_with_its_logs(monkeypatch):

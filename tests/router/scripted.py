@@ -16,7 +16,7 @@ import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.keys import digest_of
-from kappa.protocol import Announcement
+from kappa.protocol import Announcement, Streamed
 from kappa.settings.routing import RouterSettings
 from router.api.app import Access, make_app
 from router.api.endpoints import ROUTES, KappaIngress
@@ -61,6 +61,10 @@ def nested(depth):
 def event(text):
     choice = {"index": 0, "delta": {"content": text}}
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+def as_streamed(events):
+    return Streamed("".join(events), sum('"content":' in one for one in events))
 
 
 async def words(_worker):
@@ -110,7 +114,8 @@ class Scripted(KappaIngress):
         self.headers.append(headers)
         try:
             async for item in self.script(worker):
-                yield item
+                # One word is one token.
+                yield as_streamed(item) if isinstance(item, list) else item
         finally:
             self.closed += 1
 

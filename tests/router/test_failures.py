@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from kappa.keys import digest_of
-from kappa.protocol import EngineDiedError
+from kappa.protocol import EngineDiedError, Streamed
 from router.api.deliver import WorkerFailed, error_in, raise_error_item, worker_failed
 from router.api.errors import ApiError
 from router.api.tenants import Tenants
@@ -60,11 +60,15 @@ def error_event(code, message="m"):
     return f"data: {json.dumps(error)}\n\n"
 
 
+def as_stream(code, message="m"):
+    return Streamed(error_event(code, message), 0)
+
+
 def as_object(code, message="m"):
     return SimpleNamespace(error=SimpleNamespace(code=code, message=message))
 
 
-@pytest.mark.parametrize("item", [error_event, as_object])
+@pytest.mark.parametrize("item", [as_stream, as_object])
 def test_an_engines_refusal_is_the_clients_and_its_failure_is_not(item):
     with pytest.raises(ApiError, match="secret") as refused:
         raise_error_item(item(400, "secret"))
@@ -83,7 +87,8 @@ def test_an_engines_refusal_is_the_clients_and_its_failure_is_not(item):
 
 def test_what_is_no_error_passes_and_one_is_found_behind_what_came_with_it():
     quoted = json.dumps({"choices": [{"delta": {"content": 'data: {"error": 1}'}}]})
-    for item in (f"data: {quoted}\n\n", "data: [DONE]\n\n", SimpleNamespace()):
+    texts = (f"data: {quoted}\n\n", "data: [DONE]\n\n")
+    for item in (*(Streamed(text, 1) for text in texts), SimpleNamespace()):
         raise_error_item(item)
     assert error_in(f"data: {quoted}\n\n") is None
     assert error_in('data: {"choices": []}\n\n' + error_event(404)).status == 404

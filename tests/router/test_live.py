@@ -81,6 +81,11 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
     await until(lambda: record.admitted and record.spent and record.ttft_s is not None)
     live.first_token("r")  # the stream notices later than the report: no second time
     live.tokens("r", 3)
+    assert record.generated_tokens is None
+    sent_as = record.sent_as
+    over = WorkerReport("w", live.now_s(), finished=(sent_as,), generated={sent_as: 3})
+    live.reported(over)
+    assert record.generated_tokens == 3
     live.release("r", "done")
     live.release("r", "client_gone")  # only the first end counts
     told = record.to_dict()

@@ -354,7 +354,7 @@ async def test_every_refusal_has_anthropics_shape_and_becomes_the_clients_own_ex
 
 async def test_an_engine_that_takes_no_images_says_so_in_anthropics_shape(serve):
     async def script(_worker):
-        yield 'data: {"error": {"message": "m is not a multimodal model", "code": 400}}\n\n'
+        yield ['data: {"error": {"message": "m is not a multimodal model", "code": 400}}\n\n']
 
     here = await serve(script)
     image = [{"role": "user", "content": [{"type": "image", "source": PNG}]}]

@@ -76,6 +76,10 @@ SIGNATURES = {
     f"{_LLM_SERVER}.record_routing_stats": "",
     f"{_LLM_SERVER}.collective_rpc": "method timeout args",
     "vllm.v1.engine.output_processor:OutputProcessor.get_num_unfinished_requests": "",
+    # workers.vllm.output_collector
+    "vllm.v1.engine.output_processor:RequestOutputCollector.__init__": "output_kind request_id",
+    "vllm.v1.engine.output_processor:RequestOutputCollector.get": "",
+    "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait": "",
     "ray.llm._internal.common.callbacks.base:CallbackBase.on_before_node_init": "",
     # router.ray_router
     f"{_REQUEST_ROUTER}.update_replicas": "replicas",
@@ -219,6 +223,13 @@ SOURCES = {
     ),
     "vllm.v1.engine.async_llm:AsyncLLM": ("self.output_processor = OutputProcessor(",),
     "vllm.v1.engine.async_llm:AsyncLLM.__init__": ("self.vllm_config = vllm_config",),
+    # Each request's outputs leave by the collector that is made for it.
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request": (
+        "queue = RequestOutputCollector(params.output_kind, request.request_id)",
+    ),
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": (
+        "out = q.get_nowait() or await q.get()", "finished = out.finished",
+    ),
     # A stock worker's class gets `workers.vllm.measured_worker` as one more base, in front of
     # nothing: what it defines must be new there.
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": (
@@ -320,6 +331,10 @@ def test_what_we_name_as_text_or_read_exists(path):
 def test_spin_condition_ends_with_its_busy_loop_default():
     spin = named("vllm.distributed.device_communicators.shm_broadcast:SpinCondition.__init__")
     assert parameters(spin)[-1] == "busy_loop_s" and spin.__defaults__ is not None
+
+
+def test_ray_reads_the_niceness_of_workers_where_it_is_set():
+    assert named("ray._private.ray_constants:RAY_WORKER_NICENESS") == "RAY_worker_niceness"
 
 
 def test_connector_roles_differ_and_sampling_params_take_arguments():

@@ -13,7 +13,7 @@ from kappa.protocol import (
     TO_SECRET_HEADER,
     EngineDiedError,
 )
-from workers import http_gate
+from workers import generated, http_gate
 from workers.http_gate import WorkerGate
 from workers.in_flight import InFlight
 
@@ -28,13 +28,15 @@ class Engine:
         self.fails_after, self.headers, self.body = fails_after, {}, b""
         self.may_end = asyncio.Event()
         self.may_end.set()
-        self.calls = 0
+        self.calls = self.tokens = 0
 
     async def __call__(self, scope, receive, send):
         self.calls += 1
         self.headers = dict(scope["headers"])
         self.body = (await receive())["body"]
         await self.may_end.wait()
+        if (tally := generated.current()) is not None:
+            tally.tokens += self.tokens
         if self.fails_after == 0:
             raise RuntimeError("the prompt said: swordfish")
         head = [(b"content-type", self.kind)]
@@ -157,9 +159,11 @@ async def test_gate_counts_a_request_until_its_end():
     news = gate._in_flight.news()
     assert [(one.request_id, one.max_tokens) for one in news.arrived] == [("r1", 5)]
     assert gate.open == 1
+    engine.tokens = 3
     engine.may_end.set()
     assert (await task).status == 200
-    assert gate._in_flight.news().finished == ("r1",)
+    news = gate._in_flight.news()
+    assert (news.finished, news.generated) == (("r1",), {"r1": 3})
     assert gate.open == 0
 
 

@@ -31,9 +31,11 @@ def test_a_request_is_reported_as_its_ingress_expects_it_and_when_it_is_over(sce
     report = totals.take(1.0)
     assert report.arrived == (Arrival("r", 32, 16, 52, 8),) and report.finished == ()
     assert not totals.urgent
-    here.ended(name)
-    assert totals.urgent and totals.take(2.0).finished == ("r",)
-    assert len(here) == 0
+    here.ended(name, 5)
+    assert totals.urgent
+    report = totals.take(2.0)
+    assert (report.finished, report.generated) == (("r",), {"r": 5})
+    assert len(here) == 0 and totals.take(3.0).generated == {}
 
 
 def test_of_what_an_ingress_expects_in_host_memory_it_says_what_is_on_disk(scene):

@@ -23,6 +23,7 @@ from kappa.settings.engine import EngineSettings
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
 from tests.workers.emulation import emulated_plan
+from workers import generated
 from workers.identity import WorkerPlan
 from workers.in_flight import InFlight
 from workers.measuring import _alone
@@ -87,6 +88,10 @@ class Stream:
         self.closed = True
 
 
+def counted(replica, asked, stream):
+    return replica._counted(asked, stream, generated.begin())
+
+
 async def everything(stream):
     return [item async for item in stream]
 
@@ -102,7 +107,7 @@ async def test_a_request_of_absurd_numbers_is_served_and_leaves_nothing(number):
     asked = body()
     asked.max_tokens = number
     asked.vllm_xargs |= {"kappa_prompt_tokens": number, "kappa_gpu_s": number}
-    assert await everything(replica._counted(asked, stream)) == ["answer"]
+    assert await everything(counted(replica, asked, stream)) == ["answer"]
     assert_nothing_is_left(replica, stream)
 
 
@@ -114,19 +119,19 @@ async def test_whatever_counting_raises_leaves_nothing(monkeypatch):
 
     monkeypatch.setattr(replica.here, "arrived", broken)
     with pytest.raises(OverflowError):
-        await everything(replica._counted(body(), stream))
+        await everything(counted(replica, body(), stream))
     assert_nothing_is_left(replica, stream)
 
 
 async def test_an_error_of_a_living_engine_is_passed_on_as_it_is():
     replica, stream = Replica(), Stream(error=ValueError("not this one"))
     with pytest.raises(ValueError, match="not this one"):
-        await everything(replica._counted(body(), stream))
+        await everything(counted(replica, body(), stream))
 
 
 async def test_a_death_names_the_requests_that_were_in_the_engine_to_each_of_them():
     replica = Replica()
-    streams = [replica._counted(body(name), Stream("a", error=KeyError("x"))) for name in "pq"]
+    streams = [counted(replica, body(name), Stream("a", error=KeyError("x"))) for name in "pq"]
     for stream in streams:
         assert await anext(stream) == "a"
     replica.engine.error = RuntimeError("EngineCore is gone")
@@ -201,7 +206,7 @@ def answers(replica):
     prompt = base64.b64encode(np.arange(10, dtype="<i4").tobytes()).decode()
     words = {"kappa_prompt": prompt, "kappa_request_id": "r"}
     stream = replica.engine.completions(body(vllm_xargs=words, max_tokens=3))
-    return everything(replica._counted(body("r"), stream))
+    return everything(counted(replica, body("r"), stream))
 
 
 async def test_an_own_engine_that_has_answered_is_healthy_however_long(own, clock):

@@ -20,6 +20,7 @@ from engine.loop import Engine
 from engine.profile import machine_peaks
 from engine.runner import EngineRunner, EngineStopped
 from engine.sequence import RequestRefused
+from workers import generated
 from workers.identity import WorkerPlan
 from workers.own_engine.app import engine_app
 from workers.own_engine.openai import AnswerText, Body, BodyRefused, OpenAIAnswer, read_body
@@ -145,12 +146,15 @@ class OwnEngine(LLMEngine):
         opening = answer.opening() if body.stream else ""
         output_tokens, cached_tokens, reason = 0, 0, "stop"
         approximate: int | None = None
+        tally = generated.current()
         try:
             async for output in stream:
                 if opening:
                     yield opening
                     opening = ""
                 output_tokens += len(output.tokens)
+                if tally is not None:
+                    tally.tokens += len(output.tokens)
                 over = output.finish_reason
                 if output.account is not None:
                     cached_tokens = output.account.cached_tokens

@@ -1,0 +1,36 @@
+"""Tokens that engines generate for a request, counted where they arise. Events of a stream do not
+say how many they hold: vLLM merges what its front end does not take in time. A request's task
+begins a tally, and all that runs for it adds to that one, in whatever task that is."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+
+class Tally:
+    """Tokens of all answers of one request."""
+
+    __slots__ = ("_taken", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = self._taken = 0
+
+    def take(self) -> int:
+        """How many came since this was called last."""
+        new, self._taken = self.tokens - self._taken, self.tokens
+        return new
+
+
+_tally: ContextVar[Tally | None] = ContextVar("kappa_generated", default=None)
+
+
+def begin() -> Tally:
+    """Count for the request of the running task from now on."""
+    tally = Tally()
+    _tally.set(tally)
+    return tally
+
+
+def current() -> Tally | None:
+    """The tally that is being kept here; None: the request is not a client's."""
+    return _tally.get()
