@@ -5,7 +5,7 @@ them from Python, for simulated and real engines; the router's compiled loops ca
 records (`router.pricing`, `router.estimator`). Seconds are those of the constants that are given.
 
 A `step` is anything with the constants of a step as attributes: a `kappa.cost.StepModel`, a
-worker's record, a `Step`.
+worker's record, a `StepConstants`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FACTORS = 14
 """How many sizes of a step, 1, 2, 4, ... tokens, have a factor of their own."""
 
 
-class Step(NamedTuple):
+class StepConstants(NamedTuple):
     """The constants of a step, in seconds, as `kappa.cost.StepModel` has them."""
 
     token_s: float

@@ -102,7 +102,9 @@ def _add_steps(
     slopes: of the constants, by the logarithms of their multiples.
     """
     tokens, pairs, reads = work
-    step = formulas.Step(constants[0], constants[1], constants[2], constants[3], constants[4])
+    step = formulas.StepConstants(
+        constants[0], constants[1], constants[2], constants[3], constants[4]
+    )
     compute_s = formulas.computing_s(step, tokens, pairs)
     read_s = formulas.reading_s(step, 1.0, reads)
     low, share = formulas.place(formulas.FACTORS, tokens)

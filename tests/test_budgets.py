@@ -80,9 +80,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 45_100),  # goal: 37,000; until the Python relay goes, both data planes stand
-        (("benchmarks",), 12_500),  # goal: 9,000
-        (("tests",), 50_600),  # goal: 40,000
+        (PRODUCT, 45_800),  # goal: 37,000; both data planes of kappa serve stand (ADR 0152)
+        (("benchmarks",), 12_550),  # goal: 9,000
+        (("tests",), 51_600),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):
@@ -97,9 +97,9 @@ def test_code_lines_counts_neither_docstring_nor_comment():
 @pytest.mark.parametrize(
     ("module", "most"),
     [
-        ("router.router", 21),
-        ("router.api.request_path", 57),  # goal: 40
-        ("engine.loop", 53),
+        ("router.router", 23),
+        ("router.api.request_path", 59),  # goal: 40
+        ("engine.loop", 55),
     ],
 )
 def test_few_files_have_to_be_read_to_follow_a_module(module, most):

@@ -326,19 +326,19 @@ def _decoded(
     elif isinstance(event, _Removed):
         return BlocksRemoved(worker, tier, tuple(event.block_hashes), rank, group.number)
     else:
-        return _stored(event, worker, rank, tier, group.number, group.last_tokens, counts)
+        return _stored(event, worker, rank, tier, group, counts)
     return None
 
 
 def _stored(
-    event: _Stored, worker: str, rank: int, tier: Tier, group: int, last_tokens: int | None,
-    counts: Counter[str],
-) -> BlocksStored | None:  # fmt: skip
+    event: _Stored, worker: str, rank: int, tier: Tier, group: CacheGroup, counts: Counter[str]
+) -> BlocksStored | None:
+    assert group.number is not None
     hashes: tuple[EngineHash, ...] = tuple(event.block_hashes)
     token_ids = event.token_ids
     # Without tokens the blocks are only named (host events that do not describe themselves).
     if token_ids and len(token_ids) != len(hashes) * event.block_size:
-        if last_tokens is None:
+        if group.last_tokens is None:
             counts["sparse"] += 1
             return None
         # Of a window, or of states, an engine may leave out blocks; their tokens it sends.
@@ -362,8 +362,8 @@ def _stored(
         salt = salt_of(first[0] if first else None, event.lora_name)
     tokens = np.frombuffer(array("q", token_ids[: usable * event.block_size]), dtype=np.int64)
     return BlocksStored(
-        worker, tier, hashes[:usable], parent, tokens, event.block_size, salt, rank, group,
-        last_tokens,
+        worker, tier, hashes[:usable], parent, tokens, event.block_size, salt, rank,
+        group.number, group.last_tokens,
     )  # fmt: skip
 
 

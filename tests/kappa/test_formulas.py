@@ -7,9 +7,9 @@ import pytest
 
 from kappa import formulas
 from kappa.compiled import interpreted
-from kappa.formulas import Step
+from kappa.formulas import StepConstants
 
-STEP = Step(0.01, 0.0001, 0.5, 0.001, 0.2)
+STEP = StepConstants(0.01, 0.0001, 0.5, 0.001, 0.2)
 
 
 @pytest.fixture(params=["compiled", "interpreted"])
