@@ -195,7 +195,8 @@ class Fronted(Serving):
     async def _serve(self):
         backend = {"url": self._behind, "profile": "h100-pcie5"}
         limits = {"max_body_bytes": MAX_BODY_BYTES}
-        async with routing(backend, router=limits, probe={}) as made:
+        passed = ["/openapi.json", f"/v1/models/{MODEL}"]
+        async with routing(backend, router=limits, probe={}, passed=passed) as made:
             self.url, self.app, self.live = made.url, None, made.front.live
             self._ready.set()
             while not self._stop.is_set():
