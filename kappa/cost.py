@@ -137,8 +137,8 @@ class StepModel:
     def parts(self, work: StepWork[N], steps: float | N = 1) -> StepParts[N]:
         """Parts of `steps` steps that have this work between them."""
         return StepParts(
-            _computing_s(self, work.tokens, work.pairs),
-            _reading_s(self, steps, work.reads),
+            _computing_s(work.tokens, work.pairs, self.token_s, self.pair_s),
+            _reading_s(steps, work.reads, self.weights_s, self.context_token_s),
             steps * self.fixed_s,
         )
 
@@ -151,7 +151,11 @@ class StepModel:
         """
         tokens, pairs, reads = batch_work(chunks, requests, context_tokens)
         fixed_s = self.fixed_s
-        return StepParts(_computing_s(self, tokens, pairs), _reading_s(self, 1, reads), fixed_s)
+        return StepParts(
+            _computing_s(tokens, pairs, self.token_s, self.pair_s),
+            _reading_s(1, reads, self.weights_s, self.context_token_s),
+            fixed_s,
+        )
 
     def step_s(self, chunks: Iterable[tuple[int, int]]) -> float:
         """Seconds of one step over [(new tokens, context tokens before them)]."""
@@ -212,7 +216,9 @@ class StepLimit(NamedTuple):
 
     def lateness(self, prompt_tokens: int, waited_s: float) -> float:
         """What a prompt waited so far, over what it may before those that decode wait for it."""
-        own_s = _computing_s(self.step, prompt_tokens, _chunk_pairs(prompt_tokens, 0))
+        own_s = _computing_s(
+            prompt_tokens, _chunk_pairs(prompt_tokens, 0), self.step.token_s, self.step.pair_s
+        )
         return waited_s / (max(_LATE_S, _LATE_FACTOR * own_s) * self.step.dilation)
 
 

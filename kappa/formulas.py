@@ -5,13 +5,14 @@ them from Python, for simulated and real engines; the router's compiled loops ca
 records (`router.pricing`, `router.estimator`). Seconds are those of the constants that are given.
 
 A `step` is anything with the constants of a step as attributes: a `kappa.cost.StepModel`, a
-worker's record, a `StepConstants`.
+worker's record. No class of ours is an argument of compiled code: what was compiled could not be
+read back once the class is renamed.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,16 +29,6 @@ FACTORS = 14
 """How many sizes of a step, 1, 2, 4, ... tokens, have a factor of their own."""
 
 
-class StepConstants(NamedTuple):
-    """The constants of a step, in seconds, as `kappa.cost.StepModel` has them."""
-
-    token_s: float
-    pair_s: float
-    weights_s: float
-    context_token_s: float
-    fixed_s: float
-
-
 @compiled
 def chunk_pairs(new_tokens: N, context_tokens: N) -> N:
     """Pairs of query and key of new tokens behind a context: each meets all of it and, causally,
@@ -52,15 +43,15 @@ def decode_pairs(requests: N, context_tokens: N) -> N:
 
 
 @compiled
-def computing_s(step: Any, tokens: N, pairs: N) -> N:
+def computing_s(tokens: N, pairs: N, token_s: float, pair_s: float) -> N:
     """Seconds of GEMMs and attention."""
-    return tokens * step.token_s + pairs * step.pair_s
+    return tokens * token_s + pairs * pair_s
 
 
 @compiled
-def reading_s(step: Any, steps: float | N, context_tokens: N) -> N:
+def reading_s(steps: float | N, context_tokens: N, weights_s: float, context_token_s: float) -> N:
     """Seconds that `steps` steps read: the weights in each, and these tokens' KV in all."""
-    return steps * step.weights_s + context_tokens * step.context_token_s
+    return steps * weights_s + context_tokens * context_token_s
 
 
 @compiled
@@ -114,7 +105,7 @@ def limited_tokens(
         return math.inf
     read_s, fixed_s = context_tokens * step.context_token_s, step.fixed_s
     longest_s = limit_s(step, most, decoding, read_s)
-    beside_s = computing_s(step, decoding, context_tokens)
+    beside_s = computing_s(decoding, context_tokens, step.token_s, step.pair_s)
     # Reading takes its time anyway: computing meanwhile costs those that decode nothing.
     room_s = max(longest_s, step.weights_s + read_s + fixed_s) - fixed_s - beside_s
     prompt_s = max(room_s, longest_s / 3, LEAST_OF_FIXED * fixed_s) * late

@@ -102,15 +102,12 @@ def _add_steps(
     slopes: of the constants, by the logarithms of their multiples.
     """
     tokens, pairs, reads = work
-    step = formulas.StepConstants(
-        constants[0], constants[1], constants[2], constants[3], constants[4]
-    )
-    compute_s = formulas.computing_s(step, tokens, pairs)
-    read_s = formulas.reading_s(step, 1.0, reads)
+    compute_s = formulas.computing_s(tokens, pairs, constants[0], constants[1])
+    read_s = formulas.reading_s(1.0, reads, constants[2], constants[3])
     low, share = formulas.place(formulas.FACTORS, tokens)
     first = len(constants) + low
     scale = count * math.exp((1 - share) * theta[first] + share * theta[first + 1])
-    seconds = scale * formulas.lasting_s(compute_s, read_s, step.fixed_s)
+    seconds = scale * formulas.lasting_s(compute_s, read_s, constants[4])
     if compute_s >= read_s:
         gradient[0] += scale * tokens * slopes[0]
         gradient[1] += scale * pairs * slopes[1]

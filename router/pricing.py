@@ -115,9 +115,11 @@ def prefill_s(
     new = prompt_tokens - held_tokens
     behind_tokens = held_tokens + 0.5 * new
     steps = np.ceil(new / chunk_tokens(worker, decoding, decode_context, behind_tokens))
-    work_s = formulas.computing_s(worker, new, new * behind_tokens)
-    beside_s = formulas.computing_s(worker, decoding, decode_context)
-    read_s = formulas.reading_s(worker, steps, steps * (prompt_tokens + decode_context))
+    work_s = formulas.computing_s(new, new * behind_tokens, worker.token_s, worker.pair_s)
+    beside_s = formulas.computing_s(decoding, decode_context, worker.token_s, worker.pair_s)
+    read_s = formulas.reading_s(
+        steps, steps * (prompt_tokens + decode_context), worker.weights_s, worker.context_token_s
+    )
     compute_s = formulas.lasting_s(work_s + steps * beside_s, read_s, steps * worker.fixed_s)
     scale = formulas.factor(worker.factors, new / steps + decoding)
     return scale * work_s, scale * read_s, scale * compute_s
@@ -149,8 +151,8 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
     decoding, context = worker.decoding, worker.decode_context_tokens
     if decoding <= 0:
         return 0.0
-    beside_s = formulas.computing_s(worker, decoding, context)
-    read_s = formulas.reading_s(worker, 1.0, context)
+    beside_s = formulas.computing_s(decoding, context, worker.token_s, worker.pair_s)
+    read_s = formulas.reading_s(1.0, context, worker.weights_s, worker.context_token_s)
     step_s = formulas.lasting_s(beside_s, read_s, worker.fixed_s) * worker.decoding_factor
     return step_s * (1.5 if cached_tokens > 0 else 0.5)
 
@@ -158,7 +160,7 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
 @compiled
 def reading_step_s(worker: Any, context_tokens: float) -> float:
     """A step that waits for memory: the weights and so many tokens' KV are read."""
-    read_s = formulas.reading_s(worker, 1.0, context_tokens)
+    read_s = formulas.reading_s(1.0, context_tokens, worker.weights_s, worker.context_token_s)
     return (read_s + worker.fixed_s) * worker.one_more_factor
 
 
@@ -231,7 +233,7 @@ def correct(
     worker = workers[slot]
     host_tokens, new_tokens, context_tokens, disk_tokens = found
     pairs = formulas.chunk_pairs(new_tokens, context_tokens)
-    gpu_s = formulas.computing_s(worker, new_tokens, pairs)
+    gpu_s = formulas.computing_s(new_tokens, pairs, worker.token_s, worker.pair_s)
     link_s = host_tokens * worker.load_token_s + disk_tokens * worker.disk_token_s
     link_before_s, gpu_before_s, new_before = before
     worker.gpu_reserved_s += gpu_s - gpu_before_s

@@ -34,6 +34,7 @@ def own_routes(front: Front) -> list[Route]:
         Route("/ready", face.ready),
         Route("/metrics", face.metrics),
         Route("/v1/models", face.models),
+        Route("/v1/models/{model:path}", face.model),
         Route("/v1/nodes", face.nodes),
         Route("/v1/tenants", face.tenants),
         Route("/v1/journal", face.journal),
@@ -69,6 +70,16 @@ class _Face(Face):
     async def models(self, request: Request) -> Response:
         """Every model that some server serves now."""
         return JSONResponse({"object": "list", "data": self._front.models()})
+
+    async def model(self, request: Request) -> Response:
+        """One of `models`; ApiError 404 if no server serves it now."""
+        cards, name = (
+            {card["id"]: card for card in self._front.models()},
+            request.path_params["model"],
+        )
+        if name not in cards:
+            raise errors.UNKNOWN_MODEL(model=name[:200], served=", ".join(cards))
+        return JSONResponse(cards[name])
 
     async def nodes(self, request: Request) -> Response:
         """Every server as the router knows it, and whether it answers."""

@@ -94,7 +94,6 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
 
 def _spec_of(settings: FrontSettings, scene: FrontScene, folder: Path) -> GatewaySpec:
     """The front door that the settings ask for."""
-    # What names one in its path has one segment there.
     own = dict.fromkeys(("/", *(one.path.partition("{")[0] for one in own_routes(scene.front))))
     spec = spec_of(
         settings.http, settings.access, folder=folder, own=tuple(own), foreign=True,

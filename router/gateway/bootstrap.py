@@ -340,7 +340,8 @@ def _to_servers(retry_on: str) -> Json:
 
 
 def _own(path: str) -> Json:
-    below = _regex(re.escape(path) + "[^/]+")
+    # The name of a model may have two segments.
+    below = _regex(re.escape(path) + "[^/]+(/[^/]+)?")
     match = (
         {"safe_regex": below["safe_regex"]}
         if path.endswith("/") and path != "/"

@@ -16,7 +16,7 @@ import uvicorn
 import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.protocol import Announcement
+from kappa.protocol import Announcement, Streamed
 from kappa.settings.routing import RouterSettings
 from router.api.app import Access, make_app
 from router.api.endpoints import ROUTES, KappaIngress
@@ -28,6 +28,7 @@ from router.live.replica_registry import ReplicaRegistry
 from router.page.mount import add_page
 from tests.router.front.conftest import routing
 from tests.workers.emulation import emulated_plan
+from workers.generated import begin
 from workers.own_engine.emulated import EmulatedEngine
 from workers.report_stream import ReportStream
 from workers.tiny_model import make_tiny_model
@@ -97,8 +98,9 @@ class InProcess(KappaIngress):
 
     async def _call(self, body, method, headers):
         engine = self._engines[headers[PIN_HEADER]]
+        tally = begin()
         async for item in getattr(engine, method)(body):
-            yield item
+            yield Streamed(item, tally.take()) if isinstance(item, str) else item
 
 
 @dataclass
@@ -195,7 +197,7 @@ class Fronted(Serving):
     async def _serve(self):
         backend = {"url": self._behind, "profile": "h100-pcie5"}
         limits = {"max_body_bytes": MAX_BODY_BYTES}
-        passed = ["/openapi.json", f"/v1/models/{MODEL}"]
+        passed = ["/openapi.json"]
         async with routing(backend, router=limits, probe={}, passed=passed) as made:
             self.url, self.app, self.live = made.url, None, made.front.live
             self._ready.set()

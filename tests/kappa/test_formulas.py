@@ -7,9 +7,18 @@ import pytest
 
 from kappa import formulas
 from kappa.compiled import interpreted
-from kappa.formulas import StepConstants
+from kappa.cost import StepModel
 
-STEP = StepConstants(0.01, 0.0001, 0.5, 0.001, 0.2)
+CONSTANTS = {
+    "token_s": 0.01, "pair_s": 0.0001, "weights_s": 0.5, "context_token_s": 0.001, "fixed_s": 0.2,
+}  # fmt: skip
+
+
+def record():
+    made = np.zeros(1, dtype=[(name, float) for name in CONSTANTS])
+    for name, value in CONSTANTS.items():
+        made[name] = value
+    return made[0]
 
 
 @pytest.fixture(params=["compiled", "interpreted"])
@@ -19,13 +28,20 @@ def of(request):
     return lambda name: turn(getattr(formulas, name))
 
 
+@pytest.fixture
+def step(of):
+    """A step's constants, as what calls a formula either way has them."""
+    compiled = of("limit_s") is formulas.limit_s
+    return record() if compiled else StepModel(**CONSTANTS)
+
+
 def test_chunk_pairs_counts_half_of_the_pairs_among_new_tokens(of):
     assert of("chunk_pairs")(10.0, 100.0) == 10 * (100 + 5)
 
 
 def test_a_step_lasts_the_longer_of_computing_and_reading(of):
-    assert of("computing_s")(STEP, 10.0, 1050.0) == pytest.approx(0.1 + 0.105)
-    assert of("reading_s")(STEP, 2.0, 110.0) == pytest.approx(2 * 0.5 + 0.11)
+    assert of("computing_s")(10.0, 1050.0, 0.01, 0.0001) == pytest.approx(0.1 + 0.105)
+    assert of("reading_s")(2.0, 110.0, 0.5, 0.001) == pytest.approx(2 * 0.5 + 0.11)
     assert of("lasting_s")(0.205, 0.61, 0.2) == pytest.approx(0.81)
     assert of("lasting_s")(0.7, 0.61, 0.2) == pytest.approx(0.9)
 
@@ -43,26 +59,28 @@ def test_factor_lies_between_those_of_the_powers_of_two(of, tokens, logarithm):
     assert found == pytest.approx(math.exp(logarithm))
 
 
-def test_limit_s_is_a_multiple_of_a_step_of_one_that_decodes(of):
+def test_limit_s_is_a_multiple_of_a_step_of_one_that_decodes(of, step):
     # 2.5 x (0.5 to read the weights + 0.8 / 4 its own context + 0.2).
-    assert of("limit_s")(STEP, 2.5, 4.0, 0.8) == pytest.approx(2.25)
+    assert of("limit_s")(step, 2.5, 4.0, 0.8) == pytest.approx(2.25)
 
 
 @pytest.mark.parametrize("late, tiles", [(1.0, 2), (2.0, 3)])
-def test_limited_tokens_are_whole_tiles_within_the_limit(of, late, tiles):
+def test_limited_tokens_are_whole_tiles_within_the_limit(of, step, late, tiles):
     # 4 decode over 800: limit 2.25, beside 0.04 + 0.08 = 0.12, room 2.25 - 0.2 - 0.12 = 1.93.
     # Behind 0: 193 tokens, 197 with the others: 1.54 tiles; late by 2: 390, or 3.05 tiles.
-    found = of("limited_tokens")(STEP, 2.5, 4.0, 800.0, 0.0, late)
+    found = of("limited_tokens")(step, 2.5, 4.0, 800.0, 0.0, late)
     assert found == tiles * formulas.TILE_TOKENS
 
 
 @pytest.mark.parametrize("most, decoding", [(0.0, 4.0), (2.5, 0.0)])
-def test_limited_tokens_is_infinite_where_nothing_bounds_a_step(of, most, decoding):
-    assert of("limited_tokens")(STEP, most, decoding, 800.0, 0.0, 1.0) == math.inf
+def test_limited_tokens_is_infinite_where_nothing_bounds_a_step(of, step, most, decoding):
+    assert of("limited_tokens")(step, most, decoding, 800.0, 0.0, 1.0) == math.inf
 
 
 def test_interpreted_formulas_take_arrays():
     new = np.array([10.0, 20.0])
     pairs = interpreted(formulas.chunk_pairs)(new, np.array([100.0, 0.0]))
     assert pairs.tolist() == [1050.0, 200.0]
-    assert interpreted(formulas.computing_s)(STEP, new, pairs) == pytest.approx([0.205, 0.22])
+    assert interpreted(formulas.computing_s)(new, pairs, 0.01, 0.0001) == pytest.approx(
+        [0.205, 0.22]
+    )
