@@ -99,7 +99,7 @@ class PrefixIndex:
         self._named = 0
         self._counts: Counter[str] = Counter()
         # Compiled now rather than while the first request waits.
-        _spread(_bytes_of(0), 0, 0, 0, np.empty((3, 0), dtype=np.int64))
+        _spread(_bytes_of(0), TIER_BITS, 0, 0, 0, np.empty((3, 0), dtype=np.int64))
         _rising(NO_ROWS)
         Holder(0)
 
@@ -114,7 +114,7 @@ class PrefixIndex:
         """
         blocks = np.zeros((3, self._columns), dtype=np.int64)
         for workers, found in self._matches(prefix_hashes):
-            _spread(_bytes_of(workers), *found, blocks)
+            _spread(_bytes_of(workers), TIER_BITS, *found, blocks)
         if self._hybrids:
             self._end_in_all_groups(prefix_hashes[:most], blocks)
         for rank, worker in self._ranks:
@@ -653,10 +653,13 @@ def _rising(rows: Int32s) -> bool:
 
 
 @compiled
-def _spread(bits: NDArray[np.uint8], device: int, host: int, disk: int, blocks: Int64s) -> None:
-    """Fill in what those have whose device bit is set: rows as of a `Match`, a column each."""
+def _spread(
+    bits: NDArray[np.uint8], width: int, device: int, host: int, disk: int, blocks: Int64s
+) -> None:
+    """Fill in what those have whose device bit is set: rows as of a `Match`, a column each.
+    width: bits of a worker."""
     for worker in range(blocks.shape[1]):
-        place = TIER_BITS * worker
+        place = width * worker
         if place >> 3 >= len(bits):
             return
         if bits[place >> 3] >> (place & 7) & 1:
