@@ -376,8 +376,10 @@ class Membership:
         state = self._router.workers.get(worker)
         if state is None or state.report is None or not state.report.steps_total:
             return
-        progress = progress_of(state.report)
-        stalled_s = member.stalled_s(progress, busy=self.waits.on(worker), now_s=awake_s)
+        progress, wait_s = progress_of(state.report), self._router.longest_wait_s(worker)
+        # Behind Envoy no stream passes here: who is without a first token is all that is known.
+        busy = wait_s > 0.0 or self.waits.on(worker)
+        stalled_s = member.stalled_s(progress, busy=busy, now_s=awake_s)
         if member.stalled_at not in (None, progress):
             member.stalled_at, now_s = None, self._clock()
             why = self.breakers.state(worker, now_s).why
@@ -385,8 +387,7 @@ class Membership:
                 log.info("worker_moves_again", worker=worker)
         announced = state.announcement
         step_s = announced.step.real_s([(announced.max_batch_tokens, announced.max_context_tokens)])
-        longest_s = max(step_s, self._router.longest_wait_s(worker))
-        patience_s = max(self.rule.stall_after_s, _PATIENCE * longest_s)
+        patience_s = max(self.rule.stall_after_s, _PATIENCE * max(step_s, wait_s))
         if stalled_s > patience_s:
             member.stalled_at = progress
             self._trip(worker, STALLED, needs_sign=False)

@@ -294,6 +294,7 @@ async def test_a_client_that_reads_slowly_is_no_stall(serve):
     _, live, _ = await serve(failover=SOON)
     wait = live.members.waits.begin("a")
     live.route(RouteRequest("slow", exclude=frozenset("b")))
+    live.first_token("slow")
     async with reporting(live, "a", lambda _: 7):
         await asyncio.sleep(4 * SOON.stall_after_s)
         assert breaker(live, "a").standing == "closed"

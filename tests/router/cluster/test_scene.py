@@ -1,5 +1,6 @@
 """A cluster's workers before a decider: what goes with a request, and what became of it."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from router.gateway.events import StreamEnd
 from router.gateway.spec import GatewaySpec, ServerEndpoint
 from router.live.membership import ENGINE_DIED
 from tests.router.scripted import BODY, KEYS, OWN, announcement, overload, until
+from tests.router.test_failover import SOON, breaker, reporting
 
 pytestmark = pytest.mark.ray
 
@@ -130,6 +132,28 @@ async def test_workers_that_envoy_does_not_know_are_not_chosen(deciding):
     for number in range(4):
         go = await here.ask(request_id=f"r{number}")
         assert go.upstream[ENDPOINT_HEADER] == "10.0.0.2:80"
+
+
+async def test_a_worker_of_a_hung_engine_is_not_chosen(deciding):
+    patient = SOON.model_copy(update={"longest_pause_s": 1000.0})
+    here = await deciding(failover=patient)
+    await here.ask()
+    hung = here.live.records["r"].decision.worker
+    async with reporting(here.live, "ab", lambda _: 7):
+        await until(lambda: breaker(here.live, hung).why == "stalled")
+        for number in range(4):
+            await here.ask(request_id=f"r{number}")
+            assert here.live.records[f"r{number}"].decision.worker != hung
+            here.live.first_token(f"r{number}")
+
+
+async def test_an_engine_with_nothing_to_begin_is_not_hung(deciding):
+    here = await deciding(failover=SOON)
+    await here.ask()
+    here.live.first_token("r")
+    async with reporting(here.live, "ab", lambda _: 7):
+        await asyncio.sleep(4 * SOON.stall_after_s)
+        assert all(breaker(here.live, worker).standing == "closed" for worker in "ab")
 
 
 async def test_a_second_attempt_is_sent_what_its_own_worker_must_know(deciding, monkeypatch):
