@@ -17,6 +17,7 @@ from router.gateway.spec import (
     FIRST,
     TAIL,
     TOLD_HEADER,
+    Bounds,
     ServerEndpoint,
 )
 from tests.router.gateway.certificates import pair
@@ -134,6 +135,18 @@ async def test_a_begun_answer_is_cut_and_not_tried_again():
         yield b"data: 1\n\n"
 
     async with open_door((lambda heard: Answer(chunks=begun(), cut=True), named(b"b"))) as door:
+        door.send_to(0, 1)
+        got = await door.ask()
+        assert (got.status, got.cut, door.servers[1].heard) == (200, True, [])
+
+
+async def test_a_begun_answer_that_falls_silent_is_cut():
+    async def hung():
+        yield b"data: 1\n\n"
+        await asyncio.Event().wait()
+
+    bounds = Bounds(silent_s=0.5)
+    async with open_door((lambda heard: Answer(chunks=hung()), named(b"b")), bounds=bounds) as door:
         door.send_to(0, 1)
         got = await door.ask()
         assert (got.status, got.cut, door.servers[1].heard) == (200, True, [])
