@@ -158,7 +158,6 @@ class EventFeed:
     def _spend(self, events: int) -> None:
         now_s = time.monotonic()
         gained = (now_s - self._at_s) * _EVENTS_PER_S
-        self._monitor = self.socket.get_monitor_socket(_CONNECTION_EVENTS)
         self._left, self._at_s = min(self._left + gained, _EVENTS_PER_S) - max(events, 0), now_s
         if self._left < 0:
             self._left = 0.0
