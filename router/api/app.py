@@ -61,7 +61,6 @@ class Access:
 
     replicas: so many ingresses share every tenant's limits. max_outstanding_bodies: requests at a
     time whose bodies have not arrived. limit_all: also what is only passed on is limited.
-    open_bodies: what needs no key may have a body, which is passed on.
     """
 
     tenants: Tenants = field(default_factory=Tenants)
@@ -77,7 +76,6 @@ class Access:
     allowances: dict[str, Allowance] = field(default_factory=dict)
     replicas: int = 1
     limit_all: bool = False
-    open_bodies: bool = False
 
     def limits(self, path: str) -> bool:
         """Whether a request for `path` counts against its tenant's limits."""
@@ -314,7 +312,7 @@ class Gate:
             if not self._outstanding.take(holder, tenant):
                 raise errors.BODIES_OUTSTANDING(limit=self._access.max_outstanding_bodies, who=who)
         timeout_s, most_bytes = self._access.body_timeout_s, self._access.max_body_bytes
-        if scope["path"] in (*_OPEN_PATHS, _METRICS_PATH) and not self._access.open_bodies:
+        if scope["path"] in (*_OPEN_PATHS, _METRICS_PATH):
             most_bytes = 0  # Anybody may ask there, and nobody has anything to say.
         body, more = bytearray(), True
         try:
