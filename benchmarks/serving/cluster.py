@@ -67,8 +67,8 @@ class BenchCluster(Cluster):
             self._second.start()
             app = build_app(self.settings, [model], self._ray.stream_host, self._second.spec)
             serve.run(app, name="envoy", route_prefix=None)
-            self.urls["kappa_envoy"] = self._second.url
-            _until_answered(self._second.url, "/ready")
+            self.urls["kappa_envoy"] = self._second.spec.url
+            _until_answered(self._second.spec.url, "/ready")
         if "vllm" in self.systems:
             self._progress("starting vllm")
             self.urls["vllm"] = self._start_vllm(model)

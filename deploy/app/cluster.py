@@ -111,8 +111,8 @@ class Cluster:
             raise StartError(f"the Ray Serve of the cluster {refused}")
         self._progress(f"starting {self.settings.workers} engines")
         self._deploy(models)
-        tls = self._door is not None and self._door.spec.tls is not None
-        self.url = f"{'https' if tls else 'http'}://{reachable(host)}:{port}"
+        scheme = self._door.spec.scheme if self._door is not None else "http"
+        self.url = f"{scheme}://{reachable(host)}:{port}"
         self._progress("warming up")
         self._warm_up()
 
@@ -121,7 +121,7 @@ class Cluster:
         http = self.settings.http
         if http.data_plane == "python":
             return self._ray.serve_on(http.host, http.port)
-        self._ray.serve_without_http()
+        self._ray.serve_on(None, 0)
         # It needs no Ray, and half a second that nobody needs who has none.
         from deploy.app.front_door import FrontDoor
 

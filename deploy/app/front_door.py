@@ -55,12 +55,6 @@ class FrontDoor:
             raise StartError(str(error)) from None
         self._died = asyncio.run_coroutine_threadsafe(self._gateway.died(), self._loop)
 
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        scheme = "https" if self.spec.tls is not None else "http"
-        return f"{scheme}://{self.spec.host}:{self.spec.port}"
-
     def ended(self) -> str:
         """Why it serves no more; empty while it does."""
         if self._died is None or not self._died.done():

@@ -96,13 +96,10 @@ class OwnRay:
             ray.shutdown()
             raise StartError(_NO_TOKEN.format("but it started without one"))
 
-    def serve_on(self, host: str, port: int) -> tuple[str, int]:
-        """Start Ray Serve; returns where it listens, `port` 0 being a free one."""
+    def serve_on(self, host: str | None, port: int) -> tuple[str, int]:
+        """Start Ray Serve; returns where it listens, `port` 0 being a free one; host: None for
+        nowhere."""
         return _start_serve(host, port, self._log_level)
-
-    def serve_without_http(self) -> None:
-        """Start Ray Serve, with nothing that listens for clients."""
-        _start_serve(None, 0, self._log_level)
 
     def dead(self) -> str:
         """Which of the processes without which Ray does not run has ended, as "" while none has."""
@@ -186,12 +183,14 @@ class JoinedRay:
         """Nothing: whoever started this cluster looks after its processes."""
         return ""
 
-    def serve_on(self, host: str, port: int) -> tuple[str, int]:
-        """Start Ray Serve if it does not run there; returns where it listens.
+    def serve_on(self, host: str | None, port: int) -> tuple[str, int]:
+        """Start Ray Serve if it does not run there; returns where it listens; host: None for
+        nowhere, where it is started.
 
         Raises:
             StartError: an application of this name is served there already, or nothing over HTTP.
         """
+        from ray import serve
 
         # Ray has no public way to find out.
         from ray.serve.context import _get_global_client
@@ -199,42 +198,23 @@ class JoinedRay:
         client: Any = _get_global_client(raise_if_no_controller_running=False)
         if client is None:
             self._serve_is_ours = True
-            host, port = _start_serve(host, port, self._log_level)
-        elif client.http_config.host is None:
+            at = _start_serve(host, port, self._log_level)
+        elif host is not None and client.http_config.host is None:
             raise StartError(
                 "Ray Serve runs there without an HTTP proxy, so nothing can be sent to it: stop it "
                 "('serve shutdown'), and it is started with one here"
             )
-        else:
-            self._check_free()
-            host, port = str(client.http_config.host), int(client.http_config.port)
-        self._deployed = True
-        return host, port
-
-    def serve_without_http(self) -> None:
-        """Start Ray Serve if it does not run there, with nothing that listens for clients.
-
-        Raises:
-            StartError: an application of this name is served there already.
-        """
-        from ray.serve.context import _get_global_client
-
-        client: Any = _get_global_client(raise_if_no_controller_running=False)
-        if client is None:
-            self._serve_is_ours = True
-            _start_serve(None, 0, self._log_level)
-        else:
-            self._check_free()
-        self._deployed = True
-
-    def _check_free(self) -> None:
-        from ray import serve
-
-        if APP in serve.status().applications:
+        elif APP in serve.status().applications:
             raise StartError(
                 f"the cluster at {self._address} serves an application {APP!r} already: stop that "
                 "first ('serve shutdown', or a Ctrl-C where it was started)"
             )
+        elif host is None:
+            at = "", 0
+        else:
+            at = str(client.http_config.host), int(client.http_config.port)
+        self._deployed = True
+        return at
 
     def stop(self) -> None:
         """Take our application back and leave; others' stay."""

@@ -64,11 +64,11 @@ class Bounds:
 class GatewaySpec:
     """One front door. folder: private to it (mode 0700), with everything that it reads and writes;
     its path must leave room for a socket's name in 107 bytes. decided: paths about which the
-    decider is asked, exact. own: paths of ours, exact; one that ends in / stands for whatever one
-    segment follows. foreign: the servers are somebody else's, so Envoy itself tells the decider of
-    first bytes and tails. from_header: of their answers, which says whom they are from; empty: none
-    does. decider_away: what becomes of decided paths while it is not there. ca: by which the
-    certificates of servers with TLS are verified; without it they cannot be reached."""
+    decider is asked, exact. own: paths of ours, exact; one that ends in / stands for one or two
+    segments that follow. foreign: the servers are somebody else's, so Envoy itself tells the
+    decider of first bytes and tails. from_header: of their answers, which says whom they are from;
+    empty: none does. decider_away: what becomes of decided paths while it is not there. ca: by
+    which the certificates of servers with TLS are verified; without it they cannot be reached."""
 
     folder: Path
     host: str
@@ -81,6 +81,16 @@ class GatewaySpec:
     decider_away: Literal["refuse", "least_request"] = "refuse"
     ca: Path | None = None
     bounds: Bounds = field(default_factory=Bounds)
+
+    @property
+    def scheme(self) -> str:
+        """By which clients reach it."""
+        return "http" if self.tls is None else "https"
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"{self.scheme}://{self.host}:{self.port}"
 
     @property
     def decider_socket(self) -> Path:

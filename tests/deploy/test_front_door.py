@@ -50,9 +50,9 @@ def test_envoy_runs_from_start_to_stop():
     door = FrontDoor(settings_of())
     door.start()
     try:
-        answer = httpx.get(f"{door.url}/nowhere", timeout=10)
+        answer = httpx.get(f"{door.spec.url}/nowhere", timeout=10)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-        away = httpx.post(f"{door.url}{DECIDED[0]}", json={}, timeout=10)
+        away = httpx.post(f"{door.spec.url}{DECIDED[0]}", json={}, timeout=10)
         assert (away.status_code, away.json()["error"]["code"]) == (503, "decider_away")
         assert door.ended() == ""
     finally:
@@ -60,7 +60,7 @@ def test_envoy_runs_from_start_to_stop():
     door.stop(0.0)
     assert not door.spec.folder.exists()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(door.url, timeout=1)
+        httpx.get(door.spec.url, timeout=1)
 
 
 def test_a_port_that_is_taken_stops_the_start():
