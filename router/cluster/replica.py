@@ -7,10 +7,8 @@ meanwhile, since none passes here.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -25,16 +23,10 @@ from router.api.render import PromptRenderer
 from router.api.request import model_of
 from router.api.start import IngressSettings
 from router.cluster.scene import ClusterScene
-from router.gateway.authz import AuthzServer
 from router.gateway.decider import Decider, DeciderRule
-from router.gateway.events import Ends
-from router.gateway.face import faced
-from router.gateway.spec import GOES_ON_S, GatewaySpec
-from router.live.supervised import supervised
+from router.gateway.hosting import UNHEARD_S, hosted, running
+from router.gateway.spec import GatewaySpec
 from router.page.mount import add_page
-
-# Envoy tells of what goes on so often that three in a row are lost only with it.
-_UNHEARD_S = 4 * GOES_ON_S
 
 _DECIDED = {"chat", "completions", "responses", "messages"}
 OWN = {name: route for name, route in ROUTES.items() if name not in _DECIDED}
@@ -63,23 +55,14 @@ class KappaDecider(ClusterFace):
         door, scene = Door(access), ClusterScene(self._path, spec, secret)
         rule = DeciderRule(
             router.max_queue, router.max_body_bytes, access.body_timeout_s,
-            router.request_timeout_s, router.request_timeout_s, _UNHEARD_S, foreign=False,
+            router.request_timeout_s, router.request_timeout_s, UNHEARD_S, foreign=False,
         )  # fmt: skip
         decider = Decider(scene, door, rule)
-        flights = decider.flights
         async with contextlib.AsyncExitStack() as stack:
-            events = Ends(spec.events_socket, flights.ended, flights.failed, flights.goes_on)
-            await stack.enter_async_context(events)
-            most_bytes = spec.bounds.body_bytes
-            authz = AuthzServer(decider.decide, flights, spec.decider_socket, most_bytes)
-            await stack.enter_async_context(authz)
-            await stack.enter_async_context(faced(self._application(access, door), spec))
-            tasks: dict[str, Callable[[], Awaitable[None]]] = {
-                "servers": scene.follow, "ends": flights.sweep,
-            }  # fmt: skip
-            for name, task in tasks.items():
-                running = asyncio.create_task(supervised(name, task, live.task_restarted, ""))
-                stack.callback(running.cancel)
+            app = self._application(access, door)
+            await stack.enter_async_context(hosted(decider, app, spec))
+            tasks = {"servers": scene.follow, "ends": decider.flights.sweep}
+            await stack.enter_async_context(running(tasks, live.task_restarted))
             self._stack = stack.pop_all()
 
     def _application(self, access: Access, door: Door) -> Any:

@@ -34,7 +34,8 @@ from router.cluster.paths import DECIDED
 from router.cluster.reading import Changes, taken
 from router.decision import Decision, RouteRequest
 from router.gateway.endpoints import EndpointsFile, shared_addresses
-from router.gateway.process import Gateway, until_taken
+from router.gateway.known import KnownServers
+from router.gateway.process import Gateway
 from router.gateway.scene import Asked, Reading, Used
 from router.gateway.spec import TRY_HEADER, GatewaySpec, ServerEndpoint
 from router.live.live_router import LiveRouter
@@ -44,8 +45,6 @@ log = structlog.get_logger(__name__)
 
 # Of what a worker puts into a body, which comes in a header.
 _MOST_SET_BYTES = 1000 << 10
-# One that comes is chosen once Envoy knows it.
-_KNOWN_S = 2.0
 _LOOK_S = 10.0
 _HEALTH_S = 2.0
 # A time-out of 0 would be none.
@@ -71,8 +70,8 @@ class ClusterFlight:
     via: str = ""
 
 
-class ClusterScene:
-    """A `Scene` over the workers of a live router; endpoints: of those that Envoy knows."""
+class ClusterScene(KnownServers):
+    """A `Scene` over the workers of a live router."""
 
     priced = frozenset(DECIDED)
     passed = frozenset[str]()
@@ -80,10 +79,9 @@ class ClusterScene:
     def __init__(self, path: RequestPath, spec: GatewaySpec, secret: str) -> None:
         """`path`: what it has in common with an ingress; `secret`: the cluster's, which workers
         demand."""
+        super().__init__()
         self._path, self._spec, self._secret = path, spec, secret
         self.live: LiveRouter = path.live()
-        self.endpoints: dict[str, ServerEndpoint] = {}
-        self._known = asyncio.Event()
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -97,7 +95,8 @@ class ClusterScene:
         try:
             api.prepare(self._path.models)
             routed = await self._path.routed(self.live, api)
-            await self._first_known(routed)
+            workers = self.live.router.workers
+            await self.first_known(lambda: workers.keys() - routed.exclude)
         except BaseException as error:
             end, status = "client_gone", 0
             if isinstance(error, ApiError):
@@ -110,15 +109,6 @@ class ClusterScene:
         request = _with_delivery(routed, api, found.changes, routed.exclude | away)
         answers = choices_in(vars(api.body)) * api.max_tokens
         return Reading(request, answers, streamed=bool(api.body.stream))
-
-    async def _first_known(self, request: RouteRequest) -> None:
-        """Wait a little if workers are there of which Envoy knows none yet."""
-        workers = self.live.router.workers
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KNOWN_S):
-                while workers and not (workers.keys() - request.exclude) & self.endpoints.keys():
-                    self._known.clear()
-                    await self._known.wait()
 
     def decide(self, request: RouteRequest, tenant: str) -> ClusterFlight:
         """As `Delivery.decide`."""
@@ -159,11 +149,6 @@ class ClusterScene:
         ttfts_s = dict(zip(priced.workers, priced.ttft_s.tolist(), strict=True))
         able = ttfts_s.keys() & self.endpoints.keys() - request.exclude - blocked.gone
         return sorted(able, key=lambda worker: (worker in blocked.failing, ttfts_s[worker]))
-
-    def address(self, name: str) -> str:
-        """Of a worker that Envoy knows."""
-        endpoint = self.endpoints.get(name)
-        return endpoint.address if endpoint is not None else ""
 
     def headers(self, flight: ClusterFlight) -> Mapping[str, str]:
         """What the worker's gate does to the body. ApiError 400 if that is too much."""
@@ -242,17 +227,11 @@ class ClusterScene:
         while True:
             changed.clear()
             found = {one.worker: one for one in self._found()}
-            # What has gone is not named from now on, what has come once Envoy knows it.
-            self._take({n: one for n, one in self.endpoints.items() if found.get(n) == one})
-            await until_taken(envoy, partial(file.write, found.values()))
-            self._take(found)
+            kept = {n: one for n, one in self.endpoints.items() if found.get(n) == one}
+            await self.become(found, kept, envoy, file)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await changed.wait()
-
-    def _take(self, endpoints: dict[str, ServerEndpoint]) -> None:
-        self.endpoints = endpoints
-        self._known.set()
 
     def _found(self) -> list[ServerEndpoint]:
         found = []

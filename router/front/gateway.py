@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kappa.settings.front import FrontSettings
@@ -20,16 +21,10 @@ from router.api.start import access_of
 from router.front.app import make_face_app, own_routes
 from router.front.front import Flying, Front
 from router.front.scene import FrontScene
-from router.gateway.authz import AuthzServer
 from router.gateway.decider import Decider, DeciderRule
-from router.gateway.events import Ends
-from router.gateway.face import faced
+from router.gateway.hosting import UNHEARD_S, hosted, running
 from router.gateway.process import Gateway, spec_of
-from router.gateway.spec import GOES_ON_S, GatewaySpec
-from router.live.supervised import supervised
-
-# Envoy tells of what goes on so often that three in a row are lost only with it.
-_UNHEARD_S = 4 * GOES_ON_S
+from router.gateway.spec import GatewaySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ class FrontGateway:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://{self.gateway.spec.host}:{self.gateway.spec.port}"
+        return self.gateway.spec.url
 
 
 async def serve(settings: FrontSettings, ready: Callable[[str], None]) -> None:
@@ -77,18 +72,13 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         scene = FrontScene(front)
         spec = _spec_of(settings, scene, folder)
         decider = Decider(scene, door, _rule_of(settings))
-        flights = decider.flights
-        events = Ends(spec.events_socket, flights.ended, flights.failed, flights.goes_on)
-        await stack.enter_async_context(events)
-        await stack.enter_async_context(
-            AuthzServer(decider.decide, flights, spec.decider_socket, spec.bounds.body_bytes)
-        )
-        face = await stack.enter_async_context(faced(make_face_app(front, door), spec))
+        app = make_face_app(front, door)
+        face = await stack.enter_async_context(hosted(decider, app, spec))
         gateway = await stack.enter_async_context(Gateway(spec))
-        restarted = front.live.task_restarted
-        for name, task in (("servers", lambda: scene.follow(gateway)), ("ends", flights.sweep)):
-            running = asyncio.create_task(supervised(name, task, restarted, ""))
-            stack.push_async_callback(_cancelled, running)
+        tasks: dict[str, Callable[[], Awaitable[None]]] = {
+            "servers": partial(scene.follow, gateway), "ends": decider.flights.sweep,
+        }  # fmt: skip
+        await stack.enter_async_context(running(tasks, front.live.task_restarted))
         yield FrontGateway(front, scene, decider, gateway, face)
 
 
@@ -112,11 +102,5 @@ def _rule_of(settings: FrontSettings) -> DeciderRule:
     router = settings.router
     return DeciderRule(
         router.max_queue, router.max_body_bytes, settings.access.body_timeout_s,
-        settings.first_byte_s, router.request_timeout_s, _UNHEARD_S,
+        settings.first_byte_s, router.request_timeout_s, UNHEARD_S,
     )  # fmt: skip
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from urllib.parse import urlsplit
 
 import structlog
@@ -18,7 +16,8 @@ from router.decision import RouteRequest
 from router.front.facts import usage_in
 from router.front.front import DECIDED_PATHS, Flying, Front
 from router.gateway.endpoints import EndpointsFile, Resolver, shared_addresses
-from router.gateway.process import Gateway, until_taken
+from router.gateway.known import KnownServers
+from router.gateway.process import Gateway
 from router.gateway.scene import Asked, Reading, Used
 from router.gateway.spec import ServerEndpoint
 from router.live.live_router import LiveRouter
@@ -35,20 +34,17 @@ PASSED_PATHS = (
 _MEDIA_TOKENS = 16_384
 _OF_IDS = re.compile(rb'"(?:prompt|input)"\s*:\s*\[[\s\[]*[0-9]')
 _RESOLVE_S = 10.0
-# Envoy knows of a server soon after it was found.
-_TAKEN_S = 2.0
 
 
-class FrontScene:
-    """A `Scene` over a front that runs; endpoints: servers that Envoy knows, by their names."""
+class FrontScene(KnownServers):
+    """A `Scene` over a front that runs."""
 
     def __init__(self, front: Front) -> None:
+        super().__init__()
         self.front = front
         self.priced = frozenset(DECIDED_PATHS)
         self.passed = frozenset({*PASSED_PATHS, *front.settings.passed}) - self.priced
-        self.endpoints: dict[str, ServerEndpoint] = {}
         self._workers: dict[str, str] = {}
-        self._known = asyncio.Event()
         self._faults: set[str] = set()
 
     @property
@@ -71,25 +67,14 @@ class FrontScene:
             wanted.bound = min(len(body), _MEDIA_TOKENS)
         wanted.session = asked.headers.get(SESSION_HEADER) or wanted.session
         request = front.request(asked.request_id, wanted)
-        await self._first_known(request)
+        usable = {name for name, one in front.backends.items() if one.usable}
+        await self.first_known(lambda: usable - request.exclude)
         away = frozenset(front.backends) - self.endpoints.keys()
         return Reading(
             replace(request, exclude=request.exclude | away),
             wanted.max_tokens * wanted.answers, wanted.streamed,
             repeatable=asked.path in self.priced or asked.path in PASSED_PATHS,
         )  # fmt: skip
-
-    async def _first_known(self, request: RouteRequest) -> None:
-        """Wait a little if servers may be used of which Envoy knows none yet."""
-        usable = {name for name, one in self.front.backends.items() if one.usable}
-        able = usable - request.exclude
-        if not able or able & self.endpoints.keys():
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TAKEN_S):
-                while not able & self.endpoints.keys():
-                    self._known.clear()
-                    await self._known.wait()
 
     def decide(self, request: RouteRequest, tenant: str) -> Flying:
         """As `Front.decide`."""
@@ -110,11 +95,6 @@ class FrontScene:
             return worker in blocked.failing, ttft_s, self.live.router.in_flight_on(worker)
 
         return sorted(able, key=price)
-
-    def address(self, name: str) -> str:
-        """Of a server that Envoy knows, or of the present balancer."""
-        endpoint = self.endpoints.get(name)
-        return endpoint.address if endpoint is not None else ""
 
     def headers(self, flight: Flying) -> Mapping[str, str]:
         """None: servers know nothing of us."""
@@ -155,22 +135,19 @@ class FrontScene:
         while True:
             changed.clear()
             found = {one.worker: one for one in await self._found(resolver)}
-            # What has gone is not named from now on, what has come once Envoy knows it.
             known = {one.address for one in found.values()}
             kept = {name: one for name, one in self.endpoints.items() if one.address in known}
-            self._take(kept)
-            await until_taken(gateway, partial(file.write, found.values()))
-            self._take(found)
+            await self.become(found, kept, gateway, file)
             try:
                 async with asyncio.timeout(_RESOLVE_S):
                     await changed.wait()
             except TimeoutError:
                 continue
 
-    def _take(self, endpoints: dict[str, ServerEndpoint]) -> None:
-        self.endpoints = endpoints
+    def take(self, endpoints: dict[str, ServerEndpoint]) -> None:
+        """Envoy knows these."""
         self._workers = {one.address: name for name, one in endpoints.items()}
-        self._known.set()
+        super().take(endpoints)
 
     async def _found(self, resolver: Resolver) -> list[ServerEndpoint]:
         """Every server that was there, and is not refused, with an address of its own: one that is

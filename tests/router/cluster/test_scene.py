@@ -46,7 +46,7 @@ def deciding(serve, tmp_path):
         path = here.ingress._path
         spec = GatewaySpec(tmp_path, "127.0.0.1", 1, (CHAT,), ())
         scene = ClusterScene(path, spec, "secret")
-        scene._take({one.worker: one for one in scene._found()})
+        scene.take({one.worker: one for one in scene._found()})
         door = Door(Access(**own))
         decider = Decider(scene, door, DeciderRule(foreign=False))
 
