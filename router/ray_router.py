@@ -1,10 +1,9 @@
-"""Ray Serve's side of routing: obeys the ingress' choice, or decides alone as a drop-in.
+"""Ray Serve's side of routing: publishes a cluster's replicas, and decides alone as a drop-in.
 
-With our ingress every request carries a pin (the header `x-kappa-pin`), chosen over all workers;
-this class finds that replica. Without a pin (a plain Ray Serve LLM app that named
-`router.ray_router.KappaRouter` as its `request_router_class`) it uses `router.standalone`, which
-routes by what it sent where and by what replicas announce. The only file that knows Ray's router
-interface; no arithmetic here.
+In a cluster of ours no client's request passes Ray; its decider learns here which workers there
+are. In a plain Ray Serve LLM app that named `router.ray_router.KappaRouter` as its
+`request_router_class` it uses `router.standalone`, which routes by what it sent where and by what
+replicas announce. The only file that knows Ray's router interface; no arithmetic here.
 
 Ray pickles this class by value, with the globals that it names; other modules are named, not
 pickled, so the registry stays one per process.
@@ -21,7 +20,6 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 import kappa.protocol
 import router.live.replica_registry
 import router.standalone
-from router.api.metadata import PIN_HEADER
 
 _LOGGER = "ray.serve"
 _NO_BODY = (
@@ -40,7 +38,7 @@ class KappaRouter(RequestRouter):
         self._kappa_warned = False
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Replicas came, went, or announced something: post it for the ingress."""
+        """Replicas came, went, or announced something: post it for the decider."""
         super().update_replicas(replicas)
         statistics = {r.replica_id.unique_id: r.routing_stats or {} for r in replicas}
         key = kappa.protocol.ANNOUNCEMENT_KEY
@@ -51,7 +49,7 @@ class KappaRouter(RequestRouter):
             logging.getLogger(_LOGGER).warning(problem)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A replica died: the ingress must not wait for Ray's next health check to know."""
+        """A replica died: the decider must not wait for Ray's next health check to know."""
         super().on_replica_actor_died(replica_id)
         router.live.replica_registry.REGISTRY.remove(str(self._deployment_id), replica_id.unique_id)
 
@@ -62,17 +60,7 @@ class KappaRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Ranks of one replica each, since Ray reorders within a rank by queue length."""
         by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
-        pin = _pin(pending_request)
-        if pin in by_id:
-            return [[by_id[pin]]]
         if pending_request is None:
-            return [candidate_replicas]
-        if pin:
-            # Anywhere else it would run unreserved and uncharged: the ingress must choose again.
-            # Ray looks at candidates once more before it sees that the request is over.
-            if not pending_request.future.done():
-                self._remove_pending_request_from_indices(pending_request)
-                pending_request.future.set_exception(router.live.replica_registry.PinGoneError(pin))
             return [candidate_replicas]
         if not pending_request.args and not self._kappa_warned:
             self._kappa_warned = True
@@ -104,13 +92,3 @@ class KappaRouter(RequestRouter):
 def _bodies_are_forwarded() -> bool:
     constants = ray.serve._private.constants
     return bool(constants.RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY)
-
-
-def _pin(pending_request: PendingRequest | None) -> str:
-    if pending_request is None:
-        return ""
-    for argument in pending_request.args[1:2]:
-        headers = getattr(argument, "headers", None)
-        if headers:
-            return str(headers.get(PIN_HEADER, ""))
-    return ""

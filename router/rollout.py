@@ -1,10 +1,10 @@
-"""How far our routing is trusted with real traffic: not at all, watching, a share, all of it. Pure.
+"""How far our routing is trusted with real traffic: watching, a share, all of it. Pure.
 
-`ray`: Ray Serve's own router decides, ours does not. `shadow`: ours decides and writes down
-what it would have done, the present balancer steers. `canary:N`: ours steers N percent of the
-conversations, the present one the rest, with ours as a shadow. `on`: ours steers. Consulted for
-every request: by the ingress, where the present balancer is Ray's, and by `kappa route`, where it
-is emulated by one of `PRESENT` or is a real one in front of the same servers.
+`shadow`: ours decides and writes down what it would have done, the present balancer steers.
+`canary:N`: ours steers N percent of the conversations, the present one the rest, with ours as a
+shadow. `on`: ours steers. Consulted for every request: by a cluster's decider, where the present
+balancer is Ray Serve's rule, and by `kappa route`, where it is emulated by one of `PRESENT` or is a
+real one in front of the same servers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from router.decision import Choice, Estimates
 from router.policy import Policy, Stateless, least
 
-Mode = Literal["ray", "shadow", "canary", "on"]
+Mode = Literal["shadow", "canary", "on"]
 Arm = Literal["kappa", "ray", "present"]
 
 _STEPS = 10_000
@@ -35,11 +35,8 @@ class Rollout:
 
     @classmethod
     def parse(cls, text: str, other: Arm = "ray") -> Rollout:
-        """Read `shadow`, `canary:N` (0 < N < 100), `on` or, where Ray is the other, `ray`;
-        ValueError for anything else."""
+        """Read `shadow`, `canary:N` (0 < N < 100) or `on`; ValueError for anything else."""
         match text:
-            case "ray" if other == "ray":
-                return cls("ray")
             case "shadow":
                 return cls("shadow", other=other)
             case "on":
@@ -50,19 +47,13 @@ class Rollout:
         except ValueError:
             percent = -1.0
         if not 0 < percent < 100:
-            first = "ray, " if other == "ray" else ""
             raise ValueError(
-                f"mode {text!r}: give {first}shadow, canary:N with 0 < N < 100 (percent), or on"
+                f"mode {text!r}: give shadow, canary:N with 0 < N < 100 (percent), or on"
             )
         return cls("canary", percent, other)
 
-    @property
-    def decides(self) -> bool:
-        """Whether our policy decides at all, if only for the log."""
-        return self.mode != "ray"
-
     def arm(self, conversation: str) -> Arm:
-        """Who steers; the same for all requests of a conversation, whichever ingress it meets."""
+        """Who steers; the same for all requests of a conversation, whichever decider it meets."""
         # A client may name it by half of a surrogate pair, which JSON can hold.
         named = conversation.encode(errors="surrogatepass")
         return "kappa" if _digest(named) % _STEPS < self.percent / 100 * _STEPS else self.other
@@ -118,15 +109,6 @@ PRESENT: dict[str, Callable[[], Policy]] = {
     kind.name: kind for kind in (RoundRobin, LeastConnections, PrefixHash)
 }
 """Emulated present balancers: name to a maker of a fresh one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unsteered:
-    """A request that nobody here decided about: its pool was drawn, Ray's router does the rest."""
-
-    request_id: str
-    pool: str
-    worker: str = ""
 
 
 @dataclass(frozen=True, slots=True)

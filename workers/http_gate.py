@@ -15,8 +15,8 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from types import SimpleNamespace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -68,6 +68,7 @@ class WorkerGate:
         secret: what every request must carry; not empty.
         in_flight: counts requests, and reports them.
         check_health: raises `EngineDiedError` if the engine is dead.
+        own: what the worker itself does for its decider, by path; each gives JSON.
     """
 
     def __init__(
@@ -76,11 +77,12 @@ class WorkerGate:
         secret: str,
         in_flight: InFlight,
         check_health: Callable[[], Awaitable[None]],
+        own: Mapping[str, Callable[[], Awaitable[Any]]] = MappingProxyType({}),
     ) -> None:
         if not secret:
             raise ValueError("a worker's port needs the cluster's secret")
         self._app, self._secret = app, secret.encode()
-        self._in_flight, self._check_health = in_flight, check_health
+        self._in_flight, self._check_health, self._own = in_flight, check_health, own
         self.draining = False
         """Whether requests that have not begun are sent elsewhere."""
         self.open = 0
@@ -98,6 +100,10 @@ class WorkerGate:
         given = headers.get(TO_SECRET_HEADER.encode(), b"")
         if not hmac.compare_digest(given, self._secret):
             await _answer(send, 403, "this port is for the cluster's fronts alone")
+            return
+        own = self._own.get(scope["path"])
+        if own is not None:
+            await _send_json(send, 200, json.dumps(await own()).encode())
             return
         if self.draining:
             await _answer(send, 503, _LEAVES, retry=True)
@@ -283,13 +289,20 @@ def _error(status: int, message: str) -> str:
 
 
 async def _answer(send: Send, status: int, message: str, *, retry: bool = False) -> None:
-    content = f'{{"error": {_error(status, message)}}}'.encode()
-    headers = [
-        (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()),
-    ]  # fmt: skip
+    headers = []
     if status == 503:
         headers.append((b"retry-after", str(_AGAIN_S).encode()))
     if retry:
         headers.append((RETRY_HEADER.encode(), b"elsewhere"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    content = f'{{"error": {_error(status, message)}}}'.encode()
+    await _send_json(send, status, content, headers)
+
+
+async def _send_json(
+    send: Send, status: int, content: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    about = [
+        (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()),
+    ]  # fmt: skip
+    await send({"type": "http.response.start", "status": status, "headers": [*about, *headers]})
     await send({"type": "http.response.body", "body": content})

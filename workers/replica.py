@@ -8,7 +8,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from ray.serve.llm.deployment import LLMServer
 
 from kappa.host import free_port, memory_bytes
 from kappa.logging import configure
-from kappa.protocol import ANNOUNCEMENT_KEY, ERROR_EVENT, Announcement, EngineDiedError, Streamed
-from workers import generated
+from kappa.protocol import ANNOUNCEMENT_KEY, PROFILE_PATH, Announcement, EngineDiedError
 from workers.host_memory import prepare_host_memory
 from workers.http_gate import WorkerGate
 from workers.http_port import WorkerPort
@@ -43,7 +42,6 @@ log = structlog.get_logger(__name__)
 
 # Of the requests that an engine took with it, in the error and in the log: the youngest.
 _IN_FLIGHT_NAMED = 16
-_ROLE = '"role":"assistant"'
 
 
 def configure_logs(plan: WorkerPlan) -> None:
@@ -90,7 +88,7 @@ class KappaServer(Measuring, LLMServer):
         self._watch = asyncio.create_task(watch_engine(self.check_health))
         self._plan = plan = await self._read_back()
         profile = await self._measure()
-        self._port = await self._open_port(host) if plan.front_secret else None
+        self._port = await self._open_port(host)
         self._start_s = process_age_s()
         announced = self._announce(profile)
         self._stream.complete = power_reporter(announced, plan.gpus)
@@ -154,7 +152,8 @@ class KappaServer(Measuring, LLMServer):
         assert self.engine is not None
         app = await self.engine.build_asgi_app()
         in_flight, secret = self._stream.in_flight, self._plan.front_secret
-        return WorkerPort(WorkerGate(app, secret, in_flight, self.check_health), host)
+        own = {PROFILE_PATH: self.profile}
+        return WorkerPort(WorkerGate(app, secret, in_flight, self.check_health, own), host)
 
     # -- what the cluster learns --------------------------------------------------------------
 
@@ -169,8 +168,7 @@ class KappaServer(Measuring, LLMServer):
         )
         rates = getattr(self.engine, "rates", None)
         announced = announce(self._plan, replica, profile, rates, self._tier.rates)
-        http = self._port.endpoint if self._port is not None else ""
-        announced = replace(announced, start_s=self._start_s, http=http)
+        announced = replace(announced, start_s=self._start_s, http=self._port.endpoint)
         self._announcement = announced.to_dict()
         return announced
 
@@ -192,46 +190,10 @@ class KappaServer(Measuring, LLMServer):
             DEMAND_KEY: here.demand(time.monotonic(), self._plan.limits.max_sequences),
         }
 
-    async def profile(self, _body: None = None, _pin: Any = None) -> dict[str, Any]:
-        """Measure the machine again, and announce the result; the arguments only carry the pin."""
+    async def profile(self) -> dict[str, Any]:
+        """Measure the machine again, and announce the result."""
         self._announce(await self._measure(again=True))
         return self._announcement
-
-    # -- requests -----------------------------------------------------------------------------
-
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        tally = generated.begin()
-        return self._counted(request, await super().chat(request, raw_request_info), tally)
-
-    async def completions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
-        tally = generated.begin()
-        return self._counted(request, await super().completions(request, raw_request_info), tally)
-
-    async def _counted(
-        self, request: Any, stream: AsyncGenerator[Any, None], tally: generated.Tally
-    ) -> AsyncGenerator[Any, None]:
-        request_id, here = "", self._stream.in_flight
-        try:
-            request_id = here.arrived(request, time.monotonic())
-            async for item in stream:
-                if is_error(item):
-                    await self.check_health()
-                yield streamed(item, tally.take()) if isinstance(item, list) else item
-        except Exception:
-            await self.check_health()
-            raise
-        finally:
-            here.ended(request_id, tally.tokens)
-            await stream.aclose()
-
-    def _batch_output_stream(
-        self, generator: AsyncGenerator[Any, None]
-    ) -> AsyncGenerator[list[Any], None]:
-        # Ray holds the first token back until its batching interval is over; time to first token
-        # is what this project is about, so the first items go out at once.
-        return _first_at_once(generator, super()._batch_output_stream)
 
     # -- life and death -----------------------------------------------------------------------
 
@@ -286,34 +248,3 @@ class KappaServer(Measuring, LLMServer):
 def gpus_here() -> float:
     here = ray.get_runtime_context().get_node_id()
     return sum(float(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["NodeID"] == here)
-
-
-def is_error(item: Any) -> bool:
-    """Whether something that an engine gave is, or may be, an error instead of an answer."""
-    items = item if isinstance(item, list) else [item]
-    return any(ERROR_EVENT in i if isinstance(i, str) else hasattr(i, "error") for i in items)
-
-
-def streamed(items: list[Any], tokens: int) -> Streamed:
-    """What Ray Serve LLM streams at a time, events or errors, as one text."""
-    texts = (one if isinstance(one, str) else f"data: {one.model_dump_json()}\n\n" for one in items)
-    return Streamed("".join(texts), tokens)
-
-
-async def _first_at_once(
-    generator: AsyncGenerator[Any, None], batched: Any
-) -> AsyncGenerator[list[Any], None]:
-    """Yield up to the first token without waiting for more, then as `batched` does."""
-    first: list[Any] = []
-    try:
-        async for item in generator:
-            first.append(item)
-            # A chat's first item only names the role; the token follows at once.
-            if not (isinstance(item, str) and _ROLE in item):
-                break
-        if first:
-            yield first
-        async for items in batched(generator):
-            yield items
-    finally:
-        await generator.aclose()

@@ -1,6 +1,6 @@
-"""The Ray Serve application: workers' deployments and ingress, bound together from settings.
+"""The Ray Serve application: workers' deployments and the decider, bound together from settings.
 
-Of who may send requests the ingress knows tenants by digests of keys, their limits, sizes. Where
+Of who may send requests the decider knows tenants by digests of keys, their limits, sizes. Where
 nobody is served without a key, this process makes itself one for its own requests (readiness,
 warm-up, what `kappa serve` prints). It lives as long as the process and is written nowhere.
 """
@@ -30,11 +30,11 @@ _OWN_KEY = new_key(secrets.token_bytes(32))
 def build_app(
     settings: ClusterSettings,
     models: Sequence[Model],
+    door: GatewaySpec,
     stream_host: str = "127.0.0.1",
-    door: GatewaySpec | None = None,
 ) -> Any:
-    """The Serve application: `KappaServer` replicas behind a `KappaIngress`, or where there is a
-    front `door`, which this machine's Envoy serves, beside a `KappaDecider`.
+    """The Serve application: `KappaServer` replicas, and the `KappaDecider` of the front `door`,
+    which this machine's Envoy serves.
 
     models: in the order of `settings.by_model()`. `stream_host`: where workers offer their report
     streams; empty: each on its machine's address.
@@ -56,7 +56,7 @@ def build_app(
     from router.api.start import IngressSettings, access_of, tenants_table
 
     limits, replicas = settings.router, settings.http.replicas
-    secret = secrets.token_hex(32) if door is not None else ""
+    secret = secrets.token_hex(32)
     workers: dict[str, Any] = {}
     served: list[EndpointModel] = []
     for of_one, model in zip(settings.by_model(), models, strict=True):
@@ -69,29 +69,15 @@ def build_app(
         workers |= pools
     # One that is taken away ends its streams, which take as long as those of workers.
     drain_s = max(pool.drain_s for pool in settings.all_pools)
-    access = access_of(settings, own_digests(settings))
-    if door is None:
-        front = Deferred("router.api.endpoints:make_ingress", access)
-        more: dict[str, Any] = {}
-        here: dict[str, float] = {}
-    else:
-        front = Deferred("router.cluster.replica:KappaDecider")
-        more = {"access": access, "spec": door, "secret": secret}
-        here = _this_machine()
-    ingress = serve.deployment(
-        front,
-        name="KappaIngress" if door is None else "KappaDecider",
+    decider = serve.deployment(
+        Deferred("router.cluster.replica:KappaDecider"),
+        name="KappaDecider",
         num_replicas=replicas,
-        # Enough for the requests that are served and the bodies that are awaited, twice
-        # `max_queue`, also where tenants below their shares come on top (`router.api.tenants`).
-        max_ongoing_requests=8 * limits.max_queue,
-        # Bounded, too: beyond it Ray Serve answers 503 at once.
-        max_queued_requests=4 * limits.max_queue,
         health_check_period_s=5,
         graceful_shutdown_timeout_s=drain_s,
-        ray_actor_options={"num_cpus": 0, "resources": here},
+        ray_actor_options={"num_cpus": 0, "resources": _this_machine()},
     )
-    return ingress.bind(
+    return decider.bind(
         pools=workers,
         kappa=IngressSettings(
             models=tuple(served),
@@ -104,7 +90,9 @@ def build_app(
             drain_s=drain_s,
             replicas=replicas,
         ),
-        **more,
+        access=access_of(settings, own_digests(settings)),
+        spec=door,
+        secret=secret,
     )
 
 

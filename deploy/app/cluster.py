@@ -24,11 +24,11 @@ from deploy.app.machine import Machine
 from deploy.app.model import Model, PreflightError, StartError, model_here, prepare_models
 from deploy.app.preflight import all_problems
 from deploy.app.ray_cluster import APP, JoinedRay, OwnRay, check_port, machines, reachable
-from kappa.settings.access import HttpSettings, open_door
 from kappa.settings.cluster import ClusterSettings
 
 if TYPE_CHECKING:
     from deploy.app.front_door import FrontDoor
+    from router.gateway.spec import GatewaySpec
 
 Progress = Callable[[str], None]
 
@@ -83,7 +83,7 @@ class Cluster:
     def _start(self) -> None:
         set_environment(self.settings.log_level)
         http = self.settings.http
-        if http.port and not self._ray.joined:
+        if http.port:
             check_port(http.host, http.port)  # before seconds are spent on what cannot be reached
         foreseen = self._ray.foreseen()
         self._progress("preparing the model")
@@ -104,30 +104,18 @@ class Cluster:
         self._ray.start(self.settings.log_level)
         if self._ray.joined:
             self._check(models, machines())
-        host, port = self._listen()
-        # A Ray Serve that ran there before us listens where others chose.
-        refused = open_door(self.settings.tenants, self.settings.access, HttpSettings(host=host))
-        if refused:
-            raise StartError(f"the Ray Serve of the cluster {refused}")
-        self._progress(f"starting {self.settings.workers} engines")
-        self._deploy(models)
-        scheme = self._door.spec.scheme if self._door is not None else "http"
-        self.url = f"{scheme}://{reachable(host)}:{port}"
-        self._progress("warming up")
-        self._warm_up()
-
-    def _listen(self) -> tuple[str, int]:
-        """Have something listen for clients; where it does."""
-        http = self.settings.http
-        if http.data_plane == "python":
-            return self._ray.serve_on(http.host, http.port)
-        self._ray.serve_on(None, 0)
+        self._ray.serve_on()
         # It needs no Ray, and half a second that nobody needs who has none.
         from deploy.app.front_door import FrontDoor
 
         self._door = FrontDoor(self.settings)
         self._door.start()
-        return self._door.spec.host, self._door.spec.port
+        self._progress(f"starting {self.settings.workers} engines")
+        self._deploy(models, self._door.spec)
+        spec = self._door.spec
+        self.url = f"{spec.scheme}://{reachable(spec.host)}:{spec.port}"
+        self._progress("warming up")
+        self._warm_up()
 
     def _check(
         self,
@@ -140,13 +128,12 @@ class Cluster:
         if listed:
             raise PreflightError("\n".join(listed))
 
-    def _deploy(self, models: Sequence[Model]) -> None:
+    def _deploy(self, models: Sequence[Model], door: GatewaySpec) -> None:
         from ray import serve
 
-        door = self._door.spec if self._door is not None else None
-        app = build_app(self.settings, models, self._ray.stream_host, door)
+        app = build_app(self.settings, models, door, self._ray.stream_host)
         try:
-            serve.run(app, name=APP, route_prefix="/" if door is None else None)
+            serve.run(app, name=APP, route_prefix=None)
         except (RuntimeError, ValueError) as error:
             raise StartError(
                 f"the engines did not start: {error}. Their logs are in /tmp/ray/session_latest/"
@@ -188,7 +175,7 @@ class Cluster:
         client.post("/v1/chat/completions", json=body).raise_for_status()
 
     def use_policy(self, name: str) -> None:
-        """Have its one ingress decide by another policy from now on."""
+        """Have its one decider decide by another policy from now on."""
         from ray import serve
 
         serve.get_app_handle(APP).use_policy.remote(name).result(timeout_s=_POLICY_TIMEOUT_S)

@@ -26,8 +26,7 @@ from kappa.settings.routing import FETCHING_POLICY
 ENGINE_CPUS = 1
 """Ray's CPUs for an engine's worker process, beside those of its replica."""
 
-# The fallback: Ray's own router, which only publishes its replicas.
-_ROUTERS = {"on": "router.ray_router.KappaRouter", "ray": "router.ray_own.WatchedRayRouter"}
+_ROUTER = "router.ray_router.KappaRouter"
 _SCALING_POLICY = "workers.scaling_policy:BacklogPolicy"
 # A domain that cannot exist: vLLM fetches from any where none is named.
 _NO_MEDIA_DOMAINS = ["nowhere.invalid"]
@@ -113,7 +112,7 @@ def pool_config(
             "health_check_timeout_s": 10,
             "graceful_shutdown_timeout_s": pool.drain_s,
             "request_router_config": {
-                "request_router_class": _ROUTERS.get(settings.router.mode, _ROUTERS["on"]),
+                "request_router_class": _ROUTER,
                 "request_routing_stats_period_s": 1,
                 "request_routing_stats_timeout_s": 10,
             },

@@ -23,7 +23,6 @@ import psutil
 
 from deploy.app.machine import Machine, read_machine
 from deploy.app.model import StartError
-from kappa.host import free_port
 from kappa.settings.cluster import home
 
 APP = "kappa"
@@ -96,10 +95,9 @@ class OwnRay:
             ray.shutdown()
             raise StartError(_NO_TOKEN.format("but it started without one"))
 
-    def serve_on(self, host: str | None, port: int) -> tuple[str, int]:
-        """Start Ray Serve; returns where it listens, `port` 0 being a free one; host: None for
-        nowhere."""
-        return _start_serve(host, port, self._log_level)
+    def serve_on(self) -> None:
+        """Start Ray Serve, without its HTTP proxy."""
+        _start_serve(self._log_level)
 
     def dead(self) -> str:
         """Which of the processes without which Ray does not run has ended, as "" while none has."""
@@ -183,38 +181,26 @@ class JoinedRay:
         """Nothing: whoever started this cluster looks after its processes."""
         return ""
 
-    def serve_on(self, host: str | None, port: int) -> tuple[str, int]:
-        """Start Ray Serve if it does not run there; returns where it listens; host: None for
-        nowhere, where it is started.
+    def serve_on(self) -> None:
+        """Start Ray Serve, without its HTTP proxy, if it does not run there.
 
         Raises:
-            StartError: an application of this name is served there already, or nothing over HTTP.
+            StartError: an application of this name is served there already.
         """
         from ray import serve
 
         # Ray has no public way to find out.
         from ray.serve.context import _get_global_client
 
-        client: Any = _get_global_client(raise_if_no_controller_running=False)
-        if client is None:
+        if _get_global_client(raise_if_no_controller_running=False) is None:
             self._serve_is_ours = True
-            at = _start_serve(host, port, self._log_level)
-        elif host is not None and client.http_config.host is None:
-            raise StartError(
-                "Ray Serve runs there without an HTTP proxy, so nothing can be sent to it: stop it "
-                "('serve shutdown'), and it is started with one here"
-            )
+            _start_serve(self._log_level)
         elif APP in serve.status().applications:
             raise StartError(
                 f"the cluster at {self._address} serves an application {APP!r} already: stop that "
                 "first ('serve shutdown', or a Ctrl-C where it was started)"
             )
-        elif host is None:
-            at = "", 0
-        else:
-            at = str(client.http_config.host), int(client.http_config.port)
         self._deployed = True
-        return at
 
     def stop(self) -> None:
         """Take our application back and leave; others' stay."""
@@ -333,17 +319,10 @@ def _leave(take_back: Any) -> None:
 # -- ports ----------------------------------------------------------------------------------------
 
 
-def _start_serve(host: str | None, port: int, level: str) -> tuple[str, int]:
-    """host: None for no proxy."""
+def _start_serve(level: str) -> None:
     from ray import serve
 
-    logging_config = {"log_level": level, "enable_access_log": False}
-    if host is None:
-        serve.start("Disabled", logging_config=logging_config)
-        return "", 0
-    port = port or free_port(host)
-    serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
-    return host, port
+    serve.start("Disabled", logging_config={"log_level": level, "enable_access_log": False})
 
 
 def check_port(host: str, port: int) -> None:

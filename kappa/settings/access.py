@@ -186,22 +186,6 @@ class HttpSettings(Section):
             return False
 
 
-class ClusterHttpSettings(HttpSettings):
-    """The cluster's endpoint, before which Envoy stands only if it is given."""
-
-    data_plane: Literal["envoy", "python"] = Field(
-        "python", description="what carries requests and answers; envoy: an Envoy before the router"
-    )
-
-    @model_validator(mode="after")
-    def _envoy_for_what_it_alone_does(self) -> ClusterHttpSettings:
-        if self.data_plane != "envoy":
-            for name in ("tls", "decider_away"):
-                if getattr(self, name) not in (None, "refuse"):
-                    raise ValueError(f"{name} needs an Envoy: give data_plane: envoy, or drop it")
-        return self
-
-
 def open_door(tenants: TenantSettings, access: AccessSettings, http: HttpSettings) -> str | None:
     """Why this endpoint must not be opened as it is, and what to change; None if it may."""
     if http.loopback or tenants.closed or access.allow_open:

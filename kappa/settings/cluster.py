@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kappa.settings.access import (
     AccessSettings,
-    ClusterHttpSettings,
+    HttpSettings,
     TenantSettings,
     open_door,
     unguarded,
@@ -55,7 +55,7 @@ class ClusterSettings(Section):
     transfer: TransferSettings = TransferSettings()
     tenants: TenantSettings = TenantSettings()
     access: AccessSettings = AccessSettings()
-    http: ClusterHttpSettings = ClusterHttpSettings()
+    http: HttpSettings = HttpSettings()
     observing: ObservingSettings = ObservingSettings()
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
@@ -86,13 +86,9 @@ class ClusterSettings(Section):
         faults += [((), f"http.host {door}")] if door else []
         guard = unguarded(self.tenants, self.http)
         faults += [((), guard)] if guard else []
-        if self.http.data_plane == "envoy":
-            if self.http.replicas > 1:
-                why = "one router decides for an Envoy: give 1, or data_plane: python"
-                faults.append((("http", "replicas"), why))
-            if self.router.mode == "ray":
-                why = "Ray's router sees nothing behind an Envoy: give data_plane: python"
-                faults.append((("router", "mode"), why))
+        if self.http.replicas > 1:
+            why = "one router decides for an Envoy: give 1"
+            faults.append((("http", "replicas"), why))
         refuse(faults)
         return self
 

@@ -186,8 +186,6 @@ class FrontSettings(Section):
             if twice:
                 where = "url" if what == "url" else "name"
                 raise ValueError(f"two backends have the {where} {twice[0]}: drop or change one")
-        if self.router.mode == "ray":
-            raise ValueError("router.mode ray: there is no Ray here; give shadow, canary:N or on")
         if self.router.mode != "on" and self.journal is None:
             raise ValueError(
                 f"router.mode {self.router.mode}: name a journal (--journal FILE), from which "

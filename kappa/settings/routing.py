@@ -108,18 +108,16 @@ class RouterSettings(Section):
         with contextlib.suppress(ValueError):
             if name == "canary" and 0 < float(share) < 100:
                 return value
-        if value in ("ray", "shadow", "on"):
+        if value in ("shadow", "on"):
             return value
-        raise ValueError(
-            f"mode {value!r}: give ray, shadow, canary:N with 0 < N < 100 (percent), or on"
-        )
+        raise ValueError(f"mode {value!r}: give shadow, canary:N with 0 < N < 100 (percent), or on")
 
 
 LogFormat = Literal["console", "json"]
 
 
 class ObservingSettings(Section):
-    """Logs, traces and metrics of ingress and workers."""
+    """Logs, traces and metrics of router and workers."""
 
     log_format: LogFormat = Field(
         "console", description="json: one object per line, with the request's id"

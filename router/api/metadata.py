@@ -1,4 +1,4 @@
-"""What passes beside a request's body: metadata for its engine, headers for worker and client."""
+"""What passes beside a request's body: metadata for its engine, headers for its client."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ from router.api.errors import UNSUPPORTED_PROMPT
 from router.api.tenants import Tenant
 from router.decision import Decision
 
-PIN_HEADER = "x-kappa-pin"
-POOL_HEADER = "x-kappa-pool"
 # What a client calls its conversation: this header, else one of these fields of its body.
 SESSION_HEADER = "x-session-id"
 DEADLINE_HEADER = "x-kappa-deadline-ms"
 CONVERSATION_KEYS = ("prompt_cache_key", "user")
 PLAN_HEADER = "x-kappa-plan"
 APPROX_HEADER = "x-kappa-approx"
-
-# For the ingress alone: pins are the router's, and no worker needs a client's key, or may log one.
-_DROPPED = (PIN_HEADER, POOL_HEADER, "authorization", "x-api-key")
 
 Metadata = dict[str, str | int | float]
 
@@ -75,15 +70,8 @@ def tokens_in(packed: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(packed), dtype="<i4")
 
 
-def worker_headers(headers: Mapping[str, str], worker: str, pool: str | None) -> dict[str, str]:
-    """A request's headers with the router's pin instead of any that the client sent, and no key;
-    with the pool alone where Ray's router is to choose the worker."""
-    kept = {name: value for name, value in headers.items() if name not in _DROPPED}
-    return kept | ({PIN_HEADER: worker} if pool is None else {POOL_HEADER: pool})
-
-
 def decision_headers(decision: Decision) -> dict[str, str]:
-    """What a response says of its routing; Ray Serve adds `x-request-id` itself."""
+    """What a response says of its routing."""
     chosen = decision.chosen
     return {
         **({PLAN_HEADER: chosen.plan} if chosen.plan else {}),

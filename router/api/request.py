@@ -21,7 +21,6 @@ from starlette.requests import Request
 from kappa.protocol import Announcement
 from router.api import errors
 from router.api.app import Inbound, inbound_of
-from router.api.fields import choices_in
 from router.api.metadata import (
     APPROX_HEADER,
     CONVERSATION_KEYS,
@@ -29,17 +28,15 @@ from router.api.metadata import (
     PLAN_HEADER,
     SESSION_HEADER,
 )
-from router.api.render import TokenizedPrompt, is_chat
+from router.api.render import is_chat
 from router.api.tenants import Tenant
 from router.decision import Estimates
 from router.index.prefix_hash import salt_of
-from router.live.suspects import content_digest
 from router.telemetry import RequestTimeline
 
 _LONGEST_DEADLINE_MS = 24 * 3600 * 1000
 _CLOCK_SLACK_S = 0.005
 _APPROX_VALUES = {"ok": math.inf, "no": 0.0, "": None}
-_GIVEN_UP = ("client_gone", "deadline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class ApiRequest:
     request_id: its id here, unlike that of any other that is open; method: Ray's name of its kind,
     `chat` or `completions`; body: Ray's schema of it; timeline: where its time goes; on_end: called
     once with the end and the status, when the request is over; deadline: by when its answer must
-    have begun; model, adapter: what it asks for.
+    have begun; model, adapter: what it asks for; digest: names its content.
     """
 
     request_id: str
@@ -82,6 +79,7 @@ class ApiRequest:
     body: Any
     headers: Headers
     inbound: Inbound
+    digest: str = ""
     timeline: RequestTimeline = field(init=False)
     on_end: Callable[[ApiRequest, str, int], None] | None = None
     deadline: Deadline | None = None
@@ -154,22 +152,7 @@ class ApiRequest:
         fields = self.body.model_extra or {}
         return approx_allowed(self.headers.get(APPROX_HEADER), fields.get("approx"))
 
-    @property
-    def digest(self) -> str:
-        """A name of its content, by the body as it came."""
-        return content_digest(self.tenant.name, self.method, self.inbound.body)
-
     # -- what it is held to -------------------------------------------------------------------
-
-    def tokenized(self, prompt: TokenizedPrompt) -> None:
-        """Take its prompts, known or bounded, and all its answers from its tenant's tokens; raises
-        ApiError if there are none left, or its deadline has passed."""
-        now_s = time.monotonic()
-        if self.deadline is not None:
-            self.deadline.check(now_s)
-        if self.inbound.lease is not None:
-            generated = choices_in(vars(self.body)) * self.max_tokens
-            self.inbound.lease.reserve(prompt.tokens, generated, now_s)
 
     def patience_s(self, longest_s: float) -> float:
         """Seconds to wait for its first item: no longer than `longest_s`, nor past its deadline;
@@ -185,16 +168,6 @@ class ApiRequest:
         # A timer may fire a moment before the clock that it was set by says so.
         now_s = time.monotonic() + _CLOCK_SLACK_S
         return self.deadline is not None and now_s >= self.deadline.at_s
-
-    def attempt_over(self, end: str) -> None:
-        """An attempt ended so; what was computed for a client that would not wait, it pays for."""
-        if self.inbound.lease is not None and end in _GIVEN_UP:
-            self.inbound.lease.worked = True
-
-    def generated(self, tokens: int) -> None:
-        """Output tokens go out to the client."""
-        if self.inbound.lease is not None:
-            self.inbound.lease.generated(tokens)
 
 
 def cache_salt(tenant: Tenant, own: str | None) -> str | None:

@@ -9,28 +9,40 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kappa.logging import configure
 from router.api.app import Access, Door, make_app
-from router.api.cluster_face import ClusterFace, PoolHandles
-from router.api.endpoints import ROUTES
 from router.api.reading import prepare
 from router.api.render import PromptRenderer
 from router.api.request import model_of
 from router.api.start import IngressSettings
+from router.cluster.face import ClusterFace
 from router.cluster.scene import ClusterScene
 from router.gateway.decider import Decider, DeciderRule
 from router.gateway.hosting import UNHEARD_S, hosted, running
 from router.gateway.spec import GatewaySpec
 from router.page.mount import add_page
 
-_DECIDED = {"chat", "completions", "responses", "messages"}
-OWN = {name: route for name, route in ROUTES.items() if name not in _DECIDED}
-"""What is answered here, as `ROUTES`."""
+OWN: dict[str, Callable[[FastAPI], Any]] = {
+    "models": lambda a: a.get("/v1/models"),
+    "model_data": lambda a: a.get("/v1/models/{model:path}"),
+    "count_tokens": lambda a: a.post("/v1/messages/count_tokens"),
+    "nodes": lambda a: a.get("/v1/nodes"),
+    "tenants": lambda a: a.get("/v1/tenants"),
+    "profile": lambda a: a.post("/v1/nodes/profile"),
+    "route": lambda a: a.post("/v1/route"),
+    "decisions": lambda a: a.get("/v1/decisions"),
+    "decision": lambda a: a.get("/v1/decisions/{request_id:path}"),
+    "metrics": lambda a: a.get("/metrics", response_class=PlainTextResponse),
+    "ready": lambda a: a.get("/ready"),
+}
+"""What is answered here, by the method that does: how it is added to an application."""
 
 
 class KappaDecider(ClusterFace):
@@ -43,7 +55,7 @@ class KappaDecider(ClusterFace):
         """`secret`: the cluster's, which workers demand."""
         seen = kappa.observing
         configure(seen.log_format, seen.log_file, kappa.log_level)
-        self._pools, self._began_s = PoolHandles(pools), int(time.time())
+        self._pools, self._began_s = pools, int(time.time())
         self._wire(kappa, {m.name: PromptRenderer(m.tokenizer_source) for m in kappa.models})
         await self._open(kappa, access, spec, secret)
         prepare()
@@ -52,13 +64,15 @@ class KappaDecider(ClusterFace):
         self, kappa: IngressSettings, access: Access, spec: GatewaySpec, secret: str
     ) -> None:
         live, router = self._live(), kappa.router
-        door, scene = Door(access), ClusterScene(self._path, spec, secret)
+        door, scene = Door(access), ClusterScene(self._path, kappa.transfer, spec, secret)
+        self._ports = scene.ports
         rule = DeciderRule(
             router.max_queue, router.max_body_bytes, access.body_timeout_s,
             router.request_timeout_s, router.request_timeout_s, UNHEARD_S, foreign=False,
         )  # fmt: skip
         decider = Decider(scene, door, rule)
         async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(scene.ports.close)
             app = self._application(access, door)
             await stack.enter_async_context(hosted(decider, app, spec))
             tasks = {"servers": scene.follow, "ends": decider.flights.sweep}

@@ -11,26 +11,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import aiohttp
 import structlog
 from starlette.datastructures import Headers
 
-from kappa.protocol import (
-    PROMPT_KEY,
-    TO_BODY_HEADER,
-    TO_DROP_HEADER,
-    TO_SECRET_HEADER,
-)
+from kappa.protocol import PROMPT_KEY, TO_BODY_HEADER, TO_DROP_HEADER
+from kappa.settings.engine import TransferSettings
 from router.api import errors
 from router.api.app import Inbound
-from router.api.deliver import engine_metadata
 from router.api.errors import ApiError
 from router.api.fields import choices_in
 from router.api.metadata import Metadata, peer_params, tokens_in
 from router.api.reading import read
 from router.api.request import ApiRequest
-from router.api.request_path import RequestPath
+from router.api.request_path import RequestPath, engine_metadata
 from router.cluster.paths import DECIDED
+from router.cluster.ports import WorkerPorts
+from router.cluster.prefill import PrefillElsewhere
 from router.cluster.reading import Changes, taken
 from router.decision import Decision, RouteRequest
 from router.gateway.endpoints import EndpointsFile, shared_addresses
@@ -76,12 +72,20 @@ class ClusterScene(KnownServers):
     priced = frozenset(DECIDED)
     passed = frozenset[str]()
 
-    def __init__(self, path: RequestPath, spec: GatewaySpec, secret: str) -> None:
-        """`path`: what it has in common with an ingress; `secret`: the cluster's, which workers
-        demand."""
+    def __init__(
+        self, path: RequestPath, transfer: TransferSettings, spec: GatewaySpec, secret: str
+    ) -> None:
+        """`path`: what a request takes; `secret`: the cluster's, which workers demand."""
         super().__init__()
         self._path, self._spec, self._secret = path, spec, secret
         self.live: LiveRouter = path.live()
+        self.ports = WorkerPorts(self._port, secret)
+        timeout_s = path.settings.request_timeout_s
+        self._prefill = PrefillElsewhere(self.ports, transfer, timeout_s)
+
+    def _port(self, worker: str) -> str:
+        state = self.live.router.workers.get(worker)
+        return state.announcement.http if state is not None else ""
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -90,11 +94,12 @@ class ClusterScene(KnownServers):
         found = await read(asked.body, partial(taken, asked.path))
         inbound = Inbound(asked.request_id, time.monotonic(), asked.tenant, body=asked.body)
         headers = Headers(dict(asked.headers))
-        api = ApiRequest(asked.request_id, found.kind, found.body, headers, inbound)
+        api = ApiRequest(asked.request_id, found.kind, found.body, headers, inbound, asked.digest)
         self._path.begin(api)
         try:
             api.prepare(self._path.models)
             routed = await self._path.routed(self.live, api)
+            routed = await self._prefill(self.live, routed, api)
             workers = self.live.router.workers
             await self.first_known(lambda: workers.keys() - routed.exclude)
         except BaseException as error:
@@ -111,14 +116,14 @@ class ClusterScene(KnownServers):
         return Reading(request, answers, streamed=bool(api.body.stream))
 
     def decide(self, request: RouteRequest, tenant: str) -> ClusterFlight:
-        """As `Delivery.decide`."""
+        """As `RequestPath.decide`; what its worker is sent with it."""
         assert isinstance(request, ClusterRequest)
         api, live, path = request.api, self.live, self._path
         if request.retry:
             # What was handed over is gone with the worker that took it.
             api.body.kv_transfer_params = None
             request = replace(request, handed_tokens=0)
-        decision = path.delivery.decide(live, request, api)
+        decision = path.decide(live, request, api)
         try:
             sent = self._metadata(decision, request, api)
             if decision.fetch is not None:
@@ -180,25 +185,19 @@ class ClusterScene(KnownServers):
 
     async def lives(self, worker: str) -> bool:
         """Whether its engine does, as its port says; one that does not answer in time may."""
-        address = self.address(worker)
-        if not address or self.live.members.get(worker) is None:
+        if not self.address(worker) or self.live.members.get(worker) is None:
             self.live.members.failed(worker, DIED)
             return False
         try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_HEALTH_S)) as http,
-                http.get(
-                    f"http://{address}/health", headers={TO_SECRET_HEADER: self._secret}
-                ) as answer,
-            ):
-                if answer.status != 503:
-                    return True
-                self.live.members.failed(worker, ENGINE_DIED)
+            answer = await self.ports.ask(worker, "/health", _HEALTH_S)
         except TimeoutError:
             return True
-        except (aiohttp.ClientError, OSError):
+        except OSError:
             self.live.members.failed(worker, DIED)
-        return False
+            return False
+        if answer.status == 503:
+            self.live.members.failed(worker, ENGINE_DIED)
+        return answer.status != 503
 
     def ended(self, flight: ClusterFlight, end: str) -> None:
         """It is over at its worker."""

@@ -167,8 +167,8 @@ class Decider(Generic[F]):
         aloft = None
         self._deciding.add(request_id)
         try:
-            digest = content_digest(asked)
-            if live.suspects and live.suspects.refused(digest, live.now_s()):
+            asked = asked._replace(digest=content_digest(asked))
+            if live.suspects and live.suspects.refused(asked.digest, live.now_s()):
                 raise errors.KILLED_AN_ENGINE()
             if not self._places.take(request_id, tenant):
                 after_s = live.retry_after_s()
@@ -177,7 +177,7 @@ class Decider(Generic[F]):
             lease.reserve(reading.request.tokens, reading.max_generated, time.monotonic())
             flight = self._chosen(reading.request, tenant)
             try:
-                made = self._aloft(asked, reading, flight, lease, digest)
+                made = self._aloft(asked, reading, flight, lease)
                 go = self._go(asked, made)
             except BaseException:
                 self._scene.ended(flight, "unsent")
@@ -202,9 +202,7 @@ class Decider(Generic[F]):
             after_s = self._live.retry_after_s(request.model)
             raise errors.NO_WORKER(why=error, retry_after_s=after_s) from None
 
-    def _aloft(
-        self, asked: Asked, reading: Reading, flight: F, lease: Lease, digest: str
-    ) -> Aloft[F]:
+    def _aloft(self, asked: Asked, reading: Reading, flight: F, lease: Lease) -> Aloft[F]:
         request, decision, scene = reading.request, flight.decision, self._scene
         servers = dict.fromkeys((decision.worker, *scene.others(flight, request)))
         reached = [worker for worker in servers if scene.address(worker)]
@@ -213,7 +211,7 @@ class Decider(Generic[F]):
         kept = replace(request, token_ids=None, prefix_hashes=known, prompt_tokens=request.tokens)
         return Aloft(
             asked.request_id, asked.tenant, lease, flight, kept, reached[:_MOST_SERVERS],
-            time.monotonic(), digest, anthropic=asked.path in MESSAGES_PATHS,
+            time.monotonic(), asked.digest, anthropic=asked.path in MESSAGES_PATHS,
             counts=asked.path in scene.priced,
             repeatable=reading.repeatable, streamed=reading.streamed,
             has_deadline=DEADLINE_HEADER in asked.headers,

@@ -24,6 +24,7 @@ from router.decision import NoWorkerError, RouteRequest
 from router.gateway.authz import Go, Verdict, refusal
 from router.gateway.events import StreamEnd
 from router.gateway.scene import F, Scene, Used
+from router.live.live_router import LiveRouter
 
 log = structlog.get_logger(__name__)
 
@@ -181,11 +182,7 @@ class Flights(Generic[F]):
         worker, live = aloft.flight.decision.worker, self._live
         if aloft.counts and not await self._scene.lives(worker):
             aloft.ended_as = "worker_died"
-            blame = live.suspects.blame(worker, aloft.digest, live.now_s())
-            if blame == "killer":
-                raise errors.KILLED_AN_ENGINE()
-            if blame == "alone":
-                raise errors.ALONE_IN_DEAD_ENGINE(request_id=aloft.request_id)
+            check_blame(live, worker, aloft.digest, aloft.request_id)
         if not aloft.repeatable:
             why = "the one that had the request failed"
             raise errors.NO_WORKER(why=why, retry_after_s=live.retry_after_s())
@@ -309,3 +306,13 @@ class Flights(Generic[F]):
             lease.close(time.monotonic(), served=0 < status < 400)
         if status:
             live.answered(aloft.tenant.name, status)
+
+
+def check_blame(live: LiveRouter, worker: str, digest: str, request_id: str) -> None:
+    """Raises ApiError unless another worker may have a request of that content that was lost with
+    one before its first token: 503, it was alone in an engine that died; 422, it was in two."""
+    blame = live.suspects.blame(worker, digest, live.now_s())
+    if blame == "killer":
+        raise errors.KILLED_AN_ENGINE()
+    if blame == "alone":
+        raise errors.ALONE_IN_DEAD_ENGINE(request_id=request_id)

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """A request that somebody wants served; request_id: no other that is open has it."""
+    """A request that somebody wants served; request_id: no other that is open has it; digest: names
+    its content."""
 
     request_id: str
     path: str
     headers: Mapping[str, str]
     body: bytes
     tenant: Tenant
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,17 +286,6 @@ class LiveRouter:
         known = (state.announcement for state in self.router.workers.values())
         return [announced for announced in known if model in ("", announced.model)]
 
-    def pool_of(self, worker: str) -> str:
-        """The pool that a worker announced; empty if it is not known."""
-        state = self.router.workers.get(worker)
-        return state.announcement.pool if state is not None else ""
-
-    def pool_for_ray(self, request_id: str, model: str) -> str:
-        """The pool of a request that Ray's router steers: drawn of the model's, each with the odds
-        of its workers; empty if none is known."""
-        pools = [announced.pool for announced in self.announcements(model)]
-        return ray_choice(pools, lambda _: 0, request_id) if pools else ""
-
     def worker_joined(self, announcement: Announcement) -> None:
         planner = self.router.config.planner_of(announcement)
         self.kappa_eff[announcement.worker] = planner.kappa_eff() if planner is not None else None

@@ -11,10 +11,6 @@ Announcements = dict[str, Mapping[str, Any]]
 Listener = Callable[[str, Announcements, frozenset[str]], None]
 
 
-class PinGoneError(Exception):
-    """The replica that the ingress chose has gone before the request reached it."""
-
-
 class ReplicaRegistry:
     """Announcements by deployment and replica id; an empty one means not ready yet. A listener is
     called with the deployment, all that is published of it, and which of its replicas are known to

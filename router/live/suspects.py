@@ -6,8 +6,6 @@ them, and none served in between, is refused. See docs/adr/0008-a-request-that-k
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
@@ -25,23 +23,6 @@ _RECENT_S = 10.0
 _DEATH_S = 10.0
 # A machine whose idle engine died so recently is what is wrong.
 _IDLE_DEATH_S = 60.0
-# What of a body no engine reads: a change of it does not make another content.
-_UNREAD = frozenset(
-    ("user", "request_id", "stream", "stream_options", "prompt_cache_key", "metadata", "store",
-     "safety_identifier", "service_tier", "kv_transfer_params")
-)  # fmt: skip
-
-
-def content_digest(tenant: str, method: str, body: bytes) -> str:
-    """A name for what a tenant asks an engine to do: its JSON `body`, less what no engine reads.
-    Tenants do not share one, so none can have another's content refused, or learn of it."""
-    try:
-        fields = json.loads(body)
-        read = {key: value for key, value in fields.items() if key not in _UNREAD}
-        body = json.dumps(read, sort_keys=True).encode()
-    except (ValueError, AttributeError):
-        pass  # No JSON object: as it is.
-    return hashlib.sha256(f"{len(tenant)} {tenant} {method} ".encode() + body).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

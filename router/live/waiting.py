@@ -1,13 +1,13 @@
-"""Waits for a worker's stream that end when the worker is lost, whatever Ray still hopes for. A
-worker that seems gone fails the requests that have had no token yet, so that they can be tried
-elsewhere; one that is gone for good fails all. On the ingress' event loop only."""
+"""Waits for what a worker computes before a request is decided; they end when it is lost."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class WorkerLostError(Exception):
@@ -15,36 +15,34 @@ class WorkerLostError(Exception):
 
 
 class Wait:
-    """One request's waits for its worker; waiting: for an item now, and not for a slow client."""
+    """One request's wait for its worker."""
 
     def __init__(self) -> None:
-        self.begun = False
         self._why = ""
         self._scope: asyncio.Timeout | None = None
 
-    async def next(self, stream: AsyncGenerator[Any, None], timeout_s: float | None = None) -> Any:
-        """The stream's next item. StopAsyncIteration: there is none. WorkerLostError: the worker
-        was lost. TimeoutError: nothing came within `timeout_s`."""
+    async def of(self, answer: Coroutine[Any, Any, T]) -> T:
+        """The result of `answer`, which is cancelled, and WorkerLostError raised, if the worker is
+        lost before."""
         if self._why:
+            answer.close()
             raise WorkerLostError(self._why)
         try:
-            async with asyncio.timeout(timeout_s) as self._scope:
-                item = await anext(stream)
+            async with asyncio.timeout(None) as self._scope:
+                return await answer
         except TimeoutError:
             if self._why:
                 raise WorkerLostError(self._why) from None
             raise
         finally:
             self._scope = None
-        self.begun = True
-        return item
 
     @property
     def waiting(self) -> bool:
         return self._scope is not None
 
     def lose(self, why: str) -> None:
-        """The worker is lost: the wait in progress ends now, and each later one at once."""
+        """The worker is lost: the wait ends now."""
         if not self._why:
             self._why = why
             if self._scope is not None and not self._scope.expired():
@@ -74,12 +72,12 @@ class Waits:
             self._by_worker.pop(worker, None)
 
     def on(self, worker: str) -> bool:
-        """Whether anybody waits for an item of `worker` now."""
+        """Whether anybody waits for `worker` now."""
         return any(wait.waiting for wait in self._by_worker.get(worker, ()))
 
-    def lose(self, worker: str, why: str, *, begun: bool) -> int:
-        """Fail those that wait for `worker`; `begun`: also those that have had tokens. How many."""
-        lost = [w for w in self._by_worker.get(worker, ()) if begun or not w.begun]
+    def lose(self, worker: str, why: str, *, begun: bool = False) -> int:
+        """Fail those that wait for `worker`. How many."""
+        lost = list(self._by_worker.get(worker, ()))
         for wait in lost:
             wait.lose(why)
         return len(lost)

@@ -1,13 +1,17 @@
-"""The ingress with a script in place of Ray's delivery; routing, limits and HTTP are real.
+"""A cluster whose engines are scripts: a real Envoy, decider and gates on ports of their own.
 
-Fault injection for the tests of the request path: `script(worker)` yields what that worker answers,
-or raises. The fixture `serve` (conftest) makes one, with workers of which only announcements are
-known.
+For the tests of what a cluster promises its clients: `script(worker)` yields what that worker's
+engine answers, or raises. The fixture `serve` (conftest) makes one. Workers tell nothing of what
+they hold or compute, so that tests say it by `WorkerReport`s where it matters.
 """
 
+import asyncio
+import contextlib
 import json
-import pickle
-from dataclasses import dataclass, replace
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -15,20 +19,28 @@ import numpy as np
 import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
+from kappa.host import free_port
 from kappa.keys import digest_of
-from kappa.protocol import Announcement, Streamed
+from kappa.protocol import Announcement, EngineDiedError
 from kappa.settings.routing import RouterSettings
-from router.api.app import Access, make_app
-from router.api.endpoints import ROUTES, KappaIngress
-from router.api.metadata import PIN_HEADER
+from router.api.app import Access
 from router.api.render import PromptRenderer
 from router.api.request import EndpointModel
 from router.api.start import IngressSettings
 from router.api.tenants import Tenants
+from router.cluster.paths import DECIDED, own_paths
+from router.cluster.replica import KappaDecider
 from router.decision import RouteRequest
+from router.gateway.process import Gateway
+from router.gateway.spec import Bounds, GatewaySpec
 from router.live.replica_registry import ReplicaRegistry
 from tests.router.stream_worker import until as until
+from workers.http_gate import WorkerGate
+from workers.http_port import WorkerPort
+from workers.in_flight import InFlight
 from workers.tiny_model import make_tiny_model
+
+SECRET = "the cluster's"
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 TEXT = {"model": "m", "prompt": "hello", "max_tokens": 4}
@@ -63,17 +75,13 @@ def event(text):
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
 
 
-def as_streamed(events):
-    return Streamed("".join(events), sum('"content":' in one for one in events))
-
-
 async def words(_worker):
     yield [event("one")]
     yield [event("two"), event("three")]
 
 
-def ingress_settings(**changes):
-    """Settings of an ingress, in which those of the router may be changed by their own names."""
+def decider_settings(**changes):
+    """Settings of a decider, in which those of the router may be changed by their own names."""
     known = IngressSettings.__dataclass_fields__
     own = {name: changes.pop(name) for name in list(changes) if name in known}
     small = {
@@ -84,40 +92,240 @@ def ingress_settings(**changes):
     return IngressSettings(secret="s", router=RouterSettings(**small | changes), **own)
 
 
-class Scripted(KappaIngress):
-    """The ingress with a script in place of Ray's delivery; `script(worker)` yields its items.
+class Body:
+    """A body as an engine gets it; fields that it lacks are None."""
 
-    sent, bodies, headers: of each delivery the worker, the body as its engine gets it, and the
-    headers; closed: deliveries that are over.
-    """
+    def __init__(self, fields):
+        self.fields = fields
 
-    def __init__(self, renderer, script, **changes):
-        settings = ingress_settings(**changes)
-        self._wire(settings, {model.name: renderer for model in settings.models})
-        self._model_cards = {"m": None}
-        self.script, self.sent, self.closed = script, [], 0
-        self.bodies, self.headers = [], []
+    def __getattr__(self, name):
+        return self.fields.get(name)
+
+
+class Engine:
+    """A worker's engine, that does as a script says, behind a gate on a port of its own."""
+
+    def __init__(self, name, cluster):
+        self.name, self._cluster, self._dead = name, cluster, None
+        self.in_flight = InFlight(time.monotonic())
+        gate = WorkerGate(self._answer, SECRET, self.in_flight, self._check_health)
+        self.port = WorkerPort(gate, "127.0.0.1")
+
+    async def _check_health(self):
+        if self._dead is not None:
+            raise self._dead
+
+    async def _answer(self, scope, receive, send):
+        if scope["path"] == "/health":
+            await _send(send, 503 if self._dead else 200, b"")
+            return
+        fields = json.loads((await receive())["body"])
+        cluster = self._cluster
+        cluster.sent.append(self.name)
+        cluster.bodies.append(Body(fields))
+        cluster.headers.append({n.decode(): v.decode() for n, v in scope["headers"]})
+        cluster.paths.append(scope["path"])
+        items = cluster.script(self.name)
+        leaving = asyncio.ensure_future(_gone(receive))
+        answering = asyncio.ensure_future(self._send_all(items, send))
+        try:
+            await asyncio.wait({leaving, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        except EngineDiedError as error:
+            self._dead = error
+            raise
+        finally:
+            for task in (leaving, answering):
+                task.cancel()
+            await asyncio.gather(leaving, answering, return_exceptions=True)
+            await items.aclose()
+            cluster.closed += 1
+
+    async def _send_all(self, items, send):
+        """Events as they come; whatever has a status is the whole answer."""
+        first = True
+        async for item in items:
+            if isinstance(item, Whole):
+                await _send(send, item.status, json.dumps(item.content).encode())
+                return
+            if first:
+                head = [(b"content-type", b"text/event-stream; charset=utf-8")]
+                await send({"type": "http.response.start", "status": 200, "headers": head})
+                first = False
+            text = "".join(item).encode()
+            await send({"type": "http.response.body", "body": text, "more_body": True})
+        if first:
+            raise RuntimeError("a script that yields nothing")
+        done = b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": done, "more_body": False})
+
+
+async def _gone(receive):
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(send, status, content):
+    head = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": content})
+
+
+@dataclass
+class Whole:
+    """An answer that is not streamed."""
+
+    content: dict
+    status: int = 200
+
+
+class Decider(KappaDecider):
+    """The decider without Ray."""
+
+    def __init__(self):
+        """Nothing: `open`."""
+
+    async def open(self, renderers, settings, access, spec):
+        self._pools, self._began_s = {}, int(time.time())
+        self._wire(settings, renderers)
+        await self._open(settings, access, spec, SECRET)
+
+    async def close(self):
+        await self._stack.aclose()
+        await self._live.close()
+        self._path.tokenizing.close()
 
     async def _wake_router(self):
         return
 
+    async def __del__(self):
+        return
+
+
+@dataclass
+class Scripted:
+    """What was sent to the engines.
+
+    sent, bodies, headers, paths: of each request the worker, and what its engine got; closed:
+    answers that are over.
+    """
+
+    script: object
+    sent: list = field(default_factory=list)
+    bodies: list = field(default_factory=list)
+    headers: list = field(default_factory=list)
+    paths: list = field(default_factory=list)
+    closed: int = 0
+
     @property
     def told(self):
-        """The metadata of each delivery."""
+        """The metadata of each request."""
         return [body.vllm_xargs for body in self.bodies]
 
-    async def _call(self, body, method, headers):
-        worker = headers.get(PIN_HEADER, "")
-        self.sent.append(worker)
-        # Ray pickles a body on its way.
-        self.bodies.append(pickle.loads(pickle.dumps(body)))
-        self.headers.append(headers)
-        try:
-            async for item in self.script(worker):
-                # One word is one token.
-                yield as_streamed(item) if isinstance(item, list) else item
-        finally:
-            self.closed += 1
+
+@dataclass
+class Here:
+    """A scripted cluster, its live router, decider and a client of it."""
+
+    engines: Scripted
+    workers: dict
+    decider: Decider
+    live: object
+    registry: ReplicaRegistry
+    spec: GatewaySpec
+    client: httpx.AsyncClient
+    announced: dict
+
+    def __iter__(self):
+        return iter((self.engines, self.live, self))
+
+    def ask(self, tenant=None, path=PATH, headers=None, **changes):
+        """Post a streamed chat, changed as said, with the key of `tenant`."""
+        key = {"authorization": f"Bearer {KEYS[tenant]}"} if tenant else {}
+        body = {**BODY, "stream": path != ROUTE, **changes}
+        return self.client.post(path, json=body, headers={**key, **(headers or {})})
+
+    def send(self, path, body):
+        """Post like a client whose JSON writer knows NaN and Infinity."""
+        headers = {"content-type": "application/json"}
+        return self.client.post(path, content=json.dumps(body).encode(), headers=headers)
+
+    async def idle(self):
+        """Return when nothing is in flight any more: Envoy has told of every end."""
+        await until(lambda: not self.live.router.reservations)
+
+
+def _bearer(key):
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+async def post(here, key=None, **changes):
+    """Post a chat."""
+    return await here.client.post(PATH, json=BODY | changes, headers=_bearer(key))
+
+
+async def get(here, path, key=None):
+    return await here.client.get(path, headers=_bearer(key))
+
+
+class Scene:
+    """Makes scripted clusters, each with a registry of its own, and closes them."""
+
+    def __init__(self, renderer, monkeypatch):
+        self._renderer, self._monkeypatch = renderer, monkeypatch
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __call__(
+        self,
+        script=words,
+        workers=("a", "b"),
+        device_blocks=(100, 100),
+        access=None,
+        bounds=None,
+        **changes,
+    ):
+        """A scripted cluster with these workers (names or announcements)."""
+        stack, registry = self._stack, ReplicaRegistry()
+        self._monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
+        settings = decider_settings(**changes)
+        names = [name for model in settings.models for name in (model.name, *model.adapters)]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-test-")))
+        spec = GatewaySpec(
+            folder,
+            "127.0.0.1",
+            free_port("127.0.0.1"),
+            DECIDED,
+            own_paths(names),
+            bounds=bounds or Bounds(),
+        )
+        access = Access(settings.tenants, **{"max_body_bytes": 1 << 20, **(access or {})})
+        engines = Scripted(script)
+        if not isinstance(workers, dict):
+            named = zip(workers, device_blocks, strict=False)
+            workers = {name: announcement(name, blocks) for name, blocks in named}
+        made = {}
+        for name in workers:
+            made[name] = Engine(name, engines)
+            stack.push_async_callback(made[name].port.close, 0.0)
+        announced = {
+            name: {**said, "http": made[name].port.endpoint} for name, said in workers.items()
+        }
+        await stack.enter_async_context(Gateway(spec, threads=1))
+        decider = Decider()
+        renderers = {model.name: self._renderer for model in settings.models}
+        await decider.open(renderers, settings, access, spec)
+        stack.push_async_callback(decider.close)
+        live = decider._live()
+        registry.publish("d", announced)
+        await until(lambda: len(live.router.workers) == len(workers))
+        client = httpx.AsyncClient(base_url=spec.url, timeout=30.0)
+        await stack.enter_async_context(client)
+        return Here(engines, made, decider, live, registry, spec, client, announced)
+
+    async def close(self):
+        """Stop everything that was made."""
+        await self._stack.aclose()
 
 
 def announcement(worker, device_blocks=100, **changes):
@@ -131,88 +339,10 @@ def announcement(worker, device_blocks=100, **changes):
     return replace(said, **changes).to_dict()
 
 
-def client_of(app, **options):
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False, **options)
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
-
-
-async def post(app, key=None, **changes):
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with client_of(app) as client:
-        return await client.post(PATH, json=BODY | changes, headers=headers)
-
-
-async def get(app, path, key=None):
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with client_of(app) as client:
-        return await client.get(path, headers=headers)
-
-
 def code(answer, status=None):
     """The code of an error, whose status is checked where one is given."""
     assert status in (None, answer.status_code), answer.text
     return answer.json()["error"]["code"]
-
-
-@dataclass
-class Here:
-    """A scripted ingress, its live router, application and a client of it."""
-
-    ingress: Scripted
-    live: object
-    app: object
-    client: httpx.AsyncClient
-
-    def __iter__(self):
-        return iter((self.ingress, self.live, self.app))
-
-    def ask(self, tenant=None, path=PATH, headers=None, **changes):
-        """Post a streamed chat, changed as said, with the key of `tenant`."""
-        key = {"authorization": f"Bearer {KEYS[tenant]}"} if tenant else {}
-        body = {**BODY, "stream": path != ROUTE, **changes}
-        return self.client.post(path, json=body, headers={**key, **(headers or {})})
-
-    def send(self, path, body):
-        """Post like a client whose JSON writer knows NaN and Infinity."""
-        headers = {"content-type": "application/json"}
-        return self.client.post(path, content=json.dumps(body).encode(), headers=headers)
-
-
-class Scene:
-    """Makes scripted ingresses, each with a registry of its own, and closes them."""
-
-    def __init__(self, renderer, monkeypatch):
-        self._renderer, self._monkeypatch = renderer, monkeypatch
-        self._made = []
-
-    async def __call__(
-        self, script=words, workers=("a", "b"), device_blocks=(100, 100), access=None, **changes
-    ):
-        """A scripted ingress with these workers (names or announcements) on `ingress.registry`."""
-        registry = ReplicaRegistry()
-        self._monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
-        ingress = Scripted(self._renderer, script, **changes)
-        tenants = changes.get("tenants") or Tenants()
-        app = make_app(Access(tenants, **{"max_body_bytes": 1 << 20, **(access or {})}))
-        for name, route in ROUTES.items():
-            route(app)(getattr(ingress, name))
-        live = ingress._live()
-        ingress.registry = registry
-        if not isinstance(workers, dict):
-            named = zip(workers, device_blocks, strict=False)
-            workers = {name: announcement(name, blocks) for name, blocks in named}
-        registry.publish("d", workers)
-        await until(lambda: len(live.router.workers) == len(workers))
-        here = Here(ingress, live, app, client_of(app))
-        self._made.append(here)
-        return here
-
-    async def close(self):
-        """Stop everything that was made."""
-        for here in self._made:
-            await here.client.aclose()
-            await here.ingress._live.close()
-            here.ingress._path.tokenizing.close()
 
 
 def tiny_renderer(folder):
@@ -229,54 +359,3 @@ def overload(live):
         live.router.route(busy, live.now_s())
         live.router.flights[busy.request_id].sent_s -= 30.0
     return len(workers)
-
-
-# -- what vLLM answers chats with ------------------------------------------------------------------
-
-USAGE = {
-    "prompt_tokens": 40, "completion_tokens": 9, "total_tokens": 49,
-    "prompt_tokens_details": {"cached_tokens": 32},
-}  # fmt: skip
-
-
-def calling(index, arguments, call_id=None, name=None):
-    """A delta of a tool call; its first names id and function."""
-    call = {"index": index, "function": {"name": name, "arguments": arguments}}
-    return {"tool_calls": [call | ({"id": call_id, "type": "function"} if call_id else {})]}
-
-
-def chunks(*deltas, finish="stop", stop=None, usage=USAGE):
-    """A streamed chat as vLLM sends it, one event each: the role first, usage last."""
-
-    def chunk(choices, **more):
-        data = {"id": "chatcmpl-1", "model": "m", "choices": choices, **more}
-        return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
-
-    def one(delta, **more):
-        return chunk([{"index": 0, "delta": delta, "finish_reason": None, **more}])
-
-    opening = chunk([{"index": 0, "delta": {"role": "assistant", "content": ""}}],
-                    usage={"prompt_tokens": 40})  # fmt: skip
-    ending = one({}, finish_reason=finish, stop_reason=stop)
-    return [opening, *map(one, deltas), ending, chunk([], usage=usage), "data: [DONE]\n\n"]
-
-
-def chat_answer(message, finish="stop", stop=None):
-    """A whole chat as Ray's schema of it."""
-    from ray.serve.llm.openai_api_models import ChatCompletionResponse
-
-    choice = {
-        "index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish,
-        "stop_reason": stop,
-    }  # fmt: skip
-    return ChatCompletionResponse(id="chatcmpl-1", model="m", choices=[choice], usage=USAGE)
-
-
-def post_scope(path):
-    """ASGI's scope of a POST of JSON, for tests that are the server themselves."""
-    return {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "scheme": "http", "http_version": "1.1", "server": ("test", 80), "client": ("c", 1),
-        "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip

@@ -6,15 +6,13 @@ Ray's delivery is replaced by a script (fault injection); routing, limits and HT
 import asyncio
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError
 
 import router.api.request_path
-from kappa.protocol import TenantCharge, WorkerReport
+from kappa.protocol import EngineDiedError, TenantCharge, WorkerReport
 from tests.router.building import tenants_of
-from tests.router.scripted import BODY, PATH, code, event, get, overload, post, post_scope, until
+from tests.router.scripted import BODY, PATH, code, event, get, overload, post, until
 
 pytestmark = pytest.mark.ray
 
@@ -26,18 +24,18 @@ def busy(live):
 
 
 async def test_a_stream_is_relayed_and_released(serve):
-    ingress, live, app = await serve()
-    answer = await post(app, stream=True)
+    engines, live, here = await serve()
+    answer = await post(here, stream=True)
     assert answer.status_code == 200
     assert answer.text == event("one") + event("two") + event("three") + "data: [DONE]\n\n"
     assert answer.headers["x-kappa-node"] in ("a", "b")
     (record,) = live.records.values()
-    assert (record.end, live.router.reservations, ingress.closed) == ("done", 0, 1)
+    assert (record.end, live.router.reservations, engines.closed) == ("done", 0, 1)
 
 
 async def test_approximate_answers_are_for_workers_that_may_and_say_so(serve):
-    ingress, live, app = await serve()
-    answer = await post(app, stream=True, approx="ok")
+    engines, live, here = await serve()
+    answer = await post(here, stream=True, approx="ok")
     assert code(answer, 400) == "approx_not_allowed"
     assert answer.json()["error"]["param"] == "x-kappa-approx"
     state = live.router.workers["b"]
@@ -45,16 +43,16 @@ async def test_approximate_answers_are_for_workers_that_may_and_say_so(serve):
         state.announcement, engine="torch", load_plan={"planner": "auto", "approx": "ask"}
     )
     for _ in range(3):
-        answer = await post(app, stream=True, approx="ok")
+        answer = await post(here, stream=True, approx="ok")
         assert (answer.status_code, answer.headers["x-kappa-approx"]) == (200, "ok")
-    assert ingress.sent == ["b"] * 3 and ingress.told[-1]["kappa_approx"] == "ok"
-    assert code(await post(app, approx="0.05"), 400) == "approx_not_allowed"
+    assert engines.sent == ["b"] * 3 and engines.told[-1]["kappa_approx"] == "ok"
+    assert code(await post(here, approx="0.05"), 400) == "approx_not_allowed"
     # A client cannot set the mark itself, and who does not ask gets an exact answer.
-    marked = await post(app, stream=True, vllm_xargs={"kappa_approx": "ok"})
+    marked = await post(here, stream=True, vllm_xargs={"kappa_approx": "ok"})
     assert marked.status_code == 200 and "x-kappa-approx" not in marked.headers
-    assert "kappa_approx" not in ingress.told[-1]
-    assert code(await post(app, approx="perhaps"), 400) == "invalid_value"
-    assert live.router.reservations == 0
+    assert "kappa_approx" not in engines.told[-1]
+    assert code(await post(here, approx="perhaps"), 400) == "invalid_value"
+    await here.idle()
 
 
 async def test_a_load_plan_is_refused_where_none_is_made_and_no_breaker_opens(serve):
@@ -64,35 +62,35 @@ async def test_a_load_plan_is_refused_where_none_is_made_and_no_breaker_opens(se
         assert code(answer, 400) == "no_load_plans"
     states = [here.live.members.breakers.state(w, here.live.now_s()) for w in ("a", "b")]
     assert [(s.standing, s.failures) for s in states] == [("closed", 0)] * 2
-    assert here.ingress.sent == [] and here.live.router.reservations == 0
+    assert here.engines.sent == [] and here.live.router.reservations == 0
 
 
 async def test_without_workers_it_is_503_with_a_time_to_come_back(serve, monkeypatch):
     monkeypatch.setattr(router.api.request_path, "_FIRST_WORKER_S", 0.05)
-    _, live, app = await serve(workers=())
-    answer = await post(app)
+    _, _, here = await serve(workers=())
+    answer = await post(here)
     assert code(answer, 503) == "no_worker" and int(answer.headers["retry-after"]) >= 1
-    assert live.router.reservations == 0
+    await here.idle()
 
 
 async def test_with_admission_what_would_start_too_late_is_refused(serve):
-    _, live, app = await serve(admission=True)
-    assert (await post(app, stream=True)).status_code == 200
+    _, _, here = await serve(admission=True)
+    assert (await post(here, stream=True)).status_code == 200
     reserved = overload(live)
-    answer = await post(app)
+    answer = await post(here)
     assert code(answer, 429) == "overloaded" and int(answer.headers["retry-after"]) >= 1
     assert live.router.reservations == reserved
 
 
 async def test_a_request_that_two_workers_died_of_is_422(serve):
     async def script(_worker):
-        raise RayActorError
+        raise EngineDiedError("gone")
         yield
 
-    ingress, live, app = await serve(script)
+    engines, live, here = await serve(script)
     busy(live)
-    assert code(await post(app, stream=True), 422) == "killed_an_engine"
-    assert sorted(ingress.sent) == ["a", "b"] and live.router.reservations == 0
+    assert code(await post(here, stream=True), 422) == "killed_an_engine"
+    assert sorted(engines.sent) == ["a", "b"] and live.router.reservations == 0
 
 
 async def test_an_engine_that_stalls_is_504(serve):
@@ -100,9 +98,9 @@ async def test_an_engine_that_stalls_is_504(serve):
         await asyncio.sleep(600)
         yield
 
-    _, live, app = await serve(script, request_timeout_s=0.05)
-    assert code(await post(app), 504) == "timeout"
-    assert live.router.reservations == 0
+    _, _, here = await serve(script, request_timeout_s=0.05)
+    assert code(await post(here), 504) == "timeout"
+    await here.idle()
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event(serve):
@@ -110,8 +108,8 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(serve):
         yield [event("one")]
         raise RuntimeError("secret detail")
 
-    _, live, app = await serve(script)
-    answer = await post(app, stream=True)
+    _, _, here = await serve(script)
+    answer = await post(here, stream=True)
     events = [e for e in answer.text.split("\n\n") if e]
     assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "engine"
     assert "secret" not in answer.text and "[DONE]" not in answer.text
@@ -126,8 +124,8 @@ async def test_no_more_than_the_limit_are_admitted_however_they_arrive(serve):
         await gate.wait()
         yield [event("late")]
 
-    _, live, app = await serve(script)
-    posts = [asyncio.create_task(post(app, stream=True)) for _ in range(20)]
+    _, _, here = await serve(script)
+    posts = [asyncio.create_task(post(here, stream=True)) for _ in range(20)]
     await until(lambda: sum(task.done() for task in posts) >= 12)
     gate.set()
     answers = [await task for task in posts]
@@ -135,40 +133,33 @@ async def test_no_more_than_the_limit_are_admitted_however_they_arrive(serve):
     assert len(answers) - len(refused) == 8, "max_queue"
     for answer in refused:
         assert code(answer, 429) == "queue_full" and int(answer.headers["retry-after"]) >= 1
-    assert live.router.reservations == 0
+    await here.idle()
 
 
 @pytest.mark.parametrize("leaves_after", [0, 1, 2])
 async def test_a_client_that_leaves_at_any_moment_frees_its_reservation(serve, leaves_after):
     async def script(_worker):
-        for number in range(1000):
+        if not leaves_after:
+            await asyncio.Event().wait()
+        for number in range(100_000):
             yield [event(str(number))]
             await asyncio.sleep(0.001)
 
-    ingress, live, app = await serve(script)
-    body = {"body": json.dumps(BODY | {"stream": True}).encode(), "more_body": False}
-    inbox, sent, gone = [{"type": "http.request", **body}], [], asyncio.Event()
-    if not leaves_after:
-        gone.set()
-
-    async def receive():
-        if inbox:
-            return inbox.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        await asyncio.sleep(0.01)  # as a socket may: others run meanwhile
-        sent.append(message)
-        if len(sent) >= leaves_after:
-            gone.set()
-
-    async with asyncio.timeout(30.0):
-        await app(post_scope(PATH), receive, send)
-    assert live.router.reservations == 0
-    assert ingress.closed == len(ingress.sent) == 1
+    engines, live, here = await serve(script)
+    asking = here.client.stream("POST", PATH, json=BODY | {"stream": True})
+    if leaves_after:
+        async with asking as answer:
+            parts = answer.aiter_bytes()
+            for _ in range(leaves_after):
+                await anext(parts)
+    else:
+        waiting = asyncio.create_task(post(here, stream=True))
+        await until(lambda: engines.sent)
+        waiting.cancel()
+    await here.idle()
+    await until(lambda: engines.closed == 1)
     (record,) = live.records.values()
-    assert record.end == "client_gone"
+    assert (record.end, len(engines.sent)) == ("client_gone", 1)
 
 
 # -- tenants ---------------------------------------------------------------------------------------
@@ -177,45 +168,44 @@ TENANTS = tenants_of({"sk-alice": "alice", "sk-bob": "bob"}, {"alice": 2.0})
 
 
 async def test_the_tenant_goes_with_the_request_to_the_engine_and_the_key_does_not(serve):
-    ingress, live, app = await serve(tenants=TENANTS)
+    engines, live, here = await serve(tenants=TENANTS)
     forged = {"kappa_tenant": "root", "kappa_charges": "{}", "mine": 1}
-    assert (await post(app, "sk-alice", stream=True, vllm_xargs=forged)).status_code == 200
-    (sent,), (headers,) = ingress.told, ingress.headers
+    assert (await post(here, "sk-alice", stream=True, vllm_xargs=forged)).status_code == 200
+    (sent,), (headers,) = engines.told, engines.headers
     assert (sent["kappa_tenant"], sent["kappa_weight"]) == ("alice", 2.0) and "mine" not in sent
     assert sent["kappa_device_tokens"] == sent["kappa_host_tokens"] == 0
     assert "kappa_charges" not in sent and "authorization" not in headers
     (record,) = live.records.values()
     assert record.to_dict()["tenant"] == "alice"
-    await post(app, stream=True)
-    assert (ingress.told[1]["kappa_tenant"], ingress.told[1]["kappa_weight"]) == ("default", 1.0)
+    await post(here, stream=True)
+    assert (engines.told[1]["kappa_tenant"], engines.told[1]["kappa_weight"]) == ("default", 1.0)
 
 
 async def test_a_worker_is_sent_what_tenants_were_charged_elsewhere(serve):
     async def script(_worker):
-        if len(ingress.sent) == 1:
-            raise RayActorError
+        if len(engines.sent) == 1:
+            raise EngineDiedError("gone")
         yield [event("x")]
 
-    ingress, live, app = await serve(script, tenants=TENANTS)
+    engines, live, here = await serve(script, tenants=TENANTS)
     for worker, seconds in (("a", 1.0), ("b", 2.0)):
         charge = TenantCharge("alice", seconds, 0.5, 0.0)
         live.reported(WorkerReport(worker, 1.0, charges=(charge,)))
     busy(live)
-    answer = await post(app, "sk-alice", stream=True)
-    assert answer.status_code == 200 and answer.headers["x-kappa-node"] == ingress.sent[1]
+    answer = await post(here, "sk-alice", stream=True)
+    assert answer.status_code == 200 and answer.headers["x-kappa-node"] == engines.sent[1]
     others = {"a": {"alice": [2.0, 0.5, 0.0]}, "b": {"alice": [1.0, 0.5, 0.0]}}
-    sent = [json.loads(metadata["kappa_charges"]) for metadata in ingress.told]
-    assert sent == [others[worker] for worker in ingress.sent] and len(set(ingress.sent)) == 2
+    sent = [json.loads(metadata["kappa_charges"]) for metadata in engines.told]
+    assert sent == [others[worker] for worker in engines.sent] and len(set(engines.sent)) == 2
 
 
 async def test_unknown_keys_are_refused_counted_and_cost_nothing(serve):
-    ingress, live, app = await serve(tenants=tenants_of({"sk-alice": "alice"}, refuse=True))
-    assert code(await post(app, "sk-hush"), 401) == "invalid_api_key"
-    assert (await post(app, "sk-alice", stream=True)).status_code == 200
-    assert (await post(app, "sk-alice", model="gpt-x")).status_code == 404
-    assert len(ingress.sent) == 1 and live.router.reservations == 0
-    ingress._asgi_app = app  # as Ray Serve sets it, before any scrape of its own
-    samples = (await ingress.for_ingresses("metrics")).decode()
+    engines, live, here = await serve(tenants=tenants_of({"sk-alice": "alice"}, refuse=True))
+    assert code(await post(here, "sk-hush"), 401) == "invalid_api_key"
+    assert (await post(here, "sk-alice", stream=True)).status_code == 200
+    assert (await post(here, "sk-alice", model="gpt-x")).status_code == 404
+    assert len(engines.sent) == 1 and live.router.reservations == 0
+    samples = (await get(here, "/metrics")).text
     for tenant, outcome in (
         ("unknown", "invalid_api_key"), ("alice", "answered"), ("alice", "model_not_found"),
     ):  # fmt: skip
@@ -224,33 +214,22 @@ async def test_unknown_keys_are_refused_counted_and_cost_nothing(serve):
 
 
 async def test_tenants_are_shown_with_weight_charge_and_share(serve):
-    _, live, app = await serve(tenants=TENANTS)
+    _, _, here = await serve(tenants=TENANTS)
     live.reported(WorkerReport("a", 1.0, charges=(TenantCharge("bob", 1.0, 1.0, 0.0),)))
     live.reported(WorkerReport("b", 1.0, charges=(TenantCharge("alice", 3.0, 0.0, 0.0),)))
-    rows = {row["tenant"]: row for row in (await get(app, "/v1/tenants")).json()["tenants"]}
+    rows = {row["tenant"]: row for row in (await get(here, "/v1/tenants")).json()["tenants"]}
     weights = {name: row["weight"] for name, row in rows.items()}
     assert weights == {"alice": 2.0, "bob": 1.0, "default": 1.0}
     assert rows["alice"]["share"] == {"vram": 0.75, "gpu": 0.0, "link": 0.0}
-    samples = (await get(app, "/metrics")).text
+    samples = (await get(here, "/metrics")).text
     assert 'kappa_tenant_charge_seconds_total{resource="vram",tenant="alice"} 3.0' in samples
 
 
 async def test_what_fits_no_device_is_refused_and_what_fits_one_goes_there(serve):
-    ingress, live, app = await serve(device_blocks=(9, 21))  # 128 and 320 tokens
-    answer = await post(app, max_tokens=400)
+    engines, live, here = await serve(device_blocks=(9, 21))  # 128 and 320 tokens
+    answer = await post(here, max_tokens=400)
     assert code(answer, 400) == "footprint_too_large" and "has 20" in answer.text
-    assert ingress.sent == [] and live.router.reservations == 0
+    assert engines.sent == [] and live.router.reservations == 0
     for _ in range(3):
-        assert (await post(app, max_tokens=200, stream=True)).status_code == 200
-    assert ingress.sent == ["b", "b", "b"]
-
-
-async def test_a_replica_that_goes_ends_its_threads_and_sends_its_last_spans(serve):
-    ingress, _, app = await serve()
-    assert (await post(app)).status_code == 200
-    ended = []
-    ingress._tracing = SimpleNamespace(close=lambda: ended.append("spans"))
-    ingress.__del__()
-    assert ended == ["spans"]
-    with pytest.raises(RuntimeError, match="shutdown"):
-        ingress._path.tokenizing._short._threads.submit(len, "")
+        assert (await post(here, max_tokens=200, stream=True)).status_code == 200
+    assert engines.sent == ["b", "b", "b"]

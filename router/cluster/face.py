@@ -1,34 +1,30 @@
-"""A cluster of ours as its ingress and its decider know it: handles of pools, the live router, and
-the endpoints that show or explain, beside those that run something.
+"""A cluster of ours as its decider knows it: handles of pools, the live router, and the endpoints
+that show or explain.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
 from fastapi import Request
 from ray import serve
-from ray.exceptions import RayActorError
-from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
-from ray.llm._internal.serve.core.protocol import RawRequestInfo
-from ray.serve.exceptions import BackPressureError, RayServeException
-from ray.serve.llm.openai_api_models import ChatCompletionRequest
+from ray.serve.exceptions import RayServeException
 from starlette.responses import JSONResponse, Response
 
+from kappa.protocol import PROFILE_PATH
 from router.api import bodies, errors, status
 from router.api.face import Face
-from router.api.metadata import PIN_HEADER, POOL_HEADER
 from router.api.reading import read
 from router.api.render import PromptRenderer, Tokenizing
 from router.api.request_path import RequestPath
 from router.api.start import IngressSettings, LiveStart
 from router.api.tenants import Places
+from router.cluster.ports import WorkerPorts
 from router.live.ingresses import Ingresses
 from router.live.records import DecisionRecord
-from router.live.replica_registry import PinGoneError
 from router.policy import policy_named
 from router.telemetry import Telemetry
 
@@ -40,58 +36,12 @@ _WAKE_TIMEOUT_S = 120.0
 _FIRST_SIGHT_S = 25.0
 
 
-class PoolHandles:
-    """Ray Serve's handles of the pools, in the cluster file's order.
-
-    Ray's own ingress knows one deployment for each model; ours has one for each pool, and decides
-    over all that serve the model.
-    """
-
-    def __init__(self, handles: Mapping[str, Any]) -> None:
-        """`handles`: Serve's, by pool; ValueError if there is none."""
-        if not handles:
-            raise ValueError("no pool was bound to the ingress")
-        self._handles = dict(handles)
-        # Every configured copy of a handle is one more long poll: each pool has one for streams.
-        self._streaming: dict[str, Any] = {}
-
-    def all(self) -> list[Any]:
-        return list(self._handles.values())
-
-    def of(self, pool: str) -> Any:
-        """A pool's handle; that of any if the pool is not known (its worker has just left)."""
-        return self._handles.get(pool) or self.all()[0]
-
-    async def stream(
-        self, pool: str, body: Any, method: str, headers: dict[str, str]
-    ) -> AsyncGenerator[Any, None]:
-        """What a worker of the pool answers to `method`; the pin in `headers` says which one.
-
-        Closed before its end, the worker is stopped: Ray does so by itself only while
-        somebody waits for an item, not between two of them.
-        """
-        known = pool if pool in self._handles else next(iter(self._handles))
-        if known not in self._streaming:
-            self._streaming[known] = self._handles[known].options(stream=True)
-        if isinstance(body, ChatCompletionRequest):
-            body = _sanitize_chat_completion_request(body)
-        info = RawRequestInfo(headers=headers)
-        answer = getattr(self._streaming[known], method).remote(body, info)
-        ended = False
-        try:
-            async for item in answer:
-                yield item
-            ended = True
-        finally:
-            if not ended:
-                answer.cancel()
-
-
 class ClusterFace(Face):
-    """What the ingress and the decider of a cluster have in common."""
+    """What a cluster's decider answers itself. `_pools`: Ray Serve's handles, by pool."""
 
     _live: LiveStart
-    _pools: PoolHandles
+    _ports: WorkerPorts
+    _pools: Mapping[str, Any]
 
     def _wire(self, settings: IngressSettings, renderers: Mapping[str, PromptRenderer]) -> None:
         try:
@@ -117,8 +67,8 @@ class ClusterFace(Face):
         # Without keys nobody can be told from another.
         places = Places(settings.router.max_queue, shared=bool(settings.tenants.by_digest))
         self._path = RequestPath(
-            settings.router, settings.transfer, Tokenizing(renderers), places, self._telemetry,
-            self._live, settings.models, self._call,
+            settings.router, Tokenizing(renderers), places, self._telemetry, self._live,
+            settings.models,
         )  # fmt: skip
 
     def __del__(self) -> None:
@@ -148,15 +98,14 @@ class ClusterFace(Face):
 
     async def profile(self) -> Response:
         """Measure every worker's machine anew, one after the other, and show the nodes."""
-        live = self._live()
-        for worker in list(live.router.workers):
-            pin = RawRequestInfo(headers={PIN_HEADER: worker})
-            handle = self._pools.of(live.pool_of(worker))
+        for worker in list(self._live().router.workers):
             try:
-                await asyncio.wait_for(handle.profile.remote(None, pin), _PROFILE_TIMEOUT_S)
-            except (TimeoutError, RayActorError, BackPressureError, PinGoneError):
+                answer = await self._ports.ask(worker, PROFILE_PATH, _PROFILE_TIMEOUT_S, b"")
+            except (TimeoutError, OSError):
+                answer = None
+            if answer is None or answer.status != 200:
                 why = f"worker {worker} could not be measured"
-                raise errors.NO_WORKER(why=why, retry_after_s=10.0) from None
+                raise errors.NO_WORKER(why=why, retry_after_s=10.0)
         return await self.nodes()
 
     async def route(self, request: Request) -> Response:
@@ -166,14 +115,14 @@ class ClusterFace(Face):
         return self.explained(routed, request)
 
     async def of_all(self, what: str, *args: Any) -> list[Any]:
-        """Every ingress' answer, as far as they can be reached."""
+        """Every decider' answer, as far as they can be reached."""
         return await self._ingresses.call(self.for_ingresses, what, *args)
 
     def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
         return self._telemetry.tenant(request_id), self._telemetry.account(request_id)
 
     async def check_health(self) -> None:
-        """Called by Ray; the first time, before this ingress is sent any request, it waits until
+        """Called by Ray; the first time, before this decider is sent any request, it waits until
         the workers' state is known here, as far as there are workers.
 
         Raises:
@@ -184,15 +133,11 @@ class ClusterFace(Face):
             await self._live.known(_FIRST_SIGHT_S)
         fault = self._live().members.fault()
         if fault:
-            raise RuntimeError(f"this ingress must be replaced: {fault}")
-
-    def _call(self, body: Any, method: str, headers: dict[str, str]) -> AsyncGenerator[Any, None]:
-        pool = headers.get(POOL_HEADER) or self._live().pool_of(headers.get(PIN_HEADER, ""))
-        return self._pools.stream(pool, body, method, headers)
+            raise RuntimeError(f"this decider must be replaced: {fault}")
 
     async def _wake_router(self) -> None:
         """Ray makes a handle's router at its first call; until then nobody posts announcements."""
-        for handle in self._pools.all():
+        for handle in self._pools.values():
             try:
                 await asyncio.wait_for(handle.llm_config.remote(), _WAKE_TIMEOUT_S)
             except Exception as error:

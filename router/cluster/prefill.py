@@ -10,19 +10,25 @@ that worker computes the prompt itself.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
 from kappa import metrics as m
-from kappa.protocol import Announcement
+from kappa.protocol import RETRY_HEADER, TO_BODY_HEADER, Announcement
 from kappa.settings.engine import TransferSettings
-from router.api.deliver import Attempt, Call, WorkerFailed, may_pass_on
+from router.api.bodies import as_engines_take_it
+from router.api.errors import ApiError
 from router.api.metadata import routed_metadata, tenant_metadata
 from router.api.request import ApiRequest
+from router.cluster.ports import PortAnswer, WorkerPorts
 from router.decision import COMPUTE, NoWorkerError, PricedWorker, RouteRequest
+from router.gateway.flights import check_blame
 from router.live.live_router import LiveRouter
+from router.live.membership import DIED, ENGINE_DIED
+from router.live.waiting import WorkerLostError
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +72,7 @@ class PrefillElsewhere:
     """Hands compute-bound prompts over, where there are prefill workers; `timeout_s`: to the end of
     a prefill."""
 
-    call: Call
+    ports: WorkerPorts
     network: TransferSettings
     timeout_s: float
 
@@ -112,30 +118,50 @@ class PrefillElsewhere:
             decision = live.route(prefills, request.tenant.name)
         except NoWorkerError:
             return None
-        sent = tenant_metadata(live.records[decision.request_id].sent_as, request.tenant)
-        sent |= routed_metadata(decision, live.charges.elsewhere(decision.worker))
-        changes = {name: one for name, one in _ONE_TOKEN.items() if hasattr(request.body, name)}
-        body = request.body.model_copy(
-            update={**changes, "kv_transfer_params": dict(_TRANSFER), "vllm_xargs": sent}
-        )
-        attempt = Attempt.begin(self.call, live, decision, request, body)
+        worker, request_id, end = decision.worker, decision.request_id, "client_gone"
+        sent = tenant_metadata(live.records[request_id].sent_as, request.tenant)
+        sent |= routed_metadata(decision, live.charges.elsewhere(worker))
+        path, body = as_engines_take_it(request.method, request.body, _ONE_TOKEN)
+        sets = json.dumps({"vllm_xargs": sent, "kv_transfer_params": _TRANSFER})
+        params, wait = None, live.members.waits.begin(worker)
         try:
-            item = await attempt.first(self.timeout_s)
-        except BaseException as error:
-            raised = await attempt.failed(error, self.timeout_s)
-            if not isinstance(error, Exception):
-                raise
-            log.warning(
-                "prefill_failed", request_id=decision.request_id, worker=decision.worker,
-                error=type(error).__name__,
-            )  # fmt: skip
-            if isinstance(raised, WorkerFailed) and raised.end == "worker_died":
-                may_pass_on(live, request, decision.worker)
-            return None
-        if not hasattr(item, "choices"):
-            await attempt.over("refused")
-            return None
-        live.first_token(decision.request_id)
-        await attempt.over("done")
-        params = getattr(item, "kv_transfer_params", None)
-        return dict(params) if params else None
+            patience_s = request.patience_s(self.timeout_s)
+            asking = self.ports.ask(worker, path, patience_s, body, {TO_BODY_HEADER: sets})
+            answer = await wait.of(asking)
+            end = _end_of(answer)
+            if end == "done":
+                live.first_token(request_id)
+                params = _params_in(answer.body)
+            elif end == "worker_died":
+                live.members.failed(worker, ENGINE_DIED)
+        except ApiError:
+            end = "deadline"  # It had passed before this was sent.
+        except TimeoutError:
+            end = "deadline" if request.expired else "timeout"
+        except (WorkerLostError, OSError):
+            end = "worker_died"
+            live.members.failed(worker, DIED)
+        finally:
+            live.members.waits.end(worker, wait)
+            live.release(request_id, end)
+        if end != "done":
+            log.warning("prefill_failed", request_id=request_id, worker=worker, end=end)
+        if end == "worker_died":
+            check_blame(live, worker, request.digest, request.request_id)
+        return params
+
+
+def _end_of(answer: PortAnswer) -> str:
+    """How a prefill ended, as `LiveRouter.release` names it."""
+    if answer.status < 500:
+        return "done" if answer.status == 200 else "refused"
+    # A gate says so of all that may be tried elsewhere.
+    return "error" if RETRY_HEADER in answer.headers else "worker_died"
+
+
+def _params_in(body: bytes) -> dict[str, Any] | None:
+    try:
+        params = json.loads(body)["kv_transfer_params"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return params if isinstance(params, dict) and params else None
