@@ -337,8 +337,8 @@ def _shares(seed: int, *, skewed: bool, rule: str) -> Figures:
 def _tier_weight(seed: int) -> Arms:
     """Prompts of 1,000 to 32,000 tokens, of which the decode node's host memory holds some; the
     prefill node computes twice as fast."""
-    # Imports what only ingresses need.
-    from router.api.prefill import hands_over
+    # Imports what only deciders need.
+    from router.cluster.prefill import hands_over
 
     config = SimulationConfig(
         cluster=_cluster("decode-and-prefill", KINDS["a100"], KINDS["h100"]),
