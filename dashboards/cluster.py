@@ -94,12 +94,10 @@ LATENCY = PanelRow(
               spread("ray_vllm_request_prefill_time_seconds")),
         Panel("Decode", "Seconds of a request in decode.", "s",
               spread("ray_vllm_request_decode_time_seconds")),
-        Panel("At the proxy", "Milliseconds of a request at Ray Serve's HTTP proxy, its stream "
-              "included.", "ms",
-              tuple(Query(quantile(q, "ray_serve_http_request_latency_ms", ("route",)),
-                          f"{{{{route}}}} P{100 * q:g}") for q in (0.5, 0.99))),
+        Panel("At the front door", "Seconds of a request in Envoy, from its arrival to the last byte "
+              "of its answer.", "s", spread(m.REQUEST_SECONDS)),
         Panel("Rendering and tokenizing", "Seconds to render the chat template and tokenize, at "
-              "the ingress.", "s", spread(m.TOKENIZE_SECONDS)),
+              "the decider.", "s", spread(m.TOKENIZE_SECONDS)),
     ),
 )  # fmt: skip
 
@@ -108,10 +106,6 @@ SCHEDULER = PanelRow(
     (
         Panel("In flight", "Requests routed to a node whose stream has not ended.", "none",
               (Query(gauge(m.RESERVATIONS, by=("node",), where=NODE), "{{node}}"),), stacked=True),
-        Panel("Queued at the frontend", "Requests that wait in Ray Serve before a replica takes "
-              "them: the first sign of saturation.", "none",
-              (Query(gauge("ray_serve_deployment_queued_queries", by=("deployment",)),
-               "{{deployment}}"),), thresholds=(10, 50)),
         Panel("Requests in the engines", "Waiting, loading and running, in the last iteration.",
               "none", (Query(gauge(m.ENGINE_REQUESTS, by=("state",), where=NODE), "{{state}}"),),
               stacked=True),

@@ -42,6 +42,9 @@ def _histogram(name: str, meaning: str, buckets: tuple[float, ...], *labels: str
 
 DECISIONS = _counter("kappa_decisions", "routing decisions", "node", "policy", "reason", "bound")
 REQUESTS = _counter("kappa_requests", "requests by HTTP status", "status")
+REQUEST_SECONDS = _histogram(
+    "kappa_request_seconds", "a request at the front door, its answer included", _SECONDS
+)
 RATIO = _histogram("kappa_request_ratio", "cached-to-new ratio on the chosen node", _RATIOS, "node")
 CRITICAL_RATIO = _gauge("kappa_critical_ratio", "critical ratio of a node", "node")
 PREDICTED_TTFT = _histogram(
@@ -221,7 +224,7 @@ SHADOW_SAVING = _counter(
     "predicted time to first token that our choice would have saved, where it would have",
 )  # fmt: skip
 OTHERS_RESERVATIONS = _gauge(
-    "kappa_others_reservations", "requests in flight that other ingresses sent"
+    "kappa_others_reservations", "requests in flight that other deciders sent"
 )
 RETRIES = _counter(
     "kappa_retries",
@@ -253,10 +256,11 @@ ALL: tuple[Metric, ...] = tuple(v for v in list(globals().values()) if isinstanc
 ADDING: frozenset[str] = frozenset(
     metric.name
     for metric in (
-        DECISIONS, REQUESTS, RATIO, PREDICTED_TTFT, TTFT, TTFT_ERROR, DECISION_SECONDS,
-        TOKENIZE_SECONDS, RESERVATIONS, STREAM_GAPS, STREAM_FLOODS, OUTPUT_TOKENS,
-        TENANT_REQUESTS, KEY_FILE_READS, PREFILLS, ROLLOUT_REQUESTS, ROLLOUT_TTFT, SHADOWS,
-        SHADOW_SAVING, RETRIES, ENDS_LOST, BREAKER_OPENED, TASK_RESTARTS, RECORD_DROPPED,
+        DECISIONS, REQUESTS, REQUEST_SECONDS, RATIO, PREDICTED_TTFT, TTFT, TTFT_ERROR,
+        DECISION_SECONDS, TOKENIZE_SECONDS, RESERVATIONS, STREAM_GAPS, STREAM_FLOODS,
+        OUTPUT_TOKENS, TENANT_REQUESTS, KEY_FILE_READS, PREFILLS, ROLLOUT_REQUESTS,
+        ROLLOUT_TTFT, SHADOWS, SHADOW_SAVING, RETRIES, ENDS_LOST, BREAKER_OPENED,
+        TASK_RESTARTS, RECORD_DROPPED,
     )
 )  # fmt: skip
 """What each of several ingresses counts of its own requests; the rest is in workers' reports."""

@@ -304,7 +304,8 @@ class Flights(Generic[F]):
         finally:
             self._left(request_id)
             lease.close(time.monotonic(), served=0 < status < 400)
-        if status:
+        if end is not None and status:
+            live.metrics.observe(m.REQUEST_SECONDS, value=end.duration_s)
             live.answered(aloft.tenant.name, status)
 
 
