@@ -14,7 +14,6 @@ from dashboards.panels import (
     Query,
     gauge,
     heat,
-    quantile,
     rate,
     rate_by_node,
     spread,
@@ -94,8 +93,8 @@ LATENCY = PanelRow(
               spread("ray_vllm_request_prefill_time_seconds")),
         Panel("Decode", "Seconds of a request in decode.", "s",
               spread("ray_vllm_request_decode_time_seconds")),
-        Panel("At the front door", "Seconds of a request in Envoy, from its arrival to the last byte "
-              "of its answer.", "s", spread(m.REQUEST_SECONDS)),
+        Panel("At the front door", "Seconds of a request in Envoy, from its arrival to the last "
+              "byte of its answer.", "s", spread(m.REQUEST_SECONDS)),
         Panel("Rendering and tokenizing", "Seconds to render the chat template and tokenize, at "
               "the decider.", "s", spread(m.TOKENIZE_SECONDS)),
     ),
