@@ -29,7 +29,6 @@ tenants:
   unknown: refuse
   operators: [ops]
   limits: {{bob: {{requests_per_minute: 2}}}}
-http: {{data_plane: envoy}}
 """
 CHAT = "/v1/chat/completions"
 
