@@ -15,6 +15,8 @@ function envoy_on_request(handle)
   end
   local answer, body = handle:httpCall("decider", question, "", DECIDE_MS)
   if answer[":status"] == "200" then
+    -- What was taken of the handle before the call is of no use after it.
+    headers = handle:headers()
     for name, value in pairs(answer) do
       if name:sub(1, 11) == "x-kappa-to-" then
         headers:replace(name, value)
