@@ -15,7 +15,7 @@ import signal
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,22 +185,33 @@ class JoinedRay:
         """Start Ray Serve, without its HTTP proxy, if it does not run there.
 
         Raises:
-            StartError: an application of this name is served there already.
+            StartError: an application of this name is served there already, or it cannot say so.
         """
-        from ray import serve
-
         # Ray has no public way to find out.
         from ray.serve.context import _get_global_client
 
-        if _get_global_client(raise_if_no_controller_running=False) is None:
+        client: Any = _get_global_client(raise_if_no_controller_running=False)
+        if client is None:
             self._serve_is_ours = True
             _start_serve(self._log_level)
-        elif APP in serve.status().applications:
+        elif APP in self._applications(client):
             raise StartError(
                 f"the cluster at {self._address} serves an application {APP!r} already: stop that "
                 "first ('serve shutdown', or a Ctrl-C where it was started)"
             )
         self._deployed = True
+
+    def _applications(self, client: Any) -> Collection[str]:
+        """Names of what is served there. `serve.status` would import others' classes here, which
+        only their own machines may have."""
+        try:
+            named: Collection[str] = client.get_serve_details()["applications"]
+        except Exception as error:  # of whatever is wrong with any of them
+            raise StartError(
+                f"the Ray Serve of the cluster at {self._address} does not say what it serves: "
+                f"{error}. Look at it with 'serve status' there"
+            ) from error
+        return named
 
     def stop(self) -> None:
         """Take our application back and leave; others' stay."""
@@ -210,7 +221,7 @@ class JoinedRay:
         def take_back() -> None:
             if self._serve_is_ours:
                 serve.shutdown()
-            elif self._deployed and APP in serve.status().applications:
+            elif self._deployed:
                 serve.delete(APP)
 
         if ray.is_initialized():

@@ -209,16 +209,14 @@ class Joined(JoinedRay):
 @pytest.fixture
 def joined(monkeypatch):
     """`joined(host, **settings)`: the URL that a cluster comes up at which joins a Serve there."""
-    import ray.serve
     import ray.serve.context
 
     import deploy.app.cluster
 
-    def start(host, **sections):
+    def start(host, details=lambda: {"applications": {"theirs": {}}}, **sections):
         config = SimpleNamespace(host=host, port=8123)
-        client = SimpleNamespace(http_config=config)
+        client = SimpleNamespace(http_config=config, get_serve_details=details)
         monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda **_: client)
-        monkeypatch.setattr(ray.serve, "status", lambda: SimpleNamespace(applications={}))
         monkeypatch.setattr(
             deploy.app.cluster, "model_here", lambda _: Model("", model_shape("qwen2.5-7b"), "")
         )
@@ -258,6 +256,19 @@ def test_a_joined_serve_on_loopback_needs_no_keys(joined):
 def test_a_joined_serve_without_a_proxy_is_refused_with_a_remedy(joined):
     with pytest.raises(StartError, match=r"without an HTTP proxy.*serve shutdown"):
         joined(None)
+
+
+def test_an_application_of_our_name_is_not_replaced(joined):
+    with pytest.raises(StartError, match="serves an application 'kappa' already"):
+        joined("127.0.0.1", lambda: {"applications": {"kappa": {}}})
+
+
+def test_a_joined_serve_that_does_not_say_what_it_serves_is_refused(joined):
+    def broken():
+        raise ModuleNotFoundError("No module named 'theirs'")
+
+    with pytest.raises(StartError, match=r"does not say what it serves: No module named 'theirs'"):
+        joined("127.0.0.1", broken)
 
 
 def test_rays_client_protocol_is_refused():

@@ -91,6 +91,7 @@ SIGNATURES = {
     # router.api, deploy.app
     "ray.llm._internal.serve.core.ingress.utils:_sanitize_chat_completion_request": "request",
     "ray.serve.context:_get_global_client": "raise_if_no_controller_running",
+    "ray.serve._private.client:ServeControllerClient.get_serve_details": "",
     "ray._raylet:AuthenticationTokenLoader.reset_cache": "",
 }
 
@@ -162,6 +163,7 @@ NAMES = {
     f"{_BODIES}:CompletionRequest": "kv_transfer_params",
     f"{_BODIES}:CompletionResponse": "kv_transfer_params",
     "ray.serve:deployment": "placement_group_bundle_label_selector",
+    "ray.serve.schema:ServeInstanceDetails": "applications",
 }
 
 
