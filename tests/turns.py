@@ -14,7 +14,7 @@ TURN, ALL = "KAPPA_TURN", "KAPPA_MORE_CLUSTERS"
 GROUPS = (
     ("test_torch_cluster",),
     ("test_models",),
-    ("test_faults", "test_front_door"),
+    ("test_faults", "test_front_door", "test_deciders"),
 )
 """Files of `tests/live`, without their suffix; the groups take about as long as each other."""
 

@@ -23,6 +23,7 @@ from router.gateway.spec import GatewaySpec
 log = structlog.get_logger(__name__)
 
 OWN_TENANT = "kappa-own"
+_DECIDER_END_S = 10.0
 
 _OWN_KEY = new_key(secrets.token_bytes(32))
 
@@ -33,7 +34,7 @@ def build_app(
     door: GatewaySpec,
     stream_host: str = "127.0.0.1",
 ) -> Any:
-    """The Serve application: `KappaServer` replicas, and the `KappaDecider` of the front `door`,
+    """The Serve application: `KappaServer` replicas, and the `KappaDecider`s of the front `door`,
     which this machine's Envoy serves.
 
     models: in the order of `settings.by_model()`. `stream_host`: where workers offer their report
@@ -67,14 +68,13 @@ def build_app(
         adapters = tuple(of_one.model.adapters)
         served.append(EndpointModel(of_one.model.id, model.source, adapters, tuple(pools)))
         workers |= pools
-    # One that is taken away ends its streams, which take as long as those of workers.
     drain_s = max(pool.drain_s for pool in settings.all_pools)
     decider = serve.deployment(
         Deferred("router.cluster.replica:KappaDecider"),
         name="KappaDecider",
         num_replicas=replicas,
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_timeout_s=_DECIDER_END_S,
         ray_actor_options={"num_cpus": 0, "resources": _this_machine()},
     )
     return decider.bind(

@@ -166,7 +166,10 @@ class HttpSettings(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free port")
     replicas: int = Field(
-        1, ge=1, le=64, description="ingresses; one that dies takes only its own open streams along"
+        1,
+        ge=1,
+        le=64,
+        description="routers; one that dies takes no open stream along with envoy, else its own",
     )
     tls: TlsSettings | None = Field(None, description="null: it speaks plain HTTP")
     decider_away: Literal["refuse", "least_request"] = Field(

@@ -86,9 +86,6 @@ class ClusterSettings(Section):
         faults += [((), f"http.host {door}")] if door else []
         guard = unguarded(self.tenants, self.http)
         faults += [((), guard)] if guard else []
-        if self.http.replicas > 1:
-            why = "one router decides for an Envoy: give 1"
-            faults.append((("http", "replicas"), why))
         refuse(faults)
         return self
 

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 _PROFILE_TIMEOUT_S = 90.0
 _WAKE_TIMEOUT_S = 120.0
 # Workers that start with us take longer; one that joins others knows them sooner.
-_FIRST_SIGHT_S = 25.0
+FIRST_SIGHT_S = 25.0
 
 
 class ClusterFace(Face):
@@ -130,7 +130,7 @@ class ClusterFace(Face):
         """
         if not self._checked:
             self._checked = True
-            await self._live.known(_FIRST_SIGHT_S)
+            await self._live.known(FIRST_SIGHT_S)
         fault = self._live().members.fault()
         if fault:
             raise RuntimeError(f"this decider must be replaced: {fault}")

@@ -2,7 +2,8 @@
 
 Envoy runs beside it (`kappa serve` starts it) and asks by Unix sockets in a folder that both know.
 Ray places this process, replaces it when it dies, and tells it of the workers; begun answers go on
-meanwhile, since none passes here.
+meanwhile, since none passes here. Of several each decides what Envoy asks it, and knows of the
+others' requests by the workers' reports.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from router.api.reading import prepare
 from router.api.render import PromptRenderer
 from router.api.request import model_of
 from router.api.start import IngressSettings
-from router.cluster.face import ClusterFace
+from router.cluster.face import FIRST_SIGHT_S, ClusterFace
 from router.cluster.scene import ClusterScene
 from router.gateway.decider import Decider, DeciderRule
 from router.gateway.hosting import UNHEARD_S, hosted, running
@@ -46,7 +47,7 @@ OWN: dict[str, Callable[[FastAPI], Any]] = {
 
 
 class KappaDecider(ClusterFace):
-    """Decides for one Envoy, and answers its own paths."""
+    """Decides for one Envoy, alone or with others, and answers its own paths."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits constructors
         self, pools: dict[str, Any], *, kappa: IngressSettings, access: Access, spec: GatewaySpec,
@@ -71,6 +72,9 @@ class KappaDecider(ClusterFace):
             router.request_timeout_s, router.request_timeout_s, UNHEARD_S, foreign=False,
         )  # fmt: skip
         decider = Decider(scene, door, rule)
+        if spec.deciders > 1:
+            # Others know more until then.
+            await self._live.known(FIRST_SIGHT_S)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(scene.ports.close)
             app = self._application(access, door)
@@ -80,7 +84,7 @@ class KappaDecider(ClusterFace):
             self._stack = stack.pop_all()
 
     def _application(self, access: Access, door: Door) -> Any:
-        app = make_app(access, door)
+        self._asgi_app = app = make_app(access, door)
         add_page(app)
         for name, route in OWN.items():
             route(app)(getattr(self, name))

@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 from starlette.datastructures import Headers
 
+from kappa.host import Lock
 from kappa.protocol import PROMPT_KEY, TO_BODY_HEADER, TO_DROP_HEADER
 from kappa.settings.engine import TransferSettings
 from router.api import errors
@@ -41,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 # Of what a worker puts into a body, which comes in a header.
 _MOST_SET_BYTES = 1000 << 10
-_LOOK_S = 10.0
+_LOOK_S, _LOOK_AGAIN_S = 10.0, 1.0
 _HEALTH_S = 2.0
 # A time-out of 0 would be none.
 _LEAST_S = 0.001
@@ -216,8 +217,16 @@ class ClusterScene(KnownServers):
     # -- for Envoy ------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Have Envoy know the workers as they come and go, until cancelled."""
+        """Have Envoy know the workers as they come and go, until cancelled. Of several deciders one
+        writes them down, and the next when its process has ended."""
         file, envoy = EndpointsFile(self._spec.endpoints_file), Gateway(self._spec)
+        turn = Lock(self._spec.writer_lock_file)
+        try:
+            await self._follow(file, envoy, turn)
+        finally:
+            turn.release()
+
+    async def _follow(self, file: EndpointsFile, envoy: Gateway, turn: Lock) -> None:
         changed = self.live.changed
         while not self.live.router.workers:
             # Those that an earlier decider wrote down are better than none.
@@ -227,9 +236,10 @@ class ClusterScene(KnownServers):
             changed.clear()
             found = {one.worker: one for one in self._found()}
             kept = {n: one for n, one in self.endpoints.items() if found.get(n) == one}
-            await self.become(found, kept, envoy, file)
+            await self.become(found, kept, envoy, file if turn.take() else None)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
+                missing = found.keys() - self.endpoints.keys()
+                async with asyncio.timeout(_LOOK_AGAIN_S if missing else _LOOK_S):
                     await changed.wait()
 
     def _found(self) -> list[ServerEndpoint]:

@@ -1,19 +1,19 @@
 -- Before each attempt at a server but the first: a request that some server may have begun to
--- compute goes on only if the decider says so. What it says instead is the client's answer.
+-- compute goes on only if the decider that sent it there says so. What it says instead is the client's answer.
 local PASSED_ON = { "x-kappa-to-id", "x-request-id", "x-envoy-attempt-count" }
 
 function envoy_on_request(handle)
   local headers = handle:headers()
-  local id = headers:get("x-kappa-to-id")
-  -- Without an id nobody decided (`decider_away: least_request`), and nobody can be asked now.
-  if id == nil or headers:get("x-envoy-attempt-count") == "1" then
+  local id, slot = headers:get("x-kappa-to-id"), headers:get(SLOT_HEADER)
+  -- Without a slot nobody decided (`decider_away: least_request`), and nobody can be asked now.
+  if slot == nil or headers:get("x-envoy-attempt-count") == "1" then
     return
   end
   local question = { [":method"] = "POST", [":authority"] = "decider", [":path"] = AGAIN .. id }
   for _, name in ipairs(PASSED_ON) do
     question[name] = headers:get(name)
   end
-  local answer, body = handle:httpCall("decider", question, "", DECIDE_MS)
+  local answer, body = handle:httpCall(OF_SLOT .. slot, question, "", DECIDE_MS)
   if answer[":status"] == "200" then
     -- What was taken of the handle before the call is of no use after it.
     headers = handle:headers()

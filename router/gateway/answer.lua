@@ -1,4 +1,4 @@
--- Tells the decider that a foreign server's answer has its first token, and at its end what it
+-- Tells the decider of a request that a foreign server's answer has its first token, and at its end what it
 -- ended with, how many events it had, and whom it says to come from.
 local DECIDED = "envoy.filters.http.ext_authz"
 -- In an event with a token; announcements and comments have neither.
@@ -34,7 +34,7 @@ function envoy_on_response(handle)
   local function tell(path, body, events)
     local headers = { [":method"] = "POST", [":authority"] = "decider", [":path"] = path .. id }
     headers[EVENTS_HEADER], headers[TOLD_HEADER] = tostring(events), from
-    handle:httpCall("decider", headers, body, 1000, true)
+    handle:httpCall(OF_SLOT .. decided[SLOT_HEADER], headers, body, 1000, true)
   end
   local begun, events, seam = not streamed, 0, ""
   -- The last bytes are kept in pieces: to join them for every chunk costs more than all else here.

@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 import msgspec
@@ -22,12 +21,15 @@ from router.api import errors
 from router.api.app import places_of
 from router.gateway.spec import (
     ADMIT,
+    ADMITTER_HEADER,
     AGAIN,
     DECIDE,
     EVENTS_HEADER,
     FIRST,
+    SLOT_HEADER,
     TAIL,
     TOLD_HEADER,
+    Slot,
 )
 
 log = structlog.get_logger(__name__)
@@ -38,6 +40,7 @@ MAX_HEAD_BYTES = 128 << 10
 # A connection that ends so soon after an answer was given up before Envoy read it.
 _UNREAD_S = 1.0
 _BACKLOG = 4096
+_NOTHING: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +86,19 @@ class Echo(Protocol):
 
 
 class AuthzServer:
-    """The socket and its connections; `async with` runs it."""
+    """The socket of a slot and its connections; `async with` runs it."""
 
-    def __init__(self, decide: Decide, echo: Echo, socket: Path, max_body_bytes: int) -> None:
-        self._decide, self._echo, self._socket = decide, echo, socket
+    def __init__(self, decide: Decide, echo: Echo, slot: Slot, max_body_bytes: int) -> None:
+        self._decide, self._echo, self._slot = decide, echo, slot
         self._max_body_bytes = max_body_bytes
         self._connections: set[_Connection] = set()
 
     async def __aenter__(self) -> AuthzServer:
         self._server = await asyncio.get_running_loop().create_unix_server(
-            lambda: _Connection(self._decide, self._echo, self._max_body_bytes, self._connections),
-            str(self._socket), backlog=_BACKLOG,
+            lambda: _Connection(
+                self._decide, self._echo, self._slot, self._max_body_bytes, self._connections
+            ),
+            str(self._slot.decider_socket), backlog=_BACKLOG,
         )  # fmt: skip
         return self
 
@@ -118,9 +123,13 @@ class _Connection(asyncio.Protocol):
     """One connection: one question at a time, answered before the next is read."""
 
     def __init__(
-        self, decide: Decide, echo: Echo, max_body_bytes: int, connections: set[_Connection]
-    ) -> None:
+        self, decide: Decide, echo: Echo, slot: Slot, max_body_bytes: int,
+        connections: set[_Connection],
+    ) -> None:  # fmt: skip
         self._decide, self._echo = decide, echo
+        # Envoy comes back to who decided, and with a body to who has room for it.
+        self._decided = {SLOT_HEADER: str(slot.number)}
+        self._admitted = {ADMITTER_HEADER: str(slot.decider_socket)}
         self._max_body_bytes, self._connections = max_body_bytes, connections
         self._transport: asyncio.Transport
         self._unread = b""  # of a head that has not come whole
@@ -208,19 +217,24 @@ class _Connection(asyncio.Protocol):
             self._start(echo.again(target[len(AGAIN) :], attempt), head)
         elif target.startswith(DECIDE + "/"):
             inquiry = Inquiry(head.method, target[len(DECIDE) :], head.headers, body)
-            self._start(self._decide(inquiry), head)
+            self._start(self._decide(inquiry), head, self._decided)
         elif target.startswith(ADMIT + "/"):
             inquiry = Inquiry(head.method, target[len(ADMIT) :], head.headers, None)
-            self._start(self._decide(inquiry), head)
+            self._start(self._decide(inquiry), head, self._admitted)
         else:
             raise _MalformedError("nothing is known by that path")
 
     # -- answers ------------------------------------------------------------------------------
 
-    def _start(self, answer: Awaitable[Verdict], head: _Head) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._answered(answer, head))
+    def _start(
+        self, answer: Awaitable[Verdict], head: _Head, ours: Mapping[str, str] = _NOTHING
+    ) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._answered(answer, head, ours))
 
-    async def _answered(self, answer: Awaitable[Verdict], head: _Head) -> None:
+    async def _answered(
+        self, answer: Awaitable[Verdict], head: _Head, ours: Mapping[str, str]
+    ) -> None:
+        """Answer, with headers of `ours` where the request goes on."""
         try:
             verdict = await answer
         except Exception as error:
@@ -229,6 +243,8 @@ class _Connection(asyncio.Protocol):
                 "decision_crashed", error=type(error).__name__, places=places_of(error)
             )  # fmt: skip
             verdict = refusal(errors.INTERNAL())
+        if isinstance(verdict, Go) and ours:
+            verdict = verdict._replace(upstream={**verdict.upstream, **ours})
         self._task = None
         self._answer(verdict, head)
         if self._later:

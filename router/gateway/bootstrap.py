@@ -25,18 +25,22 @@ from router.gateway.clusters import (
     Json,
     clusters,
     extension,
+    of_slot,
     seconds,
     tails,
 )
 from router.gateway.replies import local_replies
 from router.gateway.spec import (
     ADMIT,
+    ADMITTER_HEADER,
     ATTEMPTS,
     DECIDE,
     GOES_ON_S,
     OF_ENVOY,
     REQUESTS,
+    SLOT_HEADER,
     GatewaySpec,
+    Slot,
     Tls,
 )
 
@@ -45,6 +49,8 @@ _OURS = ("x-kappa-to-", "x-gateway-", "x-envoy-")
 # A content-length below 100 kB.
 _SMALL = {"google_re2": {}, "regex": "[0-9]{1,5}"}
 _BUFFER_BYTES = 256 << 10
+# With pauses that double, half a second together.
+_QUESTIONS_MORE = 8
 _RETRY_ON = (
     "connect-failure,refused-stream,reset-before-request,retriable-headers,retriable-status-codes"
 )
@@ -156,9 +162,9 @@ def _manager(spec: GatewaySpec) -> Json:
         "path_with_escaped_slashes_action": "KEEP_UNCHANGED",
         "early_header_mutation_extensions": [_without_ours()],
         "local_reply_config": local_replies(bounds),
-        "access_log": [_log(REQUESTS)],
+        "access_log": [_log(REQUESTS, one) for one in spec.slots],
         "access_log_options": {"access_log_flush_interval": seconds(GOES_ON_S)},
-        "http_filters": [*_ask(spec), *tails(spec), _router()],
+        "http_filters": [*_ask(spec), *tails(spec), _router(spec)],
         "route_config": {"virtual_hosts": [_host(spec)]},
     }
 
@@ -175,24 +181,23 @@ def _without_ours() -> Json:
     )
 
 
-def _log(name: str, *filters: Json) -> Json:
-    """Tells the decider what the filters pass of the requests that it decided."""
+def _log(name: str, slot: Slot, *filters: Json) -> Json:
+    """Tells a decider what the filters pass of the requests that it decided."""
     made = extension(
         "envoy.access_loggers.http_grpc",
         "extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
         common_config={
             "log_name": name,
             "transport_api_version": "V3",
-            "grpc_service": {"envoy_grpc": {"cluster_name": EVENTS}},
+            "grpc_service": {"envoy_grpc": {"cluster_name": of_slot(EVENTS, slot)}},
             # While a failed attempt is not known, the decider's answer about the next one waits.
             "buffer_flush_interval": "0.005s" if name == ATTEMPTS else "0.02s",
         },
         additional_request_headers_to_log=[TO_ID_HEADER],
     )
-    decided = {"header_filter": {"header": {"name": TO_ID_HEADER, "present_match": True}}}
-    return made | {
-        "filter": {"and_filter": {"filters": [decided, *filters]}} if filters else decided
-    }
+    exact = {"exact": str(slot.number)}
+    its = {"header_filter": {"header": {"name": SLOT_HEADER, "string_match": exact}}}
+    return made | {"filter": {"and_filter": {"filters": [its, *filters]}} if filters else its}
 
 
 def _failed() -> Json:
@@ -223,7 +228,7 @@ def _question(spec: GatewaySpec, name: str, path: str, to_client: Json, **config
         "allowed_client_headers": {"patterns": [_regex(_OF_REFUSALS)]},
         **to_client,
         "dynamic_metadata_from_headers": {
-            "patterns": [{"exact": ENDPOINT_HEADER}, {"exact": TO_ID_HEADER}]
+            "patterns": [{"exact": name} for name in (ENDPOINT_HEADER, TO_ID_HEADER, SLOT_HEADER)]
         },
     }
     service = {
@@ -234,12 +239,14 @@ def _question(spec: GatewaySpec, name: str, path: str, to_client: Json, **config
         },
         "path_prefix": path,
         "authorization_response": answer,
-        # A decider that starts again is waited for, a little. The longest pause, which so few
-        # retries never reach, is also how long Envoy lets each try last.
+        # Another decider is asked at once; one that starts again is waited for, a little. The
+        # longest pause, which so few retries never reach, is also how long Envoy lets each try
+        # last.
         "retry_policy": {
             "retry_on": "connect-failure,reset",
-            "num_retries": 3,
-            "retry_back_off": {"base_interval": "0.1s", "max_interval": longest},
+            "num_retries": _QUESTIONS_MORE,
+            "retry_back_off": {"base_interval": "0.002s", "max_interval": longest},
+            **_elsewhere(),
         },
     }
     return extension(
@@ -253,6 +260,15 @@ def _question(spec: GatewaySpec, name: str, path: str, to_client: Json, **config
         status_on_error={"code": 503},
         **config,
     )
+
+
+def _elsewhere() -> Json:
+    """Of a policy of retries: each goes to one that was not tried, while there is any."""
+    kind = "extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+    return {
+        "retry_host_predicate": [extension("envoy.retry_host_predicates.previous_hosts", kind)],
+        "host_selection_retry_max_attempts": 16,
+    }
 
 
 def _only_large(question: Json) -> Json:
@@ -272,11 +288,11 @@ def _only_large(question: Json) -> Json:
     )
 
 
-def _router() -> Json:
+def _router(spec: GatewaySpec) -> Json:
     kind = "extensions.filters.http.router.v3.Router"
     return extension(
         "envoy.filters.http.router", kind, suppress_envoy_headers=True,
-        upstream_log=[_log(ATTEMPTS, _failed())],
+        upstream_log=[_log(ATTEMPTS, one, _failed()) for one in spec.slots],
     )  # fmt: skip
 
 
@@ -304,7 +320,7 @@ def _decided(spec: GatewaySpec, path: str) -> list[Json]:
     """The way to the servers. With `least_request` there are two: with a list and without."""
     # Keys are the decider's; what a foreign server says must be readable.
     removed = ["accept-encoding"] if spec.foreign else ["authorization", "x-api-key", "cookie"]
-    removed += ["proxy-authorization"]
+    removed += ["proxy-authorization", ADMITTER_HEADER]
     chosen = {
         "match": {"path": path},
         "route": _to_servers("reset," + _RETRY_ON),
@@ -349,7 +365,11 @@ def _own(path: str) -> Json:
     )
     return {
         "match": match,
-        "route": {"cluster": FACE, "timeout": "0s"},
+        "route": {
+            "cluster": FACE,
+            "timeout": "0s",
+            "retry_policy": {"retry_on": "connect-failure", "num_retries": 3, **_elsewhere()},
+        },
         "typed_per_filter_config": _unasked(),
     }
 

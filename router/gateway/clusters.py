@@ -1,19 +1,23 @@
-"""Envoy's clusters: the servers with what an attempt at each needs, the decider, the face. Pure."""
+"""Envoy's clusters: the servers with what an attempt at each needs, deciders and faces. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kappa.protocol import ENDPOINT_HEADER, TO_SECRET_HEADER
 from router.gateway.spec import (
+    ADMITTER_HEADER,
     AGAIN,
     EVENTS_HEADER,
     FIRST,
+    SLOT_HEADER,
     TAIL,
     TAIL_BYTES,
     TOLD_HEADER,
     GatewaySpec,
+    Slot,
 )
 
 Json = dict[str, Any]
@@ -24,9 +28,12 @@ SERVERS, DECIDER, FACE, EVENTS = "servers", "decider", "face", "events"
 DECIDED = "envoy.filters.http.ext_authz"
 # Of an endpoint's metadata: what is sent to it alone, and that a request without a list may go to.
 OF_SERVER, OPEN = "kappa", "open"
+_LEAST = "least_request", "LeastRequest"
 _HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 # uvicorn closes a connection that was idle for 5 s; a request on its way then would be lost.
 _SERVER_IDLE_S = 4.0
+# A decider that cannot be reached is asked again after so long, unless there is no other.
+_EJECTED_S, _LOOKED_S = 1.0, 0.2
 # The decider's answer may hold 1 MB for the worker's gate.
 _ANSWER_HEADERS_KB = 1088
 
@@ -55,24 +62,64 @@ def _literal(value: str | int) -> str:
 
 
 def clusters(spec: GatewaySpec, away: str) -> list[Json]:
-    """All of a front door's; away: the body of an answer while the decider is not there."""
+    """All of a front door's; away: the body of an answer while a decider is not there."""
+    slots = spec.slots
     return [
         _servers(spec, away),
-        _local(spec, DECIDER, spec.decider_socket),
-        _local(spec, FACE, spec.face_socket),
-        _local(spec, EVENTS, spec.events_socket, grpc=True),
+        _any_of(spec, DECIDER, [one.decider_socket for one in slots], _least_asked()),
+        _any_of(spec, FACE, [one.face_socket for one in slots], _policy(*_LEAST)),
+        # Each by itself, for what is one decider's alone.
+        *(_local(spec, of_slot(DECIDER, one), [one.decider_socket]) for one in slots),
+        *(_local(spec, of_slot(EVENTS, one), [one.events_socket], grpc=True) for one in slots),
     ]
 
 
-def _local(spec: GatewaySpec, name: str, socket: Path, *, grpc: bool = False) -> Json:
-    """A process of ours behind a Unix socket."""
-    endpoint = {"endpoint": {"address": {"pipe": {"path": str(socket)}}}}
+def of_slot(name: str, slot: Slot) -> str:
+    """The cluster of one decider."""
+    return f"{name}-{slot.number}"
+
+
+def _any_of(spec: GatewaySpec, name: str, sockets: Sequence[Path], policy: Json) -> Json:
+    """Processes of ours of which each does; one that cannot be reached is left out for a little.
+    What it answers, 503 among it, says nothing against it."""
+    ejection: Json = {
+        "split_external_local_origin_errors": True,
+        "consecutive_local_origin_failure": 1,
+        "interval": seconds(_LOOKED_S),
+        "base_ejection_time": seconds(_EJECTED_S),
+        "max_ejection_time": seconds(_EJECTED_S),
+        "max_ejection_percent": 100,
+    }
+    for unjudged in ("consecutive_5xx", "success_rate", "local_origin_success_rate"):
+        ejection[f"enforcing_{unjudged}"] = 0
+    return _local(spec, name, sockets) | {
+        "load_balancing_policy": policy,
+        "outlier_detection": ejection,
+        # Where none can be reached any is tried.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 1}},
+    }
+
+
+def _least_asked() -> Json:
+    """About a body the decider that let it come; else the one with the fewest questions open, which
+    one that hangs is not for long."""
+    return _policy(
+        "override_host",
+        "OverrideHost",
+        override_host_sources=[{"header": ADMITTER_HEADER}],
+        fallback_policy=_policy(*_LEAST),
+    )
+
+
+def _local(spec: GatewaySpec, name: str, sockets: Sequence[Path], *, grpc: bool = False) -> Json:
+    """Processes of ours behind Unix sockets."""
+    endpoints = [{"endpoint": {"address": {"pipe": {"path": str(one)}}}} for one in sockets]
     http: Json = {"http2_protocol_options": {}} if grpc else {"http_protocol_options": {}}
     return {
         "name": name,
         "type": "STATIC",
         "connect_timeout": seconds(spec.bounds.connect_s),
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
         "circuit_breakers": _breakers(spec),
         "typed_extension_protocol_options": {
             _HTTP: {
@@ -133,13 +180,12 @@ def _servers(spec: GatewaySpec, away: str) -> Json:
 
 
 def _by_the_list() -> Json:
-    least = _policy("least_request", "LeastRequest")
     others = _policy(
         "subset",
         "Subset",
         fallback_policy="NO_FALLBACK",
         subset_selectors=[{"keys": [OPEN]}],
-        subset_lb_policy=least,
+        subset_lb_policy=_policy(*_LEAST),
     )
     source = {"metadata": {"key": DECIDED, "path": [{"key": ENDPOINT_HEADER}]}}
     return _policy(
@@ -180,7 +226,10 @@ def _transport(spec: GatewaySpec) -> Json:
 def _attempt_filters(spec: GatewaySpec, away: str) -> list[Json]:
     """What is done for each attempt, once its server is chosen."""
     decide_ms = round(spec.bounds.decide_s * 1000)
-    again = lua("again", "again.lua", AGAIN=AGAIN, DECIDE_MS=decide_ms, AWAY=away)
+    again = lua(
+        "again", "again.lua", AGAIN=AGAIN, DECIDE_MS=decide_ms, AWAY=away, SLOT_HEADER=SLOT_HEADER,
+        OF_SLOT=f"{DECIDER}-",
+    )  # fmt: skip
     if spec.foreign:
         of_server = {"x-kappa-to-key": "key", "x-kappa-to-prefix": "prefix"}
         more = [lua("server", "server.lua")]
@@ -210,5 +259,6 @@ def tails(spec: GatewaySpec) -> list[Json]:
     constants: dict[str, str | int] = {
         "FIRST": FIRST, "TAIL": TAIL, "TAIL_BYTES": TAIL_BYTES, "EVENTS_HEADER": EVENTS_HEADER,
         "TOLD_HEADER": TOLD_HEADER, "FROM_HEADER": spec.from_header.lower(),
+        "SLOT_HEADER": SLOT_HEADER, "OF_SLOT": f"{DECIDER}-",
     }  # fmt: skip
     return [lua("answer", "answer.lua", **constants)]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from router.gateway.spec import GatewaySpec
+from router.gateway.spec import Slot
 
 _END_S = 5
 
@@ -23,10 +23,10 @@ class _Quiet(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def faced(app: ASGIApp, spec: GatewaySpec) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve it as the face of a front door; the task ends where that fails."""
+async def faced(app: ASGIApp, slot: Slot) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve it as a face of a front door; the task ends where that fails."""
     config = uvicorn.Config(
-        app, uds=str(spec.face_socket), lifespan="off", log_level="error", access_log=False,
+        app, uds=str(slot.face_socket), lifespan="off", log_level="error", access_log=False,
         server_header=False, date_header=False, proxy_headers=False, ws="none",
         timeout_graceful_shutdown=_END_S,
     )  # fmt: skip

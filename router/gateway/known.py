@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection
-from functools import partial
 
 from router.gateway.endpoints import EndpointsFile
-from router.gateway.process import Gateway, until_taken
+from router.gateway.process import Gateway, known_of
 from router.gateway.spec import ServerEndpoint
 
 # Envoy knows of a server soon after it was found.
@@ -37,12 +36,15 @@ class KnownServers:
 
     async def become(
         self, found: dict[str, ServerEndpoint], kept: dict[str, ServerEndpoint],
-        envoy: Gateway, file: EndpointsFile,
+        envoy: Gateway, file: EndpointsFile | None,
     ) -> None:  # fmt: skip
-        """Have Envoy know these servers from now on; kept: those of `endpoints` that stay."""
+        """Have Envoy know these servers from now on; kept: those of `endpoints` that stay; file:
+        None where another decider writes it."""
         self.take(kept)
-        await until_taken(envoy, partial(file.write, found.values()))
-        self.take(found)
+        if file is not None:
+            file.write(found.values())
+        known = await known_of(envoy, frozenset(one.address for one in found.values()))
+        self.take({name: one for name, one in found.items() if one.address in known})
 
     def take(self, endpoints: dict[str, ServerEndpoint]) -> None:
         """Envoy knows these."""

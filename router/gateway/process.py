@@ -16,7 +16,7 @@ import ssl
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
@@ -29,6 +29,7 @@ import structlog
 from kappa.host import die_with_parent, free_port
 from kappa.settings.access import AccessSettings, HttpSettings
 from router.gateway.bootstrap import bootstrap, certificate
+from router.gateway.clusters import SERVERS
 from router.gateway.endpoints import EndpointsFile, Resolver, write_private
 from router.gateway.spec import Bounds, GatewaySpec, Tls
 from router.live.supervised import pause_s
@@ -43,9 +44,10 @@ _START_S, _ASK_S, _END_S, _POLL_S = 20.0, 2.0, 5.0, 0.1
 _MOST_DEATHS, _WITHIN_S = 5, 60.0
 _CORES_EACH, _MOST_THREADS = 4, 8
 _LINE = re.compile(r"^(warning|error|critical|off) \S+ (.*)$")
+_KNOWN_SERVER = re.compile(rf"{SERVERS}::(.+)::weight::")
 _BIND = re.compile(r"cannot bind '(.*)': (.*)")
 # Envoy has read a new list of servers by then.
-_TAKEN_S, _TAKEN_POLL_S, _TAKEN = 2.0, 0.01, "cluster.servers.update_success"
+_TAKEN_S, _TAKEN_POLL_S = 2.0, 0.01
 # What it says of every order of ours to end.
 _USUAL = ("caught ENVOY_SIGTERM",)
 # The longest path of a Unix socket.
@@ -74,6 +76,7 @@ def spec_of(
         foreign=foreign,
         from_header=from_header,
         decider_away=http.decider_away,
+        deciders=http.replicas,
         ca=system_ca() if foreign else None,
         bounds=Bounds(
             headers=access.max_headers,
@@ -235,12 +238,22 @@ class Gateway:
         rows = (line.partition(": ") for line in said.splitlines())
         return {name: float(value) for name, _, value in rows if value}
 
+    async def servers(self) -> frozenset[str]:
+        """Addresses of the servers that it knows, as `ServerEndpoint.address`.
+
+        Raises:
+            EnvoyError: it does not answer.
+        """
+        said = await self._ask("GET", f"/clusters?filter=^{SERVERS}$")
+        found = (_KNOWN_SERVER.match(line) for line in said.splitlines())
+        return frozenset(one[1] for one in found if one is not None)
+
     # -- starting -----------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
         """Write what it reads; raises EnvoyError where that cannot be."""
         spec = self.spec
-        longest = max((spec.decider_socket, spec.events_socket, spec.face_socket), key=_length)
+        longest = spec.slots[-1].decider_socket
         if _length(longest) > _LONGEST_SOCKET:
             raise EnvoyError(
                 f"{spec.folder} is too long a path for sockets within it: give one of at most "
@@ -395,26 +408,20 @@ class Gateway:
                     return
 
 
-async def until_taken(gateway: Gateway, write: Callable[[], bool]) -> None:
-    """Write its list of servers, and wait, a little, until Envoy has taken it; write: whether there
-    is a new one."""
-    before = await _taken(gateway)
-    if not write():
-        return
-    try:
-        async with asyncio.timeout(_TAKEN_S):
-            while await _taken(gateway) == before:
-                await asyncio.sleep(_TAKEN_POLL_S)
-    except TimeoutError:
-        log.warning("envoy_took_no_servers", waited_s=_TAKEN_S)
-
-
-async def _taken(gateway: Gateway) -> float:
-    """How many lists of servers Envoy has taken."""
-    try:
-        return (await gateway.stats(_TAKEN)).get(_TAKEN, 0.0)
-    except EnvoyError:
-        return 0.0
+async def known_of(gateway: Gateway, wanted: frozenset[str]) -> frozenset[str]:
+    """Those of these servers' addresses that Envoy knows: all of them, unless it does not take
+    those that are missing within a little; all, too, if it does not answer: it reads the file when
+    it starts."""
+    until_s, known = time.monotonic() + _TAKEN_S, wanted
+    while True:
+        with contextlib.suppress(EnvoyError):
+            known = wanted & await gateway.servers()
+            if known == wanted:
+                return known
+        if time.monotonic() > until_s:
+            log.warning("envoy_took_no_servers", waited_s=_TAKEN_S, missing=len(wanted - known))
+            return known
+        await asyncio.sleep(_TAKEN_POLL_S)
 
 
 def _length(path: Path) -> int:

@@ -25,6 +25,9 @@ RETRIES_HEADER = "x-envoy-max-retries"
 TRY_HEADER = "x-envoy-upstream-rq-per-try-timeout-ms"
 STATUSES_HEADER = "x-envoy-retriable-status-codes"
 OF_ENVOY = (RETRIES_HEADER, TRY_HEADER, STATUSES_HEADER)
+# Of a request: the number of the decider that decided it, and the socket of the one that let its
+# body come, which has room for it.
+SLOT_HEADER, ADMITTER_HEADER = "x-kappa-to-slot", "x-kappa-to-admitter"
 # Names of Envoy's logs: of requests that ended, and of attempts that failed.
 REQUESTS, ATTEMPTS = "requests", "attempts"
 # How often Envoy tells of a request that goes on.
@@ -61,14 +64,44 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one of a front door's deciders is reached: a place that a process takes for as long as
+    it lives, and the next after it. number: from 0 on."""
+
+    folder: Path
+    number: int
+
+    @property
+    def decider_socket(self) -> Path:
+        """The decider's: `authz` over HTTP/1.1, first bytes and tails."""
+        return self.folder / f"decider-{self.number}.sock"
+
+    @property
+    def face_socket(self) -> Path:
+        """Of the application that answers `GatewaySpec.own`."""
+        return self.folder / f"face-{self.number}.sock"
+
+    @property
+    def events_socket(self) -> Path:
+        """Of the gRPC service that hears how the requests ended that were decided here."""
+        return self.folder / f"events-{self.number}.sock"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the decider that has it."""
+        return self.folder / f"decider-{self.number}.lock"
+
+
+@dataclass(frozen=True, slots=True)
 class GatewaySpec:
     """One front door. folder: private to it (mode 0700), with everything that it reads and writes;
     its path must leave room for a socket's name in 107 bytes. decided: paths about which the
     decider is asked, exact. own: paths of ours, exact; one that ends in / stands for one or two
     segments that follow. foreign: the servers are somebody else's, so Envoy itself tells the
     decider of first bytes and tails. from_header: of their answers, which says whom they are from;
-    empty: none does. decider_away: what becomes of decided paths while it is not there. ca: by
-    which the certificates of servers with TLS are verified; without it they cannot be reached."""
+    empty: none does. decider_away: what becomes of decided paths while none is there. ca: by
+    which the certificates of servers with TLS are verified; without it they cannot be reached.
+    deciders: how many there may be at a time."""
 
     folder: Path
     host: str
@@ -81,6 +114,7 @@ class GatewaySpec:
     decider_away: Literal["refuse", "least_request"] = "refuse"
     ca: Path | None = None
     bounds: Bounds = field(default_factory=Bounds)
+    deciders: int = 1
 
     @property
     def scheme(self) -> str:
@@ -93,19 +127,9 @@ class GatewaySpec:
         return f"{self.scheme}://{self.host}:{self.port}"
 
     @property
-    def decider_socket(self) -> Path:
-        """The decider's: `authz` over HTTP/1.1, first bytes and tails."""
-        return self.folder / "decider.sock"
-
-    @property
-    def face_socket(self) -> Path:
-        """Of the application that answers `own`."""
-        return self.folder / "face.sock"
-
-    @property
-    def events_socket(self) -> Path:
-        """Of the gRPC service that hears of every request's end."""
-        return self.folder / "events.sock"
+    def slots(self) -> tuple[Slot, ...]:
+        """A place for each decider."""
+        return tuple(Slot(self.folder, number) for number in range(self.deciders))
 
     @property
     def admin_socket(self) -> Path:
@@ -126,6 +150,11 @@ class GatewaySpec:
     def endpoints_file(self) -> Path:
         """Where `endpoints` writes and Envoy watches, in a folder of its own."""
         return self.folder / "endpoints" / "endpoints.json"
+
+    @property
+    def writer_lock_file(self) -> Path:
+        """Held by the decider that writes `endpoints_file` for all."""
+        return self.folder / "endpoints.lock"
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,9 +118,8 @@ def test_a_closed_endpoint_cannot_do_without_its_router():
     load_settings(None, http={**http, "decider_away": "refuse"}, tenants=CLOSED)
 
 
-def test_an_envoy_has_one_router_and_it_decides():
-    http = {"data_plane": "envoy"}
-    assert "http.replicas: one router decides" in fault(http={**http, "replicas": 2})
+def test_behind_an_envoy_our_routers_decide():
+    http = {"data_plane": "envoy", "replicas": 2}
     assert "router.mode: Ray's router sees nothing" in fault(http=http, router={"mode": "ray"})
     load_settings(None, http=http, router={"mode": "canary:5"})
 

@@ -78,8 +78,9 @@ class InProcess(KappaDecider):
 
 
 @contextlib.asynccontextmanager
-async def clustered(renderer, monkeypatch, *nodes, access=None, **changes):
-    """A cluster of these nodes: a client of it, and its parts; `restart` replaces its decider."""
+async def clustered(renderer, monkeypatch, *nodes, access=None, deciders=1, **changes):
+    """A cluster of these nodes: a client of it, and its parts; `restart` replaces its first
+    decider."""
     registry = ReplicaRegistry()
     monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
     access = access or Access(max_body_bytes=1 << 20)
@@ -87,33 +88,36 @@ async def clustered(renderer, monkeypatch, *nodes, access=None, **changes):
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-test-")))
         spec = GatewaySpec(
-            folder, "127.0.0.1", free_port("127.0.0.1"), DECIDED, own_paths((MODEL,))
-        )
+            folder, "127.0.0.1", free_port("127.0.0.1"), DECIDED, own_paths((MODEL,)),
+            deciders=deciders,
+        )  # fmt: skip
         gateway = await stack.enter_async_context(Gateway(spec, threads=1))
         announced = {}
         for node in nodes:
             announced[node.name] = await node.open()
             stack.push_async_callback(node.close)
         registry.publish("d", announced)
-        here = SimpleNamespace(spec=spec, gateway=gateway, registry=registry, decider=None)
+        here = SimpleNamespace(spec=spec, gateway=gateway, registry=registry, deciders=[])
 
         async def start():
-            here.decider = InProcess()
-            await here.decider.open(renderer, settings, access, spec)
-            here.live = here.decider._live()
-            await until(lambda: here.live.choosable == len(nodes))
+            made = InProcess()
+            here.deciders.append(made)
+            await made.open(renderer, settings, access, spec)
+            here.live = here.deciders[0]._live()
+            await until(lambda: made._live().choosable == len(nodes))
 
         async def end():
-            if here.decider is not None:
-                await here.decider.close()
+            if here.deciders:
+                await here.deciders.pop(0).close()
 
         async def restart():
             await end()
             await start()
 
-        here.start, here.restart = start, restart
-        await start()
-        stack.push_async_callback(end)
+        here.start, here.end, here.restart = start, end, restart
+        for _ in spec.slots:
+            stack.push_async_callback(end)
+            await start()
         client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{spec.port}", timeout=30.0)
         here.http = await stack.enter_async_context(client)
         yield here

@@ -1,7 +1,6 @@
 """The servers of `kappa route` as Envoy is told of them."""
 
 import asyncio
-import itertools
 import json
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -15,17 +14,17 @@ from router.gateway.spec import ServerEndpoint
 from tests.router.front.conftest import until
 
 
-class CountingGateway:
+class TakingGateway:
     """Takes every file at once."""
 
     def __init__(self, folder):
-        self.spec, self._taken = (
-            SimpleNamespace(endpoints_file=folder / "e.json"),
-            itertools.count(),
-        )
+        self.spec = SimpleNamespace(endpoints_file=folder / "e.json")
 
-    async def stats(self, *names):
-        return {names[0]: float(next(self._taken))}
+    async def servers(self):
+        (assignment,) = json.loads(self.spec.endpoints_file.read_text())["resources"]
+        rows = [one["endpoint"]["address"] for one in assignment["endpoints"][0]["lb_endpoints"]]
+        found = [one["socket_address"] for one in rows]
+        return frozenset(f"{one['address']}:{one['port_value']}" for one in found)
 
 
 def backend(url, **changes):
@@ -42,7 +41,7 @@ async def followed(folder, *backends, balancer=""):
         rollout=SimpleNamespace(balancer=balancer), settings=SimpleNamespace(passed=()),
     )  # fmt: skip
     scene = FrontScene(front)
-    following = asyncio.create_task(scene.follow(CountingGateway(folder)))
+    following = asyncio.create_task(scene.follow(TakingGateway(folder)))
 
     def listed():
         (assignment,) = json.loads((folder / "e.json").read_text())["resources"]

@@ -15,7 +15,7 @@ from kappa.host import free_port
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
 from router.gateway.endpoints import EndpointsFile
 from router.gateway.process import Gateway
-from router.gateway.spec import AGAIN, Bounds, GatewaySpec, ServerEndpoint
+from router.gateway.spec import AGAIN, SLOT_HEADER, Bounds, GatewaySpec, ServerEndpoint
 
 CHAT = "/v1/chat/completions"
 _WAIT_S = 10.0
@@ -47,11 +47,11 @@ Script = Callable[[Heard], Answer | Awaitable[Answer]]
 
 
 class Scripted:
-    """An HTTP/1.1 server that does as a function says, and keeps what it heard. head_s: it waits
-    for so long between reading a request and answering."""
+    """An HTTP/1.1 server that does as a function says, and keeps what it heard. always: headers
+    of every answer."""
 
-    def __init__(self, script: Script | None = None) -> None:
-        self.script = script or (lambda heard: Answer())
+    def __init__(self, script: Script | None = None, always: dict[str, str] | None = None) -> None:
+        self.script, self.always = script or (lambda heard: Answer()), always or {}
         self.heard: list[Heard] = []
         self.cancelled = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -76,6 +76,10 @@ class Scripted:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if self._server is None or not self._server.is_serving():
+            # It had come before the end.
+            writer.transport.abort()
+            return
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         gone = (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError)
@@ -108,7 +112,10 @@ class Scripted:
             return False
         length = {} if made.chunks else {"content-length": str(len(made.body))}
         head = {"transfer-encoding": "chunked"} if made.chunks else length
-        lines = [f"{name}: {value}\r\n" for name, value in {**made.headers, **head}.items()]
+        lines = [
+            f"{name}: {value}\r\n"
+            for name, value in {**self.always, **made.headers, **head}.items()
+        ]
         writer.write(f"HTTP/1.1 {made.status} X\r\n{''.join(lines)}\r\n".encode())
         if made.chunks is None:
             writer.write(made.body)
@@ -162,27 +169,33 @@ class Door:
 
     spec: GatewaySpec
     gateway: Gateway
-    decider: Scripted
-    face: Scripted
+    deciders: list[Scripted]
+    faces: list[Scripted]
     servers: list[Scripted]
     file: EndpointsFile
     endpoints: list[ServerEndpoint]
+
+    @property
+    def decider(self) -> Scripted:
+        """The first, which is the only one unless several are wanted."""
+        return self.deciders[0]
 
     def addresses(self, *order: int) -> str:
         """The decider's list."""
         return ",".join(self.endpoints[at].address for at in order)
 
     def send_to(self, *order: int, **headers: str) -> None:
-        """From now on the decider lets everything go to these servers."""
+        """From now on all deciders let everything go to these servers."""
         more = {name.replace("_", "-"): value for name, value in headers.items()}
         answer = Answer(
             headers={ENDPOINT_HEADER: self.addresses(*order), TO_ID_HEADER: "id-1", **more}
         )
-        self.decider.script = lambda heard: answer
+        for decider in self.deciders:
+            decider.script = lambda heard: answer
 
-    def asked(self, kind: str) -> list[Heard]:
-        """What the decider was asked of one kind."""
-        return [one for one in self.decider.heard if one.target.startswith(kind)]
+    def asked(self, kind: str, slot: int = 0) -> list[Heard]:
+        """What a decider was asked of one kind."""
+        return [one for one in self.deciders[slot].heard if one.target.startswith(kind)]
 
     async def ask(
         self, path: str = CHAT, body: bytes = b"{}", method: str = "POST", **headers: str
@@ -229,8 +242,8 @@ async def open_door(
     bounds: Bounds | None = None,
     **more: Any,
 ) -> AsyncIterator[Door]:
-    """One with so many servers, of which the decider knows the first. endpoint: what each is to
-    Envoy; more: of its `GatewaySpec`."""
+    """One with so many servers, of which deciders know the first. endpoint: what each is to Envoy;
+    more: of its `GatewaySpec`, such as how many `deciders` it has."""
     with tempfile.TemporaryDirectory(prefix="kd-") as folder:
         spec = GatewaySpec(
             Path(folder) / "door", "127.0.0.1", free_port("127.0.0.1"),
@@ -239,13 +252,15 @@ async def open_door(
         )  # fmt: skip
         spec.folder.mkdir(mode=0o700)
         made = [Scripted(script) for script in servers]
-        decider, face = Scripted(), Scripted(lambda heard: Answer(body=b"face"))
+        deciders = [Scripted(always={SLOT_HEADER: str(one.number)}) for one in spec.slots]
+        faces = [Scripted(lambda heard: Answer(body=b"face")) for _ in spec.slots]
         file = EndpointsFile(spec.endpoints_file)
         async with contextlib.AsyncExitStack() as stack:
-            for one in (decider, face, *made):
+            for one in (*deciders, *faces, *made):
                 stack.push_async_callback(one.close)
-            await decider.listen(spec.decider_socket)
-            await face.listen(spec.face_socket)
+            for slot, decider, face in zip(spec.slots, deciders, faces, strict=True):
+                await decider.listen(slot.decider_socket)
+                await face.listen(slot.face_socket)
             for one in made:
                 await one.listen()
             ends = [
@@ -254,7 +269,7 @@ async def open_door(
             ]
             file.write(ends)
             gateway = await stack.enter_async_context(Gateway(spec, threads=1))
-            door = Door(spec, gateway, decider, face, made, file, ends)
+            door = Door(spec, gateway, deciders, faces, made, file, ends)
             door.send_to(0)
             yield door
 

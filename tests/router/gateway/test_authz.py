@@ -8,7 +8,7 @@ import uvloop
 
 from router.gateway import authz
 from router.gateway.authz import AuthzServer, Go, Refuse
-from router.gateway.spec import EVENTS_HEADER, TOLD_HEADER
+from router.gateway.spec import ADMITTER_HEADER, EVENTS_HEADER, SLOT_HEADER, TOLD_HEADER, Slot
 
 GO = Go({"x-gateway-destination-endpoint": "10.0.0.1:80"}, {"x-request-id": "r"})
 
@@ -49,8 +49,9 @@ class ScriptedDesk:
 @asynccontextmanager
 async def talking(desk, folder, max_body_bytes=1 << 20):
     """A connection to the desk: reader and writer."""
-    async with AuthzServer(desk.decide, desk, folder / "s", max_body_bytes):
-        reader, writer = await asyncio.open_unix_connection(str(folder / "s"))
+    slot = Slot(folder, 7)
+    async with AuthzServer(desk.decide, desk, slot, max_body_bytes):
+        reader, writer = await asyncio.open_unix_connection(str(slot.decider_socket))
         yield reader, writer
         writer.close()
 
@@ -86,7 +87,8 @@ async def test_authz_asks_with_the_clients_target_headers_and_body(tmp_path):
     desk = ScriptedDesk()
     async with talking(desk, tmp_path) as (reader, writer):
         writer.write(question())
-        assert await answer_of(reader) == (200, {**GO.upstream, **GO.client}, b"")
+        sent = {**GO.upstream, SLOT_HEADER: "7", **GO.client}
+        assert await answer_of(reader) == (200, sent, b"")
     (inquiry,) = desk.asked
     assert (inquiry.method, inquiry.target, inquiry.body) == ("POST", "/v1/completions?a=b", b"{}")
     assert inquiry.headers["x-a"] == "1" and inquiry.headers["host"] == "decider"
@@ -106,7 +108,9 @@ async def test_authz_asks_without_a_body_before_it_is_buffered(tmp_path):
     desk = ScriptedDesk()
     async with talking(desk, tmp_path) as (reader, writer):
         writer.write(question("/admit/v1/completions", b""))
-        await answer_of(reader)
+        _, headers, _ = await answer_of(reader)
+    assert headers[ADMITTER_HEADER] == str(Slot(tmp_path, 7).decider_socket)
+    assert SLOT_HEADER not in headers
     assert desk.asked[0].body is None and desk.asked[0].target == "/v1/completions"
 
 
@@ -174,7 +178,7 @@ async def test_authz_lets_no_header_begin_another(tmp_path):
     async with talking(ScriptedDesk(go), tmp_path) as (reader, writer):
         writer.write(question())
         status, headers, _ = await answer_of(reader)
-        assert status == 200 and list(headers) == ["x-a"]
+        assert status == 200 and list(headers) == ["x-a", SLOT_HEADER]
 
 
 async def test_authz_answers_500_when_a_decision_crashes(tmp_path):
@@ -203,7 +207,8 @@ async def test_authz_names_an_answer_that_envoy_did_not_read(tmp_path):
         writer.write(question())
         await answer_of(reader)
         writer.close()
-        await until(lambda: desk.lost == [GO])
+        await until(lambda: desk.lost)
+    assert [one.client for one in desk.lost] == [GO.client]
 
 
 async def test_authz_holds_an_answer_for_read_when_more_follows(tmp_path, monkeypatch):
@@ -265,8 +270,9 @@ async def test_authz_closes_on_what_is_no_question(tmp_path, sent):
 async def test_authz_closes_its_connections_at_its_end(tmp_path):
     desk = ScriptedDesk()
     desk.hold.clear()
-    async with AuthzServer(desk.decide, desk, tmp_path / "s", 1024):
-        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+    slot = Slot(tmp_path, 7)
+    async with AuthzServer(desk.decide, desk, slot, 1024):
+        reader, writer = await asyncio.open_unix_connection(str(slot.decider_socket))
         writer.write(question())
         await until(lambda: desk.asked)
     await closes(reader)

@@ -96,7 +96,7 @@ PATHS = {
 
 async def test_paths_are_those_that_are_listed():
     async with open_door() as door:
-        places = {"server": door.servers[0].heard, "face": door.face.heard}
+        places = {"server": door.servers[0].heard, "face": door.faces[0].heard}
         for path, who in PATHS.items():
             for heard in (*places.values(), door.decider.heard):
                 heard.clear()
@@ -297,8 +297,8 @@ async def test_without_a_decider_it_refuses():
         assert json.loads(got.body)["error"]["type"] == "overloaded_error"
         # What is ours is still answered, and a decider that comes back is found.
         assert (await door.ask("/v1/nodes")).body == b"face"
-        door.spec.decider_socket.unlink(missing_ok=True)
-        await door.decider.listen(door.spec.decider_socket)
+        door.spec.slots[0].decider_socket.unlink(missing_ok=True)
+        await door.decider.listen(door.spec.slots[0].decider_socket)
         assert (await door.ask()).status == 200
 
 
@@ -307,8 +307,8 @@ async def test_a_request_waits_for_a_decider_that_starts_again():
         await door.decider.close()
         asking = asyncio.create_task(door.ask())
         await asyncio.sleep(0.02)
-        door.spec.decider_socket.unlink(missing_ok=True)
-        await door.decider.listen(door.spec.decider_socket)
+        door.spec.slots[0].decider_socket.unlink(missing_ok=True)
+        await door.decider.listen(door.spec.slots[0].decider_socket)
         assert (await asking).status == 200
 
 
@@ -341,7 +341,7 @@ async def test_ends_and_failed_attempts_are_told():
 
     async with (
         open_door((lambda heard: Answer(cut=True), None)) as door,
-        Ends(door.spec.events_socket, ended.put_nowait, failed.put_nowait, print),
+        Ends(door.spec.slots[0].events_socket, ended.put_nowait, failed.put_nowait, print),
         asyncio.timeout(20),
     ):
         door.send_to(0, 1)
@@ -383,7 +383,7 @@ async def test_a_stream_that_goes_on_is_told(monkeypatch):
 
     async with (
         open_door((lambda heard: Answer(chunks=slow()),)) as door,
-        Ends(door.spec.events_socket, ended.put_nowait, print, going.put_nowait),
+        Ends(door.spec.slots[0].events_socket, ended.put_nowait, print, going.put_nowait),
         asyncio.timeout(20),
     ):
         asking = asyncio.create_task(door.ask())

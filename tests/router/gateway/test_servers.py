@@ -15,6 +15,7 @@ from router.gateway.spec import (
     DECIDE,
     EVENTS_HEADER,
     FIRST,
+    SLOT_HEADER,
     TAIL,
     TOLD_HEADER,
     Bounds,
@@ -25,6 +26,8 @@ from tests.router.gateway.door import CHAT, Answer, open_door
 
 ELSEWHERE = Answer(503, {RETRY_HEADER: "elsewhere"}, b'{"error": "draining"}')
 CUT = Answer(cut=True)
+# What every server sees of ours.
+OURS = {TO_ID_HEADER, SLOT_HEADER}
 
 
 def named(name):
@@ -224,7 +227,7 @@ async def test_a_retry_never_carries_another_servers_key_or_prefix():
         mine = (path, door.endpoints[2].address, "Bearer mine", "mine")
         assert seen(door.servers[2]) == [mine]
         heard = [name for server in door.servers for one in server.heard for name in one.headers]
-        assert not {name for name in heard if name.startswith("x-kappa-to-")} - {TO_ID_HEADER}
+        assert not {name for name in heard if name.startswith("x-kappa-to-")} - OURS
 
 
 async def test_keys_that_are_ours_reach_no_server_of_anybody():
