@@ -66,7 +66,8 @@ class WorkerPlan:
     peers: engines take blocks from each other's host tiers; nixl: they hand prompts over by vLLM's
     connector. graphs: those of CUDA that the engine
     was read back to run by. front_secret: what fronts show at the worker's own HTTP port; empty:
-    it has none. drain_s: what requests there get to end when it is taken away."""
+    it has none. drain_s: what requests there get to end when it is taken away. silent_s: a
+    replica of which no thread runs for so long is ended."""
 
     nodes: tuple[NodeProfile, ...]
     served: ModelShape
@@ -99,6 +100,7 @@ class WorkerPlan:
     graphs: str = ""
     front_secret: str = ""
     drain_s: float = 60.0
+    silent_s: float = 10.0
 
     def node(self, rank: int) -> NodeProfile:
         return self.nodes[rank % len(self.nodes)]

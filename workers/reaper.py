@@ -1,12 +1,15 @@
 """Ends what must not outlive something. A replica whose engine is dead, or hangs, ends itself: Ray
-sees a dead process sooner than a sick one. And a process that an engine started goes with its
-replica, killed or not."""
+sees a dead process sooner than a sick one. One that cannot even do that is ended by its fence. And
+a process that an engine started goes with its replica, killed or not."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -27,6 +30,22 @@ _STARTED_FIELD = 19  # of /proc/PID/stat, after the command's name
 _HANG_S = 120.0
 _HANG_STEPS = 10.0
 _LONGEST_LOOK_S = 5.0
+_BEAT_S = 0.5
+# It counts seconds in which it ran itself: a machine that slept is nobody's fault. Without imports
+# beyond these it is a process of some 8 MB.
+_FENCE = """
+import os, select, signal, sys
+owner, most, silent = os.pidfd_open(int(sys.argv[1])), int(sys.argv[2]), 0
+poller = select.poll()
+for one in (0, owner):
+    poller.register(one, select.POLLIN)
+while silent < most:
+    ready = [one for one, _ in poller.poll(1000)]
+    if owner in ready or (ready and not os.read(0, 4096)):
+        sys.exit()
+    silent = 0 if ready else silent + 1
+signal.pidfd_send_signal(owner, signal.SIGKILL)
+"""
 
 
 class EngineHungError(RuntimeError):
@@ -85,6 +104,32 @@ async def watch_engine(
             await asyncio.sleep(last_words_s)
             end(1)
             return
+
+
+def fence(patience_s: float) -> threading.Thread | None:
+    """Have this process killed once none of its threads has run for so long: its connections stand
+    until then, and what waits there would wait for an answer that cannot come. A busy event loop,
+    or engine, does not count: the thread that shows life needs a moment of the interpreter every
+    now and then. None where there is no pidfd (not Linux)."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    seconds = str(max(round(patience_s), 1))
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _FENCE, str(os.getpid()), seconds],
+        stdin=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+    def beat() -> None:
+        assert keeper.stdin is not None
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(keeper.stdin.fileno(), b".")
+                time.sleep(_BEAT_S)
+        log.error("fence_gone", status=keeper.wait())
+
+    thread = threading.Thread(target=beat, name="kappa-fence", daemon=True)
+    thread.start()
+    return thread
 
 
 def own_engines() -> None:

@@ -29,7 +29,14 @@ from workers.http_port import WorkerPort
 from workers.identity import Profile, ReplicaId, WorkerPlan, announce, configure_vllm
 from workers.measuring import Measuring
 from workers.power import power_reporter
-from workers.reaper import HangWatch, hang_patience_s, own_engines, process_age_s, watch_engine
+from workers.reaper import (
+    HangWatch,
+    fence,
+    hang_patience_s,
+    own_engines,
+    process_age_s,
+    watch_engine,
+)
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
 from workers.vllm.arguments import LMCACHE, STOCK_TIER, Endpoints, EngineTier
@@ -151,6 +158,7 @@ class KappaServer(Measuring, LLMServer):
         """Serve the engine's application on a port of this worker's own."""
         assert self.engine is not None
         app = await self.engine.build_asgi_app()
+        fence(self._plan.silent_s)
         in_flight, secret = self._stream.in_flight, self._plan.front_secret
         own = {PROFILE_PATH: self.profile}
         return WorkerPort(WorkerGate(app, secret, in_flight, self.check_health, own), host)

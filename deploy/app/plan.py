@@ -185,7 +185,10 @@ def pool_deployment(
         **({"placement_group_bundle_label_selector": [labels]} if labels else {}),
     )
     plan = worker_plan(settings, pool, model, stream_host)
-    plan = replace(plan, front_secret=front_secret, drain_s=pool.drain_s)
+    plan = replace(
+        plan, front_secret=front_secret, drain_s=pool.drain_s,
+        silent_s=settings.router.stale_after_s,
+    )  # fmt: skip
     return deployed.bind(llm_config=config, plan=plan)
 
 

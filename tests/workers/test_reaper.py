@@ -132,3 +132,30 @@ def test_patience_is_two_minutes_and_ten_of_the_longest_steps_and_loads():
     # Reading 3 contexts and a budget, (1100 + 1000 + 1000) x 0.001 s, is longer than computing
     # 100 x 0.01 s: a step of 3.1 + 0.5 s. A load: 1000 x 50 / 10^4 = 5 s. Both four times as long.
     assert hang_patience_s(said) == pytest.approx(120 + 10 * 4 * (3.6 + 5.0))
+
+
+FENCED = """
+import sys
+from workers.reaper import fence
+thread = fence(2.0)
+print("fenced", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Linux facility")
+def test_a_fence_ends_a_process_that_is_stopped():
+    owner = subprocess.Popen(
+        [sys.executable, "-c", FENCED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout.readline() == "fenced\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            owner.wait(4.0)
+        owner.send_signal(signal.SIGSTOP)
+        assert owner.wait(_PATIENCE_S) == -signal.SIGKILL
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdin.close()
+        owner.stdout.close()
