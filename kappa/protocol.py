@@ -72,8 +72,8 @@ TO_DROP_HEADER = "x-kappa-to-drop"
 TO_SECRET_HEADER = "x-kappa-to-secret"
 # In a worker's 429 or 503: nothing was computed, and the request may be tried at another.
 RETRY_HEADER = "x-kappa-retry"
-# Of a worker's port, for its decider: measure the machine again.
-PROFILE_PATH = "/kappa/profile"
+# Of a worker's port, for its decider: measure the machine again; end what an engine that hangs has.
+PROFILE_PATH, GIVE_UP_PATH = "/kappa/profile", "/kappa/give-up"
 
 # Charges are kept of so many tenants, here and in whatever adds them up.
 MAX_TENANTS = 1024

@@ -4,9 +4,9 @@ Only the cluster's fronts may ask: each request carries the cluster's secret. Wh
 comes in headers (`kappa.protocol`): fields that the body gets (tenant, weight, charges, expected
 tokens, salt, priority), and names of fields that it loses. No client can send these headers, since
 the front removes them. The gate counts a request from its arrival to its end, so that every router
-learns of it, and answers for an engine that drains or died: with 503 and a header that says whether
-the request may be tried at another worker. One that was alone in an engine that died may have
-killed it, and is not passed on.
+learns of it, and answers for an engine that drains, died, or stands still, as a front found
+(`GIVE_UP_PATH`): with 503 and a header that says whether the request may be tried at another
+worker. One that was alone in an engine that died may have killed it, and is not passed on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import structlog
 
 from kappa.protocol import (
     ERROR_EVENT,
+    GIVE_UP_PATH,
     RETRY_HEADER,
     TO_BODY_HEADER,
     TO_DROP_HEADER,
@@ -88,6 +89,7 @@ class WorkerGate:
         self.open = 0
         """Requests that are being answered."""
         self._died_among = 0
+        self._answering: set[asyncio.Timeout] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request of a front."""
@@ -104,6 +106,9 @@ class WorkerGate:
         own = self._own.get(scope["path"])
         if own is not None:
             await _send_json(send, 200, json.dumps(await own()).encode())
+            return
+        if scope["path"] == GIVE_UP_PATH:
+            await _answer(send, 200, f"gave up {self.give_up()} requests")
             return
         if self.draining:
             await _answer(send, 503, _LEAVES, retry=True)
@@ -129,8 +134,11 @@ class WorkerGate:
         tally = generated.begin()
         self.open += 1
         reply = _GateReply(send, self._died)
+        given_up = asyncio.timeout(None)
         try:
-            await self._app(scope, _replayed(body, receive), reply)
+            async with given_up:
+                self._answering.add(given_up)
+                await self._app(scope, _replayed(body, receive), reply)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -138,6 +146,7 @@ class WorkerGate:
             log.error("request_crashed", error=type(error).__name__, request_id=request_id)
             await reply.broke(await self._died())
         finally:
+            self._answering.discard(given_up)
             self.open -= 1
             self._in_flight.ended(request_id, tally.tokens)
 
@@ -152,6 +161,15 @@ class WorkerGate:
         except Exception:  # What else makes a worker unfit is said by its health.
             return True
         return None
+
+    def give_up(self) -> int:
+        """End what is open, since the engine stands still: what has not begun may be tried
+        elsewhere, begun streams end with an error event. How many there were."""
+        now_s, given_up = asyncio.get_running_loop().time(), self._answering
+        self._answering = set()
+        for one in given_up:
+            one.reschedule(now_s)
+        return len(given_up)
 
     async def drained(self, within_s: float) -> int:
         """Take no more requests and wait for those that are open; how many are left then."""

@@ -29,8 +29,12 @@ def front_door_spec(settings: ClusterSettings, folder: Path) -> GatewaySpec:
         settings.http, settings.access, folder=folder, decided=DECIDED, own=own_paths(names),
         max_body_bytes=settings.router.max_body_bytes, foreign=False,
     )  # fmt: skip
-    # A first token may take so long.
-    return replace(spec, bounds=replace(spec.bounds, silent_s=settings.router.request_timeout_s))
+    # A first token may take so long; who is silent is lost.
+    router = settings.router
+    bounds = replace(
+        spec.bounds, silent_s=router.request_timeout_s, lost_s=router.stale_after_s
+    )  # fmt: skip
+    return replace(spec, bounds=bounds)
 
 
 class FrontDoor:

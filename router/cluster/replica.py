@@ -69,7 +69,7 @@ class KappaDecider(ClusterFace):
         self._ports = scene.ports
         rule = DeciderRule(
             router.max_queue, router.max_body_bytes, access.body_timeout_s,
-            router.request_timeout_s, router.request_timeout_s, UNHEARD_S, foreign=False,
+            unheard_s=UNHEARD_S, foreign=False, late_s=router.failover.stall_after_s,
         )  # fmt: skip
         decider = Decider(scene, door, rule)
         if spec.deciders > 1:

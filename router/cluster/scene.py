@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import structlog
 from starlette.datastructures import Headers
 
 from kappa.host import Lock
-from kappa.protocol import PROMPT_KEY, TO_BODY_HEADER, TO_DROP_HEADER
+from kappa.protocol import GIVE_UP_PATH, PROMPT_KEY, TO_BODY_HEADER, TO_DROP_HEADER
 from kappa.settings.engine import TransferSettings
 from router.api import errors
 from router.api.app import Inbound
@@ -34,9 +35,9 @@ from router.gateway.endpoints import EndpointsFile, shared_addresses
 from router.gateway.known import KnownServers
 from router.gateway.process import Gateway
 from router.gateway.scene import Asked, Reading, Used
-from router.gateway.spec import TRY_HEADER, GatewaySpec, ServerEndpoint
+from router.gateway.spec import GatewaySpec, ServerEndpoint
 from router.live.live_router import LiveRouter
-from router.live.membership import DIED, ENGINE_DIED
+from router.live.membership import DIED, ENGINE_DIED, STALLED
 
 log = structlog.get_logger(__name__)
 
@@ -44,8 +45,6 @@ log = structlog.get_logger(__name__)
 _MOST_SET_BYTES = 1000 << 10
 _LOOK_S, _LOOK_AGAIN_S = 10.0, 1.0
 _HEALTH_S = 2.0
-# A time-out of 0 would be none.
-_LEAST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +82,8 @@ class ClusterScene(KnownServers):
         self.ports = WorkerPorts(self._port, secret)
         timeout_s = path.settings.request_timeout_s
         self._prefill = PrefillElsewhere(self.ports, transfer, timeout_s)
+        self._giving_up: dict[str, asyncio.Task[None]] = {}
+        self.live.members.waits.told = self._lost
 
     def _port(self, worker: str) -> str:
         state = self.live.router.workers.get(worker)
@@ -167,12 +168,12 @@ class ClusterScene(KnownServers):
                 "name, or shorten it",
             )  # fmt: skip
         drops = {TO_DROP_HEADER: ",".join(flight.drops)} if flight.drops else {}
+        return {TO_BODY_HEADER: text, **drops}
+
+    def patience_s(self, flight: ClusterFlight) -> float:
+        """Until its deadline."""
         deadline = flight.api.deadline
-        late: dict[str, str] = {}
-        if deadline is not None:
-            left_s = max(deadline.at_s - time.monotonic(), _LEAST_S)
-            late[TRY_HEADER] = str(round(1e3 * min(left_s, self._path.settings.request_timeout_s)))
-        return {TO_BODY_HEADER: text, **drops, **late}
+        return math.inf if deadline is None else max(deadline.at_s - time.monotonic(), 0.0)
 
     def arrived(self, flight: ClusterFlight, request: RouteRequest, at: str) -> None:
         """Nothing: `Flights` decides about every attempt."""
@@ -199,6 +200,20 @@ class ClusterScene(KnownServers):
         if answer.status == 503:
             self.live.members.failed(worker, ENGINE_DIED)
         return answer.status != 503
+
+    def _lost(self, worker: str, why: str) -> None:
+        """Its begun streams are to end. One that answers nothing at all ends itself."""
+        if why == STALLED and worker not in self._giving_up:
+            self._giving_up[worker] = asyncio.create_task(self._give_up(worker))
+
+    async def _give_up(self, worker: str) -> None:
+        try:
+            await self.ports.ask(worker, GIVE_UP_PATH, _HEALTH_S, b"")
+        except (TimeoutError, OSError) as error:
+            log.warning("worker_not_told", worker=worker, error=repr(error))
+        finally:
+            await asyncio.sleep(_HEALTH_S)
+            del self._giving_up[worker]
 
     def ended(self, flight: ClusterFlight, end: str) -> None:
         """It is over at its worker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -114,6 +115,10 @@ class FrontScene(KnownServers):
             return None
         self.front.used(flight, usage)
         return Used(usage.prompt_tokens, usage.completion_tokens)
+
+    def patience_s(self, flight: Flying) -> float:
+        """Not known: deadlines are the servers'."""
+        return math.inf
 
     async def lives(self, worker: str) -> bool:
         """As `Backend.lives`."""

@@ -1,5 +1,7 @@
 -- Before each attempt at a server but the first: a request that some server may have begun to
--- compute goes on only if the decider that sent it there says so. What it says instead is the client's answer.
+-- compute goes on only if the decider that sent it there says so. What it says instead is the
+-- client's answer. A worker of ours that is only late goes on meanwhile, and the decider answers
+-- once it is lost.
 local PASSED_ON = { "x-kappa-to-id", "x-request-id", "x-envoy-attempt-count" }
 
 function envoy_on_request(handle)
@@ -13,10 +15,9 @@ function envoy_on_request(handle)
   for _, name in ipairs(PASSED_ON) do
     question[name] = headers:get(name)
   end
-  local answer, body = handle:httpCall(OF_SLOT .. slot, question, "", DECIDE_MS)
+  local answer, body = handle:httpCall(OF_SLOT .. slot, question, "", ANSWER_MS)
+  headers = handle:headers() -- Those of before are out of reach after a wait.
   if answer[":status"] == "200" then
-    -- What was taken of the handle before the call is of no use after it.
-    headers = handle:headers()
     for name, value in pairs(answer) do
       if name:sub(1, 11) == "x-kappa-to-" then
         headers:replace(name, value)
@@ -25,6 +26,9 @@ function envoy_on_request(handle)
     return
   end
   if answer["content-type"] ~= "application/json" then
+    if headers:get("x-envoy-is-timeout-retry") == "true" then
+      return -- The first attempt goes on, too; to answer here would end it.
+    end
     answer = { [":status"] = "503", ["content-type"] = "application/json", ["retry-after"] = "1" }
     body = AWAY
   end

@@ -311,6 +311,7 @@ def _host(spec: GatewaySpec) -> Json:
         "name": "front",
         "domains": ["*"],
         "include_request_attempt_count": True,
+        "include_is_timeout_retry_header": True,
         "response_headers_to_remove": [RETRY_HEADER],
         "routes": [*decided, *own, nowhere],
     }
@@ -323,7 +324,7 @@ def _decided(spec: GatewaySpec, path: str) -> list[Json]:
     removed += ["proxy-authorization", ADMITTER_HEADER]
     chosen = {
         "match": {"path": path},
-        "route": _to_servers("reset," + _RETRY_ON),
+        "route": _to_servers("reset," + _RETRY_ON, hedged=not spec.foreign),
         "request_headers_to_remove": removed,
     }
     if spec.decider_away == "refuse":
@@ -340,9 +341,12 @@ def _decided(spec: GatewaySpec, path: str) -> list[Json]:
     return [chosen, {**chosen, "match": {"path": path}, "route": any_open}]
 
 
-def _to_servers(retry_on: str) -> Json:
-    """Retries follow the list, as far as `again.lua` is told that they may."""
+def _to_servers(retry_on: str, *, hedged: bool = False) -> Json:
+    """Retries follow the list, as far as `again.lua` is told that they may. hedged: what is late is
+    asked about while it goes on; whichever attempt answers first is the client's."""
+    hedge = {"hedge_policy": {"hedge_on_per_try_timeout": True}} if hedged else {}
     return {
+        **hedge,
         "cluster": SERVERS,
         "timeout": "0s",
         "auto_host_rewrite": True,

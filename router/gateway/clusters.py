@@ -167,6 +167,7 @@ def _servers(spec: GatewaySpec, away: str) -> Json:
             "healthy_panic_threshold": {"value": 0},
         },
         "circuit_breakers": _breakers(spec),
+        **_until_lost(spec.bounds.lost_s),
         **_transport(spec),
         "typed_extension_protocol_options": {
             _HTTP: {
@@ -176,6 +177,21 @@ def _servers(spec: GatewaySpec, away: str) -> Json:
                 "http_filters": _attempt_filters(spec, away),
             }
         },
+    }
+
+
+def _until_lost(lost_s: float) -> Json:
+    """Of a machine that is gone nothing comes: its connections end when for so long none of their
+    bytes (Linux' TCP_USER_TIMEOUT), and no probe, was acknowledged."""
+    unacknowledged = {"level": 6, "name": 18, "int_value": round(1000 * lost_s)}
+    probes = {
+        "keepalive_time": max(round(lost_s / 2), 1),
+        "keepalive_interval": max(round(lost_s / 6), 1),
+        "keepalive_probes": 3,
+    }
+    return {
+        "upstream_bind_config": {"socket_options": [{**unacknowledged, "state": "STATE_PREBIND"}]},
+        "upstream_connection_options": {"tcp_keepalive": probes},
     }
 
 
@@ -225,10 +241,10 @@ def _transport(spec: GatewaySpec) -> Json:
 
 def _attempt_filters(spec: GatewaySpec, away: str) -> list[Json]:
     """What is done for each attempt, once its server is chosen."""
-    decide_ms = round(spec.bounds.decide_s * 1000)
+    answer_s = spec.bounds.decide_s if spec.foreign else spec.bounds.silent_s
     again = lua(
-        "again", "again.lua", AGAIN=AGAIN, DECIDE_MS=decide_ms, AWAY=away, SLOT_HEADER=SLOT_HEADER,
-        OF_SLOT=f"{DECIDER}-",
+        "again", "again.lua", AGAIN=AGAIN, ANSWER_MS=round(answer_s * 1000), AWAY=away,
+        SLOT_HEADER=SLOT_HEADER, OF_SLOT=f"{DECIDER}-",
     )  # fmt: skip
     if spec.foreign:
         of_server = {"x-kappa-to-key": "key", "x-kappa-to-prefix": "prefix"}

@@ -41,6 +41,8 @@ _DIGEST_BYTES = 32 << 10
 # Bodies that are buffered at a time, in parts; one of unknown length has as many as the longest.
 _PART_BYTES, _BUFFERED_BYTES = 4 << 20, 256 << 20
 _LATE_S = 5.0
+# A time-out of 0 would be none.
+_LEAST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class DeciderRule:
     """max_queue: requests open at a time; max_body_bytes, body_s: of one request's body, and until
     it is there; first_byte_s: a streamed answer that has not begun by then is sought elsewhere,
     another within answer_s; unheard_s: a request of which Envoy says nothing for so long is over;
-    foreign: the servers tell nothing, so Envoy tells how answers end."""
+    foreign: the servers tell nothing, so Envoy tells how answers end. late_s: of others, what has
+    not begun by then is asked about, and goes on meanwhile."""
 
     max_queue: int = 4096
     max_body_bytes: int = 64 << 20
@@ -57,6 +60,7 @@ class DeciderRule:
     answer_s: float = 600.0
     unheard_s: float = 180.0
     foreign: bool = True
+    late_s: float = 5.0
 
 
 @dataclass(slots=True)
@@ -78,8 +82,9 @@ class Decider(Generic[F]):
         self._coming: dict[str, _Coming] = {}
         self._deciding: set[str] = set()
         self.flights = Flights(
-            scene, self._places.leave, tails=rule.foreign, unheard_s=rule.unheard_s
-        )
+            scene, self._places.leave, tails=rule.foreign, unheard_s=rule.unheard_s,
+            late_s=None if rule.foreign else rule.late_s,
+        )  # fmt: skip
 
     # -- questions ----------------------------------------------------------------------------
 
@@ -214,7 +219,7 @@ class Decider(Generic[F]):
             time.monotonic(), asked.digest, anthropic=asked.path in MESSAGES_PATHS,
             counts=asked.path in scene.priced,
             repeatable=reading.repeatable, streamed=reading.streamed,
-            has_deadline=DEADLINE_HEADER in asked.headers,
+            has_deadline=DEADLINE_HEADER in asked.headers, sent_s=time.monotonic(),
         )  # fmt: skip
 
     def _go(self, asked: Asked, aloft: Aloft[F]) -> Go:
@@ -222,6 +227,8 @@ class Decider(Generic[F]):
         rule, flight, name = self._rule, aloft.flight, asked.request_id
         addresses = map(self._scene.address, aloft.servers)
         allowed_s = rule.first_byte_s if aloft.streamed else rule.answer_s
+        if not rule.foreign:
+            allowed_s = max(min(rule.late_s, self._scene.patience_s(flight)), _LEAST_S)
         upstream = {
             ENDPOINT_HEADER: self._scene.address(flight.via) if flight.via else ",".join(addresses),
             TO_ID_HEADER: name,

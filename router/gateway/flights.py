@@ -8,6 +8,7 @@ whether the next may be tried.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from router.gateway.authz import Go, Verdict, refusal
 from router.gateway.events import StreamEnd
 from router.gateway.scene import F, Scene, Used
 from router.live.live_router import LiveRouter
+from router.live.membership import DIED, SILENT, STALLED
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +40,11 @@ _EVENT_BYTES = 200
 _FAILURE_S = 0.5
 # The end of a foreign server's answer comes by another way than the log, and may be later.
 _TAIL_S = 0.25
+# So may a worker's report, which is on its way within milliseconds unless the worker is busy.
+_REPORT_S = 2.0
 _SWEEP_S = 10.0
+# Why a worker is given up that nobody takes for dead; and its client's own patience.
+_UNWELL, _OVERDUE = (SILENT, STALLED), "deadline"
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +52,8 @@ class Aloft(Generic[F]):
     """A request that went on. request: without its tokens; servers: in the order in which they are
     tried; heard_s: by the monotonic clock; digest: names its content. counts: its failures are its
     server's; repeatable: it may be done twice; has_deadline: being late may be its client's own
-    wish. begun: its first token came; tail: how its answer ended; ended_as: how it ended at its
-    server, once that is known before its end."""
+    wish; sent_s: when it was decided for its server. begun: its first token came; tail: how its
+    answer ended; ended_as: how it ended at its server, once that is known before its end."""
 
     request_id: str
     tenant: Tenant
@@ -62,6 +68,7 @@ class Aloft(Generic[F]):
     repeatable: bool = True
     streamed: bool = False
     has_deadline: bool = False
+    sent_s: float = 0.0
     begun: bool = False
     tail: bytes | None = None
     used: Used | None = None
@@ -76,10 +83,10 @@ class Aloft(Generic[F]):
         self.failures.append(failure)
         self._failed.set()
 
-    async def failure(self, attempt: int) -> StreamEnd | None:
+    async def failure(self, attempt: int, within_s: float | None) -> StreamEnd | None:
         """How that attempt failed, the first being 1; None: Envoy does not say so in time."""
         try:
-            async with asyncio.timeout(_FAILURE_S):
+            async with asyncio.timeout(within_s):
                 while len(self.failures) < attempt:
                     self._failed.clear()
                     await self._failed.wait()
@@ -129,15 +136,20 @@ class Flights(Generic[F]):
         left: called with the id of each that has ended.
         tails: whether Envoy tells how answers end, which foreign servers do not.
         unheard_s: one of which Envoy says nothing for so long is over.
+        late_s: one without a first byte for so long Envoy asks about, while its server goes on;
+            None: it gives that up.
     """
 
     def __init__(
-        self, scene: Scene[F], left: Callable[[str], None], *, tails: bool, unheard_s: float
-    ) -> None:
+        self, scene: Scene[F], left: Callable[[str], None], *, tails: bool, unheard_s: float,
+        late_s: float | None = None,
+    ) -> None:  # fmt: skip
         self._scene, self._live, self._left = scene, scene.live, left
-        self._tails, self._unheard_s = tails, unheard_s
+        self._tails, self._unheard_s, self._late_s = tails, unheard_s, late_s
         self._aloft: dict[str, Aloft[F]] = {}
         self._asking: set[asyncio.Task[None]] = set()
+        if not tails:
+            self._live.finished = self._reported
 
     def __len__(self) -> int:
         return len(self._aloft)
@@ -161,19 +173,51 @@ class Flights(Generic[F]):
         """Whether a request that a server has failed may go to the next of its list.
 
         What may have killed an engine by itself goes to no other; nor does what must not be done
-        twice, once it reached a server.
+        twice, once it reached a server. What is only late stays where it is until that is lost.
         """
         aloft = self._aloft.get(request_id)
         if aloft is None or attempt < 2:
             return Go()  # Another decider's, which is no more: nothing is known against it.
-        failure = await aloft.failure(attempt - 1)
+        failure, why = await self._fate(aloft, attempt - 1)
         try:
-            await self._check(aloft, failure)
-            self._next(aloft, failure, attempt)
+            if why in _UNWELL:
+                end = "timeout"
+            elif why == _OVERDUE:
+                end = "deadline"
+            else:
+                await self._check(aloft, failure)
+                end = "worker_died" if failure is None else aloft.outcome(failure)
+            self._next(aloft, end, why or end, attempt)
         except ApiError as error:
             log.warning("request_not_passed_on", request_id=request_id, code=error.code)
             return refusal(error, anthropic=aloft.anthropic)
         return Go(self._scene.headers(aloft.flight))
+
+    async def _fate(self, aloft: Aloft[F], attempt: int) -> tuple[StreamEnd | None, str]:
+        """What became of an attempt that was asked about: how it failed, or why it is not waited
+        for any more, in one word. Envoy cancels this where it answers after all."""
+        live, worker = self._live, aloft.flight.decision.worker
+        left_s = self._scene.patience_s(aloft.flight)
+        late_s = math.inf if self._late_s is None else min(self._late_s, left_s)
+        late = time.monotonic() - aloft.sent_s >= late_s
+        failure = await aloft.failure(attempt, _FAILURE_S)
+        if failure is not None or not late:
+            return failure, ""
+        if live.members.get(worker) is None:
+            return None, DIED
+        wait = live.members.waits.begin(worker)
+        failing = asyncio.create_task(aloft.failure(attempt, None))
+        losing = asyncio.create_task(wait.lost())
+        try:
+            bound_s = left_s if left_s < math.inf else None
+            await asyncio.wait({failing, losing}, timeout=bound_s, return_when="FIRST_COMPLETED")
+            if failing.done():
+                return failing.result(), ""
+            return None, losing.result() if losing.done() else _OVERDUE
+        finally:
+            failing.cancel()
+            losing.cancel()
+            live.members.waits.end(worker, wait)
 
     async def _check(self, aloft: Aloft[F], failure: StreamEnd | None) -> None:
         """Find out what became of the server that failed; ApiError if no other may be tried."""
@@ -187,11 +231,11 @@ class Flights(Generic[F]):
             why = "the one that had the request failed"
             raise errors.NO_WORKER(why=why, retry_after_s=live.retry_after_s())
 
-    def _next(self, aloft: Aloft[F], failure: StreamEnd | None, attempt: int) -> None:
-        """It is tried at another server; raises ApiError 503 if that is gone, too."""
+    def _next(self, aloft: Aloft[F], end: str, why: str, attempt: int) -> None:
+        """It ended so at one server, and is tried at another; raises ApiError 503 if that is gone,
+        too."""
         live, servers = self._live, aloft.servers
-        end = "worker_died" if failure is None else aloft.outcome(failure)
-        live.retried(aloft.request_id, end)
+        live.retried(aloft.request_id, why)
         self._scene.ended(aloft.flight, end)
         aloft.ended_as = "unsent"  # unless it is taken there
         others = frozenset(live.router.workers) - {servers[min(attempt, len(servers)) - 1]}
@@ -200,7 +244,7 @@ class Flights(Generic[F]):
             aloft.flight = self._scene.decide(again, aloft.tenant.name)
         except NoWorkerError as error:
             raise errors.NO_WORKER(why=error, retry_after_s=live.retry_after_s()) from None
-        aloft.ended_as = ""
+        aloft.ended_as, aloft.sent_s = "", time.monotonic()
 
     # -- answers ------------------------------------------------------------------------------
 
@@ -249,11 +293,26 @@ class Flights(Generic[F]):
             self._asking.add(asked := asyncio.create_task(self._after_death(aloft)))
             asked.add_done_callback(self._asking.discard)
             return
-        told = not self._tails or aloft.tail is not None or end.client_gone or end.status >= 400
-        if told or not end.upstream:
+        if self._tails:
+            told, bound_s = aloft.tail is not None or end.client_gone, _TAIL_S
+        else:
+            told = end.broken or end.late or self._scene.used(aloft.flight, b"") is not None
+            bound_s = _REPORT_S
+        if told or end.status >= 400 or not end.upstream:
             self._end(end.request_id)
         else:
-            asyncio.get_running_loop().call_later(_TAIL_S, self._end, end.request_id)
+            asyncio.get_running_loop().call_later(bound_s, self._end_of, aloft)
+
+    def _reported(self, request_id: str) -> None:
+        """Its worker said what it took: exact, where the log was sooner."""
+        aloft = self._aloft.get(request_id)
+        if aloft is not None and aloft.end is not None and not aloft.end.status >= 400:
+            self._end(request_id)
+
+    def _end_of(self, aloft: Aloft[F]) -> None:
+        """Unless it ended meanwhile, and another has its id."""
+        if self._aloft.get(aloft.request_id) is aloft:
+            self._end(aloft.request_id)
 
     async def _after_death(self, aloft: Aloft[F]) -> None:
         """A worker of ours did not serve it and did not say that others may: it ends once it is

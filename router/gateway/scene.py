@@ -108,6 +108,10 @@ class Scene(Protocol[F]):
         """Learn from the end of an answer; what it says that it took."""
         ...
 
+    def patience_s(self, flight: F) -> float:
+        """For how long its client still waits for a first byte, by its own wish."""
+        ...
+
     async def lives(self, worker: str) -> bool:
         """Find out whether a server that failed a request is alive; one that is not is taken for
         dead from now on."""

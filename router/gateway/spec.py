@@ -56,6 +56,8 @@ class Bounds:
     idle_s: float = 60.0
     silent_s: float = 600.0
     connect_s: float = 2.0
+    # A connection to a server whose machine acknowledges nothing.
+    lost_s: float = 10.0
     # The decider's own bound ends its waiting sooner; this one is for a decider that hangs.
     decide_s: float = 60.0
     connections: int = 10_000

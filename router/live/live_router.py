@@ -69,6 +69,8 @@ class LiveRouter:
         self.kappa_eff: dict[str, float | None] = {}
         self.changed = asyncio.Event()
         """Set when a worker joins or leaves."""
+        self.finished: Callable[[str], None] = lambda request_id: None
+        """Called with each request of ours that a worker reports to be over, after its tokens."""
         # By worker: prompt tokens by where they came from, since it joined.
         self.prompt_tokens: dict[str, Counter[str]] = {}
         # The machine's clock may be set while we run; what is expected must not jump with it.
@@ -359,6 +361,7 @@ class LiveRouter:
             record = self.records.of(request_id, worker)
             if record is not None:
                 record.generated_tokens = report.generated.get(request_id, 0)
+                self.finished(request_id)
         self.metrics.reported(report, node.name, paced=node.source == "paced")
         gained = self.charges.report(worker, report.charges, report.time_s, report.steps_total)
         for tenant, charge in gained.items():

@@ -377,8 +377,9 @@ class Membership:
         if state is None or state.report is None or not state.report.steps_total:
             return
         progress, wait_s = progress_of(state.report), self._router.longest_wait_s(worker)
-        # Behind Envoy no stream passes here: who is without a first token is all that is known.
-        busy = wait_s > 0.0 or self.waits.on(worker)
+        # Behind Envoy no stream passes here: it is known who is without a first token, and how many
+        # the engine said to be at work on.
+        busy = wait_s > 0.0 or self.waits.on(worker) or state.report.running > 0
         stalled_s = member.stalled_s(progress, busy=busy, now_s=awake_s)
         if member.stalled_at not in (None, progress):
             member.stalled_at, now_s = None, self._clock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -37,6 +37,18 @@ class Wait:
         finally:
             self._scope = None
 
+    async def lost(self) -> str:
+        """Wait until the worker is lost; how that was noticed."""
+        try:
+            if not self._why:
+                async with asyncio.timeout(None) as self._scope:
+                    await asyncio.get_running_loop().create_future()
+        except TimeoutError:
+            pass
+        finally:
+            self._scope = None
+        return self._why
+
     @property
     def waiting(self) -> bool:
         return self._scope is not None
@@ -50,9 +62,11 @@ class Wait:
 
 
 class Waits:
-    """Who waits for which worker."""
+    """Who waits for which worker. told: called with each worker whose begun streams are to end, and
+    how that was noticed, again and again while it is so."""
 
     def __init__(self) -> None:
+        self.told: Callable[[str, str], None] = lambda worker, why: None
         self._by_worker: defaultdict[str, set[Wait]] = defaultdict(set)
 
     def __len__(self) -> int:
@@ -80,4 +94,6 @@ class Waits:
         lost = list(self._by_worker.get(worker, ()))
         for wait in lost:
             wait.lose(why)
+        if begun:
+            self.told(worker, why)
         return len(lost)

@@ -82,13 +82,13 @@ def report(live, worker, **what):
 
 
 @asynccontextmanager
-async def reporting(live, workers, steps):
+async def reporting(live, workers, steps, **what):
     """All the while these workers report the number of steps that `steps(worker)` says."""
 
     async def run():
         while True:
             for worker in workers:
-                report(live, worker, steps_total=steps(worker))
+                report(live, worker, steps_total=steps(worker), **what)
             await asyncio.sleep(0.1)
 
     task = asyncio.create_task(run())

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from kappa.protocol import (
+    GIVE_UP_PATH,
     REQUEST_ID_KEY,
     RETRY_HEADER,
     TO_BODY_HEADER,
@@ -75,7 +76,7 @@ def gate_of(engine, health=None):
     return WorkerGate(engine, SECRET, InFlight(0.0), health or Health())
 
 
-async def ask(gate, body=b"{}", secret=SECRET, parts=None, **headers):
+async def ask(gate, body=b"{}", secret=SECRET, parts=None, path="/v1/completions", **headers):
     given = [(n.replace("_", "-").encode(), v.encode()) for n, v in headers.items()]
     if secret is not None:
         given.append((TO_SECRET_HEADER.encode(), secret.encode()))
@@ -87,7 +88,7 @@ async def ask(gate, body=b"{}", secret=SECRET, parts=None, **headers):
         return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
     answer = Answer()
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": given}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": given}
     await gate(scope, receive, answer)
     return answer
 
@@ -287,3 +288,27 @@ async def test_gate_shows_an_engine_few_of_a_clients_headers():
     given = {"origin": "http://evil", "x-data-parallel-rank": "7", "cookie": "c"}
     await ask(gate_of(engine), **given, accept="*/*", **{"x-request-id": "r"})
     assert engine.headers == {b"accept": b"*/*", b"x-request-id": b"r", b"content-length": b"2"}
+
+
+async def test_gate_gives_up_what_its_engine_does_not_answer():
+    begun = asyncio.Event()
+
+    async def engine(scope, receive, send):
+        if (await receive())["body"] == b"[]":
+            await asyncio.Event().wait()
+        kind = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": kind})
+        await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+        begun.set()
+        await asyncio.Event().wait()
+
+    gate = gate_of(engine)
+    tasks = [asyncio.create_task(ask(gate, body)) for body in (b"[]", b"{}")]
+    await begun.wait()
+    assert (await ask(gate, path=GIVE_UP_PATH, secret="wrong")).status == 403
+    assert gate.open == 2
+    assert (await ask(gate, path=GIVE_UP_PATH)).status == 200
+    other, stream = [await task for task in tasks]
+    assert (other.status, other.headers[RETRY_HEADER]) == (503, "elsewhere")
+    assert stream.status == 200 and b'data: {"error"' in stream.body and stream.ended
+    assert gate.open == 0

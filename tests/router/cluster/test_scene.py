@@ -2,18 +2,21 @@
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 
 import pytest
 
 from kappa.protocol import (
     ENDPOINT_HEADER,
+    GIVE_UP_PATH,
     GPU_S_KEY,
     PROMPT_KEY,
     REQUEST_ID_KEY,
     TENANT_KEY,
     TO_BODY_HEADER,
     TO_DROP_HEADER,
+    TO_SECRET_HEADER,
 )
 from router.api.app import Access, Door
 from router.api.metadata import tokens_in
@@ -23,8 +26,9 @@ from router.gateway.decider import Decider, DeciderRule
 from router.gateway.events import StreamEnd
 from router.gateway.spec import GatewaySpec, ServerEndpoint
 from router.live.membership import ENGINE_DIED
+from tests.router.gateway.door import Scripted
 from tests.router.scripted import BODY, KEYS, OWN, announcement, overload, until
-from tests.router.test_failover import SOON, breaker, reporting
+from tests.router.test_failover import SOON, breaker, report, reporting
 
 pytestmark = pytest.mark.ray
 
@@ -103,10 +107,14 @@ async def test_a_request_that_ends_leaves_nothing_but_its_record(deciding):
     here = await deciding()
     await here.ask()
     assert len(here.live.router.flights) == 1
-    here.live.first_token("r")
-    at = here.scene.address(here.live.records["r"].decision.worker)
-    here.flights.ended(StreamEnd("r", 200, upstream=at, sent_bytes=600))
+    record = here.live.records["r"]
+    worker, sent = record.decision.worker, record.sent_as
+    here.flights.ended(StreamEnd("r", 200, upstream=here.scene.address(worker), sent_bytes=600))
+    assert here.live.router.flights
+    # The log was sooner than the worker's report, which has its first token, too.
+    report(here.live, worker, prefilled=(sent,), finished=(sent,), generated={sent: 7})
     assert not here.live.router.flights and here.live.records["r"].end == "done"
+    assert here.live.records["r"].ttft_s is not None
     timeline = here.telemetry.timeline("r")
     assert (timeline.end, timeline.status) == ("done", 200)
     assert timeline.attempts[-1].first_token_s is not None
@@ -154,6 +162,23 @@ async def test_an_engine_with_nothing_to_begin_is_not_hung(deciding):
     async with reporting(here.live, "ab", lambda _: 7):
         await asyncio.sleep(4 * SOON.stall_after_s)
         assert all(breaker(here.live, worker).standing == "closed" for worker in "ab")
+
+
+async def test_a_hung_engine_that_streams_is_told_to_give_up(deciding):
+    here = await deciding(failover=SOON, stale_after_s=1.0)
+    await here.ask()
+    here.live.first_token("r")
+    hung = here.live.records["r"].decision.worker
+    async with AsyncExitStack() as stack:
+        gate = Scripted()
+        stack.push_async_callback(gate.close)
+        await gate.listen()
+        here.scene.endpoints[hung] = ServerEndpoint(hung, "127.0.0.1", gate.port)
+        await stack.enter_async_context(reporting(here.live, "ab", lambda _: 7, running=1))
+        await until(lambda: gate.heard)
+    (told,) = gate.heard
+    assert (told.method, told.target) == ("POST", GIVE_UP_PATH)
+    assert told.headers[TO_SECRET_HEADER] == "secret"
 
 
 async def test_a_second_attempt_is_sent_what_its_own_worker_must_know(deciding, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ class ScriptedScene:
     def __init__(self, workers):
         self.workers, self.dead, self.ends, self.moves = workers, set(), [], []
         self.overs = []
-        self.hold, self.via = asyncio.Event(), ""
+        self.hold, self.via, self.patience = asyncio.Event(), "", math.inf
         self.hold.set()
         registry = ReplicaRegistry()
         rule = MembershipRule(follow=lambda announced, listener: Followed())
@@ -84,6 +85,9 @@ class ScriptedScene:
 
     def used(self, flight, tail):
         return Used(*map(int, tail.split())) if tail else None
+
+    def patience_s(self, flight):
+        return self.patience
 
     async def lives(self, worker):
         if worker in self.dead:

@@ -12,6 +12,7 @@ from router.gateway import flights
 from router.gateway.authz import Go, Inquiry, Refuse
 from tests.router.building import tenants_of
 from tests.router.gateway.scripted import CHAT, EMBEDDINGS, deciding, end
+from tests.router.stream_worker import until
 
 KEYS = {"sk-alice": "alice", "sk-bob": "bob"}
 ALICE, BOB = {"authorization": "Bearer sk-alice"}, {"x-api-key": "sk-bob"}
@@ -465,3 +466,74 @@ async def test_a_decider_takes_no_notice_of_methods():
     async with deciding() as here:
         for method in ("GET", "HEAD", "OPTIONS"):
             assert isinstance(await here.decider.decide(Inquiry(method, CHAT, {}, b"")), Go)
+
+
+# -- workers of ours that are late -----------------------------------------------------------------
+
+
+async def late(here, **headers):
+    """A request at `a` without a first byte, about which Envoy asks; the question."""
+    await here.ask(headers={"x-request-id": "r", **headers})
+    assert here.live.records["r"].decision.worker == "a"
+    asking = asyncio.create_task(here.flights.again("r", 2))
+    return asking
+
+
+def patient(**rule):
+    return deciding("a", "b", foreign=False, late_s=0.0, **rule)
+
+
+@pytest.mark.parametrize("why", ["stalled", "silent"])
+async def test_what_is_late_goes_on_once_its_worker_is_lost(why):
+    async with patient() as here:
+        asking = await late(here)
+        waits = here.live.members.waits
+        await until(lambda: waits.on("a"))
+        assert not asking.done()
+        waits.lose("a", why, begun=False)
+        assert isinstance(await asking, Go)
+        assert here.scene.ends == [("a", "timeout")]
+        assert here.live.records["r"].decision.worker == "b"
+        # Nobody takes the worker for dead.
+        assert not here.live.suspects and not len(waits)
+
+
+async def test_what_is_late_and_fails_is_checked_as_ever():
+    async with patient() as here:
+        asking = await late(here)
+        await until(lambda: here.live.members.waits.on("a"))
+        here.scene.dead.add("a")
+        here.flights.failed(end("r", 0, ("upstream_remote_reset",)))
+        verdict = await asking
+        assert isinstance(verdict, Refuse) and verdict.status == 503
+        assert json.loads(verdict.body)["error"]["code"] == "engine_died"
+
+
+async def test_what_is_late_waits_no_longer_than_its_client_wants():
+    async with patient() as here:
+        here.scene.patience = 0.01
+        assert isinstance(await (await late(here)), Go)
+        assert here.scene.ends == [("a", "deadline")]
+
+
+async def test_nobody_asks_on_about_what_was_answered():
+    async with patient() as here:
+        asking = await late(here)
+        await until(lambda: here.live.members.waits.on("a"))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert not len(here.live.members.waits) and not here.scene.ends
+
+
+async def test_a_request_ends_with_its_workers_report_and_soon_without_one(monkeypatch):
+    monkeypatch.setattr("router.gateway.flights._REPORT_S", 0.05)
+    async with patient() as here:
+        for request_id in ("r", "s"):
+            await here.ask(headers={"x-request-id": request_id})
+            here.flights.ended(end(request_id))
+            assert request_id in here.flights
+        here.live.finished("r")
+        assert "r" not in here.flights and "s" in here.flights
+        await until(lambda: "s" not in here.flights)
+        assert here.live.records["s"].end == "done"

@@ -9,7 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from kappa.protocol import ENDPOINT_HEADER, RETRY_HEADER, TO_ID_HEADER, TO_SECRET_HEADER
+from kappa.protocol import (
+    ENDPOINT_HEADER,
+    RETRY_HEADER,
+    TO_BODY_HEADER,
+    TO_ID_HEADER,
+    TO_SECRET_HEADER,
+)
 from router.gateway.spec import (
     AGAIN,
     DECIDE,
@@ -73,14 +79,120 @@ async def test_a_workers_refusal_passes_when_retries_are_off():
     assert RETRY_HEADER not in got.headers
 
 
-async def test_a_silent_server_is_given_up_for_the_next():
-    async def never(heard):
-        await asyncio.Event().wait()
+async def never(heard):
+    await asyncio.Event().wait()
 
-    async with open_door((never, named(b"b"))) as door:
+
+async def test_a_foreign_server_that_is_silent_is_given_up_for_the_next():
+    async with open_door((never, named(b"b")), foreign=True) as door:
         door.send_to(0, 1, x_envoy_upstream_rq_per_try_timeout_ms="200")
         got = await door.ask()
         assert (got.status, got.body, len(door.asked(AGAIN))) == (200, b"b", 1)
+
+
+class Late:
+    """A door whose first worker does `then` once `fails` is set, and nothing before; what is late
+    there is asked about, and the decider answers `says` once `decides` is set."""
+
+    def __init__(self, door, then=never, says=None):
+        self.door, self.fails, self.decides = door, asyncio.Event(), asyncio.Event()
+        door.send_to(0, 1, x_envoy_upstream_rq_per_try_timeout_ms="100")
+        self._decided, self._then, self._says = door.decider.script, then, says
+        door.servers[0].script = self._first
+        door.decider.script = self._decide
+        self.asking = asyncio.create_task(door.ask())
+
+    async def _first(self, heard):
+        await self.fails.wait()
+        made = self._then(heard)
+        return made if isinstance(made, Answer) else await made
+
+    def _decide(self, heard):
+        return self._about(heard) if heard.target.startswith(AGAIN) else self._decided(heard)
+
+    async def _about(self, heard):
+        await self.decides.wait()
+        return self._says or self._decided(heard)
+
+    async def asked(self):
+        async with asyncio.timeout(5):
+            while not self.door.asked(AGAIN):
+                await asyncio.sleep(0.01)
+
+
+async def test_a_late_request_goes_on_once_the_decider_says_so():
+    async with open_door((None, named(b"b"))) as door:
+        late = Late(door)
+        await late.asked()
+        assert not door.servers[0].cancelled.is_set() and not door.servers[1].heard
+        late.decides.set()
+        assert (await late.asking).body == b"b"
+        async with asyncio.timeout(5):
+            await door.servers[0].cancelled.wait()
+
+
+async def test_a_late_request_is_its_first_servers_if_that_answers_after_all():
+    async with open_door((None, named(b"b"))) as door:
+        late = Late(door, then=named(b"a"))
+        await late.asked()
+        late.fails.set()
+        assert (await late.asking).body == b"a"
+        async with asyncio.timeout(5):
+            await door.decider.cancelled.wait()
+        assert not door.servers[1].heard
+
+
+@pytest.mark.parametrize("failure", [CUT, ELSEWHERE])
+async def test_a_late_request_whose_server_fails_goes_on(failure):
+    async with open_door((None, named(b"b"))) as door:
+        late = Late(door, then=lambda heard: failure)
+        await late.asked()
+        late.fails.set()
+        async with asyncio.timeout(5):
+            while not door.servers[0].heard:
+                await asyncio.sleep(0.01)
+        assert not late.asking.done()
+        late.decides.set()
+        assert (await late.asking).body == b"b"
+
+
+async def test_a_late_request_is_answered_as_the_decider_says():
+    says = Answer(504, {"content-type": "application/json"}, b'{"error": "deadline"}')
+    async with open_door((None, named(b"b"))) as door:
+        late = Late(door, says=says)
+        late.decides.set()
+        got = await late.asking
+        assert (got.status, got.body, door.servers[1].heard) == (504, says.body, [])
+
+
+async def test_a_late_request_goes_on_at_both_when_the_decider_goes():
+    async with open_door((None, never)) as door:
+        late = Late(door, then=named(b"a"))
+        await late.asked()
+        await door.decider.close()
+        async with asyncio.timeout(5):
+            while not door.servers[1].heard:
+                await asyncio.sleep(0.01)
+        late.fails.set()
+        assert (await late.asking).body == b"a"
+
+
+async def test_the_next_server_is_sent_what_the_decider_says_then():
+    async with open_door((lambda heard: ELSEWHERE, None)) as door:
+        door.send_to(0, 1, x_kappa_to_body="first")
+        first = door.decider.script
+        second = Answer(headers={TO_BODY_HEADER: "second"})
+
+        async def about(heard):
+            await asyncio.sleep(0.05)
+            return second
+
+        door.decider.script = lambda heard: (
+            about(heard) if heard.target.startswith(AGAIN) else first(heard)
+        )
+        assert (await door.ask()).status == 200
+        bodies = [server.heard[0].headers[TO_BODY_HEADER] for server in door.servers]
+        assert bodies == ["first", "second"]
 
 
 async def test_a_begun_answer_may_take_longer_than_its_head():
