@@ -1,7 +1,8 @@
 """The application as a Ray Serve config file names it: `import_path: deploy.serve_app:app`.
 
-For clusters that others start (KubeRay's RayService, `serve deploy`). `args` holds the same keys as
-the file of `kappa serve --config`, save `http`, which is the config file's own `http_options`.
+For clusters that others start, KubeRay's RayService above all: a decider in each front pod
+(`deploy.front_pod`), beside an Envoy with the configuration of `front_door`. `args` holds the same
+keys as the file of `kappa serve --config`; `http.replicas` is the number of front pods.
 `python -m deploy.serve_app [SETTINGS]` makes the model of the demo, or fetches `smollm2-135m` if
 the settings name that, where each machine will look for it.
 """
@@ -12,10 +13,14 @@ import sys
 from functools import partial
 from typing import Any
 
+from deploy import front_pod
 from deploy.app.build import build_app
+from deploy.app.front_door import front_door_spec
 from deploy.app.model import prepare_models
-from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
+from router.gateway.spec import GatewaySpec
+
+_HTTP = {"host": "0.0.0.0", "port": 8000}
 
 
 def settings_of(args: dict[str, Any]) -> ClusterSettings:
@@ -24,27 +29,26 @@ def settings_of(args: dict[str, Any]) -> ClusterSettings:
     Raises:
         SettingsError: with every key at fault and the reason.
     """
-    if "http" in args:
-        raise SettingsError(
-            "args: http has no place here; set http_options beside applications in the Serve "
-            "config file"
-        )
-    settings = load_settings(None, **args)
-    # Where Serve listens is not ours to see; its config files default to every address.
-    if not (settings.tenants.closed or settings.access.allow_open):
-        raise SettingsError(
-            "args: anybody who reaches the endpoint would be served without a key: give "
-            "tenants.keys_file and tenants.unknown: refuse, or say access.allow_open: true if a "
-            "proxy or network policy guards it"
-        )
-    return settings
+    http = args.get("http") or {}
+    if isinstance(http, dict):
+        http = {**_HTTP, **http, "data_plane": "envoy"}
+    return load_settings(None, **{**args, "http": http})
+
+
+def front_door(settings: ClusterSettings) -> GatewaySpec:
+    """Of one front pod, which has one decider."""
+    http = settings.http.model_copy(update={"replicas": 1})
+    return front_door_spec(settings.model_copy(update={"http": http}), front_pod.FOLDER)
 
 
 def app(args: dict[str, Any]) -> Any:
     """The bound Serve application; called by Ray Serve with the config file's `args`."""
     settings = settings_of(args)
     # Workers are on machines of their own: each offers its stream on its address in Ray's cluster.
-    return build_app(settings, prepare_models(settings), stream_host="")
+    return build_app(
+        settings, prepare_models(settings), stream_host="", door=front_door(settings),
+        place={front_pod.RESOURCE: 1.0},
+    )  # fmt: skip
 
 
 def main() -> None:

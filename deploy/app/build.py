@@ -8,7 +8,7 @@ warm-up, what `kappa serve` prints). It lives as long as the process and is writ
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 OWN_TENANT = "kappa-own"
 _DECIDER_END_S = 10.0
 
+# In Ray's own store, which who has Ray's token reads.
+_SECRET = b"kappa-front-secret"
 _OWN_KEY = new_key(secrets.token_bytes(32))
 
 
@@ -33,12 +35,14 @@ def build_app(
     models: Sequence[Model],
     door: GatewaySpec,
     stream_host: str = "127.0.0.1",
+    place: Mapping[str, float] | None = None,
 ) -> Any:
     """The Serve application: `KappaServer` replicas, and the `KappaDecider`s of the front `door`,
     which this machine's Envoy serves.
 
     models: in the order of `settings.by_model()`. `stream_host`: where workers offer their report
-    streams; empty: each on its machine's address.
+    streams; empty: each on its machine's address. place: what of Ray's resources a decider demands,
+    so that it is beside its Envoy; None: this machine.
 
     Raises:
         PreflightError: settings that do not go together, and what to change.
@@ -57,7 +61,7 @@ def build_app(
     from router.api.start import IngressSettings, access_of, tenants_table
 
     limits, replicas = settings.router, settings.http.replicas
-    secret = secrets.token_hex(32)
+    secret = _front_secret()
     workers: dict[str, Any] = {}
     served: list[EndpointModel] = []
     for of_one, model in zip(settings.by_model(), models, strict=True):
@@ -69,13 +73,14 @@ def build_app(
         served.append(EndpointModel(of_one.model.id, model.source, adapters, tuple(pools)))
         workers |= pools
     drain_s = max(pool.drain_s for pool in settings.all_pools)
+    here = _this_machine() if place is None else dict(place)
     decider = serve.deployment(
         Deferred("router.cluster.replica:KappaDecider"),
         name="KappaDecider",
         num_replicas=replicas,
         health_check_period_s=5,
         graceful_shutdown_timeout_s=_DECIDER_END_S,
-        ray_actor_options={"num_cpus": 0, "resources": _this_machine()},
+        ray_actor_options={"num_cpus": 0, "resources": here},
     )
     return decider.bind(
         pools=workers,
@@ -94,6 +99,20 @@ def build_app(
         spec=door,
         secret=secret,
     )
+
+
+def _front_secret() -> str:
+    """What fronts show to workers: a cluster's, so that an application that is deployed anew finds
+    it at the workers that drain."""
+    import ray
+    from ray.experimental import internal_kv
+
+    made = secrets.token_hex(32)
+    if not ray.is_initialized():
+        return made
+    internal_kv._internal_kv_put(_SECRET, made, overwrite=False)
+    kept = internal_kv._internal_kv_get(_SECRET)
+    return made if kept is None else str(kept.decode())
 
 
 def _this_machine() -> dict[str, float]:

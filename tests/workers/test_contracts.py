@@ -50,6 +50,9 @@ def source_of(found):
 SIGNATURES = {
     # workers.replica: the application behind a worker's own HTTP port
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.build_asgi_app": "",
+    # deploy.app.build
+    "ray.experimental.internal_kv:_internal_kv_put": "key value overwrite",
+    "ray.experimental.internal_kv:_internal_kv_get": "key",
     # workers.vllm.connector
     f"{_OFFLOADER}.__init__": "vllm_config role kv_cache_config",
     f"{_OFFLOADER}.get_num_new_matched_tokens": "request num_computed_tokens",
