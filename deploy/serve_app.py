@@ -31,7 +31,7 @@ def settings_of(args: dict[str, Any]) -> ClusterSettings:
     """
     http = args.get("http") or {}
     if isinstance(http, dict):
-        http = {**_HTTP, **http, "data_plane": "envoy"}
+        http = {**_HTTP, **http}
     return load_settings(None, **{**args, "http": http})
 
 

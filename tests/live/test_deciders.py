@@ -22,7 +22,7 @@ pools:
   - {name: c2c, profile: c2c, paced: true, drain_s: 5}
 engine: {kind: emulated, device_blocks: 400, max_context_tokens: 4096}
 router: {admission: false}
-http: {data_plane: envoy, replicas: 2}
+http: {replicas: 2}
 """
 CHAT = "/v1/chat/completions"
 REQUESTS, AT_ONCE = 200, 10
