@@ -1,6 +1,6 @@
-"""Tokens that engines generate for a request, counted where they arise. Events of a stream do not
-say how many they hold: vLLM merges what its front end does not take in time. A request's task
-begins a tally, and all that runs for it adds to that one, in whatever task that is."""
+"""Whose a request is, and the tokens that engines generate for it, counted where they arise. Events
+of a stream do not say how many they hold: vLLM merges what its front end does not take in time. A
+request's task begins a tally, and all that runs for it sees that one, in whatever task that is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextvars import ContextVar
 
 
 class Tally:
-    """Tokens of all answers of one request."""
+    """Tokens of all answers of one request. tenant: whose it is; "": nobody says."""
 
-    __slots__ = ("_taken", "tokens")
+    __slots__ = ("_taken", "tenant", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: str = "") -> None:
+        self.tenant = tenant
         self.tokens = self._taken = 0
 
     def take(self) -> int:
@@ -24,9 +25,9 @@ class Tally:
 _tally: ContextVar[Tally | None] = ContextVar("kappa_generated", default=None)
 
 
-def begin() -> Tally:
+def begin(tenant: str = "") -> Tally:
     """Count for the request of the running task from now on."""
-    tally = Tally()
+    tally = Tally(tenant)
     _tally.set(tally)
     return tally
 

@@ -33,6 +33,7 @@ from kappa.protocol import (
 )
 from workers import generated
 from workers.in_flight import InFlight
+from workers.request_metadata import tenant_of
 
 log = structlog.get_logger(__name__)
 
@@ -131,7 +132,7 @@ class WorkerGate:
         self, scope: Scope, body: bytes, fields: Any, receive: Receive, send: Send
     ) -> None:
         request_id = self._in_flight.arrived(fields, time.monotonic())
-        tally = generated.begin()
+        tally = generated.begin(tenant_of(getattr(fields, _ARGUMENTS, None)))
         self.open += 1
         reply = _GateReply(send, self._died)
         given_up = asyncio.timeout(None)

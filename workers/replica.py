@@ -159,6 +159,11 @@ class KappaServer(Measuring, LLMServer):
         assert self.engine is not None
         app = await self.engine.build_asgi_app()
         fence(self._plan.silent_s)
+        client = getattr(self.engine, "_engine_client", None)
+        if client is not None:
+            from workers.vllm import incremental_prompts
+
+            await asyncio.to_thread(incremental_prompts.install, client.renderer)
         in_flight, secret = self._stream.in_flight, self._plan.front_secret
         own = {PROFILE_PATH: self.profile}
         return WorkerPort(WorkerGate(app, secret, in_flight, self.check_health, own), host)

@@ -18,6 +18,8 @@ _SCHEDULER = f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 _STATE = f"{_OFFLOADING}.scheduler:RequestOffloadState"
 _MANAGER = "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager"
 _SPEC = "vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec"
+_RENDERER = "vllm.renderers.base:BaseRenderer"
+_DETOKENIZER = "vllm.v1.engine.detokenizer"
 _REQUEST_ROUTER = "ray.serve.request_router:RequestRouter"
 _LLM_SERVER = "ray.serve.llm.deployment:LLMServer"
 _INGRESS = "ray.serve.llm.ingress:OpenAiIngress"
@@ -83,6 +85,10 @@ SIGNATURES = {
     "vllm.v1.engine.output_processor:RequestOutputCollector.__init__": "output_kind request_id",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get": "",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait": "",
+    # workers.vllm.incremental_prompts
+    f"{_RENDERER}._tokenize_prompt": "prompt params",
+    "vllm.renderers.params:TokenizeParams.get_encode_kwargs": "",
+    f"{_DETOKENIZER}:FastIncrementalDetokenizer.__init__": "tokenizer request",
     "ray.llm._internal.common.callbacks.base:CallbackBase.on_before_node_init": "",
     # router.ray_router
     f"{_REQUEST_ROUTER}.update_replicas": "replicas",
@@ -133,6 +139,8 @@ NAMES = {
     "vllm.config:VllmConfig": "additional_config model_config parallel_config device_config",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "vllm_xargs",
     "vllm.distributed.kv_events:BlockStored": "extra_keys",
+    # workers.vllm.incremental_prompts
+    "vllm.renderers.params:TokenizeParams": "return_token_offsets",
     # workers.replica
     "ray.serve.llm:LLMConfig": (
         "callback_config placement_group_config accelerator_config log_engine_metrics runtime_env "
@@ -227,7 +235,9 @@ SOURCES = {
         "self._engine_client = self._start_async_llm_engine",
     ),
     "vllm.v1.engine.async_llm:AsyncLLM": ("self.output_processor = OutputProcessor(",),
-    "vllm.v1.engine.async_llm:AsyncLLM.__init__": ("self.vllm_config = vllm_config",),
+    "vllm.v1.engine.async_llm:AsyncLLM.__init__": (
+        "self.vllm_config = vllm_config", "self.renderer = ",
+    ),
     # Each request's outputs leave by the collector that is made for it.
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": (
         "queue = RequestOutputCollector(params.output_kind, request.request_id)",
@@ -235,6 +245,22 @@ SOURCES = {
     "vllm.v1.engine.async_llm:AsyncLLM.generate": (
         "out = q.get_nowait() or await q.get()", "finished = out.finished",
     ),
+    # Every text is tokenized by an attribute of the renderer's instance; what a request's answer is
+    # decoded by is made of the name that the module has.
+    f"{_RENDERER}.__init__": ("self._tokenize_prompt_async = make_async(",),
+    f"{_RENDERER}._tokenize_singleton_prompt_async": (
+        "prompt = await self._tokenize_prompt_async(prompt, params)",
+    ),
+    f"{_RENDERER}._tokenize_prompt": ("tokenizer(prompt[\"prompt\"], **kwargs)",),
+    "vllm.renderers.params:TokenizeParams.get_encode_kwargs": (
+        "truncation=False,\n                add_special_tokens=self.add_special_tokens",
+        "truncation=max_length is not None,\n            max_length=max_length,\n"
+        "            add_special_tokens=self.add_special_tokens",
+    ),
+    f"{_DETOKENIZER}:IncrementalDetokenizer.from_new_request": (
+        "return FastIncrementalDetokenizer(tokenizer, request)",
+    ),
+    f"{_DETOKENIZER}:FastIncrementalDetokenizer.__init__": ("ids=request.prompt_token_ids",),
     # A stock worker's class gets `workers.vllm.measured_worker` as one more base, in front of
     # nothing: what it defines must be new there.
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": (

@@ -18,7 +18,7 @@ from vllm.v1.engine import async_llm, output_processor
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from kappa.protocol import REQUEST_ID_KEY, TO_BODY_HEADER, TO_SECRET_HEADER
+from kappa.protocol import REQUEST_ID_KEY, TENANT_KEY, TO_BODY_HEADER, TO_SECRET_HEADER
 from workers import generated
 from workers.http_gate import WorkerGate
 from workers.in_flight import InFlight
@@ -102,7 +102,7 @@ async def until_generated(llm):
 async def ask(llm, gate, path, **fields):
     """A stream's events, read so late that all but the first tokens wait to be taken."""
     body = {"model": "m", "stream": True, "max_tokens": TOKENS, "ignore_eos": True, **fields}
-    sets = {"vllm_xargs": {REQUEST_ID_KEY: "r"}}
+    sets = {"vllm_xargs": {REQUEST_ID_KEY: "r", TENANT_KEY: "t"}}
     headers = [
         (b"content-type", b"application/json"), (TO_SECRET_HEADER.encode(), b"s"),
         (TO_BODY_HEADER.encode(), json.dumps(sets).encode()),
