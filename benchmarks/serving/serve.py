@@ -1,9 +1,10 @@
 """`kappa bench serve`: streamed chats, ours against stock Ray Serve LLM and plain vLLM.
 
-The systems take turns, round by round, on one Ray (`benchmarks.serving.cluster`). TTFT is measured
-at the client, until the first piece of *text*: an endpoint may send an empty first event long
-before its first token. That is why this is not the load test's client, which knows of tokens alone.
-Each request's prompt is new, so no cache helps.
+The systems take turns, round by round (`benchmarks.serving.cluster`). TTFT is measured at the
+client, until the first piece of *text*: an endpoint may send an empty first event long before its
+first token. That is why this is not the load test's client, which knows of tokens alone. Each short
+prompt is new, so no cache helps; long ones are conversations, with a first turn that is new and
+follow-up turns of which all but some words is cached on the device.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import statistics
+import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
@@ -26,6 +30,7 @@ from rich.console import Console
 
 from benchmarks.harness import (
     Json,
+    names,
     note,
     numbers,
     publish,
@@ -34,13 +39,18 @@ from benchmarks.harness import (
     table,
     usage_errors,
 )
-from benchmarks.serving.processes import cpu_by_role
+from benchmarks.serving.processes import cpu_by_role, own_cpu_s
 from benchmarks.serving.settings import Config, ModelName, bench_settings
 from deploy.commands.serve import running
 
 MAX_TOKENS = 16
 PROMPT_WORDS = {"short": 12, "1k": 970}
 """Words in a prompt, by its name; the tiny model's tokenizer makes a token of each."""
+TALK_WORDS = {"8k": 8_000, "32k": 32_000, "128k": 128_000}
+"""Words of a conversation's first turn."""
+_MESSAGE_WORDS, _FOLLOW_UP_WORDS = 2_000, 12
+# Of a conversation as tokens: what else a template or another tokenizer makes of its words.
+_ROOM = 1.2
 
 _WORDS = ("the", "file", "test", "error", "value", "return", "class", "list", "name", "line")
 _WARM_UP_ROUNDS = 2
@@ -59,10 +69,14 @@ def serve(
     systems: Annotated[
         str,
         typer.Option(
-            help="Of kappa, kappa_envoy, stock, stock_no_batching "
-            "and vllm, several by comma; kappa is always there."
+            help="Of kappa, stock, stock_no_batching, direct (streaming, behind HAProxy) and vllm, "
+            "several by comma; kappa is always there."
         ),
-    ] = "kappa,kappa_envoy,stock,stock_no_batching,vllm",
+    ] = "kappa,stock,stock_no_batching,direct,vllm",
+    prompts: Annotated[
+        str,
+        typer.Option(help="Of short, 1k, and as conversations 8k, 32k and 128k, several by comma."),
+    ] = "short,1k",
     config: Config = None,
     model: ModelName = None,
     json_output: Json = False,
@@ -75,20 +89,21 @@ def serve(
         clients = [int(number) for number in numbers(concurrency, "--concurrency")]
         if min(clients) < 1:
             raise ValueError("--concurrency: give numbers from 1")
+        kinds = names(prompts, [*PROMPT_WORDS, *TALK_WORDS], "--prompts")
     # Imports half the system: only when it is wanted.
-    from benchmarks.serving.cluster import SYSTEMS, BenchCluster, one_node
+    from benchmarks.serving.cluster import SYSTEMS, BenchCluster, one_node, with_room
 
-    wanted = systems.split(",")
     with usage_errors():
-        if not set(wanted) <= set(SYSTEMS):
-            raise ValueError(f"--systems: give some of {', '.join(SYSTEMS)}")
+        wanted = names(systems, SYSTEMS, "--systems")
     chosen = type("Chosen", (BenchCluster,), {"systems": wanted})
-    settings = one_node(bench_settings(config, model, True))
-    points = list(itertools.product(PROMPT_WORDS, clients))
-    with running(settings, chosen) as cluster:
-        urls = {name: f"{url}/v1/chat/completions" for name, url in cluster.urls.items()}
-        bench = Bench(urls, settings.model.id, requests, Random(seed))
-        played = asyncio.run(bench.play(points, rounds))
+    points = list(itertools.product(kinds, clients))
+    most = max((most_tokens(kind, requests) for kind in kinds), default=0)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = with_room(one_node(bench_settings(config, model, True)), most, Path(folder))
+        with running(settings, chosen) as cluster:
+            children = {name: child.pid for name, child in cluster.children.items()}
+            bench = Bench(cluster.urls, children, settings.model.id, requests, Random(seed))
+            played = asyncio.run(bench.play(points, rounds))
     facts = result(**summarize(played), paced=False)
     publish(facts, lambda console: show(facts, console), json_output=json_output)
 
@@ -100,13 +115,14 @@ def show(facts: Row, console: Console) -> None:
             row["prompt"], str(row["concurrency"]), row["system"],
             f"{1e3 * row['ttft_s']['p50']:.0f}", f"{1e3 * row['ttft_s']['p99']:.0f}",
             f"{100 * row['ttft_s']['spread']:.0f} %", f"{1e3 * row['first_event_s']['p50']:.0f}",
-            f"{row['rps']['median']:.1f}", *_cpu_shown(row.get("cpu_ms", {})),
+            _ms(row.get("beyond_engine_s")), f"{row['rps']['median']:.1f}",
+            *_cpu_shown(row.get("cpu_ms", {})), f"{row.get('client_ms', 0.0):.1f}",
         )
         for row in facts["rows"]
     ]  # fmt: skip
     columns = (
-        "prompt", "clients", "system", "TTFT p50", "p99", "spread", "first event p50", "req/s",
-        "CPU-ms", "by role",
+        "prompt", "clients", "system", "TTFT p50", "p99", "spread", "first event p50",
+        "less the engine", "req/s", "CPU-ms", "by role", "client's",
     )  # fmt: skip
     title = "Streamed chats, unpaced, one replica each; ms at the client"
     console.print(table(title, columns, rows, left=("system",)))
@@ -117,6 +133,10 @@ def show(facts: Row, console: Console) -> None:
             + (f", CPU {ratio['cpu']:.2f}" if "cpu" in ratio else ""),
             highlight=False,
         )
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.1f}"
 
 
 def _cpu_shown(cpu_ms: Mapping[str, float]) -> tuple[str, str]:
@@ -131,12 +151,14 @@ class Answer:
 
     ttft_s: float
     first_event_s: float
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one system: its answers, how long they took together, and the CPU seconds that
-    all processes but the client's used meanwhile, by role."""
+    """One round of one system: its answers, how long they took together, and meanwhile: the CPU
+    seconds of its processes, by role, those of the client, and the mean of seconds from a request's
+    first step to its first token that the engine tells (plain vLLM's alone does)."""
 
     system: str
     prompt: str
@@ -144,6 +166,8 @@ class Round:
     seconds: float
     answers: tuple[Answer, ...]
     cpu_s: Mapping[str, float] = field(default_factory=dict)
+    client_s: float = 0.0
+    engine_s: float | None = None
 
     @property
     def rps(self) -> float:
@@ -156,18 +180,46 @@ def prompt_text(kind: str, random: Random) -> str:
     return f"{random.getrandbits(48)} {' '.join(words)}"
 
 
+def opening(kind: str, random: Random) -> list[dict[str, str]]:
+    """The messages of a conversation's first turn, from both sides; none begins as another."""
+    left, messages = TALK_WORDS[kind], list[dict[str, str]]()
+    while left > 0 or len(messages) % 2 == 0:
+        words = random.choices(_WORDS, k=min(max(left, 1), _MESSAGE_WORDS))
+        role = "assistant" if len(messages) % 2 else "user"
+        messages.append({"role": role, "content": f"{random.getrandbits(48)} {' '.join(words)}"})
+        left -= len(words)
+    return messages
+
+
+def most_tokens(kind: str, requests: int) -> int:
+    """What a context must hold for so many turns of a prompt of this kind."""
+    turns = requests * (_FOLLOW_UP_WORDS + MAX_TOKENS + 32)
+    return int(_ROOM * (TALK_WORDS.get(kind, 0) + turns)) if kind in TALK_WORDS else 0
+
+
+def text_of(line: str) -> str:
+    """The text in a server-sent event of a chat."""
+    return str(_delta(line).get("content") or "")
+
+
+def _delta(line: str) -> Mapping[str, Any]:
+    choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
+    return choices[0].get("delta") or {}
+
+
 def has_text(line: str) -> bool:
     """Whether a server-sent event of a chat holds a token rather than only a role."""
-    choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
-    delta = choices[0].get("delta") or {}
+    delta = _delta(line)
     return bool(delta.get("content")) or ("content" in delta and "role" not in delta)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Plays rounds against endpoints by name, at least so many requests each."""
+    """Plays rounds against endpoints by name, at least so many requests each. children: of systems
+    beside ours, the process that all of theirs are below."""
 
     urls: Mapping[str, str]
+    children: Mapping[str, int]
     model: str
     requests: int
     random: Random
@@ -186,44 +238,106 @@ class Bench:
                 order = list(self.urls)
                 for _ in range(rounds):
                     for system in order:
-                        done.append(await self._round(client, system, prompt, clients, count))
+                        done += await self._rounds(client, system, prompt, clients, count)
                     # The order turns too, so that none is always first after a pause.
                     order.append(order.pop(0))
                 rows = summarize(done)["rows"][-len(self.urls) :]
                 medians = (f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
-                note(f"{prompt} prompts, concurrency {clients}: TTFT p50 {', '.join(medians)}")
+                shown = rows[0]["prompt"]
+                note(f"{shown} prompts, concurrency {clients}: TTFT p50 {', '.join(medians)}")
         return done
+
+    async def _rounds(
+        self, client: httpx.AsyncClient, system: str, kind: str, clients: int, requests: int
+    ) -> list[Round]:
+        """One round of single chats; or of conversations, one of first and one of later turns."""
+        if kind in PROMPT_WORDS:
+            return [await self._round(client, system, kind, clients, requests)]
+        talks = [opening(kind, self.random) for _ in range(clients)]
+
+        async def turns(talk: list[dict[str, str]], count: int) -> list[Answer]:
+            answers = []
+            for _ in range(count):
+                answers.append(await self._chat(client, self.urls[system], talk))
+                words = " ".join(self.random.choices(_WORDS, k=_FOLLOW_UP_WORDS))
+                talk += [
+                    {"role": "assistant", "content": answers[-1].text},
+                    {"role": "user", "content": words},
+                ]
+            return answers
+
+        return [
+            await self._measured(system, f"{kind} {name}", [turns(talk, count) for talk in talks])
+            for name, count in (("first", 1), ("follow-up", -(-requests // clients)))
+        ]
 
     async def _round(
         self, client: httpx.AsyncClient, system: str, prompt: str, clients: int, requests: int
     ) -> Round:
         """`requests` chats from so many clients, each sending when its last was answered."""
         texts = iter([prompt_text(prompt, self.random) for _ in range(requests)])
-        answers: list[Answer] = []
 
-        async def one_client() -> None:
-            for text in texts:
-                answers.append(await self._chat(client, self.urls[system], text))
+        async def one_client() -> list[Answer]:
+            return [
+                await self._chat(client, self.urls[system], [{"role": "user", "content": text}])
+                for text in texts
+            ]
 
-        before, start_s = cpu_by_role(), time.perf_counter()
-        await asyncio.gather(*(one_client() for _ in range(clients)))
-        seconds, used = time.perf_counter() - start_s, cpu_by_role()
+        return await self._measured(system, prompt, [one_client() for _ in range(clients)])
+
+    async def _measured(
+        self, system: str, prompt: str, clients: Sequence[Coroutine[Any, Any, list[Answer]]]
+    ) -> Round:
+        pid = self.children.get(system)
+        others = [] if pid is not None else list(self.children.values())
+        engine, before = await self._prefills(system), cpu_by_role(pid, others)
+        client_s, start_s = own_cpu_s(), time.perf_counter()
+        answers = itertools.chain.from_iterable(await asyncio.gather(*clients))
+        seconds, client_s = time.perf_counter() - start_s, own_cpu_s() - client_s
+        used = cpu_by_role(pid, others)
         used.subtract(before)
-        return Round(system, prompt, clients, seconds, tuple(answers), used)
+        computed_s, count = (
+            b - a for a, b in zip(engine, await self._prefills(system), strict=True)
+        )
+        engine_s = computed_s / count if count else None
+        return Round(
+            system, prompt, len(clients), seconds, tuple(answers), used, client_s, engine_s
+        )
 
-    async def _chat(self, client: httpx.AsyncClient, url: str, text: str) -> Answer:
+    async def _prefills(self, system: str) -> tuple[float, float]:
+        """Seconds of prompts in plain vLLM's engine so far, and how many there were."""
+        if system != "vllm":
+            return 0.0, 0.0
+        async with httpx.AsyncClient(timeout=10.0) as client:
+            text = (await client.get(f"{self.urls[system]}/metrics")).raise_for_status().text
+        sums = (
+            re.findall(rf"^vllm:request_prefill_time_seconds_{name}{{.*}} (.+)$", text, re.M)
+            for name in ("sum", "count")
+        )
+        seconds, count = (sum(map(float, found)) for found in sums)
+        return seconds, count
+
+    async def _chat(
+        self, client: httpx.AsyncClient, url: str, messages: Sequence[Mapping[str, str]]
+    ) -> Answer:
         """Send one streamed chat.
 
         Raises:
             RuntimeError: another status than 200, or a stream without text.
         """
         body = {
-            "model": self.model, "messages": [{"role": "user", "content": text}],
+            "model": self.model, "messages": messages,
             "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
         }  # fmt: skip
+        content = json.dumps(body).encode()
         start_s = time.perf_counter()
         first_event_s = ttft_s = None
-        async with client.stream("POST", url, json=body) as answer:
+        text = ""
+        sent = client.stream(
+            "POST", f"{url}/v1/chat/completions", content=content,
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+        async with sent as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"{url}: {answer.status_code} {(await answer.aread())[:300]!r}")
             async for line in answer.aiter_lines():
@@ -231,11 +345,12 @@ class Bench:
                     continue
                 since_s = time.perf_counter() - start_s
                 first_event_s = first_event_s or since_s
+                text += text_of(line)
                 if ttft_s is None and has_text(line):
                     ttft_s = since_s
         if first_event_s is None or ttft_s is None:
             raise RuntimeError(f"{url}: the stream held no text")
-        return Answer(ttft_s, first_event_s)
+        return Answer(ttft_s, first_event_s, text)
 
 
 def summarize(rounds: Iterable[Round]) -> Row:
@@ -246,6 +361,11 @@ def summarize(rounds: Iterable[Round]) -> Row:
     found, ratios = [], []
     for (prompt, concurrency), systems in points.items():
         rows = [_row(played) for _, played in sorted(systems.items(), key=lambda s: s[0] != OURS)]
+        # The same engine computes the same in all: what plain vLLM's tells is taken of each.
+        engine_s = next((row["engine_s"] for row in rows if row["engine_s"] is not None), None)
+        for row in rows:
+            beyond = None if engine_s is None else row["ttft_s"]["p50"] - engine_s
+            row["beyond_engine_s"] = beyond
         found += rows
         mine = rows[0]
         ratios += [
@@ -280,12 +400,15 @@ def _row(rounds: Sequence[Round]) -> Row:
         }  # fmt: skip
 
     first, rps = rounds[0], [one.rps for one in rounds]
+    engine_s = [one.engine_s for one in rounds if one.engine_s is not None]
     return {
         "system": first.system, "prompt": first.prompt, "concurrency": first.concurrency,
         "rounds": len(rounds), "requests": sum(len(one.answers) for one in rounds),
         "ttft_s": times("ttft_s"), "first_event_s": times("first_event_s"),
         "rps": {"median": statistics.median(rps), "spread": spread(rps)},
+        "engine_s": statistics.median(engine_s) if engine_s else None,
         "cpu_ms": _cpu_ms(rounds), "load": os.getloadavg()[0],
+        "client_ms": 1e3 * sum(r.client_s for r in rounds) / sum(len(r.answers) for r in rounds),
     }  # fmt: skip
 
 

