@@ -16,7 +16,16 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from benchmarks.harness import Json, note, publish, quantile, result, spread
+from benchmarks.harness import (
+    Json,
+    note,
+    numbers,
+    publish,
+    quantile,
+    result,
+    spread,
+    usage_errors,
+)
 from benchmarks.serving.route import EMULATED, HOST, front, process, ready
 from kappa.host import free_port
 from loadtest.client import Endpoint, EndpointSettings, Prepared
@@ -44,16 +53,21 @@ def route_proxy(
     requests: Annotated[
         int, typer.Option(min=0, help="Sent while servers are killed; 0: none is.")
     ] = 10_000,
-    rate: Annotated[float, typer.Option(min=1, help="Requests a second, open loop.")] = 100.0,
+    rate: Annotated[
+        str, typer.Option(help="Requests a second, open loop; one, or by comma one a size.")
+    ] = "100",
     paired: Annotated[int, typer.Option(min=10, help="Requests each way for the overhead.")] = 500,
-    size: Annotated[int, typer.Option(min=_OWN_BYTES, help="Bytes of each prompt.")] = 1000,
+    size: Annotated[
+        str, typer.Option(help="Bytes of each prompt, such as 1e3,1e5,5e5,2e6; kills: the first.")
+    ] = "1000",
     output: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
     speed: Annotated[float, typer.Option(min=0.1, help="Of the emulated servers.")] = 1000.0,
     json_output: Json = False,
 ) -> None:
     """Seconds that the proxy adds to a first token, what it costs, and requests lost as a server is
     killed."""
-    load = ProxyLoad(rate, size, output)
+    with usage_errors():
+        loads = loads_of(size, rate, output)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         log, ports = folder / "servers.log", (free_port(HOST), free_port(HOST))
@@ -69,13 +83,32 @@ def route_proxy(
             for url in urls:
                 ready(url)
             url, pid = stack.enter_context(front(servers, "on", folder / "j"))
-            found = overhead(urls[0], url, pid, load, paired)
-            note("overhead measured")
+            rows = []
+            for load in loads:
+                rows.append(asdict(load) | overhead(urls[0], url, pid, load, paired))
+                added = rows[-1]["added_p50_ms"]
+                note(f"{load.size} bytes, {load.rate:g}/s: {added['median']:.2f} ms added")
+        lost = {}
         if requests:
             # It is dead from here on, comes back, and is killed and back again under load.
-            found |= losses(*asyncio.run(under_kills(url, requests, load, second, log)))
-    facts = result(emulated=True, **asdict(load), speed=speed, **found)
+            lost = losses(*asyncio.run(under_kills(url, requests, loads[0], second, log)))
+    facts = result(emulated=True, speed=speed, rows=rows, **lost)
     publish(facts, lambda console: console.print(facts), json_output=json_output)
+
+
+def loads_of(size: str, rate: str, output: int) -> list[ProxyLoad]:
+    """A load for each size, at its own rate or at the one that is given.
+
+    Raises:
+        ValueError: a size below what is each prompt's own, or as many rates as neither.
+    """
+    sizes, rates = numbers(size, "--size", 64e6), numbers(rate, "--rate")
+    if min(sizes) < _OWN_BYTES:
+        raise ValueError(f"--size: give at least {_OWN_BYTES} bytes")
+    if len(rates) not in (1, len(sizes)):
+        raise ValueError(f"--rate: give one, or one for each of {len(sizes)} sizes")
+    each = rates if len(rates) > 1 else rates * len(sizes)
+    return [ProxyLoad(r, int(s), output) for s, r in zip(sizes, each, strict=True)]
 
 
 def overhead(direct: str, through: str, pid: int, load: ProxyLoad, paired: int) -> dict[str, Any]:

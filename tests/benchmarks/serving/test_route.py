@@ -18,7 +18,7 @@ from benchmarks.serving.route_backend import (
     make_server,
     prompt_blocks,
 )
-from benchmarks.serving.route_proxy import ProxyLoad, losses, send, ttft_s
+from benchmarks.serving.route_proxy import ProxyLoad, loads_of, losses, send, ttft_s
 from kappa.settings.base import SettingsError
 from loadtest.journal import RequestRecord
 from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
@@ -193,3 +193,14 @@ def test_estimates_are_held_against_what_turning_it_on_showed():
     assert found["on_over_it"]["p99"]["median"] == pytest.approx(4 / 9)
     assert found["estimate_over_truth"]["mean"]["median"] == pytest.approx(0.75)
     assert "on_over_it" not in _summary(rows)["arms"]["on"]
+
+
+def test_each_size_of_bodies_is_sent_at_its_own_rate():
+    assert loads_of("1e3,2e6", "100,2", 8) == [ProxyLoad(100, 1000, 8), ProxyLoad(2, 2_000_000, 8)]
+    assert [load.rate for load in loads_of("1000,5000", "20", 8)] == [20, 20]
+
+
+@pytest.mark.parametrize(("size", "rate"), [("100", "1"), ("1000", "1,2"), ("x", "1")])
+def test_sizes_and_rates_that_do_not_fit_are_refused(size, rate):
+    with pytest.raises(ValueError, match=r"--size|--rate"):
+        loads_of(size, rate, 8)
