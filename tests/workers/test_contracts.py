@@ -261,6 +261,23 @@ SOURCES = {
         "return FastIncrementalDetokenizer(tokenizer, request)",
     ),
     f"{_DETOKENIZER}:FastIncrementalDetokenizer.__init__": ("ids=request.prompt_token_ids",),
+    # The engine makes its hasher by the name in its module, after its scheduler; hashing goes on
+    # behind the blocks that have a hash.
+    "vllm.v1.engine.core:EngineCore.__init__": (
+        "self.scheduler: SchedulerInterface = Scheduler(",
+        "self.request_block_hasher = get_request_block_hasher(\n                hash_block_size, ",
+    ),
+    "vllm.v1.core.kv_cache_utils:get_request_block_hasher": (
+        "start_token_idx = len(request.block_hashes) * hash_block_size",
+        "request.block_hashes[-1] if request.block_hashes else None",
+    ),
+    "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys": (
+        "[request.cache_salt] if (start_token_idx == 0 and request.cache_salt) else []",
+        "lora_extra_keys + mm_extra_keys + cache_salt_keys + prompt_embeds_keys",
+    ),
+    "vllm.v1.request:Request.update_block_hashes": (
+        "self.block_hashes.extend(self._block_hasher(self))",
+    ),
     # A stock worker's class gets `workers.vllm.measured_worker` as one more base, in front of
     # nothing: what it defines must be new there.
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": (

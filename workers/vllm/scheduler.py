@@ -19,6 +19,7 @@ from scheduler.work import Plan, Room
 from workers.iteration_log import Iteration, IterationLog
 from workers.request_metadata import charges_of, tenant_of
 from workers.stats_channel import StatsSender
+from workers.vllm import block_hashes
 from workers.vllm.engine_view import EngineMemory, EngineWork
 from workers.vllm.options import SchedulerOptions
 from workers.vllm.rule_guard import GuardedRule
@@ -68,6 +69,7 @@ class FairScheduler(SchedulerNames):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        block_hashes.install()  # the engine makes its hasher after its scheduler
         config, policy = self.vllm_config.additional_config, self.policy.value
         options = self._options = SchedulerOptions.read(config, policy)
         self._log = IterationLog(StatsSender(options.stats).send, options.log)
