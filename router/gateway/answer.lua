@@ -3,7 +3,7 @@
 local DECIDED = "envoy.filters.http.ext_authz"
 -- In an event with a token; announcements and comments have neither.
 local MARKS = { '"choices"', "delta" }
-local EVENT = "data: {"
+local EVENT, LINE_FEED = "data: {", 10
 
 local function has_token(bytes)
   for _, mark in ipairs(MARKS) do
@@ -48,12 +48,16 @@ function envoy_on_response(handle)
       tell(FIRST, "", 0)
     end
     if streamed then
-      -- What parts an event's beginning stands in no chunk as a whole.
-      events = events + events_in(bytes) + events_in(seam .. string.sub(bytes, 1, #EVENT - 1))
-      seam = string.sub(seam .. string.sub(bytes, 1 - #EVENT), 1 - #EVENT)
+      events = events + events_in(bytes)
+      -- What parts an event's beginning stands in no chunk as a whole; a line's end parts none.
+      if seam ~= "" then
+        events = events + events_in(seam .. string.sub(bytes, 1, #EVENT - 1))
+      end
+      local whole = string.byte(bytes, -1) == LINE_FEED
+      seam = whole and "" or string.sub(seam .. string.sub(bytes, 1 - #EVENT), 1 - #EVENT)
     end
     last = last + 1
-    pieces[last] = string.sub(bytes, -TAIL_BYTES)
+    pieces[last] = length > TAIL_BYTES and string.sub(bytes, -TAIL_BYTES) or bytes
     held = held + #pieces[last]
     while held - #pieces[first] >= TAIL_BYTES do
       held = held - #pieces[first]
