@@ -70,8 +70,10 @@ TO_BODY_HEADER = "x-kappa-to-body"
 # Names of top-level fields that the body loses, with commas between.
 TO_DROP_HEADER = "x-kappa-to-drop"
 TO_SECRET_HEADER = "x-kappa-to-secret"
-# In a worker's 429 or 503: nothing was computed, and the request may be tried at another.
+# In a worker's 429 or 5xx: no byte of an answer was sent, and the request may be tried at another;
+# or its engine died, and what the request had to do with it its decider must judge before.
 RETRY_HEADER = "x-kappa-retry"
+RETRY_ELSEWHERE, RETRY_DIED = "elsewhere", "died"
 # Of a worker's port, for its decider: measure the machine again; end what an engine that hangs has.
 PROFILE_PATH, GIVE_UP_PATH = "/kappa/profile", "/kappa/give-up"
 

@@ -5,8 +5,8 @@ comes in headers (`kappa.protocol`): fields that the body gets (tenant, weight, 
 tokens, salt, priority), and names of fields that it loses. No client can send these headers, since
 the front removes them. The gate counts a request from its arrival to its end, so that every router
 learns of it, and answers for an engine that drains, died, or stands still, as a front found
-(`GIVE_UP_PATH`): with 503 and a header that says whether the request may be tried at another
-worker. One that was alone in an engine that died may have killed it, and is not passed on.
+(`GIVE_UP_PATH`): with 503 and a header by which the front may try the request at another worker.
+What may have killed an engine the decider judges.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import structlog
 from kappa.protocol import (
     ERROR_EVENT,
     GIVE_UP_PATH,
+    RETRY_DIED,
+    RETRY_ELSEWHERE,
     RETRY_HEADER,
     TO_BODY_HEADER,
     TO_DROP_HEADER,
@@ -53,7 +55,6 @@ _SEEN = frozenset(
 _ARGUMENTS = "vllm_xargs"
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _AGAIN_S = 1
-_DIED = "the engine died before it answered; the request was alone in it and is not passed on"
 _LEAVES = "this worker takes no more requests"
 _BROKE = "the engine failed while it answered"
 
@@ -89,7 +90,6 @@ class WorkerGate:
         """Whether requests that have not begun are sent elsewhere."""
         self.open = 0
         """Requests that are being answered."""
-        self._died_among = 0
         self._answering: set[asyncio.Timeout] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +112,7 @@ class WorkerGate:
             await _answer(send, 200, f"gave up {self.give_up()} requests")
             return
         if self.draining:
-            await _answer(send, 503, _LEAVES, retry=True)
+            await _answer(send, 503, _LEAVES, retry=RETRY_ELSEWHERE)
             return
         try:
             body = await _body(receive)
@@ -134,7 +134,7 @@ class WorkerGate:
         request_id = self._in_flight.arrived(fields, time.monotonic())
         tally = generated.begin(tenant_of(getattr(fields, _ARGUMENTS, None)))
         self.open += 1
-        reply = _GateReply(send, self._died)
+        reply = _GateReply(send, self._fault)
         given_up = asyncio.timeout(None)
         try:
             async with given_up:
@@ -145,23 +145,21 @@ class WorkerGate:
         except Exception as error:
             # Not its text, which may quote a prompt.
             log.error("request_crashed", error=type(error).__name__, request_id=request_id)
-            await reply.broke(await self._died())
+            await reply.broke(await self._fault())
         finally:
             self._answering.discard(given_up)
             self.open -= 1
             self._in_flight.ended(request_id, tally.tokens)
 
-    async def _died(self) -> bool | None:
-        """Whether an engine that died had other requests, too; None: it lives."""
+    async def _fault(self) -> str:
+        """Why no request can be served here, as `RETRY_HEADER` says it; empty: nothing is wrong."""
         try:
             await self._check_health()
         except EngineDiedError:
-            # As it was when the death was first seen: the others end one after the other.
-            self._died_among = self._died_among or self.open
-            return self._died_among > 1
+            return RETRY_DIED
         except Exception:  # What else makes a worker unfit is said by its health.
-            return True
-        return None
+            return RETRY_ELSEWHERE
+        return ""
 
     def give_up(self) -> int:
         """End what is open, since the engine stands still: what has not begun may be tried
@@ -184,8 +182,8 @@ class WorkerGate:
 class _GateReply:
     """Where the application's answer goes; what failed before it began is worded here."""
 
-    def __init__(self, send: Send, died: Callable[[], Awaitable[bool | None]]) -> None:
-        self._send, self._died = send, died
+    def __init__(self, send: Send, fault: Callable[[], Awaitable[str]]) -> None:
+        self._send, self._fault = send, fault
         self._begun = self._over = self._replaced = self._events = False
         # What fails before its first byte may be tried elsewhere: its head waits for that.
         self._head: Message | None = None
@@ -195,12 +193,12 @@ class _GateReply:
             return
         if message["type"] == "http.response.start":
             if message["status"] >= 500:
-                died = await self._died()
-                if died is not None:
-                    await self._instead(died)
+                fault = await self._fault()
+                if fault:
+                    await self._instead(fault)
                     return
                 # It lives, and computed nothing that the client has seen: another may do better.
-                retry = (RETRY_HEADER.encode(), b"elsewhere")
+                retry = (RETRY_HEADER.encode(), RETRY_ELSEWHERE.encode())
                 message = {**message, "headers": [*message.get("headers", ()), retry]}
             kinds = [v for n, v in message.get("headers", ()) if n.lower() == b"content-type"]
             self._events = any(kind.startswith(b"text/event-stream") for kind in kinds)
@@ -215,21 +213,21 @@ class _GateReply:
             await self._send(head)
         await self._send(message)
 
-    async def broke(self, died: bool | None) -> None:
+    async def broke(self, fault: str) -> None:
         """The application raised. Begun streams end with an error event; begun answers of other
         kinds stay incomplete, so that the client does not take them for whole."""
         if self._replaced or self._over:
             return
         if not self._begun:
-            await self._instead(True if died is None else died)
+            await self._instead(fault or RETRY_ELSEWHERE)
         elif self._events:
             event = f"\n\n{ERROR_EVENT}: {_error(500, _BROKE)}}}\n\ndata: [DONE]\n\n"
             await self._send({"type": "http.response.body", "body": event.encode()})
         self._over = True
 
-    async def _instead(self, may_retry: bool) -> None:
+    async def _instead(self, retry: str) -> None:
         self._replaced = True
-        await _answer(self._send, 503, _BROKE if may_retry else _DIED, retry=may_retry)
+        await _answer(self._send, 503, _BROKE, retry=retry)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -307,12 +305,12 @@ def _error(status: int, message: str) -> str:
     return json.dumps({"message": message, "type": kind, "param": None, "code": status})
 
 
-async def _answer(send: Send, status: int, message: str, *, retry: bool = False) -> None:
+async def _answer(send: Send, status: int, message: str, *, retry: str = "") -> None:
     headers = []
     if status == 503:
         headers.append((b"retry-after", str(_AGAIN_S).encode()))
     if retry:
-        headers.append((RETRY_HEADER.encode(), b"elsewhere"))
+        headers.append((RETRY_HEADER.encode(), retry.encode()))
     content = f'{{"error": {_error(status, message)}}}'.encode()
     await _send_json(send, status, content, headers)
 

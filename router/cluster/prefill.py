@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from kappa import metrics as m
-from kappa.protocol import RETRY_HEADER, TO_BODY_HEADER, Announcement
+from kappa.protocol import RETRY_DIED, RETRY_HEADER, TO_BODY_HEADER, Announcement
 from kappa.settings.engine import TransferSettings
 from router.api.bodies import as_engines_take_it
 from router.api.errors import ApiError
@@ -155,8 +155,7 @@ def _end_of(answer: PortAnswer) -> str:
     """How a prefill ended, as `LiveRouter.release` names it."""
     if answer.status < 500:
         return "done" if answer.status == 200 else "refused"
-    # A gate says so of all that may be tried elsewhere.
-    return "error" if RETRY_HEADER in answer.headers else "worker_died"
+    return "worker_died" if answer.headers.get(RETRY_HEADER) == RETRY_DIED else "error"
 
 
 def _params_in(body: bytes) -> dict[str, Any] | None:

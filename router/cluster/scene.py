@@ -16,7 +16,14 @@ import structlog
 from starlette.datastructures import Headers
 
 from kappa.host import Lock
-from kappa.protocol import GIVE_UP_PATH, PROMPT_KEY, TO_BODY_HEADER, TO_DROP_HEADER
+from kappa.protocol import (
+    GIVE_UP_PATH,
+    PROMPT_KEY,
+    RETRY_DIED,
+    RETRY_HEADER,
+    TO_BODY_HEADER,
+    TO_DROP_HEADER,
+)
 from kappa.settings.engine import TransferSettings
 from router.api import errors
 from router.api.app import Inbound
@@ -197,9 +204,11 @@ class ClusterScene(KnownServers):
         except OSError:
             self.live.members.failed(worker, DIED)
             return False
-        if answer.status == 503:
+        # One that drains answers nothing, either, and is as well as before.
+        died = answer.headers.get(RETRY_HEADER) == RETRY_DIED
+        if died:
             self.live.members.failed(worker, ENGINE_DIED)
-        return answer.status != 503
+        return not died
 
     def _lost(self, worker: str, why: str) -> None:
         """Its begun streams are to end. One that answers nothing at all ends itself."""

@@ -315,8 +315,8 @@ class Flights(Generic[F]):
             self._end(aloft.request_id)
 
     async def _after_death(self, aloft: Aloft[F]) -> None:
-        """A worker of ours did not serve it and did not say that others may: it ends once it is
-        known whether the engine died of it."""
+        """A worker of ours did not serve it, and it was tried at no other: it ends once it is known
+        whether the engine died of it."""
         try:
             if not await self._scene.lives(aloft.flight.decision.worker):
                 aloft.ended_as = "worker_died"
