@@ -55,6 +55,8 @@ PROMPT_KEY = "kappa_prompt"
 PLAN_KEY = "kappa_plan"
 # Set where the answer may be approximate.
 APPROX_KEY = "kappa_approx"
+# By which a client asks for that, and is told of it.
+APPROX_HEADER = "x-kappa-approx"
 # In `kv_transfer_params`: the peer whose host tier holds what the worker lacks, and what that is.
 PEER_PARAM = "kappa_peer"
 PROMPT_ENGINES = ("torch", "emulated")

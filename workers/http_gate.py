@@ -23,6 +23,8 @@ import msgspec
 import structlog
 
 from kappa.protocol import (
+    APPROX_HEADER,
+    APPROX_KEY,
     ERROR_EVENT,
     GIVE_UP_PATH,
     RETRY_DIED,
@@ -134,7 +136,9 @@ class WorkerGate:
         request_id = self._in_flight.arrived(fields, time.monotonic())
         tally = generated.begin(tenant_of(getattr(fields, _ARGUMENTS, None)))
         self.open += 1
-        reply = _GateReply(send, self._fault)
+        sent = getattr(fields, _ARGUMENTS, None) or {}
+        shown = {APPROX_HEADER: str(sent[APPROX_KEY])} if APPROX_KEY in sent else {}
+        reply = _GateReply(send, self._fault, shown)
         given_up = asyncio.timeout(None)
         try:
             async with given_up:
@@ -182,8 +186,12 @@ class WorkerGate:
 class _GateReply:
     """Where the application's answer goes; what failed before it began is worded here."""
 
-    def __init__(self, send: Send, fault: Callable[[], Awaitable[str]]) -> None:
+    def __init__(
+        self, send: Send, fault: Callable[[], Awaitable[str]], shown: Mapping[str, str]
+    ) -> None:
+        """`shown`: headers of an answer by the engine."""
         self._send, self._fault = send, fault
+        self._shown = [(name.encode(), value.encode()) for name, value in shown.items()]
         self._begun = self._over = self._replaced = self._events = False
         # What fails before its first byte may be tried elsewhere: its head waits for that.
         self._head: Message | None = None
@@ -200,6 +208,8 @@ class _GateReply:
                 # It lives, and computed nothing that the client has seen: another may do better.
                 retry = (RETRY_HEADER.encode(), RETRY_ELSEWHERE.encode())
                 message = {**message, "headers": [*message.get("headers", ()), retry]}
+            elif message["status"] < 400:
+                message = {**message, "headers": [*message.get("headers", ()), *self._shown]}
             kinds = [v for n, v in message.get("headers", ()) if n.lower() == b"content-type"]
             self._events = any(kind.startswith(b"text/event-stream") for kind in kinds)
             self._head = message

@@ -19,7 +19,6 @@ SESSION_HEADER = "x-session-id"
 DEADLINE_HEADER = "x-kappa-deadline-ms"
 CONVERSATION_KEYS = ("prompt_cache_key", "user")
 PLAN_HEADER = "x-kappa-plan"
-APPROX_HEADER = "x-kappa-approx"
 
 Metadata = dict[str, str | int | float]
 

@@ -18,11 +18,10 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from kappa.protocol import Announcement
+from kappa.protocol import APPROX_HEADER, Announcement
 from router.api import errors
 from router.api.app import Inbound, inbound_of
 from router.api.metadata import (
-    APPROX_HEADER,
     CONVERSATION_KEYS,
     DEADLINE_HEADER,
     PLAN_HEADER,

@@ -108,8 +108,8 @@ class Engine:
     def __init__(self, name, cluster):
         self.name, self._cluster, self._dead = name, cluster, None
         self.in_flight = InFlight(time.monotonic())
-        gate = WorkerGate(self._answer, SECRET, self.in_flight, self._check_health)
-        self.port = WorkerPort(gate, "127.0.0.1")
+        self.gate = WorkerGate(self._answer, SECRET, self.in_flight, self._check_health)
+        self.port = WorkerPort(self.gate, "127.0.0.1")
 
     async def _check_health(self):
         if self._dead is not None:
