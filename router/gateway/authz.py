@@ -30,6 +30,7 @@ from router.gateway.spec import (
     TAIL,
     TOLD_HEADER,
     Slot,
+    veiled,
 )
 
 log = structlog.get_logger(__name__)
@@ -217,14 +218,20 @@ class _Connection(asyncio.Protocol):
             self._start(echo.again(target[len(AGAIN) :], attempt), head)
         elif target.startswith(DECIDE + "/"):
             inquiry = Inquiry(head.method, target[len(DECIDE) :], head.headers, body)
-            self._start(self._decide(inquiry), head, self._decided)
+            self._start(self._asked(inquiry), head, self._decided)
         elif target.startswith(ADMIT + "/"):
             inquiry = Inquiry(head.method, target[len(ADMIT) :], head.headers, None)
-            self._start(self._decide(inquiry), head, self._admitted)
+            self._start(self._asked(inquiry), head, self._admitted)
         else:
             raise _MalformedError("nothing is known by that path")
 
     # -- answers ------------------------------------------------------------------------------
+
+    async def _asked(self, inquiry: Inquiry) -> Verdict:
+        verdict = await self._decide(inquiry)
+        if isinstance(verdict, Go):
+            return verdict
+        return verdict._replace(status=veiled(verdict.status))
 
     def _start(
         self, answer: Awaitable[Verdict], head: _Head, ours: Mapping[str, str] = _NOTHING

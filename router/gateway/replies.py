@@ -9,16 +9,18 @@ from __future__ import annotations
 from router.api import errors
 from router.api.errors import ApiError
 from router.gateway.clusters import Json, extension
-from router.gateway.spec import Bounds
+from router.gateway.spec import Bounds, veiled
 
 # Whose errors have Anthropic's shape.
 _MESSAGES = 'request.path.startsWith("/v1/messages")'
 _PASSED = 'response.code_details in ["ext_authz_denied", "lua_response"]'
+# With which it refuses what is no fault of the client.
+_OF_DECIDER = (500, 502, 503, 504)
 
 
 def local_replies(bounds: Bounds) -> Json:
     """`local_reply_config`: the first of its mappers that fits is applied."""
-    mappers: list[Json] = [{"filter": where(_PASSED)}]
+    mappers = [_unveiled(status) for status in _OF_DECIDER] + [{"filter": where(_PASSED)}]
     for condition, fault in _faults(bounds):
         mappers.append(_mapper(f"{condition} && {_MESSAGES}", fault, fault.message_body()))
         mappers.append(_mapper(condition, fault, fault.body()))
@@ -58,6 +60,12 @@ def _mapper(condition: str, fault: ApiError, body: Json) -> Json:
         "body_format_override": {"json_format": body, "content_type": "application/json"},
         "headers_to_add": added,
     }
+
+
+def _unveiled(status: int) -> Json:
+    return {
+        "filter": where(f"{_PASSED} && response.code == {veiled(status)}"), "status_code": status,
+    }  # fmt: skip
 
 
 def where(condition: str) -> Json:

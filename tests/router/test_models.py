@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray.exceptions import RayActorError
 from ray.serve.llm.openai_api_models import CompletionRequest
 
-from kappa.protocol import Arrival, WorkerReport
-from router.api.metadata import POOL_HEADER
+from kappa.protocol import Arrival, EngineDiedError, WorkerReport
 from router.api.render import SHORT_BYTES, PromptRenderer, Tokenizing
 from router.api.request import EndpointModel
 from router.api.tenants import Tenant
@@ -197,63 +195,62 @@ WORKERS = {
 
 @pytest.mark.ray
 async def test_the_model_in_a_body_chooses_the_workers_and_an_adapter_its_base_models(serve):
-    ingress, live, app = await serve(workers=WORKERS, models=MODELS)
+    engines, _, here = await serve(workers=WORKERS, models=MODELS)
     for model in ("small", "fine", "large", "small"):
-        assert (await scripted.post(app, stream=True, model=model)).status_code == 200
-    assert ingress.sent == ["s0", "s0", "l0", "s0"]
-    assert [body.model for body in ingress.bodies] == ["small", "fine", "large", "small"]
-    refused = await scripted.post(app, model="huge")
+        assert (await scripted.post(here, stream=True, model=model)).status_code == 200
+    assert engines.sent == ["s0", "s0", "l0", "s0"]
+    assert [body.model for body in engines.bodies] == ["small", "fine", "large", "small"]
+    refused = await scripted.post(here, model="huge")
     assert scripted.code(refused, 404) == "model_not_found"
     assert "this cluster serves small, fine, large" in refused.json()["error"]["message"]
     body = {name: value for name, value in scripted.BODY.items() if name != "model"}
-    async with scripted.client_of(app) as client:
-        unnamed = await client.post(scripted.PATH, json=body)
+    unnamed = await here.client.post(scripted.PATH, json=body)
     assert scripted.code(unnamed, 400) == "invalid_value"
     assert "name one of small, fine, large" in unnamed.json()["error"]["message"]
-    nodes = (await scripted.get(app, "/v1/nodes")).json()["nodes"]
+    nodes = (await scripted.get(here, "/v1/nodes")).json()["nodes"]
     assert {row["node"]: row["model"] for row in nodes} == {"s0": "small", "l0": "large"}
-    assert live.router.reservations == 0
+    listed = (await scripted.get(here, "/v1/models")).json()["data"]
+    assert [card["id"] for card in listed] == ["small", "fine", "large"]
+    await here.idle()
 
 
 @pytest.mark.ray
 async def test_a_model_whose_worker_died_is_503_and_nobody_elses_worker_is_asked(serve):
     async def script(worker):
         if worker == "l0":
-            raise RayActorError
+            raise EngineDiedError
         async for item in scripted.words(worker):
             yield item
 
-    ingress, live, app = await serve(script, workers=WORKERS, models=MODELS)
-    live.suspects.ended("l0", live.now_s())
-    answer = await scripted.post(app, model="large")
+    engines, _, here = await serve(script, workers=WORKERS, models=MODELS)
+    assert (await scripted.post(here, model="large")).status_code == 503
+    await here.idle()
+    answer = await scripted.post(here, model="large")
     assert scripted.code(answer, 503) == "no_worker"
     assert "model large" in answer.json()["error"]["message"]
-    assert ingress.sent == ["l0"]
-    assert (await scripted.post(app, stream=True, model="small")).status_code == 200
+    assert engines.sent == ["l0"]
+    assert (await scripted.post(here, stream=True, model="small")).status_code == 200
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("mode", ["shadow", "ray"])
-async def test_where_ray_chooses_the_worker_it_is_given_a_pool_of_the_model(serve, mode):
-    ingress, _, app = await serve(workers=WORKERS, models=MODELS, mode=mode)
+async def test_rays_rule_draws_among_the_workers_of_the_model(serve):
+    engines, _, here = await serve(workers=WORKERS, models=MODELS, mode="shadow")
     for number in range(8):
-        answer = await scripted.post(app, stream=True, model="large", max_tokens=number + 1)
+        answer = await scripted.post(here, stream=True, model="large", max_tokens=number + 1)
         assert answer.status_code == 200
-    pools = {headers.get(POOL_HEADER) for headers in ingress.headers}
-    assert pools == ({"l"} if mode == "ray" else {None})
-    assert set(ingress.sent) == ({""} if mode == "ray" else {"l0"})
+    assert set(engines.sent) == {"l0"}
 
 
 @pytest.mark.ray
 async def test_limits_of_another_models_workers_do_not_count(serve):
     workers = {**WORKERS, "l0": {**WORKERS["l0"], "max_context_tokens": 16}}
-    _, _, app = await serve(workers=workers, models=MODELS)
+    _, _, here = await serve(workers=workers, models=MODELS)
     long = "hello world " * 40
     message = [{"role": "user", "content": long}]
-    refused = await scripted.post(app, model="large", messages=message)
+    refused = await scripted.post(here, model="large", messages=message)
     assert scripted.code(refused, 400) == "context_length_exceeded"
     assert "context is 16 tokens" in refused.json()["error"]["message"]
-    answer = await scripted.post(app, stream=True, model="small", messages=message)
+    answer = await scripted.post(here, stream=True, model="small", messages=message)
     assert answer.status_code == 200
 
 

@@ -8,7 +8,14 @@ import uvloop
 
 from router.gateway import authz
 from router.gateway.authz import AuthzServer, Go, Refuse
-from router.gateway.spec import ADMITTER_HEADER, EVENTS_HEADER, SLOT_HEADER, TOLD_HEADER, Slot
+from router.gateway.spec import (
+    ADMITTER_HEADER,
+    EVENTS_HEADER,
+    SLOT_HEADER,
+    TOLD_HEADER,
+    Slot,
+    veiled,
+)
 
 GO = Go({"x-gateway-destination-endpoint": "10.0.0.1:80"}, {"x-request-id": "r"})
 
@@ -162,6 +169,13 @@ async def test_authz_passes_a_refusal_on_with_its_body(tmp_path):
     async with talking(ScriptedDesk(refusal), tmp_path) as (reader, writer):
         writer.write(question())
         assert await answer_of(reader) == (429, dict(refusal.headers), b'{"e":1}')
+
+
+async def test_authz_passes_a_refusal_on_that_is_no_failure_of_the_decider(tmp_path):
+    desk = ScriptedDesk(Refuse(503, {}, b"no worker"))
+    async with talking(desk, tmp_path) as (reader, writer):
+        writer.write(question())
+        assert await answer_of(reader) == (veiled(503), {}, b"no worker")
 
 
 async def test_authz_sends_no_body_after_a_head_question(tmp_path):

@@ -17,7 +17,7 @@ from router.gateway.bootstrap import bootstrap, certificate
 from router.gateway.endpoints import EndpointsFile, write_private
 from router.gateway.events import Ends
 from router.gateway.process import find_envoy
-from router.gateway.spec import ADMIT, DECIDE, Bounds, GatewaySpec
+from router.gateway.spec import ADMIT, DECIDE, Bounds, GatewaySpec, veiled
 from tests.router.gateway.certificates import pair
 from tests.router.gateway.door import CHAT, Answer, open_door
 from tests.router.gateway.http2 import post
@@ -250,6 +250,16 @@ async def test_a_large_body_is_refused_without_being_read():
         assert (got.status, got.body, got.headers["retry-after"]) == (401, b'{"a": 1}', "7")
         assert got.headers["content-type"] == "application/json"
         assert [one.target for one in door.decider.heard] == [ADMIT + CHAT]
+
+
+async def test_a_refusal_with_5xx_reaches_the_client_as_it_was_meant():
+    async with open_door() as door:
+        for status in (500, 502, 503, 504):
+            head = {"content-type": "application/json", "retry-after": "7"}
+            refusal = Answer(veiled(status), head, b'{"a": 1}')
+            door.decider.script = lambda heard, refusal=refusal: refusal
+            got = await door.ask()
+            assert (got.status, got.body, got.headers["retry-after"]) == (status, b'{"a": 1}', "7")
 
 
 async def test_an_answer_has_what_the_decider_says_of_it():
