@@ -199,7 +199,7 @@ async def test_a_worker_is_sent_what_tenants_were_charged_elsewhere(serve):
         live.reported(WorkerReport(worker, 1.0, charges=(charge,)))
     busy(live)
     answer = await post(here, "sk-alice", stream=True)
-    assert answer.status_code == 200 and answer.headers["x-kappa-node"] == engines.sent[1]
+    assert answer.status_code == 200, answer.text
     others = {"a": {"alice": [2.0, 0.5, 0.0]}, "b": {"alice": [1.0, 0.5, 0.0]}}
     sent = [json.loads(metadata["kappa_charges"]) for metadata in engines.told]
     assert sent == [others[worker] for worker in engines.sent] and len(set(engines.sent)) == 2
