@@ -1,4 +1,4 @@
-"""Start and stop of the live router, and the handles of the pools that it decides over."""
+"""Start and stop of the live router, and what of the settings it is made from."""
 
 import asyncio
 
@@ -6,16 +6,15 @@ import pytest
 
 import router.live.live_router
 from kappa.settings.routing import FailoverSettings
-from router.api.cluster_face import PoolHandles
 from router.api.start import LiveStart, member_rule, record_file, router_config
 from router.live.replica_registry import ReplicaRegistry
-from tests.router.scripted import announcement, ingress_settings
+from tests.router.scripted import announcement, decider_settings
 
 pytestmark = pytest.mark.ray
 
 
 def settings(**changes):
-    return ingress_settings(**{"stale_after_s": 10.0} | changes)
+    return decider_settings(**{"stale_after_s": 10.0} | changes)
 
 
 @pytest.fixture
@@ -73,63 +72,3 @@ async def test_what_is_not_known_in_time_is_said(registry):
     start().members.get("a").subscriber.synced = True
     assert await start.known(5.0)
     await start.close()
-
-
-# -- handles ---------------------------------------------------------------------------------------
-
-
-class Answer:
-    """A handle and Ray's generator of its streamed answer, as far as they are used."""
-
-    def __init__(self, *items):
-        self.items, self.asked, self.cancelled = list(items), [], 0
-        self.completions = self
-
-    def options(self, *, stream):
-        assert stream
-        return self
-
-    def remote(self, body, info):
-        self.asked.append(body)
-        return self
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        if not self.items:
-            raise StopAsyncIteration
-        item = self.items.pop(0)
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def cancel(self):
-        self.cancelled += 1
-
-
-def streamed(answer, pool="a"):
-    return PoolHandles({"a": answer}).stream(pool, {"x": 1}, "completions", {})
-
-
-@pytest.mark.parametrize("pool", ["a", "gone"])
-async def test_what_a_pool_or_any_other_answers_is_passed_on_and_not_stopped(pool):
-    answer = Answer(1, 2)
-    assert [item async for item in streamed(answer, pool)] == [1, 2]
-    assert answer.asked == [{"x": 1}] and answer.cancelled == 0
-
-
-async def test_one_that_is_left_between_two_items_or_fails_is_stopped():
-    stream = streamed(answer := Answer(1, 2))
-    assert await anext(stream) == 1
-    await stream.aclose()
-    assert answer.cancelled == 1
-    answer = Answer(1, RuntimeError("lost"))
-    with pytest.raises(RuntimeError, match="lost"):
-        _ = [item async for item in streamed(answer)]
-    assert answer.cancelled == 1
-
-
-def test_without_pools_there_is_nothing_to_serve():
-    with pytest.raises(ValueError, match="no pool"):
-        PoolHandles({})
