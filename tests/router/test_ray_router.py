@@ -1,18 +1,16 @@
-"""What our request router does with the ingress' choice; replicas are made up."""
+"""What our request router publishes, and what it decides alone; replicas are made up."""
 
-import asyncio
 import logging
 from types import SimpleNamespace
 
 import pytest
-from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, RequestRouter
 
 import router.live.replica_registry
 import router.ray_router
-from router.live.replica_registry import PinGoneError, ReplicaRegistry
-from router.ray_router import PIN_HEADER, KappaRouter
+from router.live.replica_registry import ReplicaRegistry
+from router.ray_router import KappaRouter
 
 pytestmark = pytest.mark.ray
 
@@ -21,22 +19,17 @@ class Ours(KappaRouter):
     """Without Ray's constructor, which needs a cluster."""
 
     def __init__(self):
-        self.forgotten = []
         self._deployment_id = "d"
         self.initialize_state()
-
-    def _remove_pending_request_from_indices(self, pending_request):
-        self.forgotten.append(pending_request)
 
 
 def replica(name, statistics=None):
     return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=statistics)
 
 
-def pending(pin, *args):
-    info = RawRequestInfo(headers={PIN_HEADER: pin} if pin else {})
+def pending(*args):
     metadata = RequestMetadata(request_id="r", internal_request_id="i")
-    return PendingRequest(args=list(args) or [None, info], kwargs={}, metadata=metadata)
+    return PendingRequest(args=list(args), kwargs={}, metadata=metadata)
 
 
 @pytest.fixture
@@ -61,22 +54,8 @@ def flights(made):
     return {name: len(state.flights) for name, state in made._kappa_alone._router.workers.items()}
 
 
-async def test_the_pinned_replica_is_the_only_candidate():
-    a, b = replica("a"), replica("b")
-    assert await Ours().choose_replicas([a, b], pending("b")) == [[b]]
-
-
-async def test_a_pin_that_has_gone_fails_the_request_instead_of_sending_it_anywhere():
-    made, request = Ours(), pending("gone")
-    await made.choose_replicas([replica("a")], request)
-    with pytest.raises(PinGoneError, match="gone"):
-        await asyncio.wait_for(request.future, 5.0)
-    assert made.forgotten == [request], "nothing of it is kept"
-    await made.choose_replicas([replica("a")], request)  # looked at again before Ray drops it
-
-
 async def test_a_request_is_reserved_from_its_choice_to_its_end(heard):
-    request = pending("", SimpleNamespace(prompt="x" * 400))
+    request = pending(SimpleNamespace(prompt="x" * 400))
     a, b = replica("a"), replica("b")
     ranks = await heard.choose_replicas([a, b], request)
     assert sorted(rank[0].replica_id.unique_id for rank in ranks) == ["a", "b"]
@@ -93,11 +72,9 @@ async def test_a_request_is_reserved_from_its_choice_to_its_end(heard):
 async def test_a_router_that_is_shown_no_bodies_says_once_what_to_set(heard, warnings, monkeypatch):
     constants = router.ray_router.ray.serve._private.constants
     name = "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY"
-    without = PendingRequest(
-        args=[], kwargs={}, metadata=RequestMetadata(request_id="r", internal_request_id="i")
-    )
-    # On Ray's other path, and where bodies are shown, there is nothing to say.
-    await heard.choose_replicas([replica("a"), replica("b")], pending("", SimpleNamespace()))
+    without = pending()
+    # Where bodies are shown there is nothing to say.
+    await heard.choose_replicas([replica("a"), replica("b")], pending(SimpleNamespace()))
     assert warnings == []
     monkeypatch.setattr(constants, name, False)
     for _ in range(3):
