@@ -16,7 +16,6 @@ from router.api.metadata import (
     prompt_metadata,
     routed_metadata,
     tenant_metadata,
-    worker_headers,
 )
 from router.api.tenants import Tenant
 
@@ -101,15 +100,6 @@ def test_all_that_64_tenants_add_to_a_request_is_a_few_kilobytes():
     elsewhere = {f"tenant-{i:03}": Charge(12345.678, 1234.567, 123.456) for i in range(64)}
     assert len(json.dumps(metadata())) < 250
     assert len(json.dumps(metadata(elsewhere=elsewhere))) < 4096
-
-
-def test_a_workers_request_carries_the_pin_and_no_key():
-    headers = {
-        "authorization": "Bearer sk-a", "x-api-key": "sk-a", "x-kappa-pin": "forged",
-        "x-kappa-pool": "forged", "accept": "*/*",
-    }  # fmt: skip
-    assert worker_headers(headers, "w", None) == {"accept": "*/*", "x-kappa-pin": "w"}
-    assert worker_headers(headers, "", "p") == {"accept": "*/*", "x-kappa-pool": "p"}
 
 
 def test_an_engine_that_does_not_tokenize_is_sent_the_tokens_and_the_plan():
