@@ -1,8 +1,6 @@
 """Who may have killed an engine: events with their times in, verdicts out."""
 
-import json
-
-from router.live.suspects import MEMORY, Suspects, content_digest
+from router.live.suspects import MEMORY, Suspects
 
 
 def died(suspects, worker="w", in_flight=1, now_s=0.0, node="n"):
@@ -89,16 +87,3 @@ def test_memory_is_bounded():
         suspects.left(f"w{i}")
     assert len(suspects) <= MEMORY and len(suspects._deaths) < 20
     assert suspects._ended_s == {} and suspects._idle_deaths_s == {}
-
-
-def digest(tenant="t", method="chat", **body):
-    return content_digest(tenant, method, json.dumps(body).encode())
-
-
-def test_a_digest_is_of_what_an_engine_reads_and_of_one_tenant():
-    known = digest(prompt="p", n=1)
-    assert known == digest(n=1, prompt="p") == digest(prompt="p", n=1, user="u", stream=True)
-    others = [digest(prompt="q", n=1), digest(prompt="p", n=2), digest("s", prompt="p", n=1),
-              digest(method="completions", prompt="p", n=1)]  # fmt: skip
-    assert len({known, *others}) == 5
-    assert content_digest("t", "chat", b"\xff no JSON") != content_digest("t", "chat", b"[1]")
