@@ -240,7 +240,8 @@ class Decider(Generic[F]):
             # One that is late by its client's own wish would be so elsewhere, too.
             late = "" if aloft.has_deadline else f",{LATE}"
             upstream[STATUSES_HEADER] = _RETRIED + late
-        if flight.via:
+        if flight.via or len(aloft.servers) < 2:
+            # Where no other is left, the answer of the one that has it is better than Envoy's own.
             upstream[RETRIES_HEADER] = "0"
         if self._keyed:  # No server needs the keys that are ours, or may log one.
             upstream[_REMOVED_HEADER] = ",".join(KEY_HEADERS)
