@@ -175,7 +175,8 @@ class Decider(Generic[F]):
             asked = asked._replace(digest=content_digest(asked))
             if live.suspects and live.suspects.refused(asked.digest, live.now_s()):
                 raise errors.KILLED_AN_ENGINE()
-            if not self._places.take(request_id, tenant):
+            elsewhere = max(live.router.in_flight - live.router.reservations, 0)
+            if not self._places.take(request_id, tenant, elsewhere):
                 after_s = live.retry_after_s()
                 raise errors.QUEUE_FULL(limit=self._places.limit, retry_after_s=after_s)
             reading = await self._scene.read(asked)
