@@ -18,7 +18,6 @@ function envoy_on_request(handle)
   local answer, body = handle:httpCall(OF_SLOT .. slot, question, "", ANSWER_MS)
   headers = handle:headers() -- Those of before are out of reach after a wait.
   if answer[":status"] == "200" then
-    headers = handle:headers() -- What was taken before the call may not be used behind it.
     for name, value in pairs(answer) do
       if name:sub(1, 11) == "x-kappa-to-" then
         headers:replace(name, value)

@@ -220,7 +220,8 @@ class Decider(Generic[F]):
             time.monotonic(), asked.digest, anthropic=asked.path in MESSAGES_PATHS,
             counts=asked.path in scene.priced,
             repeatable=reading.repeatable, streamed=reading.streamed,
-            has_deadline=DEADLINE_HEADER in asked.headers, sent_s=time.monotonic(),
+            has_deadline=DEADLINE_HEADER in asked.headers, held=not self._rule.foreign,
+            sent_s=time.monotonic(),
         )  # fmt: skip
 
     def _go(self, asked: Asked, aloft: Aloft[F]) -> Go:

@@ -52,7 +52,8 @@ class Aloft(Generic[F]):
     """A request that went on. request: without its tokens; servers: in the order in which they are
     tried; heard_s: by the monotonic clock; digest: names its content. counts: its failures are its
     server's; repeatable: it may be done twice; has_deadline: being late may be its client's own
-    wish; sent_s: when it was decided for its server. begun: its first token came; tail: how its
+    wish; held: so may it be where Envoy ends an attempt; sent_s: when it was decided for its
+    server. begun: its first token came; tail: how its
     answer ended; ended_as: how it ended at its server, once that is known before its end."""
 
     request_id: str
@@ -69,6 +70,7 @@ class Aloft(Generic[F]):
     streamed: bool = False
     has_deadline: bool = False
     sent_s: float = 0.0
+    held: bool = False
     begun: bool = False
     tail: bytes | None = None
     used: Used | None = None
@@ -111,7 +113,7 @@ class Aloft(Generic[F]):
         failed = end.broken or end.late or not end.status or end.status >= 500
         if self.flight.via and (failed or end.status == FULL):
             return "unsent"
-        if end.status == LATE and self.has_deadline:
+        if self.has_deadline and (end.status == LATE or (end.late and self.held)):
             return "deadline"
         if failed:
             how = "worker_died" if end.broken else "error"
@@ -359,7 +361,8 @@ class Flights(Generic[F]):
                 lease.counted(aloft.used.prompt_tokens)
             lease.generated(generated)
             # A client that does not wait for it has had an engine work, too.
-            lease.worked = outcome == "client_gone" and end is not None and bool(end.upstream)
+            waits = outcome != "client_gone" and not (aloft.has_deadline and status == LATE)
+            lease.worked = not waits and end is not None and bool(end.upstream)
         finally:
             self._left(request_id)
             lease.close(time.monotonic(), served=0 < status < 400)
