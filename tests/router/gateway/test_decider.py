@@ -7,9 +7,11 @@ import pytest
 
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
 from router.api.app import Access
-from router.api.tenants import Allowance
+from router.api.tenants import Allowance, Tenant
 from router.gateway import flights
 from router.gateway.authz import Go, Inquiry, Refuse
+from router.gateway.decider import content_digest
+from router.gateway.scene import Asked
 from tests.router.building import tenants_of
 from tests.router.gateway.scripted import CHAT, EMBEDDINGS, deciding, end
 from tests.router.stream_worker import until
@@ -441,6 +443,17 @@ async def test_what_two_engines_died_of_is_refused_from_then_on():
         assert code_of(verdict) == (422, "killed_an_engine")
         assert code_of(await here.ask(body={"tokens": 50})) == (422, "killed_an_engine")
         assert isinstance(await here.ask(body={"tokens": 51}), Go)
+
+
+def test_a_content_is_named_by_its_tenant_path_and_body():
+    def name(body=b"x", tenant="t", path=CHAT):
+        return content_digest(Asked("r", path, {}, body, Tenant(tenant)))
+
+    assert name() == name()
+    assert len({name(), name(b"y"), name(tenant="u"), name(path=EMBEDDINGS)}) == 4
+    long = [size * b"x" for size in (1 << 20, 1 + (1 << 20))]
+    long += [b"y" + long[0][1:], long[0][1:] + b"y"]
+    assert len({name(body) for body in long}) == 4
 
 
 async def test_what_must_not_be_done_twice_is_not():
