@@ -12,10 +12,12 @@ import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import numpy as np
 
+import router.cluster.replica
 import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
@@ -189,7 +191,14 @@ class Decider(KappaDecider):
     async def open(self, renderers, settings, access, spec):
         self._pools, self._began_s = {}, int(time.time())
         self._wire(settings, renderers)
-        await self._open(settings, access, spec, SECRET)
+        real = router.cluster.replica.Decider
+
+        def noted(*given):
+            self.flights = (made := real(*given)).flights
+            return made
+
+        with mock.patch.object(router.cluster.replica, "Decider", noted):
+            await self._open(settings, access, spec, SECRET)
 
     async def close(self):
         await self._stack.aclose()
@@ -253,7 +262,7 @@ class Here:
 
     async def idle(self):
         """Return when nothing is in flight any more: Envoy has told of every end."""
-        await until(lambda: not self.live.router.reservations)
+        await until(lambda: not self.live.router.reservations and not len(self.decider.flights))
 
 
 def _bearer(key):
