@@ -31,7 +31,7 @@ SAMPLES = 16
 # and of a plain Ray Serve LLM app how many requests its engine has: some fields of `WorkerReport`.
 ANNOUNCEMENT_KEY, LOAD_KEY = "kappa", "kappa_load"
 
-# How an error begins in a streamed answer of Ray Serve LLM's, which may hold several events.
+# How an event of a stream begins that tells an error.
 ERROR_EVENT = 'data: {"error"'
 
 # Under these keys the ingress' request metadata travels in vLLM's `SamplingParams.extra_args`:

@@ -45,6 +45,7 @@ Scope = dict[str, Any]
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 20
@@ -59,6 +60,11 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _AGAIN_S = 1
 _LEAVES = "this worker takes no more requests"
 _BROKE = "the engine failed while it answered"
+# vLLM's error of a request that ended in its scheduler. There are two reasons: a load that failed,
+# after which our connectors compute the prompt instead, and a grammar that does not compile.
+_ENDED_BY_SCHEDULER = b"Internal server error"
+_CONSTRAINTS = ("structured_outputs", "response_format", "text", "tools")
+_GRAMMAR = "the schema, expression or grammar of the answer could not be compiled; simplify it"
 
 
 class _BodyError(Exception):
@@ -137,8 +143,8 @@ class WorkerGate:
         tally = generated.begin(tenant_of(getattr(fields, _ARGUMENTS, None)))
         self.open += 1
         sent = getattr(fields, _ARGUMENTS, None) or {}
-        shown = {APPROX_HEADER: str(sent[APPROX_KEY])} if APPROX_KEY in sent else {}
-        reply = _GateReply(send, self._fault, shown)
+        shown = [(APPROX_HEADER.encode(), b"ok")] if sent.get(APPROX_KEY) else []
+        reply = _GateReply(send, self._fault, shown, fields.constrained)
         given_up = asyncio.timeout(None)
         try:
             async with given_up:
@@ -187,11 +193,10 @@ class _GateReply:
     """Where the application's answer goes; what failed before it began is worded here."""
 
     def __init__(
-        self, send: Send, fault: Callable[[], Awaitable[str]], shown: Mapping[str, str]
+        self, send: Send, fault: Callable[[], Awaitable[str]], shown: Headers, constrained: bool
     ) -> None:
-        """`shown`: headers of an answer by the engine."""
-        self._send, self._fault = send, fault
-        self._shown = [(name.encode(), value.encode()) for name, value in shown.items()]
+        """`shown`: headers of an answer by the engine; `constrained`: by a grammar."""
+        self._send, self._fault, self._shown, self._constrained = send, fault, shown, constrained
         self._begun = self._over = self._replaced = self._events = False
         # What fails before its first byte may be tried elsewhere: its head waits for that.
         self._head: Message | None = None
@@ -219,9 +224,30 @@ class _GateReply:
             if not message.get("body") and not self._over:
                 return
         if self._head is not None:
-            self._begun, head, self._head = True, self._head, None
+            head, self._head = self._head, None
+            if await self._failed(head["status"], message.get("body", b"")):
+                return
+            self._begun = True
             await self._send(head)
         await self._send(message)
+
+    async def _failed(self, status: int, body: bytes) -> bool:
+        """Whether an answer is replaced: vLLM begins streams with 200, whatever comes first."""
+        told = self._events and body.startswith(ERROR_EVENT.encode())
+        if told:
+            error = _error_in(body)
+            code = error.get("code")
+            status = code if isinstance(code, int) and 400 <= code < 600 else 500
+        if status >= 500 and self._constrained and _ENDED_BY_SCHEDULER in body:
+            # Its client's fault, which would be the same elsewhere.
+            self._replaced = True
+            await _answer(self._send, 400, _GRAMMAR, code="invalid_grammar")
+        elif told and status < 500:
+            self._replaced = True
+            await _send_json(self._send, status, json.dumps({"error": error}).encode())
+        elif told:
+            await self._instead(await self._fault() or RETRY_ELSEWHERE)
+        return self._replaced
 
     async def broke(self, fault: str) -> None:
         """The application raised. Begun streams end with an error event; begun answers of other
@@ -288,14 +314,15 @@ def _rewritten(
     """The body with some top-level fields set and others left out, and what is counted of it: the
     front's arguments and the client's bound on generated tokens. No value is parsed but these."""
     if not body:
-        return body, SimpleNamespace()
+        return body, SimpleNamespace(constrained=False)
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:
         if sets or drops:
             raise _BodyError(400, "the body is not a JSON object") from None
-        return body, SimpleNamespace()
-    counted = SimpleNamespace(vllm_xargs=sets.get(_ARGUMENTS))
+        return body, SimpleNamespace(constrained=False)
+    constrained = any(bytes(fields.get(name, b"null")) != b"null" for name in _CONSTRAINTS)
+    counted = SimpleNamespace(vllm_xargs=sets.get(_ARGUMENTS), constrained=constrained)
     for name in _LIMITS:
         if name in fields:
             limit = msgspec.json.decode(fields[name])
@@ -310,24 +337,31 @@ def _rewritten(
     return msgspec.json.encode(fields), counted
 
 
-def _error(status: int, message: str) -> str:
+def _error(status: int, message: str, code: str = "") -> str:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return json.dumps({"message": message, "type": kind, "param": None, "code": status})
+    return json.dumps({"message": message, "type": kind, "param": None, "code": code or status})
 
 
-async def _answer(send: Send, status: int, message: str, *, retry: str = "") -> None:
+def _error_in(body: bytes) -> Mapping[str, Any]:
+    """The error of a stream's first event; empty if it cannot be read."""
+    try:
+        error = json.loads(body.split(b"\n", 1)[0].removeprefix(b"data: "))["error"]
+    except ValueError:
+        return {}
+    return error if isinstance(error, dict) else {}
+
+
+async def _answer(send: Send, status: int, message: str, retry: str = "", code: str = "") -> None:
     headers = []
     if status == 503:
         headers.append((b"retry-after", str(_AGAIN_S).encode()))
     if retry:
         headers.append((RETRY_HEADER.encode(), retry.encode()))
-    content = f'{{"error": {_error(status, message)}}}'.encode()
+    content = f'{{"error": {_error(status, message, code)}}}'.encode()
     await _send_json(send, status, content, headers)
 
 
-async def _send_json(
-    send: Send, status: int, content: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
-) -> None:
+async def _send_json(send: Send, status: int, content: bytes, headers: Headers = ()) -> None:
     about = [
         (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()),
     ]  # fmt: skip

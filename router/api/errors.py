@@ -193,10 +193,6 @@ INTERNAL = Fault(500, "internal", "Internal error.")
 NO_WORKER = Fault(503, "no_worker", "No healthy worker: {why}")
 NO_TOKEN_IN_TIME = Fault(504, "timeout", "No token within {limit_s:g} s.")
 ENGINE_FAILED = Fault(500, "engine", "The engine failed on this request.")  # The log says why.
-GRAMMAR_FAILED = Fault(
-    400, "invalid_grammar",
-    "The schema, regular expression or grammar that constrains the answer could not be compiled, "
-    "or took too long; simplify it.")
 ALONE_IN_DEAD_ENGINE = Fault(
     503, "engine_died",
     "The engine died while request {request_id} was alone in it; it was not passed on to another. "

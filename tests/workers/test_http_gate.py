@@ -219,6 +219,44 @@ async def test_gate_says_that_its_engine_died(engine):
     assert b"swordfish" not in answer.body
 
 
+def told(code, message="secret"):
+    return (f'data: {{"error": {{"message": "{message}", "code": {code}}}}}\n\n'.encode(), b"x")
+
+
+async def test_gate_lets_a_stream_that_begins_with_a_failure_be_tried_elsewhere():
+    health, engine = Health(), Engine(kind=b"text/event-stream", parts=told(500))
+    for dead, retry in ((False, "elsewhere"), (True, RETRY_DIED)):
+        health.dead = dead
+        answer = await ask(gate_of(engine, health))
+        assert (answer.status, answer.headers[RETRY_HEADER]) == (503, retry)
+        assert b"secret" not in answer.body
+    engine.parts = (b'data: {"error": 7}\n\n', b"x")
+    assert (await ask(gate_of(engine))).status == 503
+
+
+async def test_gate_answers_a_stream_that_begins_with_a_refusal_by_its_status():
+    engine = Engine(kind=b"text/event-stream", parts=told(404, "no such voice"))
+    answer = await ask(gate_of(engine))
+    assert (answer.status, json.loads(answer.body)["error"]["message"]) == (404, "no such voice")
+    assert answer.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+async def test_gate_blames_no_engine_for_a_grammar(kind):
+    streamed = kind == "text/event-stream"
+    parts = told(500, "Internal server error")
+    engine = Engine(200 if streamed else 500, kind.encode(), parts)
+    answer = await ask(gate_of(engine), b'{"response_format": {"type": "json_schema"}}')
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (400, "invalid_grammar")
+    assert RETRY_HEADER not in answer.headers
+    # Without one, and of another failure, the engine's.
+    answer = await ask(gate_of(engine), b'{"response_format": null}')
+    assert (answer.status, answer.headers[RETRY_HEADER]) == (503 if streamed else 500, "elsewhere")
+    engine.parts = told(500, "CUDA error")
+    answer = await ask(gate_of(engine), b'{"tools": []}')
+    assert answer.headers[RETRY_HEADER] == "elsewhere"
+
+
 async def test_gate_ends_a_begun_stream_with_an_error_event():
     engine = Engine(kind=b"text/event-stream", parts=(b"data: {}\n\n", b"", b""), fails_after=1)
     answer = await ask(gate_of(engine))
