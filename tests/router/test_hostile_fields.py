@@ -1,6 +1,6 @@
-"""Requests that ask engines for what nobody priced: they end at the ingress, each with its reason.
+"""Requests that ask engines for what nobody priced: they end at the decider, each with its reason.
 
-Ray's delivery is replaced by a script; everything else is real. Single fields: test_fields.
+Engines are scripts; Envoy, decider and gates are real. Single fields: test_fields.
 """
 
 from contextlib import suppress
@@ -28,6 +28,7 @@ from tests.router.scripted import (
 
 pytestmark = pytest.mark.ray
 
+SCHEMAS = (ChatCompletionRequest, CompletionRequest)
 SHAPES = [(PATH, BODY), (TEXTS, TEXT), (ROUTE, BODY), (ROUTE, TEXT)]
 
 
@@ -35,15 +36,15 @@ SHAPES = [(PATH, BODY), (TEXTS, TEXT), (ROUTE, BODY), (ROUTE, TEXT)]
 async def here(serve):
     made = await serve()
     yield made
-    assert made.live.router.reservations == 0
+    await made.idle()
 
 
 async def test_nothing_of_a_clients_xargs_reaches_an_engine(here):
     xargs = {"kv_transfer_params": "x", "ec_transfer_params": [1], "kappa_tenant": "root", "a": 1}
     for path, body in SHAPES[:2]:
         assert (await here.send(path, {**body, "vllm_xargs": xargs})).status_code == 200
-    for body in here.ingress.bodies:
-        extra = body.to_sampling_params(4, {}).extra_args
+    for body, schema in zip(here.engines.bodies, SCHEMAS, strict=True):
+        extra = schema.model_validate(body.fields).to_sampling_params(4, {}).extra_args
         assert all(name.startswith("kappa_") for name in extra), extra
         assert extra["kappa_tenant"] == "default"
 
@@ -58,7 +59,7 @@ async def test_what_is_refused_reaches_no_engine_by_any_endpoint(here):
             answer = await here.send(path, {**body, field: value})
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["param"] == param
-    assert here.ingress.sent == []
+    assert here.engines.sent == []
 
 
 async def test_what_clients_send_innocently_is_dropped(here):
@@ -66,7 +67,9 @@ async def test_what_clients_send_innocently_is_dropped(here):
     dropped = {name: {"a": "b"} for name in names}
     answer = await here.send(PATH, {**BODY, **dropped, "prompt_cache_key": "k"})
     assert answer.status_code == 200
-    assert set(here.ingress.bodies[0].model_extra) == {"prompt_cache_key"}
+    got = here.engines.bodies[0].fields
+    assert got.keys() == BODY.keys() | {"prompt_cache_key", "vllm_xargs"}
+    assert all(name.startswith("kappa_") for name in got["vllm_xargs"])
 
 
 async def test_a_completion_with_messages_is_refused_and_priced_by_its_prompt(here):
@@ -76,7 +79,7 @@ async def test_a_completion_with_messages_is_refused_and_priced_by_its_prompt(he
     for prompt in (long, [long, "a"]):
         answer = await here.send(TEXTS, {**TEXT, "prompt": prompt, "messages": None})
         assert code(answer, 400) == "context_length_exceeded"
-    assert here.ingress.sent == []
+    assert here.engines.sent == []
 
 
 async def test_json_that_python_cannot_hold_is_400(here):
@@ -126,7 +129,7 @@ async def test_several_prompts_pay_for_each_and_an_image_for_the_most_that_it_ca
     async def wanted(path, body):
         """Tokens that a request is to pay at most, which its refusal says."""
         answer = await here.send(path, body)
-        assert code(answer, 400) == "request_over_limit" and here.ingress.sent == []
+        assert code(answer, 400) == "request_over_limit" and here.engines.sent == []
         return int(answer.json()["error"]["message"].split(" tokens")[0].rsplit(" ", 1)[1])
 
     one = await wanted(TEXTS, {**TEXT, "prompt": WORDS})
@@ -145,7 +148,7 @@ async def test_admission_control_refuses_what_cannot_be_routed_by_its_tokens(ser
     busy = overload(here.live)
     for path, body in UNROUTED:
         assert code(await here.send(path, body), 429) == "overloaded"
-        assert here.ingress.sent == [] and here.live.router.reservations == busy
+        assert here.engines.sent == [] and here.live.router.reservations == busy
 
 
 async def test_deadlines_hold_for_what_cannot_be_routed_by_its_tokens(here):
@@ -160,7 +163,7 @@ async def test_deadlines_hold_for_what_cannot_be_routed_by_its_tokens(here):
     for path, body in UNROUTED:
         headers = {"x-kappa-deadline-ms": "60000"}
         answer = await here.client.post(path, json=body, headers=headers)
-        assert code(answer, 429) == "deadline_unmeetable" and here.ingress.sent == []
+        assert code(answer, 429) == "deadline_unmeetable" and here.engines.sent == []
 
 
 # -- anything --------------------------------------------------------------------------------------
@@ -175,7 +178,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize(
     ("path", "body", "schema"),
-    [(PATH, BODY, ChatCompletionRequest), (TEXTS, TEXT, CompletionRequest)],
+    [(PATH, BODY, SCHEMAS[0]), (TEXTS, TEXT, SCHEMAS[1])],
 )
 async def test_no_value_of_any_field_is_500_or_brings_an_engine_what_is_not_allowed(
     here, path, body, schema
@@ -191,10 +194,10 @@ async def test_no_value_of_any_field_is_500_or_brings_an_engine_what_is_not_allo
                 continue  # 400
             answer = await here.send(path, {**body, name: value})
             assert answer.status_code < 500, (name, repr(value)[:60], answer.text)
-    assert len(here.ingress.bodies) > len(names)
-    for sent in here.ingress.bodies:
-        assert sent.model_fields_set <= {*allowed, "vllm_xargs"}
+    assert len(here.engines.bodies) > len(names)
+    for sent in here.engines.bodies:
+        assert sent.fields.keys() <= {*allowed, "vllm_xargs"}
         assert all(key.startswith("kappa_") for key in sent.vllm_xargs)
         # What else is wrong an engine says itself: 400, as it does for these two.
         with suppress(ValueError, VLLMValidationError):
-            sent.to_sampling_params(4, {})
+            schema.model_validate(sent.fields).to_sampling_params(4, {})
