@@ -206,7 +206,7 @@ async def test_a_worker_is_sent_what_tenants_were_charged_elsewhere(serve):
 
 
 async def test_unknown_keys_are_refused_counted_and_cost_nothing(serve):
-    engines, live, here = await serve(tenants=tenants_of({"sk-alice": "alice"}, refuse=True))
+    engines, _, here = await serve(tenants=tenants_of({"sk-alice": "alice"}, refuse=True))
     assert code(await post(here, "sk-hush"), 401) == "invalid_api_key"
     assert (await post(here, "sk-alice", stream=True)).status_code == 200
     assert (await post(here, "sk-alice", model="gpt-x")).status_code == 404
