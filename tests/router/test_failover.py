@@ -67,6 +67,7 @@ async def reporting(live, workers, steps, **what):
 FAILURES = {
     "fails": "error",
     "answers_500": "error",
+    "streams_an_error": "error",
     "engine_dies": "worker_died",
     "process_dies": "worker_died",
     "drains": "error",
@@ -84,6 +85,9 @@ async def test_a_request_that_its_worker_failed_is_served_by_another(serve, fail
             raise RuntimeError("secret")
         if len(asked) == 1 and failure == "answers_500":
             yield Whole({"error": {"message": "secret"}}, 500)
+            return
+        if len(asked) == 1 and failure == "streams_an_error":
+            yield ['data: {"error": {"message": "secret", "code": 500}}\n\n']
             return
         if len(asked) == 1 and failure == "engine_dies":
             raise EngineDiedError(worker)
@@ -121,15 +125,23 @@ async def test_a_request_that_its_worker_failed_is_served_by_another(serve, fail
 
 
 async def test_an_engines_refusal_is_its_clients_and_not_tried_elsewhere(serve):
-    async def script(_worker):
+    async def refused(_worker):
         yield Whole({"error": {"message": "no such voice", "code": 400}}, 400)
 
-    engines, live, here = await serve(script)
-    for _ in range(6):
+    async def ended(_worker):
+        yield Whole({"error": {"message": "Internal server error", "code": 500}}, 500)
+
+    engines, live, here = await serve(refused)
+    for _ in range(3):
         answer = await post(here, stream=True)
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no such voice")
         await here.idle()
-    assert len(engines.sent) == 6
+    engines.script = ended
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    for _ in range(6):  # more than what opens a breaker
+        assert code(await post(here, response_format=form), 400) == "invalid_grammar"
+        await here.idle()
+    assert len(engines.sent) == 9
     assert all(breaker(live, worker).failures == 0 for worker in "ab")
     assert {record.end for record in live.records.values()} == {"refused"}
 
