@@ -148,6 +148,11 @@ class ClusterScene(KnownServers):
         api.timeline.sent(time.time())
         return flight
 
+    def refused(self, request: RouteRequest, error: ApiError) -> None:
+        """Its timeline ends."""
+        assert isinstance(request, ClusterRequest)
+        request.api.finish(error.code or "error", error.status)
+
     def _metadata(self, decision: Decision, request: ClusterRequest, api: ApiRequest) -> Metadata:
         """What the engine is sent; the second one what the first was of the prompt."""
         known = (api.body.vllm_xargs or {}).get(PROMPT_KEY)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from router.api import errors
+from router.api.errors import ApiError
 from router.api.metadata import SESSION_HEADER
 from router.decision import RouteRequest
 from router.front.facts import usage_in
@@ -80,6 +81,9 @@ class FrontScene(KnownServers):
     def decide(self, request: RouteRequest, tenant: str) -> Flying:
         """As `Front.decide`."""
         return self.front.decide(request, tenant)
+
+    def refused(self, request: RouteRequest, error: ApiError) -> None:
+        """Nothing is kept of it."""
 
     def others(self, flight: Flying, request: RouteRequest) -> Sequence[str]:
         """By their price, those that seem to fail last."""

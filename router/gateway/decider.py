@@ -105,7 +105,9 @@ class Decider(Generic[F]):
                 self._free(request_id, tenant), path, inquiry.headers, inquiry.body, tenant
             )
             request_id = asked.request_id
-            return await self._take(asked)
+            # Whatever is logged on the way carries the id.
+            with structlog.contextvars.bound_contextvars(request_id=request_id):
+                return await self._take(asked)
         except ApiError as error:
             if tenant is not None:
                 client = self._door.limits.headers(tenant.name, time.monotonic())
@@ -180,8 +182,12 @@ class Decider(Generic[F]):
                 after_s = live.retry_after_s()
                 raise errors.QUEUE_FULL(limit=self._places.limit, retry_after_s=after_s)
             reading = await self._scene.read(asked)
-            lease.reserve(reading.request.tokens, reading.max_generated, time.monotonic())
-            flight = self._chosen(reading.request, tenant)
+            try:
+                lease.reserve(reading.request.tokens, reading.max_generated, time.monotonic())
+                flight = self._chosen(reading.request, tenant)
+            except ApiError as error:
+                self._scene.refused(reading.request, error)
+                raise
             try:
                 made = self._aloft(asked, reading, flight, lease)
                 go = self._go(asked, made)

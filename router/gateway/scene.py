@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+from router.api.errors import ApiError
 from router.api.tenants import Tenant
 from router.decision import Decision, RouteRequest
 
@@ -85,6 +86,10 @@ class Scene(Protocol[F]):
 
     def decide(self, request: RouteRequest, tenant: str) -> F:
         """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
+        ...
+
+    def refused(self, request: RouteRequest, error: ApiError) -> None:
+        """It was read, and its client is refused: it is over."""
         ...
 
     def others(self, flight: F, request: RouteRequest) -> Sequence[str]:

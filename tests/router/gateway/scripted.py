@@ -42,13 +42,14 @@ class Followed:
 
 class ScriptedScene:
     """Servers `a`, `b`, ... at 10.0.0.1:80 and so on. dead: those that do not live; hold: bodies
-    are not read while it is not set; ends: what was called with each flight that ended."""
+    are not read while it is not set; ends: what was called with each flight that ended; refusals:
+    with each request that was read and refused."""
 
     priced, passed = frozenset((CHAT, "/v1/messages")), frozenset((EMBEDDINGS,))
 
     def __init__(self, workers):
         self.workers, self.dead, self.ends, self.moves = workers, set(), [], []
-        self.overs = []
+        self.overs, self.refusals = [], []
         self.hold, self.via, self.patience = asyncio.Event(), "", math.inf
         self.hold.set()
         registry = ReplicaRegistry()
@@ -70,6 +71,9 @@ class ScriptedScene:
     def decide(self, request, tenant):
         decision = self.live.route(request, tenant)
         return SimpleNamespace(decision=decision, via=self.via)
+
+    def refused(self, request, error):
+        self.refusals.append((request.request_id, error.status))
 
     def others(self, flight, request):
         return [] if flight.via else [one for one in self.workers if one not in self.dead]

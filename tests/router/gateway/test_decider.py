@@ -159,6 +159,8 @@ async def test_a_decider_refuses_what_is_over_a_tenants_limits():
         await here.ask(headers=BOB)
         assert code_of(await here.ask(headers=BOB)) == (429, "too_many_concurrent")
         assert here.door.refused["bob", "too_many_concurrent"] == 1
+        # The others were refused unread.
+        assert [status for _, status in here.scene.refusals] == [400]
 
 
 async def test_a_decider_refuses_what_finds_no_place():
@@ -175,7 +177,7 @@ async def test_a_decider_refuses_when_no_server_is_there():
             here.live.members._trip(worker, "disconnected")
         verdict = await here.ask()
         assert code_of(verdict) == (503, "no_worker") and "retry-after" in verdict.headers
-        assert idle(here)
+        assert idle(here) and [status for _, status in here.scene.refusals] == [503]
 
 
 async def test_a_decider_gives_all_back_when_its_scene_fails(monkeypatch):
