@@ -32,7 +32,8 @@ from router.live.waiting import WorkerLostError
 
 log = structlog.get_logger(__name__)
 
-PREFILL_SUFFIX = "-prefill"
+# No client can send such an id.
+PREFILL_SUFFIX = "+prefill"
 _ROLE = "prefill"
 # As vLLM's connectors ask for it; what they need beside comes back with the answer.
 _TRANSFER = {
@@ -138,7 +139,9 @@ class PrefillElsewhere:
             end = "deadline"  # It had passed before this was sent.
         except TimeoutError:
             end = "deadline" if request.expired else "timeout"
-        except (WorkerLostError, OSError):
+        except WorkerLostError:
+            end = "worker_died"
+        except OSError:
             end = "worker_died"
             live.members.failed(worker, DIED)
         finally:

@@ -2,9 +2,7 @@
 is."""
 
 import asyncio
-import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +11,11 @@ from kappa.cost import StepModel, TokenCounts
 from kappa.hardware import node_profile
 from kappa.protocol import EngineDiedError
 from kappa.settings.engine import TransferSettings
-from router.api.prefill import hands_over
+from router.cluster.prefill import hands_over
 from router.decision import PricedWorker, RouteRequest
 from router.recording import _request_in, _request_out
 from tests.router import building
-from tests.router.scripted import announcement, code, until
+from tests.router.scripted import Whole, announcement, code, until
 
 pytestmark = pytest.mark.ray
 
@@ -73,20 +71,15 @@ def test_what_is_handed_over_need_not_be_computed_and_is_recorded():
 PLACE = {"do_remote_prefill": True, "transfer_name": "f" * 32, "remote_tokens": 96}
 
 
-class Answer(SimpleNamespace):
-    usage = None
-    choices = ({"message": {"content": "x"}},)
-
-    def model_dump_json(self):
-        return json.dumps({"choices": self.choices})
+CHOICES = [{"message": {"content": "x"}}]
 
 
 @pytest.fixture
 def cluster(serve):
-    """Makes ingresses over a slow decoder `d` and others; `answers` holds what each answers."""
+    """Makes clusters of a slow decoder `d` and others; `answers` holds what each answers."""
 
     async def make(prefill_answer, roles=(("p", "prefill", 1e-4), ("d", "decode", 1e-2))):
-        answers = {"p": prefill_answer, "d": Answer()}
+        answers = {"p": prefill_answer, "d": Whole({"choices": CHOICES})}
 
         async def script(worker):
             answer = answers[worker]
@@ -117,7 +110,7 @@ def ask(here, text="hello world " * 200, **more):
 
 
 def handed(place=PLACE):
-    return Answer(kv_transfer_params=place)
+    return Whole({"choices": CHOICES, "kv_transfer_params": place})
 
 
 def counted(live, where):
@@ -126,20 +119,21 @@ def counted(live, where):
     return float(line.split()[-1])
 
 
-def check_nothing_is_left(here):
-    assert here.live.router.reservations == 0 and len(here.live.members.waits) == 0
+async def check_nothing_is_left(here):
+    await here.idle()
+    assert len(here.live.members.waits) == 0
 
 
 async def test_a_long_prompt_is_computed_elsewhere_and_its_kv_taken_over(cluster):
     here = await cluster(handed())
     answer = await ask(here)
     assert answer.status_code == 200 and answer.headers["x-kappa-node"] == "d"
-    first, second = here.ingress.bodies
-    assert here.ingress.sent == ["p", "d"]
+    first, second = here.engines.bodies
+    assert here.engines.sent == ["p", "d"]
     assert (first.max_tokens, first.stream, second.max_tokens) == (1, False, 9)
     assert first.kv_transfer_params["do_remote_decode"] and second.kv_transfer_params == PLACE
     assert counted(here.live, "handed_over") == 1
-    check_nothing_is_left(here)
+    await check_nothing_is_left(here)
     prefill, decode = here.live.records.values()
     assert (prefill.end, decode.end) == ("done", "done")
     # What comes along need not be computed: that is what the decision was priced by.
@@ -150,27 +144,27 @@ async def test_a_long_prompt_is_computed_elsewhere_and_its_kv_taken_over(cluster
 async def test_a_short_prompt_stays(cluster):
     here = await cluster(handed())
     assert (await ask(here, "hello")).status_code == 200
-    assert here.ingress.sent == ["d"] and counted(here.live, "kept") == 1
-    assert here.ingress.bodies[0].kv_transfer_params is None
+    assert here.engines.sent == ["d"] and counted(here.live, "kept") == 1
+    assert here.engines.bodies[0].kv_transfer_params is None
 
 
 async def test_a_prefill_worker_decodes_for_nobody_and_a_slower_one_prefills_for_nobody(cluster):
     here = await cluster(handed(), (("p", "prefill", 1e-4),))
     assert (await ask(here)).status_code == 503
-    check_nothing_is_left(here)
+    await check_nothing_is_left(here)
     here = await cluster(handed(), (("p", "prefill", 1e-2), ("d", "both", 1e-4)))
     await ask(here)
-    assert here.ingress.sent == ["d"]
+    assert here.engines.sent == ["d"]
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("gone"), handed(None)])
 async def test_what_fails_elsewhere_is_computed_here(cluster, answer):
     here = await cluster(answer)
     assert (await ask(here)).status_code == 200
-    assert here.ingress.sent == ["p", "d"]
-    assert here.ingress.bodies[1].kv_transfer_params is None
+    assert here.engines.sent == ["p", "d"]
+    assert here.engines.bodies[1].kv_transfer_params is None
     assert counted(here.live, "failed") == 1
-    check_nothing_is_left(here)
+    await check_nothing_is_left(here)
 
 
 async def test_a_deadline_that_passes_in_a_prefill_says_nothing_of_its_worker(cluster):
@@ -181,39 +175,39 @@ async def test_a_deadline_that_passes_in_a_prefill_says_nothing_of_its_worker(cl
     breaker = here.live.members.breakers.state("p", here.live.now_s())
     assert (breaker.standing, breaker.failures) == ("closed", 0)
     assert {record.end for record in here.live.records.values()} == {"deadline"}
-    check_nothing_is_left(here)
+    await check_nothing_is_left(here)
 
 
 async def test_a_prefill_worker_that_is_lost_is_not_waited_for(cluster):
     here = await cluster(asyncio.Event())
     asking = asyncio.create_task(ask(here))
-    await until(lambda: here.ingress.sent)
-    assert here.live.members.waits.lose("p", "silent", begun=False) == 1
+    await until(lambda: here.engines.sent)
+    assert here.live.members.waits.lose("p", "silent") == 1
     answer = await asking
     assert answer.status_code == 200 and answer.headers["x-kappa-node"] == "d"
     assert counted(here.live, "failed") == 1
-    check_nothing_is_left(here)
+    await check_nothing_is_left(here)
 
 
 async def test_a_clients_id_cannot_be_that_of_anothers_prefill(cluster):
     here = await cluster(handed())
     here.answers["d"] = asyncio.Event()
     asking = [asyncio.create_task(ask(here, "hello", headers={"x-request-id": "x-prefill"}))]
-    await until(lambda: here.ingress.sent)
+    await until(lambda: here.engines.sent)
     asking.append(asyncio.create_task(ask(here, headers={"x-request-id": "x"})))
-    await until(lambda: here.ingress.sent == ["d", "p", "d"])
+    await until(lambda: here.engines.sent == ["d", "p", "d"])
     assert here.live.router.in_flight_on("d") == 2
     for task in asking:
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
-    assert here.live.router.reservations == 0
+    await here.idle()
 
 
 async def test_a_request_that_was_alone_in_a_prefill_engine_that_died_goes_nowhere_else(cluster):
     here = await cluster(EngineDiedError("p"))
     assert code(await ask(here), 503) == "engine_died"
-    assert here.ingress.sent == ["p"]
-    check_nothing_is_left(here)
+    assert here.engines.sent == ["p"]
+    await check_nothing_is_left(here)
 
 
 async def test_one_that_was_among_others_there_is_tried_once_more_and_no_third_time(cluster):
@@ -223,7 +217,7 @@ async def test_one_that_was_among_others_there_is_tried_once_more_and_no_third_t
     for worker, *_ in workers:
         here.live.suspects.ended(worker, here.live.now_s())
     assert code(await ask(here), 422) == "killed_an_engine"
-    first, second = here.ingress.sent
+    first, second = here.engines.sent
     assert first == "p" and second in "de"
-    assert code(await ask(here)) == "killed_an_engine" and len(here.ingress.sent) == 2
-    check_nothing_is_left(here)
+    assert code(await ask(here)) == "killed_an_engine" and len(here.engines.sent) == 2
+    await check_nothing_is_left(here)
