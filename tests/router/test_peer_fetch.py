@@ -2,16 +2,9 @@
 
 from kappa.cost import StepModel
 from kappa.protocol import WorkerReport
-from tests.router.scripted import announcement
+from tests.router.scripted import Whole, announcement
 
 ADDRESS = "127.0.0.1:4711/secret"
-
-
-class Answer:
-    usage = None
-
-    def model_dump_json(self):
-        return "{}"
 
 
 async def pair(serve, failing=()):
@@ -20,7 +13,7 @@ async def pair(serve, failing=()):
     async def script(worker):
         if worker in failing:
             raise RuntimeError("gone")
-        yield Answer()
+        yield Whole({"choices": []})
 
     workers = {
         name: announcement(
@@ -34,11 +27,12 @@ async def pair(serve, failing=()):
     estimates, price = [], router._estimate
     router._estimate = lambda *asked: estimates.append(price(*asked)) or estimates[-1]
     await ask(here)
+    await here.idle()
     hashes = estimates[0].prefix_hashes
     router.index.hold("a", "host", hashes)
     router.report(WorkerReport("b", here.live.now_s(), host_spare_blocks=1000), here.live.now_s())
-    here.ingress.bodies.clear()
-    here.ingress.sent.clear()
+    here.engines.bodies.clear()
+    here.engines.sent.clear()
     return here
 
 
@@ -50,8 +44,8 @@ def ask(here):
 async def test_the_worker_is_sent_where_its_peer_can_be_read_and_from_which_token_on(serve):
     here = await pair(serve)
     answer = await ask(here)
-    assert answer.headers["x-kappa-reason"] == "peer_fetch" and here.ingress.sent == ["b"]
-    (body,) = here.ingress.bodies
+    assert answer.headers["x-kappa-reason"] == "peer_fetch" and here.engines.sent == ["b"]
+    (body,) = here.engines.bodies
     *_, record = here.live.records.values()
     counts, fetch = record.decision.chosen.counts, record.decision.fetch
     assert fetch.tokens > 300 and counts.device_tokens == 0
@@ -65,8 +59,8 @@ async def test_a_retry_elsewhere_takes_nothing_of_the_first_try_along(serve):
     here = await pair(serve, failing)
     failing.add("b")
     assert (await ask(here)).status_code == 200
-    assert here.ingress.sent == ["b", "a"]
-    assert [body.kv_transfer_params for body in here.ingress.bodies][1] is None
+    assert here.engines.sent == ["b", "a"]
+    assert [body.kv_transfer_params for body in here.engines.bodies][1] is None
 
 
 async def test_nobody_outside_learns_where_a_tier_can_be_read(serve):
