@@ -58,6 +58,8 @@ _SEEN = frozenset(
 _ARGUMENTS = "vllm_xargs"
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _AGAIN_S = 1
+# Whose errors have Anthropic's shape.
+_MESSAGES = "/v1/messages"
 _LEAVES = "this worker takes no more requests"
 _BROKE = "the engine failed while it answered"
 # vLLM's error of a request that ended in its scheduler. There are two reasons: a load that failed,
@@ -144,7 +146,8 @@ class WorkerGate:
         self.open += 1
         sent = getattr(fields, _ARGUMENTS, None) or {}
         shown = [(APPROX_HEADER.encode(), b"ok")] if sent.get(APPROX_KEY) else []
-        reply = _GateReply(send, self._fault, shown, fields.constrained)
+        anthropic = str(scope["path"]).startswith(_MESSAGES)
+        reply = _GateReply(send, self._fault, shown, fields.constrained, anthropic)
         given_up = asyncio.timeout(None)
         try:
             async with given_up:
@@ -193,10 +196,13 @@ class _GateReply:
     """Where the application's answer goes; what failed before it began is worded here."""
 
     def __init__(
-        self, send: Send, fault: Callable[[], Awaitable[str]], shown: Headers, constrained: bool
-    ) -> None:
-        """`shown`: headers of an answer by the engine; `constrained`: by a grammar."""
+        self, send: Send, fault: Callable[[], Awaitable[str]], shown: Headers, constrained: bool,
+        anthropic: bool,
+    ) -> None:  # fmt: skip
+        """`shown`: headers of an answer by the engine; `constrained`: by a grammar; `anthropic`:
+        the shape of its errors."""
         self._send, self._fault, self._shown, self._constrained = send, fault, shown, constrained
+        self._anthropic = anthropic
         self._begun = self._over = self._replaced = self._events = False
         # What fails before its first byte may be tried elsewhere: its head waits for that.
         self._head: Message | None = None
@@ -241,7 +247,9 @@ class _GateReply:
         if status >= 500 and self._constrained and _ENDED_BY_SCHEDULER in body:
             # Its client's fault, which would be the same elsewhere.
             self._replaced = True
-            await _answer(self._send, 400, _GRAMMAR, code="invalid_grammar")
+            await _answer(
+                self._send, 400, _GRAMMAR, code="invalid_grammar", anthropic=self._anthropic
+            )
         elif told and status < 500:
             self._replaced = True
             await _send_json(self._send, status, json.dumps({"error": error}).encode())
@@ -257,13 +265,15 @@ class _GateReply:
         if not self._begun:
             await self._instead(fault or RETRY_ELSEWHERE)
         elif self._events:
-            event = f"\n\n{ERROR_EVENT}: {_error(500, _BROKE)}}}\n\ndata: [DONE]\n\n"
-            await self._send({"type": "http.response.body", "body": event.encode()})
+            error = _error(500, _BROKE, anthropic=self._anthropic)
+            named = f"event: error\ndata: {error}\n\n"
+            event = named if self._anthropic else f"data: {error}\n\ndata: [DONE]\n\n"
+            await self._send({"type": "http.response.body", "body": f"\n\n{event}".encode()})
         self._over = True
 
     async def _instead(self, retry: str) -> None:
         self._replaced = True
-        await _answer(self._send, 503, _BROKE, retry=retry)
+        await _answer(self._send, 503, _BROKE, retry=retry, anthropic=self._anthropic)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -337,9 +347,14 @@ def _rewritten(
     return msgspec.json.encode(fields), counted
 
 
-def _error(status: int, message: str, code: str = "") -> str:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return json.dumps({"message": message, "type": kind, "param": None, "code": code or status})
+def _error(status: int, message: str, code: str = "", *, anthropic: bool = False) -> str:
+    ours = status >= 500
+    if anthropic:
+        kind = "api_error" if ours else "invalid_request_error"
+        return json.dumps({"type": "error", "error": {"type": kind, "message": message}})
+    kind = "server_error" if ours else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": None, "code": code or status}
+    return json.dumps({"error": error})
 
 
 def _error_in(body: bytes) -> Mapping[str, Any]:
@@ -351,13 +366,16 @@ def _error_in(body: bytes) -> Mapping[str, Any]:
     return error if isinstance(error, dict) else {}
 
 
-async def _answer(send: Send, status: int, message: str, retry: str = "", code: str = "") -> None:
+async def _answer(
+    send: Send, status: int, message: str, retry: str = "", code: str = "",
+    *, anthropic: bool = False,
+) -> None:  # fmt: skip
     headers = []
     if status == 503:
         headers.append((b"retry-after", str(_AGAIN_S).encode()))
     if retry:
         headers.append((RETRY_HEADER.encode(), retry.encode()))
-    content = f'{{"error": {_error(status, message, code)}}}'.encode()
+    content = _error(status, message, code, anthropic=anthropic).encode()
     await _send_json(send, status, content, headers)
 
 

@@ -269,6 +269,26 @@ async def test_gate_ends_a_begun_stream_with_an_error_event():
     assert json.loads(event)["error"]["code"] == 500
 
 
+async def test_gate_words_its_errors_for_anthropics_clients():
+    broken = Engine(kind=b"text/event-stream", parts=(b"data: {}\n\n", b"", b""), fails_after=1)
+    for engine, status in ((broken, 200), (Engine(fails_after=0), 503)):
+        answer = await ask(gate_of(engine), path="/v1/messages")
+        text = answer.body.decode().strip().rpartition("event: error\ndata: ")[2]
+        assert (answer.status, answer.ended) == (status, True)
+        error = {"type": "api_error", "message": "the engine failed while it answered"}
+        assert json.loads(text) == {"type": "error", "error": error}
+
+
+@pytest.mark.parametrize("number", [2**63, 2**70, 10**400])
+async def test_gate_counts_a_request_of_absurd_numbers_and_forgets_it(number):
+    gate = gate_of(Engine())
+    told = {REQUEST_ID_KEY: "r", "kappa_prompt_tokens": number, "kappa_gpu_s": number}
+    body = json.dumps({"max_tokens": number}).encode()
+    answer = await ask(gate, body, **sets(vllm_xargs=told))
+    assert answer.status == 200
+    assert len(gate._in_flight) == 0 and gate._in_flight.backlog_s() == (0.0, 0.0)
+
+
 async def test_gate_leaves_a_broken_plain_answer_incomplete():
     answer = await ask(gate_of(Engine(parts=(b'{"a":', b"1}"), fails_after=1)))
     assert (answer.status, answer.ended) == (200, False)
