@@ -98,30 +98,13 @@ def test_beyond_loopback_nobody_is_served_without_a_key_unless_set_so(host, tena
     load_settings(None, http={"host": host}, tenants=CLOSED)
 
 
-TLS = {"cert": "a.crt", "key": "a.key"}
-
-
-@pytest.mark.parametrize("http", [{"tls": TLS}, {"decider_away": "least_request"}])
-def test_what_only_an_envoy_can_do_needs_one(http):
-    (name,) = http
-    assert f"http: Value error, {name} needs an Envoy: give data_plane: envoy" in fault(http=http)
-    made = load_settings(None, http={**http, "data_plane": "envoy"}).http
-    assert made.model_dump(include={name}) == http
-
-
 def test_a_closed_endpoint_cannot_do_without_its_router():
-    http = {"data_plane": "envoy", "decider_away": "least_request"}
+    http = {"decider_away": "least_request"}
     message = fault(http=http, tenants=CLOSED)
     assert "http.decider_away: least_request serves anybody" in message
     assert "give http.decider_away: refuse" in message
     load_settings(None, http=http, tenants=ALICE)
     load_settings(None, http={**http, "decider_away": "refuse"}, tenants=CLOSED)
-
-
-def test_behind_an_envoy_our_routers_decide():
-    http = {"data_plane": "envoy", "replicas": 2}
-    assert "router.mode: Ray's router sees nothing" in fault(http=http, router={"mode": "ray"})
-    load_settings(None, http=http, router={"mode": "canary:5"})
 
 
 def test_on_loopback_no_keys_are_needed():
