@@ -55,7 +55,7 @@ def table(settings):
     return tenants_table(settings.tenants, own_digests(settings))
 
 
-def test_the_ingress_gets_the_tenants_and_not_their_keys():
+def test_the_decider_gets_the_tenants_and_not_their_keys():
     tenants = table(load_settings(None, tenants={**KEYED, "unknown": "refuse"}))
     assert tenants.find(["sk-alice-0123456"]).weight == 2.0
     assert tenants.find(["sk-bob-012345678"]) is None
@@ -175,11 +175,15 @@ def test_what_is_deployed_is_named_here_and_made_where_it_runs():
 _BUILT = """
 import sys
 import ray
+from pathlib import Path
 from deploy.app.build import build_app
+from deploy.app.front_door import front_door_spec
 from deploy.app.model import Model
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
-build_app(load_settings(), [Model("nowhere", model_shape("llama-3.1-8b"), "")])
+settings = load_settings()
+door = front_door_spec(settings, Path("nowhere"))
+build_app(settings, [Model("nowhere", model_shape("llama-3.1-8b"), "")], door)
 print([name for name in ("vllm", "torch", "ray.llm") if name in sys.modules])
 print(ray.is_initialized())
 """

@@ -14,13 +14,13 @@ from router.cluster.paths import DECIDED
 
 
 def settings_of(**http):
-    return load_settings(None, http={"data_plane": "envoy", "port": 0, **http})
+    return load_settings(None, http={"port": 0, **http})
 
 
 def test_the_front_door_is_as_the_settings_say(tmp_path):
     access = {"max_headers": 20, "max_header_bytes": 5000, "body_timeout_s": 3}
     settings = load_settings(
-        None, http={"data_plane": "envoy", "port": 8443, "host": "::1"}, access=access,
+        None, http={"port": 8443, "host": "::1"}, access=access,
         router={"max_body_bytes": 5000, "request_timeout_s": 7},
         model={"id": "org/m", "source": "/models/m"},
     )  # fmt: skip
@@ -35,15 +35,13 @@ def test_the_front_door_is_as_the_settings_say(tmp_path):
 def test_workers_and_their_decider_share_a_secret(no_ray_starts, tmp_path):
     settings = settings_of()
     model = Model("nowhere", model_shape("llama-3.1-8b"), "")
-    app = build_app(settings, [model], door=front_door_spec(settings, tmp_path))
+    app = build_app(settings, [model], front_door_spec(settings, tmp_path))
     decider = app._bound_deployment
     secret = decider.init_kwargs["secret"]
     pools = decider.init_kwargs["pools"].values()
     plans = [pool._bound_deployment.init_kwargs["plan"] for pool in pools]
     assert decider.name == "KappaDecider" and len(secret) == 64
     assert {plan.front_secret for plan in plans} == {secret}
-    plain = build_app(load_settings(), [model])._bound_deployment
-    assert plain.name == "KappaIngress" and "secret" not in plain.init_kwargs
 
 
 def test_envoy_runs_from_start_to_stop():

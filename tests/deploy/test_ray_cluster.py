@@ -12,6 +12,7 @@ from deploy.app import ray_cluster
 from deploy.app.cluster import Cluster, set_environment
 from deploy.app.model import Model, StartError
 from deploy.app.ray_cluster import JoinedRay, OwnRay, reachable
+from kappa.host import free_port
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 
@@ -197,7 +198,7 @@ def test_where_no_token_can_be_kept_the_remedy_is_named(monkeypatch, tmp_path):
 
 
 class Joined(JoinedRay):
-    """A cluster that is joined, with everything but the question where its Ray Serve listens."""
+    """A cluster that is joined, with everything but the question what its Ray Serve serves."""
 
     def __init__(self):
         super().__init__("auto")
@@ -206,61 +207,59 @@ class Joined(JoinedRay):
         pass
 
 
+class Door:
+    """A front door that listens nowhere."""
+
+    def __init__(self, settings):
+        http = settings.http
+        self.spec = SimpleNamespace(scheme="http", host=http.host, port=http.port)
+
+    def start(self):
+        pass
+
+
 @pytest.fixture
 def joined(monkeypatch):
-    """`joined(host, **settings)`: the URL that a cluster comes up at which joins a Serve there."""
+    """`joined(applications)`: the URL of a cluster that joins a Ray Serve with these, or with what
+    `details` says."""
     import ray.serve.context
 
     import deploy.app.cluster
+    import deploy.app.front_door
 
-    def start(host, details=lambda: {"applications": {"theirs": {}}}, **sections):
-        config = SimpleNamespace(host=host, port=8123)
-        client = SimpleNamespace(http_config=config, get_serve_details=details)
+    def start(*applications, details=None):
+        named = {"applications": dict.fromkeys(applications)}
+        client = SimpleNamespace(get_serve_details=details or (lambda: named))
         monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda **_: client)
         monkeypatch.setattr(
             deploy.app.cluster, "model_here", lambda _: Model("", model_shape("qwen2.5-7b"), "")
         )
         monkeypatch.setattr(deploy.app.cluster, "machines", lambda: [])
-        cluster = Cluster(load_settings(None, **sections), address="auto")
+        monkeypatch.setattr(deploy.app.front_door, "FrontDoor", Door)
+        settings = load_settings(None, http={"host": "0.0.0.0", "port": free_port("0.0.0.0")},
+                                 access={"allow_open": True})  # fmt: skip
+        cluster = Cluster(settings, address="auto")
         cluster._ray = Joined()
-        monkeypatch.setattr(cluster, "_deploy", lambda _: deployed.append(True))
+        monkeypatch.setattr(cluster, "_deploy", lambda *_: deployed.append(True))
         monkeypatch.setattr(cluster, "_warm_up", lambda: None)
         deployed = []
         try:
             cluster._start()
         finally:
             assert bool(deployed) == bool(cluster.url)
-        return cluster.url
+        return cluster.url, settings.http.port
 
     return start
 
 
-CLOSED = {"by_key": {"k" * 16: "alice"}, "unknown": "refuse"}
+def test_a_joined_cluster_has_its_front_door_on_this_machine(joined):
+    url, port = joined("another")
+    assert url == f"http://127.0.0.1:{port}"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "my-host"])
-def test_a_joined_serve_beyond_loopback_is_served_on_with_keys_only(joined, host):
-    # These settings alone are fine: they say loopback, and the running Serve does not ask them.
-    with pytest.raises(StartError, match=f"Serve of the cluster listens on {host}.*--allow-open"):
-        joined(host)
-    with pytest.raises(StartError, match="serves anybody without a key"):
-        joined(host, tenants={"by_key": {"k" * 16: "alice"}})
-    url = f"http://{reachable(host)}:8123"
-    assert joined(host, tenants=CLOSED) == joined(host, access={"allow_open": True}) == url
-
-
-def test_a_joined_serve_on_loopback_needs_no_keys(joined):
-    assert joined("127.0.0.1") == "http://127.0.0.1:8123"
-
-
-def test_a_joined_serve_without_a_proxy_is_refused_with_a_remedy(joined):
-    with pytest.raises(StartError, match=r"without an HTTP proxy.*serve shutdown"):
-        joined(None)
-
-
-def test_an_application_of_our_name_is_not_replaced(joined):
-    with pytest.raises(StartError, match="serves an application 'kappa' already"):
-        joined("127.0.0.1", lambda: {"applications": {"kappa": {}}})
+def test_a_joined_cluster_that_serves_one_of_ours_is_refused_with_a_remedy(joined):
+    with pytest.raises(StartError, match=r"serves an application 'kappa' already: .*shutdown"):
+        joined("another", "kappa")
 
 
 def test_a_joined_serve_that_does_not_say_what_it_serves_is_refused(joined):
@@ -268,7 +267,7 @@ def test_a_joined_serve_that_does_not_say_what_it_serves_is_refused(joined):
         raise ModuleNotFoundError("No module named 'theirs'")
 
     with pytest.raises(StartError, match=r"does not say what it serves: No module named 'theirs'"):
-        joined("127.0.0.1", broken)
+        joined(details=broken)
 
 
 def test_rays_client_protocol_is_refused():
