@@ -22,7 +22,6 @@ _RENDERER = "vllm.renderers.base:BaseRenderer"
 _DETOKENIZER = "vllm.v1.engine.detokenizer"
 _REQUEST_ROUTER = "ray.serve.request_router:RequestRouter"
 _LLM_SERVER = "ray.serve.llm.deployment:LLMServer"
-_INGRESS = "ray.serve.llm.ingress:OpenAiIngress"
 _BODIES = "ray.serve.llm.openai_api_models"
 _AUTOSCALING = "ray.serve.config"
 
@@ -76,7 +75,6 @@ SIGNATURES = {
     # workers.announcing
     f"{_LLM_SERVER}.__init__": "llm_config",
     # workers.replica, workers.no_download
-    f"{_LLM_SERVER}._batch_output_stream": "generator",
     f"{_LLM_SERVER}._start_engine": "",
     f"{_LLM_SERVER}.record_routing_stats": "",
     f"{_LLM_SERVER}.collective_rpc": "method timeout args",
@@ -96,9 +94,7 @@ SIGNATURES = {
     f"{_REQUEST_ROUTER}.choose_replicas": "candidate_replicas pending_request",
     f"{_REQUEST_ROUTER}.on_request_completed": "replica_id internal_request_id",
     f"{_REQUEST_ROUTER}.on_request_routed": "pending_request replica_id result",
-    f"{_REQUEST_ROUTER}._remove_pending_request_from_indices": "pending_request",
-    # router.api, deploy.app
-    "ray.llm._internal.serve.core.ingress.utils:_sanitize_chat_completion_request": "request",
+    # deploy.app
     "ray.serve.context:_get_global_client": "raise_if_no_controller_running",
     "ray.serve._private.client:ServeControllerClient.get_serve_details": "",
     "ray._raylet:AuthenticationTokenLoader.reset_cache": "",
@@ -158,9 +154,6 @@ NAMES = {
     "ray.serve.request_router:PendingRequest": "args metadata",
     f"{_REQUEST_ROUTER}.initialize_state": "kwargs",
     # router.api, deploy.app
-    f"{_INGRESS}.__init__": "llm_deployments model_cards",
-    "ray.serve.llm.ingress:make_fastapi_ingress": "endpoint_map app",
-    "ray.llm._internal.serve.core.protocol:RawRequestInfo": "headers",
     "ray.serve.llm:build_llm_deployment": "bind_kwargs deployment_cls override_serve_options",
     f"{_AUTOSCALING}:AutoscalingPolicy": "policy_function policy_kwargs",
     f"{_AUTOSCALING}:AutoscalingConfig": (
@@ -307,16 +300,7 @@ SOURCES = {
         "self._register_completion_callback(result, replica, pr)",
         "on_request_routed(\n                    pr, replica.replica_id, result",
     ),
-    # A request whose future has an answer is passed over at the next look at its candidates.
-    f"{_REQUEST_ROUTER}._fulfill_pending_requests": ("pending_request.future.done()",),
     f"{_REQUEST_ROUTER}.__init__": ("self._deployment_id",),
-    # `router.api.endpoints` does what this does, with the handle of the worker's pool.
-    f"{_INGRESS}._get_response": (
-        ".remote(\n            body, raw_request_info\n        )",
-        "_sanitize_chat_completion_request(body)",
-        "RawRequestInfo.from_starlette_request(raw_request)",
-    ),
-    _INGRESS: ("self._model_cards",),
     # A class is made once, with its arguments; bounds and delays are applied to what it answers.
     "ray.serve._private.autoscaling_state:_resolve_policy_callable": (
         "raw(**policy.policy_kwargs)",
@@ -364,7 +348,6 @@ PRESENT = [
     "ray.serve.llm:LLMConfig.update_engine_kwargs",
     "ray.serve.request_router:RunningReplica.routing_stats",
     "ray.serve.request_router:RunningReplica.replica_id",
-    "ray.serve._private.client:ServeControllerClient.http_config",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a replica does around its engine: it counts requests, and looks after the engine's health.
+"""What a replica does around its engine: it looks after its health, and has it measured.
 
 The replica is real but for its start: no Ray, and an engine that does what a test says.
 """
@@ -12,18 +12,19 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
 from ray.serve.llm.openai_api_models import CompletionRequest
 
 from kappa.hardware import node_profile
-from kappa.protocol import EngineDiedError
+from kappa.protocol import TO_BODY_HEADER, TO_SECRET_HEADER, EngineDiedError
 from kappa.settings.engine import EngineSettings
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
 from tests.workers.emulation import emulated_plan
-from workers import generated
+from workers.http_gate import WorkerGate
 from workers.identity import WorkerPlan
 from workers.in_flight import InFlight
 from workers.measuring import _alone
@@ -72,74 +73,14 @@ def body(request_id="r", **fields):
     return CompletionRequest.model_validate(given)
 
 
-class Stream:
-    """An answer: its items, then perhaps an error."""
-
-    def __init__(self, *items, error=None):
-        self.items, self.error, self.closed = items, error, False
-
-    async def __aiter__(self):
-        for item in self.items:
-            yield item
-        if self.error is not None:
-            raise self.error
-
-    async def aclose(self):
-        self.closed = True
-
-
-def counted(replica, asked, stream):
-    return replica._counted(asked, stream, generated.begin())
-
-
-async def everything(stream):
-    return [item async for item in stream]
-
-
-def assert_nothing_is_left(replica, stream):
-    assert stream.closed and len(replica.here) == 0
-    assert replica.here.backlog_s() == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("number", [2**63, 2**70, 10**400])
-async def test_a_request_of_absurd_numbers_is_served_and_leaves_nothing(number):
-    replica, stream = Replica(), Stream("answer")
-    asked = body()
-    asked.max_tokens = number
-    asked.vllm_xargs |= {"kappa_prompt_tokens": number, "kappa_gpu_s": number}
-    assert await everything(counted(replica, asked, stream)) == ["answer"]
-    assert_nothing_is_left(replica, stream)
-
-
-async def test_whatever_counting_raises_leaves_nothing(monkeypatch):
-    replica, stream = Replica(), Stream("answer")
-
-    def broken(*_):
-        raise OverflowError("Integer value out of range")
-
-    monkeypatch.setattr(replica.here, "arrived", broken)
-    with pytest.raises(OverflowError):
-        await everything(counted(replica, body(), stream))
-    assert_nothing_is_left(replica, stream)
-
-
-async def test_an_error_of_a_living_engine_is_passed_on_as_it_is():
-    replica, stream = Replica(), Stream(error=ValueError("not this one"))
-    with pytest.raises(ValueError, match="not this one"):
-        await everything(counted(replica, body(), stream))
-
-
-async def test_a_death_names_the_requests_that_were_in_the_engine_to_each_of_them():
+async def test_a_death_names_the_requests_that_were_in_the_engine_for_good():
     replica = Replica()
-    streams = [counted(replica, body(name), Stream("a", error=KeyError("x"))) for name in "pq"]
-    for stream in streams:
-        assert await anext(stream) == "a"
+    sent = [replica.here.arrived(body(name), 0.0) for name in "pq"]
     replica.engine.error = RuntimeError("EngineCore is gone")
-    for stream in streams:  # the second one too, though the first has left by then
+    for name in sent:  # the second time too, though the first has left by then
         with pytest.raises(EngineDiedError, match=r"worker w: .*EngineCore is gone.*\['p', 'q'\]"):
-            await anext(stream)
-    with pytest.raises(EngineDiedError, match="EngineCore is gone"):
-        await replica.check_health()
+            await replica.check_health()
+        replica.here.ended(name)
 
 
 @pytest.fixture
@@ -202,17 +143,23 @@ async def own():
     await replica.engine.shutdown()
 
 
-def answers(replica):
+async def answers(replica):
+    """What its port answers."""
     prompt = base64.b64encode(np.arange(10, dtype="<i4").tobytes()).decode()
     words = {"kappa_prompt": prompt, "kappa_request_id": "r"}
-    stream = replica.engine.completions(body(vllm_xargs=words, max_tokens=3))
-    return everything(counted(replica, body("r"), stream))
+    app = await replica.engine.build_asgi_app()
+    gate = WorkerGate(app, "secret", replica.here, replica.check_health)
+    headers = {TO_SECRET_HEADER: "secret", TO_BODY_HEADER: json.dumps({"vllm_xargs": words})}
+    asked = {"model": "m", "prompt": "a", "max_tokens": 3}
+    through = httpx.ASGITransport(gate)
+    async with httpx.AsyncClient(transport=through, base_url="http://worker") as client:
+        return (await client.post("/v1/completions", json=asked, headers=headers)).json()
 
 
 async def test_an_own_engine_that_has_answered_is_healthy_however_long(own, clock):
     for _ in range(2):
-        (answer,) = await answers(own)
-        assert answer.usage.completion_tokens == 3
+        answer = await answers(own)
+        assert answer["usage"]["completion_tokens"] == 3
         await look_for(own, clock, 3 * PATIENCE_S)
 
 
