@@ -179,16 +179,6 @@ class Announcement:
         return record_from(cls, nested, "announcement", _SPEAKS)
 
 
-class Streamed(NamedTuple):
-    """What a worker streams at a time: events of an answer, and how many tokens they have.
-
-    Tokens are the engine's: one event may have several, and some have none.
-    """
-
-    text: str
-    tokens: int
-
-
 class _ReportRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A record within a report."""
 

@@ -10,16 +10,10 @@ from contextvars import ContextVar
 class Tally:
     """Tokens of all answers of one request. tenant: whose it is; "": nobody says."""
 
-    __slots__ = ("_taken", "tenant", "tokens")
+    __slots__ = ("tenant", "tokens")
 
     def __init__(self, tenant: str = "") -> None:
-        self.tenant = tenant
-        self.tokens = self._taken = 0
-
-    def take(self) -> int:
-        """How many came since this was called last."""
-        new, self._taken = self.tokens - self._taken, self.tokens
-        return new
+        self.tenant, self.tokens = tenant, 0
 
 
 _tally: ContextVar[Tally | None] = ContextVar("kappa_generated", default=None)

@@ -191,8 +191,6 @@ UNSUPPORTED_PROMPT = Fault(
 
 INTERNAL = Fault(500, "internal", "Internal error.")
 NO_WORKER = Fault(503, "no_worker", "No healthy worker: {why}")
-NO_TOKEN_IN_TIME = Fault(504, "timeout", "No token within {limit_s:g} s.")
-ENGINE_FAILED = Fault(500, "engine", "The engine failed on this request.")  # The log says why.
 ALONE_IN_DEAD_ENGINE = Fault(
     503, "engine_died",
     "The engine died while request {request_id} was alone in it; it was not passed on to another. "
@@ -266,10 +264,3 @@ def unreadable_body(error: Exception) -> ApiError:
     param = getattr(error, "parameter", None)
     message = f"The request body is not valid: {error}"
     return ApiError(400, message, "invalid_value", str(param) if param else None)
-
-
-def from_engine(error: Any) -> ApiError:
-    """An engine's `ErrorResponse` as ours."""
-    info = getattr(error, "error", error)
-    status = int(getattr(info, "code", 500) or 500)
-    return ApiError(status, str(getattr(info, "message", info)))

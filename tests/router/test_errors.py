@@ -3,12 +3,11 @@
 import ast
 import string
 from pathlib import Path
-from types import SimpleNamespace as Body
 
 import pytest
 
 from router.api import errors
-from router.api.errors import Fault, from_engine, unreadable_body, validation_error
+from router.api.errors import Fault, unreadable_body, validation_error
 
 FAULTS = {name: one for name, one in vars(errors).items() if isinstance(one, Fault)}
 PACKAGE = Path(errors.__file__).parents[1]
@@ -22,7 +21,7 @@ PACKAGE = Path(errors.__file__).parents[1]
         (errors.OPERATOR_ONLY(path="/x"), 403, "permission_error", "operator_only", None),
         (errors.NO_WORKER(why="none", retry_after_s=3.0), 503, "server_error", "no_worker", None),
         (errors.QUEUE_FULL(limit=8), 429, "rate_limit_error", "queue_full", None),
-        (errors.ENGINE_FAILED(), 500, "server_error", "engine", None),
+        (errors.INTERNAL(), 500, "server_error", "internal", None),
     ],
 )  # fmt: skip
 def test_each_error_has_the_shape_that_clients_read(error, status, kind, code, param):
@@ -59,7 +58,7 @@ def test_retry_after_is_whole_seconds_and_never_zero(seconds, header):
 
 
 def test_other_headers_say_how_to_authenticate_or_nothing():
-    assert errors.ENGINE_FAILED().headers() == {}
+    assert errors.INTERNAL().headers() == {}
     assert errors.NO_KEY().headers() == {"www-authenticate": "Bearer"}
     assert errors.TOKENIZER_NOT_STARTED().headers() == {"retry-after": "5"}
 
@@ -67,13 +66,6 @@ def test_other_headers_say_how_to_authenticate_or_nothing():
 def test_half_a_surrogate_pair_in_a_message_can_be_sent():
     body = errors.bad_field("a\ud800", "no").body()["error"]
     assert body["message"] == "a\\ud800: no." and body["param"] == "a\\ud800"
-
-
-def test_an_engines_refusal_keeps_its_status_and_message():
-    refused = from_engine(Body(error=Body(code=400, message="top_p is 7")))
-    assert (refused.status, refused.message) == (400, "top_p is 7")
-    failed = from_engine(Body(message="boom", code=None))
-    assert (failed.status, failed.message) == (500, "boom")
 
 
 def test_a_schemas_fault_names_the_field_not_the_text():
