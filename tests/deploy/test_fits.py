@@ -1,5 +1,7 @@
 """What goes together: settings with one another, pools with machines; faults say what to change."""
 
+from pathlib import Path
+
 import pytest
 import ray
 from structlog.testing import capture_logs
@@ -7,6 +9,7 @@ from structlog.testing import capture_logs
 from deploy.app.build import build_app
 from deploy.app.cluster import Cluster
 from deploy.app.fits import contradictions, misfits
+from deploy.app.front_door import front_door_spec
 from deploy.app.machine import GpuFacts, Machine
 from deploy.app.model import Model, StartError
 from deploy.app.plan import worker_demand, worker_plan
@@ -38,14 +41,15 @@ def test_every_contradiction_is_reported_at_once():
     found = contradictions(settings)
     assert len(found) == 3
     with pytest.raises(StartError) as caught:
-        build_app(settings, [MODEL])
+        build_app(settings, [MODEL], front_door_spec(settings, Path("nowhere")))
     assert str(caught.value).splitlines() == found
 
 
 def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
     keys = {"sk-bob-cannot-be-guessed": "bob", f"sha256:{64 * 'a'}": "carol"}
     with capture_logs() as logged:
-        build_app(cluster({"name": "a"}, tenants={"by_key": keys}), [MODEL])
+        settings = cluster({"name": "a"}, tenants={"by_key": keys})
+        build_app(settings, [MODEL], front_door_spec(settings, Path("nowhere")))
     (warning,) = [line for line in logged if line["event"] == "keys_in_clear"]
     assert warning["keys"] == 1 and "kappa keys hash" in warning["remedy"]
     assert "bob" not in str(warning)
