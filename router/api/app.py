@@ -89,7 +89,7 @@ class Inbound:
     """What is known of a request before its endpoint sees it.
 
     arrived_s: by the monotonic clock. lease: what it holds of its tenant's limits, if these count
-    it. accepted: it got past its schema: what fails from then on is not the client's fault.
+    it.
     """
 
     request_id: str
@@ -97,7 +97,6 @@ class Inbound:
     tenant: Tenant = field(default_factory=Tenant)
     lease: Lease | None = None
     body: bytes = b""
-    accepted: bool = False
 
 
 def inbound_of(request: Request) -> Inbound:
@@ -154,11 +153,8 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
         return (
             cause if isinstance(cause, ApiError) else ApiError(error.status_code, str(error.detail))
         )
-    inbound = inbound_of(request)
-    if request.url.path in _BODY_PATHS and not inbound.accepted:
-        return errors.unreadable_body(error)
     log.error(
-        "request_crashed", request_id=inbound.request_id, error=type(error).__name__,
+        "request_crashed", request_id=inbound_of(request).request_id, error=type(error).__name__,
         places=places_of(error),
     )  # fmt: skip
     return errors.INTERNAL()
