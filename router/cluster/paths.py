@@ -16,5 +16,5 @@ def own_paths(models: Iterable[str]) -> tuple[str, ...]:
     return (
         "/", "/ready", "/metrics", "/v1/nodes", "/v1/nodes/profile", "/v1/tenants", "/v1/route",
         "/v1/decisions", "/v1/decisions/", "/v1/messages/count_tokens", "/v1/models", "/v1/models/",
-        *deep,
+        "/openapi.json", *deep,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from router.api.render import PromptRenderer
 from router.api.request import model_of
 from router.api.start import IngressSettings
 from router.cluster.face import FIRST_SIGHT_S, ClusterFace
+from router.cluster.paths import DECIDED
 from router.cluster.scene import ClusterScene
 from router.gateway.decider import Decider, DeciderRule
 from router.gateway.hosting import UNHEARD_S, hosted, running
@@ -44,6 +45,16 @@ OWN: dict[str, Callable[[FastAPI], Any]] = {
     "ready": lambda a: a.get("/ready"),
 }
 """What is answered here, by the method that does: how it is added to an application."""
+
+_OF_WORKERS: dict[str, Any] = {
+    "post": {
+        "summary": "Answered by a worker",
+        "requestBody": {
+            "required": True, "content": {"application/json": {"schema": {"type": "object"}}},
+        },
+        "responses": {"200": {"description": "The answer, or its events"}},
+    },
+}  # fmt: skip
 
 
 class KappaDecider(ClusterFace):
@@ -88,6 +99,8 @@ class KappaDecider(ClusterFace):
         add_page(app)
         for name, route in OWN.items():
             route(app)(getattr(self, name))
+        # The document is made once.
+        app.openapi()["paths"].update(dict.fromkeys(DECIDED, _OF_WORKERS))
         return app
 
     async def __del__(self) -> None:  # type: ignore[override]  # Ray Serve awaits it

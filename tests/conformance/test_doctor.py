@@ -1,4 +1,4 @@
-"""`kappa doctor` over HTTP: what the real ingress answers is what its checks read."""
+"""`kappa doctor` over HTTP: what a real decider answers is what its checks read."""
 
 import json
 

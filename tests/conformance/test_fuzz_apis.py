@@ -7,13 +7,14 @@ Good bodies with any of their values, however deep, replaced, doubled or taken a
 import copy
 import json
 import os
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.faults.fuzz import complaint_of
-from tests.conformance.conftest import MODEL
+from tests.conformance.conftest import MODEL, all_apis
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
@@ -90,6 +91,7 @@ def shaped(path, status, body):
     return "" if good and error["error"]["message"] else f"{status} in another shape: {body[:200]}"
 
 
+@all_apis
 @settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
 )  # fmt: skip
@@ -112,7 +114,9 @@ def test_any_change_of_a_good_body_gets_an_answer(stack, path, data):
     assert answer.status_code < 500, f"{answer.text} {json.dumps(body)}"
 
 
-@pytest.mark.parametrize("path", GOOD)
+@pytest.mark.parametrize("path", [COUNT, *(
+    pytest.param(path, marks=all_apis) for path in (MESSAGES, RESPONSES)
+)])  # fmt: skip
 def test_good_bodies_are_answered(stack, path):
     for streamed in (False, True):
         answer = stack.http.post(path, json={**GOOD[path], "model": MODEL, "stream": streamed})
@@ -134,4 +138,6 @@ def test_a_hundred_thousand_parts_and_bodies_that_are_no_json_are_refused(stack,
 
 
 def test_nothing_stays_reserved(stack):
-    assert stack.reserved() == 0
+    deadline_s = time.monotonic() + 20.0
+    while stack.reserved():  # Envoy tells of an end a moment after it
+        assert time.monotonic() < deadline_s

@@ -1,4 +1,4 @@
-"""The page of the real ingress application over two emulated engines, in a real browser."""
+"""The page of a real cluster of two emulated engines, in a real browser."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def came(stack):
     return sum(sum(node["prompt_tokens"].values()) for node in nodes)
 
 
-def test_the_page_shows_what_the_real_ingress_decides(stack):
+def test_the_page_shows_what_the_decider_decides(stack):
     if browser.CHROMIUM is None:
         pytest.skip(browser.WHY_NOT)
     with browser.browser() as opened:

@@ -4,8 +4,8 @@ engines. Ray Serve, which places and watches these, is all that is missing."""
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,35 +14,70 @@ import httpx
 import pytest
 
 import router.live.live_router
+from kappa.cost import StepModel
+from kappa.hardware import node_profile
 from kappa.host import free_port
+from kappa.protocol import PROFILE_PATH, Announcement
+from kappa.settings.routing import RouterSettings
 from router.api.app import Access
+from router.api.request import EndpointModel
+from router.api.start import IngressSettings
 from router.cluster.paths import DECIDED, own_paths
-from router.cluster.replica import KappaDecider
 from router.gateway.process import Gateway
-from router.gateway.spec import GatewaySpec
+from router.gateway.spec import Bounds, GatewaySpec
 from router.live.replica_registry import ReplicaRegistry
-from tests.conformance.conftest import MODEL, Node, settings_of_ingress
+from tests.router.scripted import SECRET, Decider
 from tests.router.stream_worker import until
+from tests.workers.emulation import emulated_plan
 from workers.http_gate import WorkerGate
 from workers.http_port import WorkerPort
+from workers.own_engine.emulated import EmulatedEngine
+from workers.report_stream import ReportStream
+from workers.vllm.arguments import Endpoints, EngineLimits
 
-SECRET = "the cluster's"
+MODEL = "tiny"
+BLOCK = 16
+DEVICE_BLOCKS, HOST_BLOCKS, CONTEXT_TOKENS = 64, 128, 512
+STEP = StepModel(1e-7, 0.0, 1e-5, 0.0)
 
 
-class PortedNode(Node):
-    """An emulated worker that answers on a port of its own."""
+class PortedNode:
+    """One emulated engine with the report stream of a real replica, on a port of its own. slow:
+    changes of what it announces."""
 
     def __init__(self, name, **slow):
-        super().__init__(name)
-        self.slow = slow
-        self.port = None
+        self.name, self.slow, self.port = name, slow, None
+        sockets = f"ipc://@kappa-test-{os.getpid()}-{id(self)}"
+        self.stream = ReportStream(name, "127.0.0.1", f"{sockets}-stats", f"{sockets}-kv")
+        self.stream.start()
+        limits = EngineLimits(
+            CONTEXT_TOKENS, BLOCK, DEVICE_BLOCKS, HOST_BLOCKS * BLOCK * 2, 512, 64, "float32"
+        )
+        plan = emulated_plan(name, limits, Endpoints(f"{sockets}-stats", f"{sockets}-kv"))
+        config = SimpleNamespace(engine_kwargs={"kappa_own": plan}, model_id=MODEL)
+        self.engine = EmulatedEngine(config)
+
+    def announcement(self, **changes):
+        said = Announcement(
+            worker=self.name, model=MODEL, node=replace(node_profile("pcie"), name=self.name),
+            step=STEP, kv_bytes_per_token=1e3, emulated_model="", fingerprint="f",
+            block_tokens=BLOCK, device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS,
+            max_batch_tokens=512, max_context_tokens=CONTEXT_TOKENS, engine="emulated",
+            events_endpoint=self.stream.events_endpoint,
+            snapshot_endpoint=self.stream.snapshot_endpoint,
+        )  # fmt: skip
+        return replace(said, **changes).to_dict()
 
     async def open(self):
         await self.engine.start()
         app = await self.engine.build_asgi_app()
-        gate = WorkerGate(app, SECRET, self.stream.in_flight, self.engine.check_health)
+        own = {PROFILE_PATH: self.profile}
+        gate = WorkerGate(app, SECRET, self.stream.in_flight, self.engine.check_health, own)
         self.port = WorkerPort(gate, "127.0.0.1")
-        return super().announcement(http=self.port.endpoint, **self.slow)
+        return self.announcement(http=self.port.endpoint, **self.slow)
+
+    async def profile(self):
+        return {}
 
     async def shut(self):
         if self.port is not None:
@@ -51,45 +86,30 @@ class PortedNode(Node):
 
     async def close(self):
         await self.shut()
-        await super().close()
+        await self.engine.shutdown()
+        self.stream.close()
 
 
-class InProcess(KappaDecider):
-    """The decider without Ray."""
-
-    def __init__(self):
-        """Nothing: `open`."""
-
-    async def open(self, renderer, settings, access, spec):
-        self._pools, self._began_s = None, int(time.time())
-        self._wire(settings, {MODEL: renderer})
-        await self._open(settings, access, spec, SECRET)
-
-    async def close(self):
-        await self._stack.aclose()
-        await self._live.close()
-        self._path.tokenizing.close()
-
-    async def _wake_router(self):
-        return
-
-    async def __del__(self):
-        return
+def settings_of_decider():
+    small = RouterSettings(index_blocks=10_000, max_queue=64, stale_after_s=1e9)
+    return IngressSettings((EndpointModel(MODEL, ""),), secret="s", router=small)
 
 
 @contextlib.asynccontextmanager
-async def clustered(renderer, monkeypatch, *nodes, access=None, deciders=1, **changes):
+async def clustered(
+    renderer, monkeypatch, *nodes, access=None, bounds=None, deciders=1, **changes
+):
     """A cluster of these nodes: a client of it, and its parts; `restart` replaces its first
     decider."""
     registry = ReplicaRegistry()
     monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
     access = access or Access(max_body_bytes=1 << 20)
-    settings = replace(settings_of_ingress(), tenants=access.tenants, **changes)
+    settings = replace(settings_of_decider(), tenants=access.tenants, **changes)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-test-")))
         spec = GatewaySpec(
             folder, "127.0.0.1", free_port("127.0.0.1"), DECIDED, own_paths((MODEL,)),
-            deciders=deciders,
+            bounds=bounds or Bounds(), deciders=deciders,
         )  # fmt: skip
         gateway = await stack.enter_async_context(Gateway(spec, threads=1))
         announced = {}
@@ -100,9 +120,9 @@ async def clustered(renderer, monkeypatch, *nodes, access=None, deciders=1, **ch
         here = SimpleNamespace(spec=spec, gateway=gateway, registry=registry, deciders=[])
 
         async def start():
-            made = InProcess()
+            made = Decider()
             here.deciders.append(made)
-            await made.open(renderer, settings, access, spec)
+            await made.open({MODEL: renderer}, settings, access, spec)
             here.live = here.deciders[0]._live()
             await until(lambda: made._live().choosable == len(nodes))
 

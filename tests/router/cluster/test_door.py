@@ -7,8 +7,7 @@ import pytest
 
 from kappa.protocol import ERROR_EVENT
 from router.api.app import Access
-from tests.conformance.conftest import MODEL
-from tests.router.cluster.conftest import PortedNode
+from tests.router.cluster.conftest import MODEL, PortedNode
 from tests.router.scripted import KEYS, OWN
 from tests.router.stream_worker import until
 
