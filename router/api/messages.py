@@ -1,4 +1,5 @@
-"""Anthropic's Messages API: its bodies as chats, and chats' answers in its words. Pure.
+"""Anthropic's Messages API: what may be sent, and its bodies as chats, by which their prompts are
+known; engines answer it themselves. Pure.
 
 What of it is served, field by field: docs/api.md. https://docs.anthropic.com/en/api/messages
 """
@@ -6,11 +7,9 @@ What of it is served, field by field: docs/api.md. https://docs.anthropic.com/en
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from router.api.blocks import AnswerEnd, Block, content_of, event, joined, result_of
 from router.api.checks import (
     NAME,
     TEXT,
@@ -31,6 +30,7 @@ from router.api.checks import (
 )
 from router.api.errors import bad_field
 from router.api.fields import CHAT, media_url
+from router.api.parts import content_of, joined, result_of
 
 Json = dict[str, Any]
 
@@ -140,8 +140,6 @@ def to_chat(body: Mapping[str, Any], *, counted: bool = False) -> Json:
         chat["stop"] = kept["stop_sequences"]
     if (kept.get("metadata") or {}).get("user_id"):
         chat["user"] = kept["metadata"]["user_id"]
-    if chat.get("stream"):
-        chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return chat | _tools(kept) | _thinking(kept)
 
 
@@ -237,100 +235,3 @@ def _parts(content: str | Iterable[Json]) -> list[Json]:
 
 def _blocks(content: str | Iterable[Json]) -> list[Json]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-# -- an answer in its words -------------------------------------------------------------------
-
-_DELTAS = {
-    "reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
-    "call": ("input_json_delta", "partial_json"),
-}  # fmt: skip
-
-
-class MessageAnswer:
-    """A `router.api.blocks.Wording`: one answer as a message."""
-
-    def __init__(self, request_id: str) -> None:
-        self._id = f"msg_{request_id}"
-
-    def begun(self, model: str, end: AnswerEnd) -> str:
-        return event("message_start", message=self._of(model, [], end))
-
-    def opened(self, block: Block) -> str:
-        empty = self._content(replace(block, text=""), "")
-        return event("content_block_start", index=block.index, content_block=empty)
-
-    def grown(self, block: Block, more: str) -> str:
-        kind, name = _DELTAS[block.kind]
-        return self._delta(block, {"type": kind, name: more})
-
-    def closed(self, block: Block) -> str:
-        signed = {"type": "signature_delta", "signature": self._id}
-        made = self._delta(block, signed) if block.kind == "reasoning" else ""
-        return made + event("content_block_stop", index=block.index)
-
-    def ended(self, blocks: Sequence[Block], end: AnswerEnd) -> str:
-        ended = event("message_delta", delta=_stop(blocks, end), usage=_usage(end))
-        return ended + event("message_stop")
-
-    def failed(self, error: Mapping[str, Any]) -> str:
-        ours = error.get("type") == "server_error"
-        kind = "api_error" if ours else "invalid_request_error"
-        return event("error", error={"type": kind, "message": str(error.get("message", ""))})
-
-    def whole(self, model: str, blocks: Sequence[Block], end: AnswerEnd) -> Json:
-        """The message; one without any text has an empty one, since clients look at the first."""
-        shown = blocks or [Block("text", 0)]
-        content = [self._content(block, self._id) for block in shown]
-        return self._of(model, content, end) | _stop(blocks, end)
-
-    def _of(self, model: str, content: list[Json], end: AnswerEnd) -> Json:
-        return {
-            "id": self._id, "type": "message", "role": "assistant", "model": model,
-            "content": content, "stop_reason": None, "stop_sequence": None, "usage": _usage(end),
-        }  # fmt: skip
-
-    def _delta(self, block: Block, delta: Json) -> str:
-        return event("content_block_delta", index=block.index, delta=delta)
-
-    def _content(self, block: Block, signature: str) -> Json:
-        match block.kind:
-            case "reasoning":
-                return {"type": "thinking", "thinking": block.text, "signature": signature}
-            case "text":
-                return {"type": "text", "text": block.text}
-        given = {"id": block.call_id, "name": block.name, "input": _input(block.text)}
-        return {"type": "tool_use", **given}
-
-
-def _input(arguments: str) -> Json:
-    """A call's arguments; what a model wrote that is no JSON object stands under a name that no
-    tool has, so that the client's check of its tool's schema says so to the model."""
-    try:
-        read = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        read = None
-    return read if isinstance(read, dict) else {"_not_a_json_object": arguments}
-
-
-def _stop(blocks: Sequence[Block], end: AnswerEnd) -> Json:
-    if end.stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop}
-    calls = any(block.kind == "call" for block in blocks)
-    reason = "tool_use" if calls else "end_turn"
-    return {
-        "stop_reason": "max_tokens" if end.finish_reason == "length" else reason,
-        "stop_sequence": None,
-    }
-
-
-def _usage(end: AnswerEnd) -> dict[str, int]:
-    """Anthropic counts what a cache gave apart from the other input."""
-    read = end.tokens("prompt_tokens_details", "cached_tokens")
-    wrote = end.tokens("prompt_tokens_details", "created_cache_tokens")
-    return {
-        "input_tokens": max(end.tokens("prompt_tokens") - read - wrote, 0),
-        "cache_read_input_tokens": read,
-        "cache_creation_input_tokens": wrote,
-        "output_tokens": end.tokens("completion_tokens"),
-    }

@@ -1,4 +1,5 @@
-"""OpenAI's Responses API: its bodies as chats, and chats' answers in its words. Pure.
+"""OpenAI's Responses API: what may be sent, and its bodies as chats, by which their prompts are
+known; engines answer it themselves. Pure.
 
 Nothing is kept here between requests, so what refers to an earlier response is refused. What of it
 is served, field by field: docs/api.md. https://platform.openai.com/docs/api-reference/responses
@@ -6,11 +7,9 @@ is served, field by field: docs/api.md. https://platform.openai.com/docs/api-ref
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from router.api.blocks import AnswerEnd, Block, content_of, event, joined, result_of
 from router.api.checks import (
     NAME,
     TEXT,
@@ -29,6 +28,7 @@ from router.api.checks import (
 )
 from router.api.errors import bad_field, refused_field
 from router.api.fields import CHAT, media_url, tool_arguments
+from router.api.parts import content_of, joined, result_of
 
 Json = dict[str, Any]
 
@@ -157,8 +157,6 @@ def to_chat(kept: Mapping[str, Any]) -> Json:
     chat["messages"] = _messages(kept)
     if "max_output_tokens" in kept:
         chat["max_completion_tokens"] = kept["max_output_tokens"]
-    if chat.get("stream"):
-        chat["stream_options"] = {"include_usage": True}
     effort = (kept.get("reasoning") or {}).get("effort")
     if effort:
         chat["reasoning_effort"] = effort
@@ -241,130 +239,3 @@ def _part(part: Json) -> Json:
         return {"type": "text", "text": part.get("text") or part.get("refusal") or ""}
     image = {"url": part["image_url"], "detail": part.get("detail")}
     return {"type": "image_url", "image_url": {k: v for k, v in image.items() if v is not None}}
-
-
-# -- an answer in its words -------------------------------------------------------------------
-
-
-class ResponseAnswer:
-    """A `router.api.blocks.Wording`: one answer as a response, which shows its request again."""
-
-    def __init__(self, request_id: str, kept: Mapping[str, Any], created_s: float) -> None:
-        self._id, self._kept, self._created_s = request_id, kept, int(created_s)
-        self._model, self._sent, self._closed = "", 0, list[Json]()
-
-    def begun(self, model: str, end: AnswerEnd) -> str:
-        self._model = model
-        response = self._response("in_progress", [])
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
-
-    def opened(self, block: Block) -> str:
-        empty = replace(block, text="")
-        item = self._item(empty, "in_progress") | ({} if block.kind == "call" else {"content": []})
-        made = self._event("response.output_item.added", output_index=block.index, item=item)
-        if block.kind == "call":
-            return made
-        return made + self._of_part("response.content_part.added", block, part=_part_of(empty))
-
-    def grown(self, block: Block, more: str) -> str:
-        return self._of_part(f"{_EVENTS[block.kind]}.delta", block, delta=more)
-
-    def closed(self, block: Block) -> str:
-        item, name = self._item(block, "completed"), f"{_EVENTS[block.kind]}.done"
-        self._closed.append(item)
-        if block.kind == "call":
-            made = self._of_part(name, block, arguments=block.text, name=block.name)
-        else:
-            made = self._of_part(name, block, text=block.text)
-            made += self._of_part("response.content_part.done", block, part=_part_of(block))
-        return made + self._event("response.output_item.done", output_index=block.index, item=item)
-
-    def ended(self, blocks: Sequence[Block], end: AnswerEnd) -> str:
-        response = self.whole(self._model, blocks, end)
-        return self._event(f"response.{response['status']}", response=response)
-
-    def failed(self, error: Mapping[str, Any]) -> str:
-        why = {"code": "server_error", "message": str(error.get("message", ""))}
-        response = self._response("failed", self._closed) | {"error": why}
-        return self._event("response.failed", response=response)
-
-    def whole(self, model: str, blocks: Sequence[Block], end: AnswerEnd) -> Json:
-        self._model = model
-        cut = end.finish_reason == "length"
-        items = [self._item(block, "completed") for block in blocks]
-        response = self._response("incomplete" if cut else "completed", items)
-        if cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        return response | {"usage": _usage(end)}
-
-    def _response(self, status: str, output: list[Json]) -> Json:
-        kept = self._kept
-        shown = (
-            "instructions", "max_output_tokens", "temperature", "top_p", "user", "prompt_cache_key"
-        )  # fmt: skip
-        return {
-            "id": f"resp_{self._id}", "object": "response", "created_at": self._created_s,
-            "status": status, "model": self._model, "output": output, "error": None,
-            "incomplete_details": None, "usage": None, "background": False, "store": False,
-            "previous_response_id": None, "truncation": "disabled", "top_logprobs": 0,
-            "metadata": kept.get("metadata", {}), "tools": kept.get("tools", []),
-            "tool_choice": kept.get("tool_choice", "auto"),
-            "parallel_tool_calls": kept.get("parallel_tool_calls", True),
-            "text": {"format": {"type": "text"}} | kept.get("text", {}),
-            "reasoning": {"effort": None, "summary": None} | kept.get("reasoning", {}),
-            **{name: kept.get(name) for name in shown},
-        }  # fmt: skip
-
-    def _item(self, block: Block, status: str) -> Json:
-        named = {"id": self._item_id(block), "status": status}
-        match block.kind:
-            case "reasoning":
-                return {**named, "type": "reasoning", "summary": [], "content": [_part_of(block)]}
-            case "text":
-                said = {"role": "assistant", "content": [_part_of(block)]}
-                return {**named, "type": "message", **said}
-        call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-        return {**named, "type": "function_call", **call}
-
-    def _item_id(self, block: Block) -> str:
-        prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[block.kind]
-        return f"{prefix}_{self._id}_{block.index}"
-
-    def _of_part(self, kind: str, block: Block, **data: Any) -> str:
-        place: Json = {"item_id": self._item_id(block), "output_index": block.index}
-        if block.kind != "call":
-            place["content_index"] = 0
-        if kind.startswith("response.output_text."):
-            place["logprobs"] = []
-        return self._event(kind, **place, **data)
-
-    def _event(self, kind: str, **data: Any) -> str:
-        self._sent += 1
-        return event(kind, sequence_number=self._sent - 1, **data)
-
-
-_EVENTS = {
-    "reasoning": "response.reasoning_text", "text": "response.output_text",
-    "call": "response.function_call_arguments",
-}  # fmt: skip
-
-
-def _part_of(block: Block) -> Json:
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
-
-
-def _usage(end: AnswerEnd) -> Json:
-    read = end.tokens("prompt_tokens_details", "cached_tokens")
-    wrote = end.tokens("prompt_tokens_details", "created_cache_tokens")
-    thought = end.tokens("completion_tokens_details", "reasoning_tokens")
-    prompt, generated = end.tokens("prompt_tokens"), end.tokens("completion_tokens")
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": read, "cache_write_tokens": wrote},
-        "output_tokens": generated, "output_tokens_details": {"reasoning_tokens": thought},
-        "total_tokens": prompt + generated,
-    }  # fmt: skip

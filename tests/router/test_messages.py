@@ -1,14 +1,12 @@
-"""Anthropic's Messages API at the ingress: what may be sent, as which chat, and how it is answered.
+"""Anthropic's Messages API: what may be sent, and the chat by which its tokens are known.
 
-Ray's delivery is replaced by a script; the official client and all else are real.
+The engines, which answer, are scripts; the official client and all else are real.
 """
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 
 import anthropic
-import httpx2
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -16,7 +14,7 @@ from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from router.api.errors import ApiError
 from router.api.messages import FIELDS, to_chat
 from tests.router.building import tenants_of
-from tests.router.scripted import calling, chat_answer, chunks, nested, post_scope, until
+from tests.router.scripted import Whole, nested
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
@@ -41,22 +39,13 @@ def refused(param, **changes):
     return caught.value.message
 
 
-@asynccontextmanager
-async def client_of(app, **options):
-    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport) as http:
-        yield anthropic.AsyncAnthropic(
-            base_url="http://test", http_client=http, max_retries=0, **{"api_key": "k"} | options
-        )
+def client_of(here, **options):
+    url = str(here.client.base_url)
+    return anthropic.AsyncAnthropic(base_url=url, max_retries=0, **{"api_key": "k"} | options)
 
 
-async def whole(message, **how):
-    yield chat_answer(message, **how)
-
-
-async def streamed(*deltas, **how):
-    for chunk in chunks(*deltas, **how):
-        yield [chunk]
+async def whole(_worker):
+    yield Whole({"type": "message", "content": [{"type": "text", "text": "Hi"}]})
 
 
 # -- fields ----------------------------------------------------------------------------------------
@@ -79,8 +68,6 @@ def test_a_plain_message_is_a_plain_chat():
     assert to_chat(ASK | {"cache_control": {"type": "ephemeral"}, "stop_sequences": None}) == ASK
     assert to_chat({**ASK, "stop_sequences": ["END"], "metadata": {"user_id": "u"}, "top_k": 3}) \
         == {**ASK, "stop": ["END"], "user": "u", "top_k": 3}  # fmt: skip
-    streamed = to_chat(ASK | {"stream": True})
-    assert streamed["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
 
 
 def test_all_system_texts_go_first_without_what_changes_each_time():
@@ -209,130 +196,27 @@ def test_a_message_that_is_not_served_is_refused_by_its_place(place, role, conte
     refused(f"messages.0{place}", messages=[{"role": role, "content": content}])
 
 
-# -- answers ---------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
-async def test_the_client_gets_thought_text_and_calls_whole_and_streamed(serve):
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
-    message = {"reasoning": "Hm.", "content": "So:", "tool_calls": [call]}
-
-    def script(_worker):
-        if not here.ingress.bodies[-1].stream:
-            return whole(message)
-        return streamed(
-            {"reasoning": "Hm"}, {"reasoning": "."}, {"content": "So:"},
-            calling(0, "", "c1", "look"), calling(0, '{"at"'), calling(0, ": 1}"),
-        )  # fmt: skip
-
-    here = await serve(script)
-    async with client_of(here.app) as client:
-        ask = {**ASK, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "look"}}
+async def test_a_message_reaches_its_worker_as_it_was_sent_and_is_answered_by_it(serve):
+    here = await serve(whole)
+    ask = {**ASK, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "look"}}
+    async with client_of(here) as client:
         answer = await client.messages.create(**ask)
-        async with client.messages.stream(**ask) as stream:
-            kinds = [event.type async for event in stream]
-            live = await stream.get_final_message()
-    for made in (answer, live):
-        thought, said, used = made.content
-        assert (thought.thinking, said.text) == ("Hm.", "So:") and thought.signature
-        assert (used.id, used.name, used.input) == ("c1", "look", {"at": 1})
-        # vLLM says "stop" after a call that was demanded by name.
-        assert (made.stop_reason, made.model, made.role) == ("tool_use", "m", "assistant")
-        usage = made.usage
-        assert (usage.input_tokens, usage.cache_read_input_tokens) == (40 - 32, 32)
-        assert usage.output_tokens == 9
-    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
-    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
-    assert here.ingress.bodies[0].tool_choice.function.name == "look"
-    assert here.live.router.reservations == 0
-
-
-@pytest.mark.parametrize(
-    ("finish", "stop", "reason"),
-    [("stop", None, "end_turn"), ("length", None, "max_tokens"), ("stop", "END", "stop_sequence")],
-)
-async def test_why_an_answer_ended_has_anthropics_names(serve, finish, stop, reason):
-    def script(_worker):
-        how = {"finish": finish, "stop": stop}
-        stream = here.ingress.bodies[-1].stream
-        return streamed(**how) if stream else whole({"content": ""}, **how)
-
-    here = await serve(script)
-    async with client_of(here.app) as client:
-        answer = await client.messages.create(**ASK)
-        async with client.messages.stream(**ASK) as stream:
-            live = await stream.get_final_message()
-    assert [(m.stop_reason, m.stop_sequence) for m in (answer, live)] == [(reason, stop)] * 2
-    assert [block.text for block in answer.content] == [""] and live.content == []
-
-
-async def test_arguments_that_are_no_json_object_are_given_as_they_are(serve):
-    for arguments in ('{"a": ', "[1]", "[" * 100_000):
-        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        here = await serve(lambda _, call=call: whole({"content": None, "tool_calls": [call]}))
-        answer = await here.client.post(PATH, json={**ASK, "tools": [TOOL]})
-        (used,) = answer.json()["content"]
-        assert used["input"] == {"_not_a_json_object": arguments}
-
-
-async def test_an_engine_that_fails_midway_ends_the_stream_with_anthropics_error(serve):
-    async def script(_worker):
-        for chunk in chunks({"content": "Hi"})[:2]:
-            yield [chunk]
-        raise RuntimeError("secret detail")
-
-    here = await serve(script)
-    async with client_of(here.app) as client:
-        with pytest.raises(anthropic.APIStatusError) as caught:
-            async with client.messages.stream(**ASK) as stream:
-                await stream.get_final_message()
-    assert caught.value.body["error"]["type"] == "api_error" and "secret" not in str(caught.value)
-    (record,) = here.live.records.values()
-    assert (record.end, here.live.router.reservations) == ("error", 0)
-
-
-async def test_a_client_that_leaves_in_the_middle_frees_its_reservation(serve):
-    gone = asyncio.Event()
-
-    async def script(_worker):
-        try:
-            for chunk in chunks(*[{"content": "word "}] * 1000):
-                yield [chunk]
-                await asyncio.sleep(0.001)
-        finally:
-            gone.set()
-
-    here = await serve(script)
-    body = json.dumps(ASK | {"stream": True}).encode()
-    inbox, sent, left = [{"type": "http.request", "body": body}], [], asyncio.Event()
-
-    async def receive():
-        if inbox:
-            return inbox.pop()
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        sent.append(message)
-        if b"content_block_delta" in message.get("body", b""):
-            left.set()
-
-    async with asyncio.timeout(30.0):
-        await here.app(post_scope(PATH), receive, send)
-        await gone.wait()
-        await until(lambda: here.ingress.closed == 1)
-    (record,) = here.live.records.values()
-    assert (record.end, here.live.router.reservations) == ("client_gone", 0)
-
-
-# -- errors ----------------------------------------------------------------------------------------
+    assert answer.content[0].text == "Hi" and here.engines.paths == [PATH]
+    (sent,) = here.engines.bodies
+    assert {name: sent.fields[name] for name in ask} == ask
+    assert sent.fields.keys() - ask.keys() == {"vllm_xargs"}
+    await here.idle()
 
 
 async def test_every_refusal_has_anthropics_shape_and_becomes_the_clients_own_exception(serve):
-    here = await serve(tenants=tenants_of({"sk-alice": "alice"}, refuse=True))
-    async with client_of(here.app, api_key="wrong") as client:
+    here = await serve(whole, tenants=tenants_of({"sk-alice": "alice"}, refuse=True))
+    async with client_of(here, api_key="wrong") as client:
         with pytest.raises(anthropic.AuthenticationError):
             await client.messages.create(**ASK)
-    async with client_of(here.app, api_key="sk-alice") as client:
+    async with client_of(here, api_key="sk-alice") as client:
         for changes, kind, name in (
             ({"model": "x"}, anthropic.NotFoundError, "not_found_error"),
             ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
@@ -349,30 +233,17 @@ async def test_every_refusal_has_anthropics_shape_and_becomes_the_clients_own_ex
             await client.messages.count_tokens(model="x", messages=ASK["messages"])
     answer = await here.client.post(PATH, content=b"{", headers={"x-api-key": "sk-alice"})
     assert (answer.status_code, answer.json()["type"]) == (400, "error")
-    assert here.ingress.sent == []
-
-
-async def test_an_engine_that_takes_no_images_says_so_in_anthropics_shape(serve):
-    async def script(_worker):
-        yield ['data: {"error": {"message": "m is not a multimodal model", "code": 400}}\n\n']
-
-    here = await serve(script)
-    image = [{"role": "user", "content": [{"type": "image", "source": PNG}]}]
-    answer = await here.client.post(PATH, json={**ASK, "messages": image})
-    assert answer.status_code == 400
-    assert "not a multimodal model" in answer.json()["error"]["message"]
-
-
-# -- counting --------------------------------------------------------------------------------------
+    assert here.engines.sent == []
 
 
 async def test_tokens_are_counted_as_they_will_be_and_nothing_is_sent(serve):
-    here = await serve(lambda _: whole({"content": "Hi"}))
+    here = await serve(whole)
     asked = {k: v for k, v in ASK.items() if k != "max_tokens"} | {"tools": [TOOL], "system": "S"}
-    async with client_of(here.app) as client:
+    async with client_of(here) as client:
         counted = await client.messages.count_tokens(**asked)
-        assert here.ingress.sent == []
+        assert here.engines.sent == []
         await client.messages.create(**asked, max_tokens=8)
+    await here.idle()
     (record,) = here.live.records.values()
     assert counted.input_tokens == record.to_dict()["predicted"]["new_tokens"] > 20
     image = [{"role": "user", "content": [{"type": "image", "source": PNG}]}]

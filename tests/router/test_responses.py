@@ -1,22 +1,17 @@
-"""OpenAI's Responses API at the ingress: what may be sent, as which chat, and how it is answered.
+"""OpenAI's Responses API: what may be sent, and the chat by which its tokens are known.
 
-Ray's delivery is replaced by a script; the official client and all else are real.
+The engines, which answer, are scripts; the official client and all else are real.
 """
 
-import json
-from contextlib import asynccontextmanager
-
-import httpx2
 import openai
 import pytest
-from openai.types.responses import ResponseStreamEvent, response_create_params
-from pydantic import TypeAdapter
+from openai.types.responses import response_create_params
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from router.api import responses
 from router.api.errors import ApiError
 from router.api.responses import FIELDS, checked
-from tests.router.scripted import calling, chat_answer, chunks, nested
+from tests.router.scripted import Whole, nested
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
@@ -38,13 +33,12 @@ def item(kind, **fields):
     return {"type": kind, **fields}
 
 
-@asynccontextmanager
-async def client_of(app):
-    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport) as http:
-        yield openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key="k", http_client=http, max_retries=0
-        )
+def client_of(here):
+    return openai.AsyncOpenAI(base_url=f"{here.spec.url}/v1", api_key="k", max_retries=0)
+
+
+async def whole(_worker):
+    yield Whole({"object": "response", "id": "resp_1", "output": []})
 
 
 # -- fields ----------------------------------------------------------------------------------------
@@ -67,7 +61,7 @@ def test_a_text_is_a_chat_of_one_message():
     )  # fmt: skip
     assert chat == {
         "model": "m", "messages": [HELLO], "max_completion_tokens": 5, "reasoning_effort": "low",
-        "stream": True, "stream_options": {"include_usage": True}, "seed": 7, "user": "u",
+        "stream": True, "seed": 7, "user": "u",
     }  # fmt: skip
 
 
@@ -162,102 +156,24 @@ def test_what_is_not_served_is_refused_by_its_place(param, changes):
     assert (caught.value.status, caught.value.param) == (400, param), caught.value.message
 
 
-# -- answers ---------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
-async def test_the_client_gets_thought_text_and_calls_whole_and_streamed(serve):
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
-
-    async def script(_worker):
-        if not here.ingress.bodies[-1].stream:
-            yield chat_answer({"reasoning": "Hm.", "content": "So:", "tool_calls": [call]})
-            return
-        for chunk in chunks(
-            {"reasoning": "Hm"}, {"reasoning": "."}, {"content": "So:"},
-            calling(0, "", "c1", "look"), calling(0, '{"at"'), calling(0, ": 1}"),
-        ):  # fmt: skip
-            yield [chunk]
-
-    here = await serve(script)
-    ask = {**ASK, "tools": [TOOL], "instructions": "Look.", "metadata": {"a": "b"}}
-    async with client_of(here.app) as client:
-        answer = await client.responses.create(**ask)
-        async with client.responses.stream(**ask) as stream:
-            events = [event async for event in stream]
-            live = await stream.get_final_response()
-    for made in (answer, live):
-        thought, said, called = made.output
-        assert [part.text for part in thought.content] == ["Hm."] and thought.summary == []
-        assert made.output_text == said.content[0].text == "So:"
-        assert (called.call_id, called.name, called.arguments) == ("c1", "look", '{"at": 1}')
-        assert (made.status, made.model, made.store) == ("completed", "m", False)
-        assert (made.instructions, made.metadata) == ("Look.", {"a": "b"})
-        assert made.tools[0].name == "look" and made.tool_choice == "auto"
-        assert (made.usage.input_tokens, made.usage.output_tokens) == (40, 9)
-        assert made.usage.input_tokens_details.cached_tokens == 32
-    numbers = [event.sequence_number for event in events]
-    assert numbers == list(range(len(events)))
-    kinds = [event.type for event in events]
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
-    assert here.live.router.reservations == 0
-
-
-async def test_every_event_is_as_openais_client_defines_it(serve):
-    async def script(_worker):
-        for chunk in chunks({"reasoning": "Hm"}, {"content": "So"}, calling(0, "{}", "c", "f")):
-            yield [chunk]
-
-    here = await serve(script)
-    answer = await here.client.post(PATH, json={**ASK, "stream": True, "tools": [TOOL]})
-    check = TypeAdapter(ResponseStreamEvent)
-    seen = set()
-    for block in filter(None, answer.text.split("\n\n")):
-        name, data = block.split("\n")
-        event = check.validate_python(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {event.type}" and type(event).__name__ != "ResponseErrorEvent"
-        seen.add(event.type)
-    assert len(seen) == 13 and "response.completed" in seen
-
-
-async def test_an_answer_that_its_bound_cut_is_incomplete(serve):
-    async def script(_worker):
-        if not here.ingress.bodies[-1].stream:
-            yield chat_answer({"content": "Hi"}, finish="length")
-            return
-        for chunk in chunks({"content": "Hi"}, finish="length"):
-            yield [chunk]
-
-    here = await serve(script)
-    async with client_of(here.app) as client:
-        answer = await client.responses.create(**ASK)
-        stream = await client.responses.create(**ASK, stream=True)
-        *_, last = [event async for event in stream]
-    assert last.type == "response.incomplete"
-    for made in (answer, last.response):
-        assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-        assert made.output_text == "Hi"
-
-
-async def test_an_engine_that_fails_midway_ends_the_stream_as_failed(serve):
-    async def script(_worker):
-        for chunk in chunks({"content": "Hi"}, calling(0, "{}", "c", "f"))[:3]:
-            yield [chunk]
-        raise RuntimeError("secret detail")
-
-    here = await serve(script)
-    async with client_of(here.app) as client:
-        stream = await client.responses.create(**ASK, stream=True)
-        *_, last = [event async for event in stream]
-    assert (last.type, last.response.error.code) == ("response.failed", "server_error")
-    assert "secret" not in last.to_json() and last.response.output[0].content[0].text == "Hi"
-    (record,) = here.live.records.values()
-    assert (record.end, here.live.router.reservations) == ("error", 0)
+async def test_a_response_is_its_workers_and_what_means_nothing_does_not_reach_it(serve):
+    here = await serve(whole)
+    ask = {**ASK, "tools": [TOOL], "instructions": "Look."}
+    async with client_of(here) as client:
+        answer = await client.responses.create(**ask, store=False, service_tier="auto")
+    assert answer.id == "resp_1" and here.engines.paths == [PATH]
+    (sent,) = here.engines.bodies
+    assert {name: sent.fields[name] for name in ask} == ask
+    assert sent.fields.keys() - ask.keys() == {"vllm_xargs"}
+    await here.idle()
 
 
 async def test_refusals_are_the_clients_own_exceptions(serve):
-    here = await serve()
-    async with client_of(here.app) as client:
+    here = await serve(whole)
+    async with client_of(here) as client:
         for changes, kind, code in (
             ({"model": "x"}, openai.NotFoundError, "model_not_found"),
             ({"store": True}, openai.BadRequestError, "unsupported_parameter"),
@@ -266,4 +182,4 @@ async def test_refusals_are_the_clients_own_exceptions(serve):
             with pytest.raises(kind) as caught:
                 await client.responses.create(**{**ASK, **changes})
             assert caught.value.code == code
-    assert here.ingress.sent == []
+    assert here.engines.sent == []
