@@ -96,9 +96,7 @@ def settings_of_decider():
 
 
 @contextlib.asynccontextmanager
-async def clustered(
-    renderer, monkeypatch, *nodes, access=None, bounds=None, deciders=1, **changes
-):
+async def clustered(renderer, monkeypatch, *nodes, access=None, bounds=None, deciders=1, **changes):
     """A cluster of these nodes: a client of it, and its parts; `restart` replaces its first
     decider."""
     registry = ReplicaRegistry()

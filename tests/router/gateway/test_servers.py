@@ -233,20 +233,6 @@ async def test_a_cut_request_goes_on_only_if_the_decider_says_so():
         assert (got.status, got.body) == (200, b"b")
 
 
-async def test_the_next_server_is_sent_what_the_decider_says_then():
-    async with open_door((lambda heard: CUT, named(b"b"))) as door:
-        door.send_to(0, 1, x_kappa_to_body="first")
-        decided = door.decider.script
-        door.decider.script = lambda heard: (
-            Answer(headers={"x-kappa-to-body": "second"})
-            if heard.target.startswith(AGAIN)
-            else decided(heard)
-        )
-        assert (await door.ask()).body == b"b"
-        sent = [one.heard[0].headers["x-kappa-to-body"] for one in door.servers]
-        assert sent == ["first", "second"]
-
-
 async def test_a_cut_request_ends_when_the_decider_has_gone():
     async def then_gone(heard):
         await door.decider.close()
