@@ -72,6 +72,8 @@ TO_BODY_HEADER = "x-kappa-to-body"
 # Names of top-level fields that the body loses, with commas between.
 TO_DROP_HEADER = "x-kappa-to-drop"
 TO_SECRET_HEADER = "x-kappa-to-secret"
+# Headers that the worker puts on its answer (JSON): a client is told of the one that served it.
+TO_SHOW_HEADER = "x-kappa-to-show"
 # In a worker's 429 or 5xx: no byte of an answer was sent, and the request may be tried at another;
 # or its engine died, and what the request had to do with it its decider must judge before.
 RETRY_HEADER = "x-kappa-retry"
@@ -319,7 +321,8 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `charges`: cumulative, at least of the tenants whose charge changed since the last report.
     `arrived`, `finished`: requests that came to the replica, or left it, since the last report;
     `generated`: of those that left, the tokens of their answers, by request, unless there were
-    none; `in_flight`: all that are there, now and then and after every snapshot, else None.
+    none; `failed`: of those that left, those whose engine failed while it answered; `in_flight`:
+    all that are there, now and then and after every snapshot, else None.
     """
 
     worker: str
@@ -369,6 +372,7 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrived: tuple[Arrival, ...] = ()
     finished: tuple[str, ...] = ()
     generated: Mapping[str, Count] = {}
+    failed: tuple[str, ...] = ()
     in_flight: tuple[Arrival, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -397,5 +401,6 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             arrived=ids(self.arrived),
             finished=tuple(map(name, self.finished)),
             generated={name(one): tokens for one, tokens in self.generated.items()},
+            failed=tuple(map(name, self.failed)),
             in_flight=None if self.in_flight is None else ids(self.in_flight),
         )

@@ -23,8 +23,6 @@ import msgspec
 import structlog
 
 from kappa.protocol import (
-    APPROX_HEADER,
-    APPROX_KEY,
     ERROR_EVENT,
     GIVE_UP_PATH,
     RETRY_DIED,
@@ -33,6 +31,7 @@ from kappa.protocol import (
     TO_BODY_HEADER,
     TO_DROP_HEADER,
     TO_SECRET_HEADER,
+    TO_SHOW_HEADER,
     EngineDiedError,
 )
 from workers import generated
@@ -131,21 +130,21 @@ class WorkerGate:
             sets = _json_object(headers.get(TO_BODY_HEADER.encode(), b""))
             drops = headers.get(TO_DROP_HEADER.encode(), b"").decode("latin-1")
             body, fields = _rewritten(body, sets, [one for one in drops.split(",") if one])
+            show = _json_object(headers.get(TO_SHOW_HEADER.encode(), b""))
         except _BodyError as error:
             await _answer(send, *error.args)
             return
         kept = [pair for pair in scope["headers"] if pair[0] in _SEEN]
         kept.append((b"content-length", str(len(body)).encode()))
-        await self._serve({**scope, "headers": kept}, body, fields, receive, send)
+        shown = [(name.encode(), str(value).encode()) for name, value in show.items()]
+        await self._serve({**scope, "headers": kept}, body, fields, shown, receive, send)
 
     async def _serve(
-        self, scope: Scope, body: bytes, fields: Any, receive: Receive, send: Send
+        self, scope: Scope, body: bytes, fields: Any, shown: Headers, receive: Receive, send: Send
     ) -> None:
         request_id = self._in_flight.arrived(fields, time.monotonic())
         tally = generated.begin(tenant_of(getattr(fields, _ARGUMENTS, None)))
         self.open += 1
-        sent = getattr(fields, _ARGUMENTS, None) or {}
-        shown = [(APPROX_HEADER.encode(), b"ok")] if sent.get(APPROX_KEY) else []
         anthropic = str(scope["path"]).startswith(_MESSAGES)
         reply = _GateReply(send, self._fault, shown, fields.constrained, anthropic)
         given_up = asyncio.timeout(None)
@@ -162,7 +161,7 @@ class WorkerGate:
         finally:
             self._answering.discard(given_up)
             self.open -= 1
-            self._in_flight.ended(request_id, tally.tokens)
+            self._in_flight.ended(request_id, tally.tokens, failed=reply.failed)
 
     async def _fault(self) -> str:
         """Why no request can be served here, as `RETRY_HEADER` says it; empty: nothing is wrong."""
@@ -203,6 +202,8 @@ class _GateReply:
         the shape of its errors."""
         self._send, self._fault, self._shown, self._constrained = send, fault, shown, constrained
         self._anthropic = anthropic
+        self.failed = False
+        """Whether the engine failed behind the first byte."""
         self._begun = self._over = self._replaced = self._events = False
         # What fails before its first byte may be tried elsewhere: its head waits for that.
         self._head: Message | None = None
@@ -235,6 +236,8 @@ class _GateReply:
                 return
             self._begun = True
             await self._send(head)
+        elif self._events and message.get("body", b"").startswith(ERROR_EVENT.encode()):
+            self.failed = True
         await self._send(message)
 
     async def _failed(self, status: int, body: bytes) -> bool:
@@ -262,6 +265,7 @@ class _GateReply:
         kinds stay incomplete, so that the client does not take them for whole."""
         if self._replaced or self._over:
             return
+        self.failed = self._begun
         if not self._begun:
             await self._instead(fault or RETRY_ELSEWHERE)
         elif self._events:

@@ -45,6 +45,7 @@ class InFlightNews(NamedTuple):
     arrived: tuple[Arrival, ...]
     finished: tuple[str, ...]
     generated: dict[str, int]
+    failed: tuple[str, ...]
     in_flight: tuple[Arrival, ...] | None
 
 
@@ -59,6 +60,7 @@ class InFlight:
         self._arrived: list[str] = []
         self._finished: list[str] = []
         self._generated: dict[str, int] = {}
+        self._failed: list[str] = []
         self._start_s = self._seen_s = now_s
         self._link_s = self._gpu_s = 0.0
 
@@ -99,13 +101,16 @@ class InFlight:
                 entry.arrival = replace(entry.arrival, prefilled=True)
                 entry.link_s = entry.gpu_s = 0.0
 
-    def ended(self, request_id: str, generated_tokens: int = 0) -> None:
-        """A request is over, however it ended; unknown ids are ignored."""
+    def ended(self, request_id: str, generated_tokens: int = 0, *, failed: bool = False) -> None:
+        """A request is over, however it ended; unknown ids are ignored. failed: its engine did
+        while it answered."""
         with self._lock:
             entry = self._entries.get(request_id)
             if entry is None:
                 return
             entry.count -= 1
+            if failed:
+                self._failed.append(request_id)
             entry.generated_tokens += generated_tokens
             if not entry.count:
                 if entry.generated_tokens:
@@ -124,8 +129,9 @@ class InFlight:
             here, finished, generated = self._entries, tuple(self._finished), self._generated
             arrived = tuple(here[name].arrival for name in self._arrived if name in here)
             present = tuple(e.arrival for e in here.values()) if everything else None
-            self._arrived, self._finished, self._generated = [], [], {}
-        return InFlightNews(arrived, finished, generated, present)
+            failed = tuple(self._failed)
+            self._arrived, self._finished, self._generated, self._failed = [], [], {}, []
+        return InFlightNews(arrived, finished, generated, failed, present)
 
     def last(self, count: int) -> list[str]:
         with self._lock:

@@ -17,19 +17,22 @@ from starlette.datastructures import Headers
 
 from kappa.host import Lock
 from kappa.protocol import (
+    APPROX_HEADER,
+    APPROX_KEY,
     GIVE_UP_PATH,
     PROMPT_KEY,
     RETRY_DIED,
     RETRY_HEADER,
     TO_BODY_HEADER,
     TO_DROP_HEADER,
+    TO_SHOW_HEADER,
 )
 from kappa.settings.engine import TransferSettings
 from router.api import errors
 from router.api.app import Inbound
 from router.api.errors import ApiError
 from router.api.fields import choices_in
-from router.api.metadata import Metadata, peer_params, tokens_in
+from router.api.metadata import Metadata, decision_headers, peer_params, tokens_in
 from router.api.reading import read
 from router.api.request import ApiRequest
 from router.api.request_path import RequestPath, engine_metadata
@@ -170,7 +173,8 @@ class ClusterScene(KnownServers):
         return sorted(able, key=lambda worker: (worker in blocked.failing, ttfts_s[worker]))
 
     def headers(self, flight: ClusterFlight) -> Mapping[str, str]:
-        """What the worker's gate does to the body. ApiError 400 if that is too much."""
+        """What the worker's gate does to the body, and shows of the decision. ApiError 400 if the
+        former is too much."""
         text = _json(flight.sets)
         if len(text) > _MOST_SET_BYTES:
             # A prompt in tokens, for an engine of ours, or what lost some of its parts.
@@ -180,7 +184,10 @@ class ClusterScene(KnownServers):
                 "name, or shorten it",
             )  # fmt: skip
         drops = {TO_DROP_HEADER: ",".join(flight.drops)} if flight.drops else {}
-        return {TO_BODY_HEADER: text, **drops}
+        shown = decision_headers(flight.decision) if flight.decision.informed else {}
+        if flight.sets["vllm_xargs"].get(APPROX_KEY):
+            shown[APPROX_HEADER] = "ok"
+        return {TO_BODY_HEADER: text, **drops, TO_SHOW_HEADER: _json(shown)}
 
     def patience_s(self, flight: ClusterFlight) -> float:
         """Until its deadline."""
@@ -195,7 +202,7 @@ class ClusterScene(KnownServers):
         record = self.live.records.get(flight.decision.request_id)
         if record is None or record.generated_tokens is None:
             return None
-        return Used(0, record.generated_tokens)
+        return Used(0, record.generated_tokens, record.engine_failed)
 
     async def lives(self, worker: str) -> bool:
         """Whether its engine does, as its port says; one that does not answer in time may."""

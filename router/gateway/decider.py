@@ -256,7 +256,7 @@ class Decider(Generic[F]):
         client = {"x-request-id": name, **self._door.limits.headers(
             asked.tenant.name, time.monotonic()
         )}  # fmt: skip
-        if flight.decision.informed:
+        if rule.foreign and flight.decision.informed:
             client |= decision_headers(flight.decision)
         return Go(upstream, client)
 

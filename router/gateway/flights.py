@@ -120,6 +120,8 @@ class Aloft(Generic[F]):
             return how if self.counts else "unjudged"
         if end.status == FULL:
             return "worker_full"
+        if self.used is not None and self.used.failed:
+            return "error"
         return "refused" if end.status >= 400 else "done"
 
     def generated(self, end: StreamEnd | None) -> int:

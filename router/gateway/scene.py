@@ -45,10 +45,11 @@ class Reading:
 
 
 class Used(NamedTuple):
-    """Tokens that a server says a request took."""
+    """Tokens that a server says a request took; failed: its engine did while it answered."""
 
     prompt_tokens: int
     generated_tokens: int
+    failed: bool = False
 
 
 class SceneFlight(Protocol):

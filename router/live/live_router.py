@@ -360,6 +360,7 @@ class LiveRouter:
         for request_id in report.finished:
             record = self.records.of(request_id, worker)
             if record is not None:
+                record.engine_failed = request_id in report.failed
                 record.generated_tokens = report.generated.get(request_id, 0)
                 self.finished(request_id)
         self.metrics.reported(report, node.name, paced=node.source == "paced")

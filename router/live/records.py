@@ -23,7 +23,8 @@ class DecisionRecord:
     """A decision and what became of it; seconds are real ones. attempt: 1 if another worker had
     failed the request before. avoided: passed over because their breaker was open or they were
     leaving. steered: by whose rule; shadow: what ours would have done. sent_as: the id by which its
-    worker knows it. generated_tokens: of its answers, once its worker reports that it is over.
+    worker knows it. generated_tokens: of its answers, once its worker reports that it is over;
+    engine_failed: while it answered.
     soonest_other: node and predicted TTFT of the soonest worker besides the chosen one."""
 
     decision: Decision
@@ -34,6 +35,7 @@ class DecisionRecord:
     admitted: Admission | None = None
     spent: Spent | None = None
     generated_tokens: int | None = None
+    engine_failed: bool = False
     end: str = ""
     attempt: int = 0
     avoided: tuple[str, ...] = ()
