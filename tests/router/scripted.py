@@ -318,7 +318,8 @@ class Scene:
             made[name] = Engine(name, engines)
             stack.push_async_callback(made[name].port.close, 0.0)
         announced = {
-            name: {**said, "http": made[name].port.endpoint} for name, said in workers.items()
+            name: {**said, "http": said["http"] or made[name].port.endpoint}
+            for name, said in workers.items()
         }
         await stack.enter_async_context(Gateway(spec, threads=1))
         decider = Decider()

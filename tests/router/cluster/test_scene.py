@@ -18,13 +18,14 @@ from kappa.protocol import (
     TO_DROP_HEADER,
     TO_SECRET_HEADER,
 )
+from kappa.settings.engine import TransferSettings
 from router.api.app import Access, Door
 from router.api.metadata import tokens_in
 from router.cluster.scene import ClusterScene
 from router.gateway.authz import Go, Inquiry, Refuse
 from router.gateway.decider import Decider, DeciderRule
 from router.gateway.events import StreamEnd
-from router.gateway.spec import GatewaySpec, ServerEndpoint
+from router.gateway.spec import GatewaySpec
 from router.live.membership import ENGINE_DIED
 from tests.router.gateway.door import Scripted
 from tests.router.scripted import BODY, KEYS, OWN, announcement, overload, until
@@ -43,13 +44,16 @@ def ports(**engines):
 
 
 @pytest.fixture
-def deciding(serve, tmp_path):
+async def deciding(serve, tmp_path):
+    made = []
+
     async def make(workers=None, tenants=None, **changes):
         own = {} if tenants is None else {"tenants": tenants}
         here = await serve(workers=workers or ports(a="vllm", b="vllm"), **own, **changes)
-        path = here.ingress._path
+        path = here.decider._path
         spec = GatewaySpec(tmp_path, "127.0.0.1", 1, (CHAT,), ())
-        scene = ClusterScene(path, spec, "secret")
+        scene = ClusterScene(path, TransferSettings(), spec, "secret")
+        made.append(scene)
         scene.take({one.worker: one for one in scene._found()})
         door = Door(Access(**own))
         decider = Decider(scene, door, DeciderRule(foreign=False))
@@ -62,10 +66,12 @@ def deciding(serve, tmp_path):
 
         return SimpleNamespace(
             ask=ask, scene=scene, live=here.live, path=path, flights=decider.flights,
-            telemetry=here.ingress._telemetry, decider=decider,
+            telemetry=here.decider._telemetry, decider=decider,
         )  # fmt: skip
 
-    return make
+    yield make
+    for scene in made:
+        await scene.ports.close()
 
 
 def sets(go):
@@ -165,20 +171,23 @@ async def test_an_engine_with_nothing_to_begin_is_not_hung(deciding):
 
 
 async def test_a_hung_engine_that_streams_is_told_to_give_up(deciding):
-    here = await deciding(failover=SOON, stale_after_s=1.0)
-    await here.ask()
-    here.live.first_token("r")
-    hung = here.live.records["r"].decision.worker
     async with AsyncExitStack() as stack:
-        gate = Scripted()
-        stack.push_async_callback(gate.close)
-        await gate.listen()
-        here.scene.endpoints[hung] = ServerEndpoint(hung, "127.0.0.1", gate.port)
+        gates = {name: Scripted() for name in "ab"}
+        for gate in gates.values():
+            stack.push_async_callback(gate.close)
+            await gate.listen()
+        ours = {
+            name: announcement(name, http=f"127.0.0.1:{gate.port}") for name, gate in gates.items()
+        }
+        here = await deciding(ours, failover=SOON, stale_after_s=1.0)
+        await here.ask()
+        here.live.first_token("r")
+        gate = gates[here.live.records["r"].decision.worker]
         await stack.enter_async_context(reporting(here.live, "ab", lambda _: 7, running=1))
         await until(lambda: gate.heard)
-    (told,) = gate.heard
-    assert (told.method, told.target) == ("POST", GIVE_UP_PATH)
-    assert told.headers[TO_SECRET_HEADER] == "secret"
+        told = gate.heard[0]
+        assert (told.method, told.target) == ("POST", GIVE_UP_PATH)
+        assert told.headers[TO_SECRET_HEADER] == "secret"
 
 
 async def test_a_second_attempt_is_sent_what_its_own_worker_must_know(deciding, monkeypatch):
@@ -201,8 +210,7 @@ async def test_a_second_attempt_is_sent_what_its_own_worker_must_know(deciding, 
 
 
 async def test_a_worker_that_refuses_connections_is_dead(deciding):
-    here = await deciding()
-    here.scene.endpoints["a"] = ServerEndpoint("a", "127.0.0.1", 1)
+    here = await deciding({"a": announcement("a", http="127.0.0.1:1")})
     assert not await here.scene.lives("a")
 
 
