@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from kappa.protocol import Announcement, WorkerReport
+from router.config import RouterConfig
 from router.decision import Decision, NoWorkerError, RouteRequest
 from router.index.kv_events import (
     BlocksRemoved,
@@ -25,7 +26,7 @@ from router.index.kv_events import (
     WorkerGone,
     WorkerReset,
 )
-from router.router import Router, RouterConfig
+from router.router import Router
 
 Entry = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])

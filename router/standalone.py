@@ -23,11 +23,12 @@ import numpy as np
 from kappa.hardware import node_profile
 from kappa.protocol import ANNOUNCEMENT_KEY, LOAD_KEY, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
+from router.config import RouterConfig
 from router.decision import Decision, NoWorkerError, RouteRequest
 from router.history import BLOCK_TOKENS, CacheSize, announcement_of, prompt_tokens
 from router.index.prefix_hash import secret_from_seed
 from router.policy import policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 
 _INDEX_BLOCKS = 200_000
 # Of a request that Ray will say the end of, if that gets lost.

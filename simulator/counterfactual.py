@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.protocol import Announcement
+from router.config import RouterConfig
 from router.journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.policy import Policy
-from router.router import Router, RouterConfig
+from router.router import Router
 from simulator.clusters import NodeModel
 from simulator.decode import EngineLaw
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch

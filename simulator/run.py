@@ -21,9 +21,10 @@ from kappa.plans.measured import as_measured
 from kappa.plans.rates import rates_from_law
 from kappa.protocol import Announcement
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
+from router.config import RouterConfig
 from router.load_plans import planner_of
 from router.policy import Policy, policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 from scheduler.catalogue import SCHEDULERS, packs, step_factor
 from simulator.clusters import NodeModel, NodeSpec, SimulatedCluster, check, node_model
 from simulator.decode import OURS, EngineLaw

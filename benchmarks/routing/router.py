@@ -26,10 +26,11 @@ from kappa.hardware import node_profile
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from kappa.slo import ServiceObjective
+from router.config import RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksStored, Tier
 from router.policy import policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 
 LENGTHS = (512, 4096, 32_768, 131_072)
 NODES = (8, 64, 1000)

@@ -27,9 +27,10 @@ from benchmarks.scheduling.simulated import node_of, play
 from kappa.model import kv_bytes_per_token
 from kappa.settings.engine import TransferSettings
 from kappa.shapes import model_shape
+from router.config import RouterConfig
 from router.decision import Choice, Estimates, Fetch, RouteRequest
 from router.policy import Policy, policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 from scheduler.config import FairConfig
 from simulator.clusters import KINDS, NodeSpec, SimulatedCluster, node_model, numbered
 from simulator.loop import Loop, Noise

@@ -21,11 +21,12 @@ import numpy as np
 
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
+from router.config import RouterConfig
 from router.decision import RouteRequest
 from router.journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.policy import Policy, policy_named
 from router.rollout import PRESENT
-from router.router import Router, RouterConfig
+from router.router import Router
 from simulator import counterfactual as cf
 from simulator.clusters import KINDS, SimulatedCluster, numbered
 from simulator.decode import OURS, EngineLaw

@@ -26,9 +26,10 @@ from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.settings.cluster import ClusterSettings
+from router.config import RouterConfig
 from router.decision import Decision, RouteRequest
 from router.policy import policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 from scheduler.catalogue import SCHEDULERS, packs, step_factor
 from scheduler.config import FairConfig
 from scheduler.fcfs import Fcfs

@@ -23,13 +23,13 @@ from kappa.slo import ServiceObjective
 from router.api.app import Access
 from router.api.request import EndpointModel
 from router.api.tenants import Allowance, Tenants
+from router.config import RouterConfig
 from router.index.prefix_hash import secret_from_seed
 from router.live.circuit_breaker import BreakerRule
 from router.live.live_router import LiveRouter
 from router.live.membership import MembershipRule
 from router.load_plans import planner_of
 from router.policy import policy_named
-from router.router import RouterConfig
 
 _POLL_S = 0.05
 _DRAIN_MARGIN_S = 5.0

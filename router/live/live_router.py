@@ -16,6 +16,7 @@ import structlog
 
 from kappa import metrics as m
 from kappa.protocol import Announcement, WorkerReport
+from router.config import RouterConfig
 from router.decision import (
     Decision,
     NoWorkerError,
@@ -34,7 +35,7 @@ from router.live.suspects import Suspects
 from router.policy import Policy
 from router.recording import RecordedRouter
 from router.rollout import Arm, ShadowDecision, ray_choice
-from router.router import Router, RouterConfig
+from router.router import Router
 
 log = structlog.get_logger(__name__)
 

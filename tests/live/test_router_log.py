@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from router.config import RouterConfig
 from router.load_plans import planner_of
 from router.policy import policy_named
 from router.recording import replay
-from router.router import Router, RouterConfig
+from router.router import Router
 
 
 def entries(path):

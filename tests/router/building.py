@@ -13,12 +13,13 @@ from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.api.tenants import Tenants
 from router.calibration import Calibration
+from router.config import RouterConfig
 from router.decision import Held, PricedPrompt, RouteRequest
 from router.fleet import Fleet
 from router.index.kv_events import BlocksStored
 from router.index.prefix_index import Match
 from router.policy import policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 
 SIZE = 16
 SHAPE = model_shape("llama-3.1-8b")

@@ -21,10 +21,11 @@ from router.admission import (
     evaluate,
     limits,
 )
+from router.config import RouterConfig
 from router.decision import Choice, NoWorkerError, OverloadedError
 from router.fleet import Fleet
 from router.policy import LeastTtft
-from router.router import Router, RouterConfig
+from router.router import Router
 from tests.router import building
 from tests.router.building import SHAPE, announcement, ask, estimate, fleet_of, join
 from tests.router.offering import estimates
@@ -172,7 +173,7 @@ def test_cheap_requests_are_admitted_where_costly_ones_are_not():
         estimates = made.explain(ask("x", tokens=tokens, seed=9), 60.0).estimates
         share = demand.slack_share(Standing(work_s=float(estimates.work_s[0])))
         limit = limits_of(fleet, estimates, share)
-        found = evaluate(fleet, estimates, 0, made._lateness, demand, limit)
+        found = evaluate(fleet, estimates, 0, made.lateness, demand, limit)
         allowed[name] = (found.token_s - found.slow_s) / limit.tpot_s
     assert allowed["cheap"] == pytest.approx(1.0, abs=0.05)
     assert 1 / 3 < allowed["costly"] < 0.7
@@ -186,7 +187,7 @@ def test_an_idle_cluster_admits_anything_whatever_came_of_others(tokens):
     made.release("slow", 100.0)
     for _ in range(128):
         came(made.models["m"].demand, 1e-9, 100.0, 1e9, admitted=False)
-    assert made._lateness.of("a").late_s(100.0) > 3
+    assert made.lateness.of("a").late_s(100.0) > 3
     made.route(ask("costly", tokens=tokens, seed=3), 100.0)
     with pytest.raises(OverloadedError):
         made.route(ask("next", tokens=tokens, seed=4), 100.0)

@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 
+from router.config import RouterConfig
 from router.journal import JournalWriter, read_journal
 from router.live.record_file import ThreadedFile
 from router.policy import Priced
-from router.router import Router, RouterConfig
+from router.router import Router
 from tests.router.building import announcement
 
 

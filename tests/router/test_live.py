@@ -15,12 +15,12 @@ import router.live.record_file
 import router.live.supervised
 from kappa.protocol import TenantCharge, WorkerReport
 from router.api.status import nodes, refresh_gauges
+from router.config import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.live.live_router import LiveRouter
 from router.live.record_file import RecordFile
 from router.live.replica_registry import ReplicaRegistry
 from router.policy import policy_named
-from router.router import RouterConfig
 from tests.router.stream_worker import until
 
 pytestmark = pytest.mark.vllm

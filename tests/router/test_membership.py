@@ -7,13 +7,13 @@ import pytest
 
 import router.live.live_router
 from kappa.protocol import WorkerReport
+from router.config import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.live.live_router import LiveRouter
 from router.live.membership import Member, MembershipRule, progress_of
 from router.live.replica_registry import ReplicaRegistry
 from router.live.waiting import WorkerLostError
 from router.policy import policy_named
-from router.router import RouterConfig
 from tests.router.stream_worker import SIZE, until
 
 pytestmark = pytest.mark.vllm

@@ -13,11 +13,12 @@ from kappa.protocol import Arrival, EngineDiedError, WorkerReport
 from router.api.render import SHORT_BYTES, PromptRenderer, Tokenizing
 from router.api.request import EndpointModel
 from router.api.tenants import Tenant
+from router.config import RouterConfig
 from router.decision import MismatchError, NoWorkerError, RouteRequest
 from router.index.prefix_hash import salt_of
 from router.policy import policy_named
 from router.recording import RecordedRouter, replay
-from router.router import Router, RouterConfig
+from router.router import Router
 from tests.router import scripted
 from tests.router.building import SIZE, announcement, ask, prompt, router, stored
 from workers.tiny_model import make_tiny_model

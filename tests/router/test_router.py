@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kappa.protocol import Admission, WorkerReport
+from router.config import RouterConfig
 from router.decision import NoWorkerError, RouteRequest, without_candidates
 from router.policy import LeastTtft, policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 from tests.router.building import (
     KV_BYTES,
     NEVER,

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from router.calibration import Calibration
+from router.config import RouterConfig
 from router.journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.policy import policy_named
 from router.rollout import PRESENT, RoundRobin
-from router.router import Router, RouterConfig
+from router.router import Router
 from simulator import counterfactual as cf
 from simulator.decode import DecodeRun, EngineLaw
 from simulator.dispatch import RouterDispatch

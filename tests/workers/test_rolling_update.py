@@ -11,10 +11,11 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
+from router.config import RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import decode_batch
 from router.policy import policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 from workers.vllm.host_tier_manager import PersistentTierManager
 from workers.vllm.options import LinkPace
 from workers.vllm.persistent_tier import PersistentTier, StoredBlock, announcement

@@ -27,12 +27,13 @@ from aiohttp import web
 
 from benchmarks.routing.peers.wire import Handler, serve
 from kappa.protocol import Announcement
+from router.config import RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import Tier
 from router.index.prefix_hash import UInt64s
 from router.index.prefix_index import PrefixIndex
 from router.policy import policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 
 HEADER = "x-dynamo-worker-instance-id"
 _SEED = 1337

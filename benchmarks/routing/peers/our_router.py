@@ -19,10 +19,11 @@ import zmq.asyncio
 
 from benchmarks.routing.peers.wire import Handler, prompt_tokens, serve
 from kappa.protocol import Announcement, WorkerReport
+from router.config import RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import decode_batch
 from router.policy import policy_named
-from router.router import Router, RouterConfig
+from router.router import Router
 
 
 async def chooser(hello: dict[str, Any]) -> Handler:

@@ -13,6 +13,7 @@ import numpy as np
 
 from router.api import errors
 from router.api.app import Access, Door
+from router.config import RouterConfig
 from router.decision import RouteRequest
 from router.gateway.authz import Inquiry
 from router.gateway.decider import Decider, DeciderRule
@@ -22,7 +23,6 @@ from router.live.live_router import LiveRouter
 from router.live.membership import MembershipRule
 from router.live.replica_registry import ReplicaRegistry
 from router.policy import policy_named
-from router.router import RouterConfig
 from tests.router.building import announcement
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
