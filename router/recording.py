@@ -52,14 +52,18 @@ def _noted(method: F) -> F:
         bound.apply_defaults()
         given = dict(bound.arguments)
         del given["self"]
+        # Priced at the same moment, it is the same.
+        kept = {name: given.pop(name) for name in ("explained",) if name in given}
         if "events" in given:
             given["events"] = list(given["events"])
         entry = {name: _FORMS[name][0](v) if name in _FORMS else v for name, v in given.items()}
+        if not entry.get("to", True):  # as logs have it that were written before
+            del entry["to"]
         entry = {"call": _LOGGED_AS.get(call, call), **entry}
         if call == "route":
             entry["decided"] = {}
         try:
-            answer = method(self, **given)
+            answer = method(self, **given, **kept)
             if call == "route":
                 entry["decided"] = decided(answer)
             return answer

@@ -45,8 +45,13 @@ class Router(Pool):
 
     # -- decisions ----------------------------------------------------------------------------
 
-    def route(self, request: RouteRequest, now_s: float) -> Decision:
+    def route(
+        self, request: RouteRequest, now_s: float, explained: Decision | None = None, to: str = ""
+    ) -> Decision:
         """Choose a worker and reserve it.
+
+        explained: what `explain` said of the request at this moment, so that it is not priced
+        twice. to: the worker that another balancer chose instead.
 
         Raises:
             NoWorkerError: none is known, has reported recently, and is not excluded.
@@ -57,9 +62,16 @@ class Router(Pool):
             remote = self.flights.get(request.request_id)
             if remote is not None:
                 self.finish(remote, now_s)
-        decision = self._decide(request, now_s)
+        decision = explained or self.explain(request, now_s)
+        if to:
+            at = decision.priced.workers.index(to)
+            chosen = decision.priced.candidate(at)
+            decision = replace(decision, chosen=chosen, index=at, fetch=None)
         if self.config.admission and request.sized and not request.retry:
-            decision = self._admitted(request, decision)
+            decision = self._admitted(request, decision, steered=bool(to))
+        return self._reserved(decision, now_s)
+
+    def _reserved(self, decision: Decision, now_s: float) -> Decision:
         estimates, index = decision.priced, decision.index
         flight = self.reserve(decision.request_id, estimates, index)
         flight.own, flight.sent_s = True, now_s
@@ -76,9 +88,6 @@ class Router(Pool):
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
         """What `route` would decide, without reserving anything, and without admission."""
-        return self._decide(request, now_s)
-
-    def _decide(self, request: RouteRequest, now_s: float) -> Decision:
         slots = self.fleet.ready(now_s, self.config.stale_after_s, request.exclude)
         model = self._model_of(request)
         if model is not None and len(self.models) > 1:
@@ -116,9 +125,9 @@ class Router(Pool):
             return self.models.get(request.model)
         return next(iter(self.models.values()))
 
-    def _admitted(self, request: RouteRequest, decision: Decision) -> Decision:
+    def _admitted(self, request: RouteRequest, decision: Decision, *, steered: bool) -> Decision:
         """The decision if its worker is expected to meet the objective, else one for those that
-        are."""
+        are; steered: it is not ours to send elsewhere."""
         estimates = decision.priced
         now_s, demand = estimates.now_s, self.workers[decision.worker].model.demand
         idle = self.fleet.idle_s(estimates)
@@ -128,7 +137,8 @@ class Router(Pool):
         at, found = decision.index, evaluate(self.fleet, estimates, decision.index, *known)
         # The others matter where the chosen one would be late.
         if found.rejected:
-            each = [evaluate(self.fleet, estimates, i, *known) for i in range(len(estimates))]
+            rows = (at,) if steered else range(len(estimates))
+            each = [evaluate(self.fleet, estimates, i, *known) for i in rows]
             if all(one.rejected for one in each):
                 demand.evaluated(now_s, request, standing, limit.slack_s, admitted=False)
                 soonest = min(each, key=attrgetter("wait_s"))
@@ -137,7 +147,7 @@ class Router(Pool):
                     demand.come_back_s(now_s, soonest.wait_s),
                 )
             late = {w for w, one in zip(estimates.workers, each, strict=True) if one.rejected}
-            decision = self._decide(replace(request, exclude=request.exclude | late), now_s)
+            decision = self.explain(replace(request, exclude=request.exclude | late), now_s)
             at = estimates.workers.index(decision.worker)
             found = each[at]
         demand.evaluated(now_s, request, standing, limit.slack_s, admitted=True)

@@ -134,17 +134,20 @@ class RequestPath:
         that are predicted to answer after the deadline. Raises ApiError if that is all of them or
         it has passed, NoWorkerError."""
         tenant, deadline = request.tenant.name, request.deadline
+        explained = None
         if deadline is not None:
             now_s = time.monotonic()
             deadline.check(now_s)
-            estimates = live.explain(routed).estimates
-            if estimates is not None and routed.sized:
-                streamed = bool(request.body.stream)
+            explained = live.priced(routed)
+            if routed.sized:
+                streamed, estimates = bool(request.body.stream), explained.decision.priced
                 late = late_workers(deadline, estimates, now_s, streamed=streamed)
-                routed = replace(routed, exclude=routed.exclude | late) if late else routed
+                if late:
+                    routed = replace(routed, exclude=routed.exclude | late)
+                    explained = live.priced(routed)
         if self.rollout.arm(f"{tenant} {request.conversation}") == "ray":
-            return live.route_as(routed, tenant)
-        return live.route(routed, tenant)
+            return live.route_as(routed, tenant, explained=explained)
+        return live.route(routed, tenant, explained)
 
 
 def engine_metadata(

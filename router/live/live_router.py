@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 
@@ -40,6 +41,15 @@ from router.router import Router
 log = structlog.get_logger(__name__)
 
 _NO_WORKER_RETRY_S = 5.0
+
+
+class Explained(NamedTuple):
+    """What was decided about a request, as it was asked, and when; avoided: who was left out."""
+
+    request: RouteRequest
+    decision: Decision
+    avoided: Blocked
+    now_s: float
 
 
 class LiveRouter:
@@ -105,33 +115,42 @@ class LiveRouter:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def route(self, request: RouteRequest, tenant: str = "", steered: Arm = "kappa") -> Decision:
-        """Decide, reserve, count; raises `NoWorkerError`."""
+    def route(
+        self, request: RouteRequest, tenant: str = "", explained: Explained | None = None
+    ) -> Decision:
+        """Decide, reserve, count; explained: what `priced` said of it just now. Raises
+        `NoWorkerError`."""
         start_s = time.perf_counter()
-        avoided = self.members.blocked()
-        decision = self._decided(self.router.route, request, avoided)
+        if explained is None:
+            asked = self._asked(self.router.route, request)
+            decision = asked.decision
+        else:
+            asked = explained
+            decision = self.router.route(asked.request, asked.now_s, asked.decision)
+        self._noted(asked, decision, tenant, "kappa")
         self.metrics.observe(m.DECISION_SECONDS, value=time.perf_counter() - start_s)
-        if steered != "kappa":
-            decision = replace(decision, reason=f"{steered}_rule")
+        return decision
+
+    def _noted(self, asked: Explained, decision: Decision, tenant: str, steered: Arm) -> None:
         chosen, node = decision.chosen, decision.chosen.node.name
         self.metrics.inc(m.DECISIONS, node, decision.policy, decision.reason, chosen.bound)
         self.metrics.observe(m.RATIO, node, value=chosen.counts.ratio)
         self.metrics.observe(m.PREDICTED_TTFT, node, value=chosen.ttft_s)
         self.metrics.inc(m.ROLLOUT_REQUESTS, steered)
-        self.members.breakers.sent(decision.worker, request.request_id, self.now_s())
+        request_id, avoided = decision.request_id, asked.avoided
+        self.members.breakers.sent(decision.worker, request_id, self.now_s())
         record = DecisionRecord(
             without_candidates(decision),
             time.time(),
             self._load(),
             tenant,
-            attempt=int(request.retry),
+            attempt=int(asked.request.retry),
             avoided=tuple(sorted(avoided.gone | avoided.failing)),
             steered=steered,
-            sent_as=self.sent_as(request.request_id),
+            sent_as=self.sent_as(request_id),
             soonest_other=decision.soonest_other,
         )
         self.records.add(record)
-        return decision
 
     def sent_as(self, request_id: str) -> str:
         """A new id for a request at its worker. Clients choose their ids, so two ingresses may have
@@ -139,24 +158,25 @@ class LiveRouter:
         return f"{request_id}{SENT_MARK}{self._nonce}-{next(self._sent)}"
 
     def route_as(
-        self, request: RouteRequest, tenant: str = "", present: Policy | None = None
-    ) -> Decision:
+        self, request: RouteRequest, tenant: str = "", present: Policy | None = None,
+        explained: Explained | None = None,
+    ) -> Decision:  # fmt: skip
         """As `route`, by the present balancer's rule, Ray Serve's if none is given; what ours would
         have done is written down beside it."""
-        ours = self.explain(request)
-        estimates = ours.priced
+        asked = explained or self.priced(request)
+        ours, estimates = asked.decision, asked.decision.priced
         workers = list(estimates.workers)
         steered: Arm = "ray" if present is None else "present"
         if present is None:
             chosen = ray_choice(workers, self._in_flight, request.request_id)
         else:
             chosen = workers[present.choose(estimates).index]
-        others = frozenset(workers) - {chosen}
-        rest = replace(request, exclude=request.exclude | others)
-        decision = self.route(rest, tenant, steered=steered)
+        decision = self.router.route(asked.request, asked.now_s, ours, chosen)
+        decision = replace(decision, reason=f"{steered}_rule")
+        self._noted(asked, decision, tenant, steered)
         shadow = ShadowDecision(
             ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s, decision.worker,
-            decision.chosen.node.name, float(estimates.ttft_s[workers.index(chosen)]),
+            decision.chosen.node.name, decision.chosen.ttft_s,
         )  # fmt: skip
         self.records[request.request_id].shadow = shadow
         self.metrics.inc(m.SHADOWS, "true" if shadow.agreed else "false")
@@ -186,7 +206,29 @@ class LiveRouter:
 
     def explain(self, request: RouteRequest) -> Decision:
         """What `route` would decide; nothing is reserved. Raises `NoWorkerError`."""
-        return self._decided(self.router.explain, request, self.members.blocked())
+        return self.priced(request).decision
+
+    def priced(self, request: RouteRequest) -> Explained:
+        """As `explain`, to be routed at once."""
+        return self._asked(self.router.explain, request)
+
+    def _asked(
+        self, decide: Callable[[RouteRequest, float], Decision], request: RouteRequest
+    ) -> Explained:
+        """Decide among those that do not fail; where there are none, among all that seem to live.
+        Raises `NoWorkerError`."""
+        blocked, now_s = self.members.blocked(), self.now_s()
+        gone = request.exclude | blocked.gone
+        if blocked.failing:
+            fit = replace(request, exclude=gone | blocked.failing)
+            try:
+                return Explained(fit, decide(fit, now_s), blocked, now_s)
+            except OverloadedError:
+                raise
+            except NoWorkerError:
+                pass
+        asked = replace(request, exclude=gone) if blocked.gone else request
+        return Explained(asked, decide(asked, now_s), blocked, now_s)
 
     def first_token(self, request_id: str, worker: str = "") -> None:
         """A request's first token came, as its stream shows or as `worker` reports, whichever is
@@ -256,23 +298,6 @@ class LiveRouter:
         waits_s = (max(pair) for worker, pair in backlogs if worker in able - gone)
         soonest_s = min(waits_s, default=_NO_WORKER_RETRY_S)
         return max(soonest_s, self.members.breakers.retry_after_s(now_s))
-
-    def _decided(
-        self,
-        decide: Callable[[RouteRequest, float], Decision],
-        request: RouteRequest,
-        blocked: Blocked,
-    ) -> Decision:
-        """Among those that do not fail; where there are none, among all that seem to live."""
-        gone = request.exclude | blocked.gone
-        if blocked.failing:
-            try:
-                return decide(replace(request, exclude=gone | blocked.failing), self.now_s())
-            except OverloadedError:
-                raise
-            except NoWorkerError:
-                pass
-        return decide(replace(request, exclude=gone) if blocked.gone else request, self.now_s())
 
     def _in_flight(self, worker: str) -> int:
         return self.router.in_flight_on(worker) + self.router.remote_in_flight_on(worker)

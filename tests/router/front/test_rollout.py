@@ -103,7 +103,7 @@ async def test_without_a_journal_ours_steers_and_nothing_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"router": {"mode": "ray"}}, "no Ray here"),
+        ({"router": {"mode": "ray"}}, "give shadow"),
         ({"router": {"mode": "shadow"}}, "--journal FILE"),
         ({"router": {"mode": "half"}}, "canary:N"),
         ({"present": "random"}, "round-robin"),
