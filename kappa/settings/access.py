@@ -172,11 +172,6 @@ class HttpSettings(Section):
         description="routers; one that dies takes no open stream along with envoy, else its own",
     )
     tls: TlsSettings | None = Field(None, description="null: it speaks plain HTTP")
-    decider_away: Literal["refuse", "least_request"] = Field(
-        "refuse",
-        description="what Envoy does while the router is not there: 503, or the least loaded "
-        "worker, without looking at keys",
-    )
 
     @property
     def loopback(self) -> bool:
@@ -197,14 +192,4 @@ def open_door(tenants: TenantSettings, access: AccessSettings, http: HttpSetting
         f"listens on {http.host}, beyond this machine, and serves anybody without a key: give "
         "tenants.keys_file and tenants.unknown: refuse, or say access.allow_open: true "
         "(--allow-open) if a proxy or network policy guards it"
-    )
-
-
-def unguarded(tenants: TenantSettings, http: HttpSettings) -> str | None:
-    """Why an endpoint that must know everybody cannot do so all the time; None if it does."""
-    if http.decider_away == "refuse" or not tenants.closed:
-        return None
-    return (
-        f"http.decider_away: {http.decider_away} serves anybody while the router is not there, and "
-        "tenants.unknown: refuse nobody without a key: give http.decider_away: refuse"
     )

@@ -17,7 +17,6 @@ from kappa.settings.access import (
     HttpSettings,
     TenantSettings,
     open_door,
-    unguarded,
 )
 from kappa.settings.base import Fault, Section, refuse, settings_from
 from kappa.settings.engine import EngineSettings, SchedulerSettings, TransferSettings
@@ -84,8 +83,6 @@ class ClusterSettings(Section):
         faults += engine_faults(self.pools, self.engine)
         door = open_door(self.tenants, self.access, self.http)
         faults += [((), f"http.host {door}")] if door else []
-        guard = unguarded(self.tenants, self.http)
-        faults += [((), guard)] if guard else []
         refuse(faults)
         return self
 

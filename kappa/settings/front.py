@@ -16,7 +16,6 @@ from kappa.settings.access import (
     HttpSettings,
     TenantSettings,
     open_door,
-    unguarded,
 )
 from kappa.settings.base import Finite, Section, settings_from
 from kappa.settings.pools import Name, ProfileName, ShapeName
@@ -126,6 +125,11 @@ class ListenSettings(HttpSettings):
 
     port: int = Field(8080, ge=0, le=65535)
     replicas: Literal[1] = 1
+    decider_away: Literal["refuse", "least_request"] = Field(
+        "refuse",
+        description="what Envoy does while the router is not there: 503, or the least loaded "
+        "server, without looking at keys",
+    )
 
 
 class FrontSettings(Section):
@@ -194,9 +198,12 @@ class FrontSettings(Section):
         fault = open_door(self.tenants, self.access, self.http)
         if fault is not None:
             raise ValueError(f"http.host {fault}")
-        guard = unguarded(self.tenants, self.http)
-        if guard is not None:
-            raise ValueError(guard)
+        if self.http.decider_away != "refuse" and self.tenants.closed:
+            raise ValueError(
+                f"http.decider_away: {self.http.decider_away} serves anybody while the router is "
+                "not there, and tenants.unknown: refuse nobody without a key: give "
+                "http.decider_away: refuse"
+            )
         return self
 
 

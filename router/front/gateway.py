@@ -95,7 +95,9 @@ def _spec_of(settings: FrontSettings, scene: FrontScene, folder: Path) -> Gatewa
         spec.bounds, silent_s=settings.router.request_timeout_s,
         connect_s=settings.probe.connect_timeout_s,
     )  # fmt: skip
-    return replace(spec, ca=settings.ca or spec.ca, bounds=bounds)
+    return replace(
+        spec, ca=settings.ca or spec.ca, bounds=bounds, decider_away=settings.http.decider_away
+    )
 
 
 def _rule_of(settings: FrontSettings) -> DeciderRule:

@@ -75,7 +75,6 @@ def spec_of(
         tls=tls,
         foreign=foreign,
         from_header=from_header,
-        decider_away=http.decider_away,
         deciders=http.replicas,
         ca=system_ca() if foreign else None,
         bounds=Bounds(

@@ -64,6 +64,15 @@ def test_a_server_s_key_comes_from_the_environment(monkeypatch):
     assert "sk-1" not in str(made)
 
 
+def test_a_closed_endpoint_cannot_do_without_its_router():
+    http = {"decider_away": "least_request"}
+    closed = {"by_key": {"k" * 16: "alice"}, "unknown": "refuse"}
+    with pytest.raises(SettingsError, match=r"least_request serves anybody.*give http\.decider"):
+        load(A, http=http, tenants=closed)
+    assert load(A, http=http, tenants={"by_key": {"k" * 16: "alice"}}).http.decider_away
+    load(A, http={"decider_away": "refuse"}, tenants=closed)
+
+
 def test_an_open_door_needs_a_word():
     with pytest.raises(SettingsError, match="--allow-open"):
         load(A, http={"host": "0.0.0.0"})

@@ -36,7 +36,7 @@ def test_a_door_is_as_the_settings_have_it(tmp_path):
         http, access, folder=tmp_path, max_body_bytes=4096, decided=(CHAT,), own=("/",),
         foreign=True,
     )  # fmt: skip
-    assert (door.host, door.port, door.decider_away) == ("::1", 8443, "refuse")
+    assert (door.host, door.port, door.deciders) == ("::1", 8443, 1)
     assert door.tls == Tls(Path.cwd() / "a.crt", Path("/b.key"))
     assert (door.bounds.headers, door.bounds.header_bytes) == (50, 8192)
     assert (door.bounds.body_bytes, door.bounds.body_s) == (4096, 5)
