@@ -44,6 +44,20 @@ def test_workers_and_their_decider_share_a_secret(no_ray_starts, tmp_path):
     assert {plan.front_secret for plan in plans} == {secret}
 
 
+def test_every_decider_is_on_the_machine_of_its_envoy(no_ray_starts, monkeypatch, tmp_path):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    settings = settings_of(replicas=3)
+    spec = front_door_spec(settings, tmp_path)
+    app = build_app(settings, [Model("nowhere", model_shape("llama-3.1-8b"), "")], door=spec)
+    decider = app._bound_deployment
+    assert decider.num_replicas == spec.deciders == len(spec.slots) == 3
+    # In a cluster that is joined Ray would place it anywhere.
+    assert decider.ray_actor_options["resources"] == {"node:10.0.0.7": 0.001}
+
+
 def test_envoy_runs_from_start_to_stop():
     door = FrontDoor(settings_of())
     door.start()
