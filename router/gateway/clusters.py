@@ -66,8 +66,8 @@ def clusters(spec: GatewaySpec, away: str) -> list[Json]:
     slots = spec.slots
     return [
         _servers(spec, away),
-        _any_of(spec, DECIDER, [one.decider_socket for one in slots], _least_asked()),
-        _any_of(spec, FACE, [one.face_socket for one in slots], _policy(*_LEAST)),
+        _any_of(spec, DECIDER, [one.decider_socket for one in slots], _by_the_admitter()),
+        _any_of(spec, FACE, [one.face_socket for one in slots], _least_asked()),
         # Each by itself, for what is one decider's alone.
         *(_local(spec, of_slot(DECIDER, one), [one.decider_socket]) for one in slots),
         *(_local(spec, of_slot(EVENTS, one), [one.events_socket], grpc=True) for one in slots),
@@ -100,15 +100,18 @@ def _any_of(spec: GatewaySpec, name: str, sockets: Sequence[Path], policy: Json)
     }
 
 
-def _least_asked() -> Json:
-    """About a body the decider that let it come; else the one with the fewest questions open, which
-    one that hangs is not for long."""
+def _by_the_admitter() -> Json:
+    """About a body the decider that let it come."""
+    source = {"header": ADMITTER_HEADER}
     return _policy(
-        "override_host",
-        "OverrideHost",
-        override_host_sources=[{"header": ADMITTER_HEADER}],
-        fallback_policy=_policy(*_LEAST),
-    )
+        "override_host", "OverrideHost", override_host_sources=[source],
+        fallback_policy=_least_asked(),
+    )  # fmt: skip
+
+
+def _least_asked() -> Json:
+    """The one with the fewest questions open of all, which one that hangs is not for long."""
+    return _policy(*_LEAST, selection_method="FULL_SCAN")
 
 
 def _local(spec: GatewaySpec, name: str, sockets: Sequence[Path], *, grpc: bool = False) -> Json:

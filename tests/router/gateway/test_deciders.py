@@ -27,7 +27,7 @@ def admitting(door):
 
 async def test_deciders_share_what_is_asked():
     async with open_door(deciders=2) as door:
-        for _ in range(20):
+        for _ in range(40):
             assert (await door.ask()).status == 200
             assert (await door.ask("/v1/nodes")).body == b"face"
         assert all(len(one.heard) >= 4 for one in (*door.deciders, *door.faces))
@@ -101,6 +101,23 @@ async def test_one_that_dies_costs_no_request():
         await door.deciders[first].listen(slot.decider_socket)
         while len(door.asked(DECIDE, first)) == seen:
             assert (await door.ask()).status == 200
+
+
+async def test_one_that_hangs_is_not_asked_while_another_is_idle():
+    async def never(heard):
+        await asyncio.Event().wait()
+
+    async with open_door(deciders=2) as door, asyncio.timeout(30):
+        door.decider.script, stuck = never, door.decider.heard
+        asking = []
+        for _ in range(40):
+            asking.append(asyncio.create_task(door.ask()))
+            seen = len(stuck)
+            while not asking[-1].done() and len(stuck) == seen:
+                await asyncio.sleep(0.005)
+        assert len(stuck) == 1 and len(door.deciders[1].heard) == 39
+        await door.decider.close()
+        assert {one.status for one in await asyncio.gather(*asking)} == {200}
 
 
 async def test_with_one_of_many_left_every_request_is_decided():
