@@ -29,7 +29,7 @@ from router.gateway.spec import (
     SLOT_HEADER,
     TAIL,
     TOLD_HEADER,
-    Slot,
+    DeciderSlot,
     veiled,
 )
 
@@ -89,7 +89,7 @@ class Echo(Protocol):
 class AuthzServer:
     """The socket of a slot and its connections; `async with` runs it."""
 
-    def __init__(self, decide: Decide, echo: Echo, slot: Slot, max_body_bytes: int) -> None:
+    def __init__(self, decide: Decide, echo: Echo, slot: DeciderSlot, max_body_bytes: int) -> None:
         self._decide, self._echo, self._slot = decide, echo, slot
         self._max_body_bytes = max_body_bytes
         self._connections: set[_Connection] = set()
@@ -124,7 +124,7 @@ class _Connection(asyncio.Protocol):
     """One connection: one question at a time, answered before the next is read."""
 
     def __init__(
-        self, decide: Decide, echo: Echo, slot: Slot, max_body_bytes: int,
+        self, decide: Decide, echo: Echo, slot: DeciderSlot, max_body_bytes: int,
         connections: set[_Connection],
     ) -> None:  # fmt: skip
         self._decide, self._echo = decide, echo

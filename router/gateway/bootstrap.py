@@ -39,8 +39,8 @@ from router.gateway.spec import (
     OF_ENVOY,
     REQUESTS,
     SLOT_HEADER,
+    DeciderSlot,
     GatewaySpec,
-    Slot,
     Tls,
 )
 
@@ -181,7 +181,7 @@ def _without_ours() -> Json:
     )
 
 
-def _log(name: str, slot: Slot, *filters: Json) -> Json:
+def _log(name: str, slot: DeciderSlot, *filters: Json) -> Json:
     """Tells a decider what the filters pass of the requests that it decided."""
     made = extension(
         "envoy.access_loggers.http_grpc",

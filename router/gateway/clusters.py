@@ -16,8 +16,8 @@ from router.gateway.spec import (
     TAIL,
     TAIL_BYTES,
     TOLD_HEADER,
+    DeciderSlot,
     GatewaySpec,
-    Slot,
 )
 
 Json = dict[str, Any]
@@ -74,7 +74,7 @@ def clusters(spec: GatewaySpec, away: str) -> list[Json]:
     ]
 
 
-def of_slot(name: str, slot: Slot) -> str:
+def of_slot(name: str, slot: DeciderSlot) -> str:
     """The cluster of one decider."""
     return f"{name}-{slot.number}"
 

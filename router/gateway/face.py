@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from router.gateway.spec import Slot
+from router.gateway.spec import DeciderSlot
 
 _END_S = 5
 
@@ -23,7 +23,7 @@ class _Quiet(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def faced(app: ASGIApp, slot: Slot) -> AsyncIterator[asyncio.Task[None]]:
+async def faced(app: ASGIApp, slot: DeciderSlot) -> AsyncIterator[asyncio.Task[None]]:
     """Serve it as a face of a front door; the task ends where that fails."""
     config = uvicorn.Config(
         app, uds=str(slot.face_socket), lifespan="off", log_level="error", access_log=False,

@@ -15,7 +15,7 @@ from router.gateway.authz import AuthzServer
 from router.gateway.decider import Decider
 from router.gateway.events import Ends
 from router.gateway.face import faced
-from router.gateway.spec import GOES_ON_S, GatewaySpec, Slot
+from router.gateway.spec import GOES_ON_S, DeciderSlot, GatewaySpec
 from router.live.supervised import supervised
 
 # Envoy tells of what goes on so often that three in a row are lost only with it.
@@ -43,7 +43,7 @@ async def hosted(
 
 
 @contextlib.asynccontextmanager
-async def free_slot(spec: GatewaySpec, wait_s: float = _SLOT_S) -> AsyncIterator[Slot]:
+async def free_slot(spec: GatewaySpec, wait_s: float = _SLOT_S) -> AsyncIterator[DeciderSlot]:
     """The first slot that no living process has; waits for one that ends. RuntimeError: all were
     taken for so long."""
     until_s = time.monotonic() + wait_s
@@ -61,7 +61,7 @@ async def free_slot(spec: GatewaySpec, wait_s: float = _SLOT_S) -> AsyncIterator
         lock.release()
 
 
-def _taken(spec: GatewaySpec) -> tuple[Slot, Lock] | None:
+def _taken(spec: GatewaySpec) -> tuple[DeciderSlot, Lock] | None:
     for slot in spec.slots:
         lock = Lock(slot.lock_file)
         if lock.take():

@@ -72,7 +72,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class DeciderSlot:
     """Where one of a front door's deciders is reached: a place that a process takes for as long as
     it lives, and the next after it. number: from 0 on."""
 
@@ -135,9 +135,9 @@ class GatewaySpec:
         return f"{self.scheme}://{self.host}:{self.port}"
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[DeciderSlot, ...]:
         """A place for each decider."""
-        return tuple(Slot(self.folder, number) for number in range(self.deciders))
+        return tuple(DeciderSlot(self.folder, number) for number in range(self.deciders))
 
     @property
     def admin_socket(self) -> Path:

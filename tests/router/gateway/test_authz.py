@@ -13,7 +13,7 @@ from router.gateway.spec import (
     EVENTS_HEADER,
     SLOT_HEADER,
     TOLD_HEADER,
-    Slot,
+    DeciderSlot,
     veiled,
 )
 
@@ -56,7 +56,7 @@ class ScriptedDesk:
 @asynccontextmanager
 async def talking(desk, folder, max_body_bytes=1 << 20):
     """A connection to the desk: reader and writer."""
-    slot = Slot(folder, 7)
+    slot = DeciderSlot(folder, 7)
     async with AuthzServer(desk.decide, desk, slot, max_body_bytes):
         reader, writer = await asyncio.open_unix_connection(str(slot.decider_socket))
         yield reader, writer
@@ -116,7 +116,7 @@ async def test_authz_asks_without_a_body_before_it_is_buffered(tmp_path):
     async with talking(desk, tmp_path) as (reader, writer):
         writer.write(question("/admit/v1/completions", b""))
         _, headers, _ = await answer_of(reader)
-    assert headers[ADMITTER_HEADER] == str(Slot(tmp_path, 7).decider_socket)
+    assert headers[ADMITTER_HEADER] == str(DeciderSlot(tmp_path, 7).decider_socket)
     assert SLOT_HEADER not in headers
     assert desk.asked[0].body is None and desk.asked[0].target == "/v1/completions"
 
@@ -284,7 +284,7 @@ async def test_authz_closes_on_what_is_no_question(tmp_path, sent):
 async def test_authz_closes_its_connections_at_its_end(tmp_path):
     desk = ScriptedDesk()
     desk.hold.clear()
-    slot = Slot(tmp_path, 7)
+    slot = DeciderSlot(tmp_path, 7)
     async with AuthzServer(desk.decide, desk, slot, 1024):
         reader, writer = await asyncio.open_unix_connection(str(slot.decider_socket))
         writer.write(question())
