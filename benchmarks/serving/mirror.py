@@ -186,10 +186,12 @@ class _KnownLengths(Router):
 
     output_tokens: Sequence[int]
 
-    def route(self, request: RouteRequest, now_s: float) -> Decision:
+    def route(
+        self, request: RouteRequest, now_s: float, explained: Decision | None = None, to: str = ""
+    ) -> Decision:
         """As the router's; requests are numbered."""
         most = self.output_tokens[int(request.request_id)]
-        return super().route(replace(request, max_tokens=most), now_s)
+        return super().route(replace(request, max_tokens=most), now_s, explained, to)
 
 
 def simulate(
