@@ -35,12 +35,14 @@ from router.api.checks import (
     flag,
     later,
     many,
+    need,
     real,
     tagged,
     text,
     whole,
 )
 from router.api.errors import bad_field
+from router.api.request_body import choices_in
 
 MAX_CHOICES = 128
 MAX_PARTS = 4_096
@@ -132,6 +134,12 @@ def _schema(where: str, value: Any) -> Any:
     return value
 
 
+def _document(where: str, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise bad_field(where, "give an object")
+    return {TEXT(where, name): TEXT(where, text) for name, text in value.items()}
+
+
 def media_url(where: str, value: Any) -> Any:
     """Inline data, or an address that the engine fetches where `allowed_media_domains` names it."""
     TEXT(where, value)
@@ -214,8 +222,7 @@ CHAT: dict[str, Check] = {
     "tools": many(_TOOL, 128), "parallel_tool_calls": flag, "include_reasoning": flag,
     "tool_choice": either(NAME, fields_of({"type": NAME, "function": fields_of({"name": NAME})})),
     "reasoning_effort": NAME, "add_generation_prompt": flag, "continue_final_message": flag,
-    # The schema holds them to strings.
-    "documents": many(later, 1024),
+    "documents": many(_document, 1024),
     "chat_template_kwargs": _template_options, "return_prompt_text": flag,
 }  # fmt: skip
 COMPLETION: dict[str, Check] = {
@@ -261,10 +268,8 @@ CHAT_FIELDS = FieldClasses(CHAT, REFUSED, DROPPED)
 COMPLETION_FIELDS = FieldClasses(COMPLETION, REFUSED, DROPPED)
 
 
-def _checked(classes: FieldClasses, body: Any) -> Any:
+def _checked(classes: FieldClasses, body: Mapping[str, Any]) -> dict[str, Any]:
     """A body with the fields that may go on; raises ApiError 400."""
-    if not isinstance(body, dict):
-        return body  # The schema says so.
     kept = classes.kept(body)
     choices = choices_in(kept)
     if choices > MAX_CHOICES:
@@ -277,14 +282,6 @@ def _checked(classes: FieldClasses, body: Any) -> Any:
 
 checked_chat = partial(_checked, CHAT_FIELDS)
 checked_completion = partial(_checked, COMPLETION_FIELDS)
-
-
-def choices_in(body: Mapping[str, Any]) -> int:
-    """How many answers a body asks for: `n` for every prompt."""
-    prompt = body.get("prompt")
-    # A list of numbers is one prompt, in tokens.
-    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return int(body.get("n") or 1) * (len(prompt or ()) if several else 1)
 
 
 def _check_schemas(body: Mapping[str, Any]) -> None:
@@ -304,8 +301,10 @@ def _check_schemas(body: Mapping[str, Any]) -> None:
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Bound what all messages hold together: the schema takes 12 us for a part and has the
-    interpreter's lock meanwhile, templates and engines parse the arguments of every tool call."""
+    """Bound what all messages hold together: an engine's schema takes 12 us for a part, templates
+    and engines parse the arguments of every tool call."""
+    for i, one in enumerate(messages):
+        need(one, "role", where=f"messages.{i}.")
     contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
     parts = sum(map(len, contents))
     if parts > MAX_PARTS:

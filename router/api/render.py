@@ -29,6 +29,7 @@ import numpy as np
 from kappa.incremental_tokenizer import Ids
 from router.api import errors
 from router.api.fair_queue import FairQueue
+from router.api.request_body import RequestBody
 from router.api.tenants import Tenant
 from router.api.tokenizer import PromptTokenizer, PromptTooLong, unpacked
 
@@ -71,12 +72,6 @@ class TokenizedPrompt:
     longest_tokens: int = 0
 
 
-def is_chat(body: Any) -> bool:
-    """Whether a body is a chat's, else a completion's; of a completion's extra fields one may have
-    any name: its type decides, as it does in the engine."""
-    return "messages" in type(body).model_fields
-
-
 class PromptRenderer:
     """Renders and tokenizes for one model."""
 
@@ -86,7 +81,7 @@ class PromptRenderer:
         self.tokenizer = PromptTokenizer(source, chat_template)
 
     def render(
-        self, body: Any, tokens: Callable[[dict[str, Any]], np.ndarray] | None = None
+        self, body: RequestBody, tokens: Callable[[dict[str, Any]], np.ndarray] | None = None
     ) -> TokenizedPrompt:
         """The prompt of a chat or completion body; bounded where its tokens are not certain.
 
@@ -103,10 +98,10 @@ class PromptRenderer:
         lengths = [len(each) for each in ids]
         return TokenizedPrompt(ids[0] if len(ids) == 1 else None, sum(lengths), max(lengths))
 
-    def plain(self, body: Any) -> list[list[int] | dict[str, Any] | None]:
+    def plain(self, body: RequestBody) -> list[list[int] | dict[str, Any] | None]:
         """For each prompt what `PromptTokenizer.tokens` takes, of JSON's types; the tokens
         themselves where a body holds them; None where they are not certain."""
-        if is_chat(body):
+        if body.is_chat:
             return [self._chat(body)]
         prompt = body.prompt
         if not prompt:
@@ -114,58 +109,69 @@ class PromptRenderer:
         if isinstance(prompt, list) and not isinstance(prompt[0], str):
             return [prompt] if isinstance(prompt[0], int) else prompt
         texts = [prompt] if isinstance(prompt, str) else prompt
-        return [{"text": text, "add_special_tokens": body.add_special_tokens} for text in texts]
+        special = body.fields.get("add_special_tokens", True)
+        return [{"text": text, "add_special_tokens": special} for text in texts]
 
-    def _chat(self, body: Any) -> dict[str, Any] | None:
-        messages = [self._message(message) for message in body.messages]
-        extra = dict(getattr(body, "chat_template_kwargs", None) or {})
-        effort = getattr(body, "reasoning_effort", None)
+    def _chat(self, body: RequestBody) -> dict[str, Any] | None:
+        messages, fields = [self._message(message) for message in body.messages], body.fields
+        extra = dict(fields.get("chat_template_kwargs") or {})
+        effort = fields.get("reasoning_effort")
         if effort is not None:
             extra = {"enable_thinking": effort != "none", **extra, "reasoning_effort": effort}
         chat = {
             "conversation": messages,
-            "tools": [tool.model_dump() for tool in getattr(body, "tools", None) or ()] or None,
-            "documents": getattr(body, "documents", None),
+            "tools": shown_tools(fields.get("tools")) or None,
+            "documents": fields.get("documents"),
             "chat_template": None,
-            "add_generation_prompt": getattr(body, "add_generation_prompt", True),
-            "continue_final_message": getattr(body, "continue_final_message", False),
+            "add_generation_prompt": fields.get("add_generation_prompt", True),
+            "continue_final_message": fields.get("continue_final_message", False),
         }
         if None in messages or extra.keys() & chat.keys():
             return None
-        special = bool(getattr(body, "add_special_tokens", False))
+        special = fields.get("add_special_tokens", False)
         return {"chat": chat | extra, "add_special_tokens": special}
 
-    def _message(self, message: Any) -> dict[str, Any] | None:
+    def _message(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
         """A message as the template sees it: content as a string, arguments as objects."""
-        given = _as_dict(message)
         plain = {key: given[key] for key in _KEYS if given.get(key) is not None}
         content = given.get("content")
-        if self.tokenizer.takes_parts and isinstance(content, list | tuple) and len(content) > 1:
+        if self.tokenizer.takes_parts and isinstance(content, list) and len(content) > 1:
             return None
         if plain.get("role") == "developer" and not self.tokenizer.takes_developers:
             return None
-        if isinstance(content, list | tuple):
+        if isinstance(content, list):
             # As vLLM joins it, if it holds no more than text.
             parts = [{"text": part} if isinstance(part, str) else part for part in content]
             if any(p.get("type", "text") != "text" or p.get("text") is None for p in parts):
                 return None
             content = "\n".join(part["text"] for part in parts if part["text"])
         plain["content"] = content or ""
-        if "reasoning" in plain:
-            plain["reasoning_content"] = plain["reasoning"]
+        thought = plain.get("reasoning", given.get("reasoning_content"))
+        if thought is not None:
+            plain["reasoning"] = plain["reasoning_content"] = thought
         calls = plain.pop("tool_calls", None)
         if calls:
-            plain["tool_calls"] = [_call(_as_dict(call)) for call in calls]
+            plain["tool_calls"] = [_call(call) for call in calls]
         return plain
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = dict(value) if isinstance(value, dict) else value.model_dump()
-    return plain
+def shown_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Tools as vLLM shows them to a template: with all that its schema names, in its order."""
+    return [
+        {"type": tool.get("type") or "function", "function": _shown(tool.get("function") or {})}
+        for tool in tools or ()
+    ]
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
+def _shown(function: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {name: function.get(name) for name in ("name", "description", "parameters")}
+    strict = function.get("strict")
+    return shown if strict is None else {**shown, "strict": strict}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call in the order of vLLM's schema: templates show it as it is."""
+    function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -173,26 +179,30 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
         except ValueError:
             arguments = {}
     # As vLLM: what is no object counts as an empty one.
-    function["arguments"] = arguments if isinstance(arguments, dict) else {}
-    return {**call, "function": function}
+    shown = {"arguments": arguments if isinstance(arguments, dict) else {}}
+    if "name" in function:
+        shown["name"] = function["name"]
+    made = {"id": call.get("id"), "function": shown, "type": call.get("type")}
+    return {name: value for name, value in made.items() if value is not None}
 
 
-def bounded(body: Any) -> TokenizedPrompt:
+def bounded(body: RequestBody) -> TokenizedPrompt:
     """A prompt that is not tokenized: at most a token for each byte of it, and so many for each
     image, sound and video."""
-    if not is_chat(body):
+    if not body.is_chat:
         prompt = body.prompt
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         prompts = prompt if several else [prompt]
         tokens = sum(len(one) if isinstance(one, list) else _bytes_in(one) for one in prompts)
         return TokenizedPrompt(None, max(tokens, 1))
-    tokens = _bytes_in([[tool.model_dump() for tool in body.tools or ()], body.documents])
-    for message in map(_as_dict, body.messages):
-        content = message.pop("content", None)
-        for part in content if isinstance(content, list | tuple) else [content]:
+    tokens = _bytes_in([shown_tools(body.fields.get("tools")), body.fields.get("documents")])
+    for message in body.messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [content]:
             kind = str(part.get("type")) if isinstance(part, Mapping) else ""
             tokens += _MEDIA_TOKENS if kind.endswith(("_url", "_audio")) else _bytes_in(part)
-        tokens += _MESSAGE_TOKENS + _bytes_in(message)
+        rest = {name: value for name, value in message.items() if name != "content"}
+        tokens += _MESSAGE_TOKENS + _bytes_in(rest)
     return TokenizedPrompt(None, tokens)
 
 
@@ -240,7 +250,12 @@ class Tokenizing:
         self._long = TokenizingLane("tokenize-long", len(self._processes))
 
     async def tokens(
-        self, model: str, body: Any, body_bytes: int, tenant: Tenant, most_tokens: int | None
+        self,
+        model: str,
+        body: RequestBody,
+        body_bytes: int,
+        tenant: Tenant,
+        most_tokens: int | None,
     ) -> TokenizedPrompt:
         """A body's prompt as token ids of the model, int64; bounded in length if it cannot be
         rendered here.
@@ -298,13 +313,13 @@ class Tokenizing:
             process.close()
 
 
-def _is_light(body: Any, body_bytes: int) -> bool:
+def _is_light(body: RequestBody, body_bytes: int) -> bool:
     """Whether a thread may render a body: one without text has nothing to render."""
-    prompt = getattr(body, "prompt", "")
-    if not isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str):
+    prompt = body.prompt
+    texts = prompt[:1] if isinstance(prompt, list) else [prompt]
+    if not body.is_chat and not any(isinstance(text, str) for text in texts):
         return True
-    messages = len(getattr(body, "messages", None) or ())
-    return body_bytes <= _LIGHT_BYTES and messages <= _LIGHT_MESSAGES
+    return body_bytes <= _LIGHT_BYTES and len(body.messages) <= _LIGHT_MESSAGES
 
 
 class TokenizingLane:

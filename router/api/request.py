@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from starlette.datastructures import Headers
@@ -27,7 +26,7 @@ from router.api.metadata import (
     PLAN_HEADER,
     SESSION_HEADER,
 )
-from router.api.render import is_chat
+from router.api.request_body import RequestBody
 from router.api.tenants import Tenant
 from router.decision import Estimates
 from router.index.prefix_hash import salt_of
@@ -67,15 +66,13 @@ def model_of(models: Sequence[EndpointModel], name: str | None) -> tuple[Endpoin
 class ApiRequest:
     """A request from its accepted body to the end of its answer.
 
-    request_id: its id here, unlike that of any other that is open; method: Ray's name of its kind,
-    `chat` or `completions`; body: Ray's schema of it; timeline: where its time goes; on_end: called
-    once with the end and the status, when the request is over; deadline: by when its answer must
-    have begun; model, adapter: what it asks for; digest: names its content.
+    request_id: its id here, unlike that of any other that is open; timeline: where its time goes;
+    on_end: called once with the end and the status, when the request is over; deadline: by when its
+    answer must have begun; model, adapter: what it asks for; digest: names its content.
     """
 
     request_id: str
-    method: str
-    body: Any
+    body: RequestBody
     headers: Headers
     inbound: Inbound
     digest: str = ""
@@ -86,10 +83,10 @@ class ApiRequest:
     adapter: str | None = None
 
     @classmethod
-    def of(cls, http: Request, body: Any, method: str) -> ApiRequest:
+    def of(cls, http: Request, body: RequestBody) -> ApiRequest:
         """An HTTP request as it arrived; `prepare` it before anything is decided."""
         inbound = inbound_of(http)
-        return cls(inbound.request_id, method, body, http.headers, inbound)
+        return cls(inbound.request_id, body, http.headers, inbound)
 
     def prepare(self, models: Sequence[EndpointModel]) -> None:
         """Find its model, read its deadline, and make its body's `cache_salt` its tenant's own, for
@@ -99,8 +96,7 @@ class ApiRequest:
         salt = cache_salt(self.tenant, self.body.cache_salt)
         if salt is not None:
             self.body.cache_salt = salt
-        named = self.body.priority if "priority" in self.body.model_fields_set else None
-        self.body.priority = self.tenant.class_of(named)
+        self.body.priority = self.tenant.class_of(self.body.priority)
         self.deadline = deadline_of(self.headers.get(DEADLINE_HEADER, ""), self.inbound.arrived_s)
 
     def finish(self, end: str, status: int) -> None:
@@ -117,19 +113,15 @@ class ApiRequest:
 
     @property
     def max_tokens(self) -> int:
-        """The client's bound on generated tokens, 0 if it gave none."""
-        fields = vars(self.body)
-        return int(fields.get("max_completion_tokens") or fields.get("max_tokens") or 0)
+        """As its body's."""
+        return self.body.max_tokens
 
     @property
     def salt(self) -> int:
         """What sets its cached prefixes apart: tenant and adapter, or that it finds none at all,
         since vLLM computes all of a prompt whose logprobs are wanted."""
         body = self.body
-        reads_no_cache = body.prompt_logprobs is not None
-        if body.echo and not reads_no_cache:
-            reads_no_cache = (body.top_logprobs if is_chat(body) else body.logprobs) is not None
-        own = f"{self.request_id} finds no prefix" if reads_no_cache else body.cache_salt
+        own = body.cache_salt if body.reads_cache else f"{self.request_id} finds no prefix"
         return salt_of(own, self.adapter)
 
     @property
@@ -137,7 +129,7 @@ class ApiRequest:
         """What its client calls its conversation: a header `x-session-id`, else OpenAI's
         `prompt_cache_key` or `user`; else its id."""
         named = [self.headers.get(SESSION_HEADER)]
-        named += [getattr(self.body, key, None) for key in CONVERSATION_KEYS]
+        named += [self.body.fields.get(key) for key in CONVERSATION_KEYS]
         return str(next(filter(None, named), self.request_id))
 
     @property
@@ -148,8 +140,7 @@ class ApiRequest:
     @property
     def approx(self) -> float | None:
         """As `approx_allowed`."""
-        fields = self.body.model_extra or {}
-        return approx_allowed(self.headers.get(APPROX_HEADER), fields.get("approx"))
+        return approx_allowed(self.headers.get(APPROX_HEADER), self.body.fields.get("approx"))
 
     # -- what it is held to -------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import structlog
 from starlette.requests import Request
@@ -31,6 +30,7 @@ from router.api.request import (
     late_workers,
     unfit_workers,
 )
+from router.api.request_body import RequestBody
 from router.api.tenants import Places
 from router.decision import Decision, RouteRequest
 from router.live.live_router import LiveRouter
@@ -59,10 +59,10 @@ class RequestPath:
     def __post_init__(self) -> None:
         self.rollout = Rollout.parse(self.settings.mode)
 
-    async def to_explain(self, body: Any, http: Request) -> RouteRequest:
+    async def to_explain(self, body: RequestBody, http: Request) -> RouteRequest:
         """What the router would decide about, for a body that is only explained: it holds a place
         until it is tokenized."""
-        live, request, holder = self.live(), ApiRequest.of(http, body, ""), object()
+        live, request, holder = self.live(), ApiRequest.of(http, body), object()
         request.prepare(self.models)
         if not self.places.take(holder, request.tenant, live.router.in_flight):
             after_s = live.retry_after_s()

@@ -146,6 +146,15 @@ def _flat(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for inner in state["pretokenizers"] for part in _flat(inner)]
 
 
+def keep_models_away() -> None:
+    """Have `transformers` load tokenizers and nothing else in this process, before it is imported:
+    it imports these if they are there, which are three quarters of its memory, and seconds."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("torch", "torchvision", "scipy", "sklearn", "pandas"):
+        # What is here already costs nothing more.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
 # -- the program ------------------------------------------------------------------------------
 
 
@@ -157,11 +166,7 @@ def main(sources: Sequence[str], load: Callable[[str], Any] = PromptTokenizer) -
     with `error` or `too_long`.
     """
     die_with_parent()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # `transformers` imports them if they are there; a tokenizer needs none of them, and they are
-    # three quarters of the memory.
-    for name in ("torch", "torchvision", "scipy", "sklearn", "pandas"):
-        sys.modules[name] = None  # type: ignore[assignment]
+    keep_models_away()
     with contextlib.suppress(EOFError, OSError):
         tokenizers, pipe = {source: load(source) for source in sources}, Connection(os.dup(0))
         pipe.send_bytes(b"ready")

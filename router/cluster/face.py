@@ -5,14 +5,14 @@ that show or explain.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
-from fastapi import Request
+from fastapi import FastAPI, Request
 from ray import serve
 from ray.serve.exceptions import RayServeException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kappa.protocol import PROFILE_PATH
 from router.api import bodies, errors, status
@@ -139,6 +139,26 @@ class ClusterFace(Face):
         """Ray makes a handle's router at its first call; until then nobody posts announcements."""
         for handle in self._pools.values():
             try:
-                await asyncio.wait_for(handle.llm_config.remote(), _WAKE_TIMEOUT_S)
+                # Whatever it answers, of plain values: what is of a class of Ray Serve LLM's would
+                # have this process import all of vLLM.
+                await asyncio.wait_for(handle.record_routing_stats.remote(), _WAKE_TIMEOUT_S)
             except Exception as error:
                 log.warning("workers_not_reached", error=repr(error))
+
+
+Route = Callable[[FastAPI], Any]
+"""How an endpoint is added to an application."""
+OWN: dict[str, Route] = {
+    "models": lambda a: a.get("/v1/models"),
+    "model_data": lambda a: a.get("/v1/models/{model:path}"),
+    "count_tokens": lambda a: a.post("/v1/messages/count_tokens"),
+    "nodes": lambda a: a.get("/v1/nodes"),
+    "tenants": lambda a: a.get("/v1/tenants"),
+    "profile": lambda a: a.post("/v1/nodes/profile"),
+    "route": lambda a: a.post("/v1/route"),
+    "decisions": lambda a: a.get("/v1/decisions"),
+    "decision": lambda a: a.get("/v1/decisions/{request_id:path}"),
+    "metrics": lambda a: a.get("/metrics", response_class=PlainTextResponse),
+    "ready": lambda a: a.get("/ready"),
+}
+"""Endpoints that run nothing, by the method that answers each."""

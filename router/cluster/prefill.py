@@ -19,7 +19,6 @@ import structlog
 from kappa import metrics as m
 from kappa.protocol import RETRY_DIED, RETRY_HEADER, TO_BODY_HEADER, Announcement
 from kappa.settings.engine import TransferSettings
-from router.api.bodies import as_engines_take_it
 from router.api.errors import ApiError
 from router.api.metadata import routed_metadata, tenant_metadata
 from router.api.request import ApiRequest
@@ -40,10 +39,9 @@ _TRANSFER = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
     "remote_block_ids": None, "remote_host": None, "remote_port": None,
 }  # fmt: skip
-_ONE_TOKEN = {
-    "max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "stream": False,
-    "stream_options": None, "n": 1,
-}  # fmt: skip
+# What a request for one token leaves out of a body, and what it says instead.
+_MANY_TOKENS = {"max_completion_tokens", "min_tokens", "stream", "stream_options"}
+_ONE_TOKEN = {"max_tokens": 1, "n": 1}
 
 
 def hands_over(
@@ -122,12 +120,15 @@ class PrefillElsewhere:
         worker, request_id, end = decision.worker, decision.request_id, "client_gone"
         sent = tenant_metadata(live.records[request_id].sent_as, request.tenant)
         sent |= routed_metadata(decision, live.charges.elsewhere(worker))
-        path, body = as_engines_take_it(request.method, request.body, _ONE_TOKEN)
+        given = request.body.fields
+        kept = {name: value for name, value in given.items() if name not in _MANY_TOKENS}
+        body = replace(request.body, fields=kept | _ONE_TOKEN, kv_transfer_params=None)
+        path = "/v1/chat/completions" if body.is_chat else "/v1/completions"
         sets = json.dumps({"vllm_xargs": sent, "kv_transfer_params": _TRANSFER})
         params, wait = None, live.members.waits.begin(worker)
         try:
             patience_s = request.patience_s(self.timeout_s)
-            asking = self.ports.ask(worker, path, patience_s, body, {TO_BODY_HEADER: sets})
+            asking = self.ports.ask(worker, path, patience_s, body.json(), {TO_BODY_HEADER: sets})
             answer = await wait.of(asking)
             end = _end_of(answer)
             if end == "done":

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from router.api import bodies, errors, messages, responses
+from router.api import errors, messages, responses
 from router.api.fields import CHAT_FIELDS, COMPLETION_FIELDS, checked_chat, checked_completion
+from router.api.request_body import RequestBody
 
 Json = dict[str, Any]
 
@@ -24,39 +25,33 @@ class Changes(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """body: the request as Ray's schema of a chat or completion has it, whatever API it came by;
-    kind: Ray's name of it."""
+    """body: as a chat or a completion, whatever API it came by."""
 
-    body: Any
-    kind: str
+    body: RequestBody
     changes: Changes
 
 
-def _message(kept: Json) -> Any:
-    return bodies.validated(bodies.CHAT, messages.to_chat(kept))
+def _message(kept: Json) -> RequestBody:
+    return RequestBody.chat(checked_chat(messages.to_chat(kept)))
 
 
-def _response(kept: Json) -> Any:
-    return bodies.validated(bodies.CHAT, responses.to_chat(kept))
+def _response(kept: Json) -> RequestBody:
+    return RequestBody.chat(checked_chat(responses.to_chat(kept)))
 
 
 class _Api(NamedTuple):
-    """fields: that are read; check: keeps what goes on of a body; make: its schema of what is
-    kept."""
+    """fields: that are read; check: keeps what goes on of a body; make: makes a body of that."""
 
     fields: frozenset[str]
-    kind: str
     check: Callable[[Json], Json]
-    make: Callable[[Json], Any]
+    make: Callable[[Json], RequestBody]
 
 
 _APIS: Mapping[str, _Api] = {
-    "/v1/chat/completions": _Api(CHAT_FIELDS.read, "chat", checked_chat, bodies.checked_as_chat),
-    "/v1/completions": _Api(
-        COMPLETION_FIELDS.read, "completions", checked_completion, bodies.checked_as_completion
-    ),
-    "/v1/messages": _Api(messages.FIELDS.read, "chat", messages.FIELDS.kept, _message),
-    "/v1/responses": _Api(responses.FIELDS.read, "chat", responses.checked, _response),
+    "/v1/chat/completions": _Api(CHAT_FIELDS.read, checked_chat, RequestBody.chat),
+    "/v1/completions": _Api(COMPLETION_FIELDS.read, checked_completion, RequestBody.completion),
+    "/v1/messages": _Api(messages.FIELDS.read, messages.FIELDS.kept, _message),
+    "/v1/responses": _Api(responses.FIELDS.read, responses.checked, _response),
 }
 
 
@@ -66,4 +61,4 @@ def taken(path: str, body: bytes) -> Taken:
     data = errors.json_object(body, api.fields)
     kept = {name: value for name, value in api.check(data).items() if value is not None}
     sets = {name: value for name, value in kept.items() if value != data[name]}
-    return Taken(api.make(kept), api.kind, Changes(sets, tuple(data.keys() - kept.keys())))
+    return Taken(api.make(kept), Changes(sets, tuple(data.keys() - kept.keys())))

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from kappa.logging import configure
 from router.api.app import Access, Door, make_app
@@ -23,28 +21,14 @@ from router.api.reading import prepare
 from router.api.render import PromptRenderer
 from router.api.request import model_of
 from router.api.start import IngressSettings
-from router.cluster.face import FIRST_SIGHT_S, ClusterFace
+from router.api.tokenizer import keep_models_away
+from router.cluster.face import FIRST_SIGHT_S, OWN, ClusterFace
 from router.cluster.paths import DECIDED
 from router.cluster.scene import ClusterScene
 from router.gateway.decider import Decider, DeciderRule
 from router.gateway.hosting import UNHEARD_S, hosted, running
 from router.gateway.spec import GatewaySpec
 from router.page.mount import add_page
-
-OWN: dict[str, Callable[[FastAPI], Any]] = {
-    "models": lambda a: a.get("/v1/models"),
-    "model_data": lambda a: a.get("/v1/models/{model:path}"),
-    "count_tokens": lambda a: a.post("/v1/messages/count_tokens"),
-    "nodes": lambda a: a.get("/v1/nodes"),
-    "tenants": lambda a: a.get("/v1/tenants"),
-    "profile": lambda a: a.post("/v1/nodes/profile"),
-    "route": lambda a: a.post("/v1/route"),
-    "decisions": lambda a: a.get("/v1/decisions"),
-    "decision": lambda a: a.get("/v1/decisions/{request_id:path}"),
-    "metrics": lambda a: a.get("/metrics", response_class=PlainTextResponse),
-    "ready": lambda a: a.get("/ready"),
-}
-"""What is answered here, by the method that does: how it is added to an application."""
 
 _OF_WORKERS: dict[str, Any] = {
     "post": {
@@ -67,6 +51,7 @@ class KappaDecider(ClusterFace):
         """`secret`: the cluster's, which workers demand."""
         seen = kappa.observing
         configure(seen.log_format, seen.log_file, kappa.log_level)
+        keep_models_away()
         self._pools, self._began_s = pools, int(time.time())
         self._wire(kappa, {m.name: PromptRenderer(m.tokenizer_source) for m in kappa.models})
         await self._open(kappa, access, spec, secret)

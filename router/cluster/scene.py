@@ -31,8 +31,7 @@ from kappa.settings.engine import TransferSettings
 from router.api import errors
 from router.api.app import Inbound
 from router.api.errors import ApiError
-from router.api.fields import choices_in
-from router.api.metadata import Metadata, decision_headers, peer_params, tokens_in
+from router.api.metadata import decision_headers, peer_params, tokens_in
 from router.api.reading import read
 from router.api.request import ApiRequest
 from router.api.request_path import RequestPath, engine_metadata
@@ -106,7 +105,7 @@ class ClusterScene(KnownServers):
         found = await read(asked.body, partial(taken, asked.path))
         inbound = Inbound(asked.request_id, time.monotonic(), asked.tenant, body=asked.body)
         headers = Headers(dict(asked.headers))
-        api = ApiRequest(asked.request_id, found.kind, found.body, headers, inbound, asked.digest)
+        api = ApiRequest(asked.request_id, found.body, headers, inbound, asked.digest)
         self._path.begin(api)
         try:
             api.prepare(self._path.models)
@@ -124,8 +123,7 @@ class ClusterScene(KnownServers):
             raise
         away = self.live.router.workers.keys() - self.endpoints.keys()
         request = _with_delivery(routed, api, found.changes, routed.exclude | away)
-        answers = choices_in(vars(api.body)) * api.max_tokens
-        return Reading(request, answers, streamed=bool(api.body.stream))
+        return Reading(request, api.body.answers * api.max_tokens, streamed=api.body.stream)
 
     def decide(self, request: RouteRequest, tenant: str) -> ClusterFlight:
         """As `RequestPath.decide`; what its worker is sent with it."""
@@ -137,11 +135,11 @@ class ClusterScene(KnownServers):
             request = replace(request, handed_tokens=0)
         decision = path.decide(live, request, api)
         try:
-            sent = self._metadata(decision, request, api)
+            self._tell(decision, request, api)
             if decision.fetch is not None:
                 peer = live.router.workers[decision.fetch.source_worker].announcement.peer
                 api.body.kv_transfer_params = peer_params(decision, peer)
-            sets = {**request.changes.sets, **_own_sets(api), "vllm_xargs": sent}
+            sets = {**request.changes.sets, **api.body.sets()}
             flight = ClusterFlight(decision, api, sets, request.changes.drops)
             self.headers(flight)  # It fits.
         except BaseException:
@@ -156,14 +154,12 @@ class ClusterScene(KnownServers):
         assert isinstance(request, ClusterRequest)
         request.api.finish(error.code or "error", error.status)
 
-    def _metadata(self, decision: Decision, request: ClusterRequest, api: ApiRequest) -> Metadata:
-        """What the engine is sent; the second one what the first was of the prompt."""
+    def _tell(self, decision: Decision, request: ClusterRequest, api: ApiRequest) -> None:
+        """Have the engine told of a decision; the second one of the prompt what the first was."""
         known = (api.body.vllm_xargs or {}).get(PROMPT_KEY)
         if request.token_ids is None and known is not None:
             request = replace(request, token_ids=tokens_in(known))
-        sent = engine_metadata(self.live, decision, request, api)
-        api.body.vllm_xargs = sent
-        return sent
+        api.body.vllm_xargs = engine_metadata(self.live, decision, request, api)
 
     def others(self, flight: ClusterFlight, request: RouteRequest) -> Sequence[str]:
         """By their price, those that seem to fail last."""
@@ -304,13 +300,3 @@ def _with_delivery(
 
 def _json(fields: Mapping[str, Any]) -> str:
     return json.dumps(fields, separators=(",", ":"))
-
-
-def _own_sets(api: ApiRequest) -> dict[str, Any]:
-    """What we put into every body, as far as it is anything."""
-    own = {
-        "cache_salt": api.body.cache_salt,
-        "priority": api.body.priority or None,
-        "kv_transfer_params": api.body.kv_transfer_params,
-    }
-    return {name: value for name, value in own.items() if value is not None}

@@ -66,8 +66,6 @@ def test_what_goes_on_is_a_copy_without_what_is_dropped():
     body = {"messages": MESSAGES, "store": True, "best_of": 1, "n": None, "use_beam_search": False}
     assert checked_chat(body) == {"messages": MESSAGES, "n": None}
     assert set(body) == {"messages", "store", "best_of", "n", "use_beam_search"}
-    # What is no object is left to the schema.
-    assert checked_chat([1]) == [1] and checked_chat(None) is None
 
 
 def test_what_is_not_priced_is_refused_by_name_and_what_is_unknown_is_not_quoted():
@@ -196,6 +194,18 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 )  # fmt: skip
 def test_lists_and_texts_are_bounded(field, value):
     refused({field: value}, field)
+
+
+def test_documents_are_objects_of_texts():
+    fine = {"documents": [{"title": "a", "text": "b"}, {}]}
+    assert checked_chat(fine) == fine
+    for value in ("a", [1], {"a": 1}, {"a": None}, {"\ud800": "a"}):
+        refused({"documents": [{}, value]}, "documents.1")
+
+
+def test_a_message_says_whose_it_is():
+    for role in ({}, {"role": None}):
+        refused({"messages": [*MESSAGES, {"content": "x", **role}]}, "messages.1.role")
 
 
 def test_template_options_are_named_small_values():

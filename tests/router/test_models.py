@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray.serve.llm.openai_api_models import CompletionRequest
 
 from kappa.protocol import Arrival, EngineDiedError, WorkerReport
 from router.api.render import SHORT_BYTES, PromptRenderer, Tokenizing
 from router.api.request import EndpointModel
+from router.api.request_body import RequestBody
 from router.api.tenants import Tenant
 from router.config import RouterConfig
 from router.decision import MismatchError, NoWorkerError, RouteRequest
@@ -263,7 +263,7 @@ async def test_each_model_tokenizes_its_own_way_and_one_process_does_the_long_pr
         for name, text in texts.items()
     }
     tokenizing = Tokenizing(renderers)
-    body = CompletionRequest(model="small", prompt="hello world, other words")
+    body = RequestBody.completion({"model": "small", "prompt": "hello world, other words"})
     try:
         found = {}
         for name, renderer in renderers.items():

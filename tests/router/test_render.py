@@ -4,17 +4,14 @@ That the ids are the engine's is tested against it in tests/live/test_token_ids.
 """
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from transformers import AutoTokenizer
 
 from router.api.render import PromptRenderer, bounded
+from router.api.request_body import RequestBody
 from workers.tiny_model import make_tiny_model
-
-pytestmark = pytest.mark.ray
 
 LISTS_TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
@@ -45,11 +42,11 @@ def user(content, **more):
 
 
 def chat(*messages, **more):
-    return ChatCompletionRequest.model_construct(messages=list(messages), **more)
+    return RequestBody.chat({"messages": list(messages), **more})
 
 
 def completion(prompt, **more):
-    return CompletionRequest.model_construct(prompt=prompt, **more)
+    return RequestBody.completion({"prompt": prompt, **more})
 
 
 def ids_of(renderer, body):
@@ -100,8 +97,7 @@ def test_tool_arguments_become_objects_as_in_the_engine(renderer, read, argument
 
 
 def test_tools_are_shown(renderer, read):
-    shown = {"type": "function", "function": {"name": "weather"}}
-    tool = SimpleNamespace(model_dump=lambda: shown)
+    tool = {"type": "function", "function": {"name": "weather"}}
     text = read(ids_of(renderer, chat(user("Rain?"), tools=[tool])))
     assert text.startswith("<s><|system|>Tools:\n") and "weather" in text
 
@@ -137,12 +133,6 @@ def test_several_prompts_count_together_and_the_longest_alone(renderer):
     assert (both.tokens, both.longest_tokens) == (one + other, other) and other > one > 1
 
 
-@pytest.mark.parametrize("field", ["messages", "prompt_text"])
-def test_a_completion_is_known_by_its_type_not_by_a_field(renderer, field):
-    stray = CompletionRequest.model_validate({"prompt": "the fox " * 9, field: [user("a")]})
-    assert ids_of(renderer, stray).tolist() == ids_of(renderer, completion("the fox " * 9)).tolist()
-
-
 def test_what_cannot_be_rendered_is_bounded_by_its_bytes_and_by_its_media():
     # 8 around a message; "role" and "user", 4 bytes each; "é" is 2 bytes.
     assert bounded(chat(user("é" * 10))).tokens == 8 + 8 + 20
@@ -153,9 +143,11 @@ def test_what_cannot_be_rendered_is_bounded_by_its_bytes_and_by_its_media():
     assert bounded(completion(["abc", "é"])).tokens == 5
     assert bounded(completion([[70_000, 3], [5]])).tokens == 3
     assert bounded(chat(user("x"))).longest_tokens == 0
-    # Of a tool's numbers each digit may be a token; "n" is the key.
-    tool = SimpleNamespace(model_dump=lambda: {"n": [70_000, 123]})
-    assert bounded(chat(user("x"), tools=[tool])).tokens == 8 + 8 + 1 + 1 + 5 + 3
+    # Of a tool's numbers each digit may be a token; "n" is their key, and its names are shown:
+    # "type", "function", "name", "f", "description", "parameters", and the type again.
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"n": [70_000, 123]}}}
+    names = 4 + 8 + 4 + 1 + 11 + 10 + 8
+    assert bounded(chat(user("x"), tools=[tool])).tokens == 8 + 8 + 1 + names + 1 + 5 + 3
 
 
 def test_templates_that_look_into_parts_get_no_guess_for_several(source):

@@ -5,12 +5,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.requests import Request
 
 from kappa.hardware import node_profile
 from router.api.app import Inbound
 from router.api.errors import ApiError
+from router.api.ray_schemas import as_ray
 from router.api.request import (
     ApiRequest,
     Deadline,
@@ -23,6 +23,7 @@ from router.api.request import (
     late_workers,
     unfit_workers,
 )
+from router.api.request_body import RequestBody
 from router.api.tenants import Tenant
 from router.index.prefix_hash import PrefixHasher, salt_of
 from tests.router.building import announcement
@@ -44,12 +45,9 @@ def request(headers=None, *, completion=False, **fields):
     given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     http = Request({"type": "http", "headers": given, "state": {"inbound": Inbound("r", 0.0)}})
     if completion:
-        body = CompletionRequest(model="m", prompt="x", **fields)
-        return ApiRequest.of(http, body, "completions")
+        return ApiRequest.of(http, RequestBody.completion({"model": "m", "prompt": "x", **fields}))
     messages = [{"role": "user", "content": "x"}]
-    return ApiRequest.of(
-        http, ChatCompletionRequest(model="m", messages=messages, **fields), "chat"
-    )
+    return ApiRequest.of(http, RequestBody.chat({"model": "m", "messages": messages, **fields}))
 
 
 def test_the_load_plan_is_asked_for_by_a_header():
@@ -69,6 +67,9 @@ def test_the_later_bound_on_generated_tokens_counts():
     assert request().max_tokens == 0
     assert request(max_tokens=5).max_tokens == 5
     assert request(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert request(completion=True, max_tokens=5).max_tokens == 5
+    plain = request(completion=True)
+    assert plain.max_tokens == as_ray(plain.body, {})[0].max_tokens, "as vLLM has it by default"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,8 @@ def test_the_later_bound_on_generated_tokens_counts():
 def test_a_prompt_whose_logprobs_are_asked_for_finds_no_cached_prefix(completion, fields, reads):
     made = request(completion=completion, cache_salt="mine", **fields)
     assert (made.salt == salt_of("mine")) is reads
-    skips = made.body.to_sampling_params(4, {}).skip_reading_prefix_cache
+    theirs, _ = as_ray(made.body, {})
+    skips = theirs.to_sampling_params(4, {}).skip_reading_prefix_cache
     assert bool(skips) is not reads, "as vLLM does"
 
 

@@ -9,7 +9,6 @@ import unicodedata
 
 import numpy as np
 import pytest
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 import router.api.render
@@ -23,6 +22,7 @@ from router.api.render import (
     TokenizingLane,
     longest_s,
 )
+from router.api.request_body import RequestBody
 from router.api.tenants import Tenant
 from router.api.tokenizer import PromptTooLong, longest_token_bytes, packed, unpacked
 from tests.router.stream_worker import until
@@ -203,7 +203,7 @@ def tokenizing(renderer):
 
 
 def prompt(text):
-    return CompletionRequest(model="m", prompt=text)
+    return RequestBody.completion({"model": "m", "prompt": text})
 
 
 async def test_tokens_are_made_here_while_little_is_new(tokenizing, renderer):
@@ -218,7 +218,7 @@ async def test_tokens_are_made_here_while_little_is_new(tokenizing, renderer):
 def talk(*texts):
     roles = ["user", "assistant"] * len(texts)
     messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
-    return ChatCompletionRequest(model="m", messages=messages)
+    return RequestBody.chat({"model": "m", "messages": messages})
 
 
 async def test_tokens_of_long_new_text_are_made_by_a_process(tokenizing, renderer):
@@ -368,7 +368,7 @@ def test_the_process_gives_the_same_tokens_and_imports_no_torch(renderer):
     try:
         content = "hé😀 hello world " * 2000
         messages = [{"role": "user", "content": content}]
-        chat = ChatCompletionRequest(model="m", messages=messages)
+        chat = RequestBody.chat({"model": "m", "messages": messages})
         (plain,) = renderer.plain(chat)
         assert process.tokens(plain).tolist() == renderer.render(chat).token_ids.tolist()
         texts = ["hé😀 hello", "", "world " * 99]

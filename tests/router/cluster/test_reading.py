@@ -32,7 +32,7 @@ def test_paths_are_those_that_can_be_read():
 def test_a_plain_body_goes_on_as_it_is(path):
     found = read(path)
     assert (found.changes.sets, found.changes.drops) == ({}, ())
-    assert found.kind == ("completions" if path == TEXT else "chat")
+    assert found.body.is_chat == (path != TEXT)
     assert found.body.model == "m"
 
 

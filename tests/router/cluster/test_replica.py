@@ -1,0 +1,23 @@
+"""What the decider's process imports: how soon it is back, and how large it is."""
+
+import subprocess
+import sys
+
+HEAVY = ("ray.llm", "ray.serve.llm", "torch", "torchvision", "vllm")
+DECIDER = f"""
+import sys
+import router.cluster.replica
+from router.api.request_body import RequestBody
+from router.api.render import PromptRenderer
+router.cluster.replica.keep_models_away()
+body = RequestBody.chat({{"messages": [{{"role": "user", "content": "hello"}}]}})
+assert PromptRenderer(sys.argv[1]).render(body).tokens
+print([name for name in {HEAVY} if sys.modules.get(name)])
+"""
+
+
+def test_a_decider_that_tokenizes_imports_neither_engines_nor_their_schemas(renderer):
+    done = subprocess.run(
+        [sys.executable, "-c", DECIDER, renderer.source], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
