@@ -189,7 +189,7 @@ class EngineQueue:
             return
         if self._now_s < now_s:
             # The step that made this token ended just now, and with it what else it computed.
-            _, done, _ = self._schedule()
+            _, done = self._schedule()
             if done.pop(request_id, 0):
                 self._compute(done)
             self._polled_s, self._now_s = self._now_s, now_s
@@ -276,17 +276,19 @@ class EngineQueue:
     def _step(self, until_s: float) -> bool:
         """Run one step if it ends by `until_s`; False when there is nothing to run by then."""
         self._admit()
-        work, done, prefills = self._schedule()
+        work, done = self._schedule()
         if not work:
             return self._skip_to_next_event(until_s)
         duration_s = self.speed.step_s(work)
         if self._now_s + duration_s > until_s:
             self._under_way = self._now_s + duration_s, self.speed
             return False
-        if not prefills:
-            steps, forward_s, last_s = self._fast_forward(work, duration_s, until_s)
+        alike = self._alike(done)
+        if alike > 1:
+            steps, forward_s, last_s = self._fast_forward(work, duration_s, until_s, alike)
+            # By rounding alone a poll would miss what landed as its step began.
+            self._polled_s = max(self._now_s, self._now_s + forward_s - last_s)
             self._now_s += forward_s
-            self._polled_s = self._now_s - last_s
             self._compute(done, steps)
             return True
         self._polled_s = self._now_s
@@ -323,15 +325,31 @@ class EngineQueue:
             if job.new_tokens <= 0 or job.loaded_s <= (polled_s if job.host_tokens > 0 else now_s)
         ]  # fmt: skip
 
-    def _fast_forward(self, work: Work, first_s: float, until_s: float) -> tuple[int, float, float]:
-        """Decode-only steps until something else happens: how many, their seconds, the last's."""
+    def _alike(self, done: dict[str, int]) -> int:
+        """How many steps from this one on do the same, at most: those in which all decode, or in
+        which one prompt takes what the others leave of the budget, so that none is admitted."""
+        prompts = [job for name in done if (job := self._jobs[name]).new_tokens > 0]
+        if not prompts:
+            return _MANY
+        speed, tokens = self.speed, done[prompts[0].request_id]
+        varies = speed.step_factor and len(done) > 1
+        admits = speed.packs and not all(job.admitted for job in self._jobs.values())
+        if len(prompts) > 1 or sum(done.values()) < speed.budget_tokens or varies or admits:
+            return 1
+        return (prompts[0].new_tokens - 1) // tokens
+
+    def _fast_forward(
+        self, work: Work, first_s: float, until_s: float, most: int
+    ) -> tuple[int, float, float]:
+        """Steps of one kind until something else happens: how many, their seconds, the last's."""
         jobs = self._jobs.values()
         waiting = [job for job in jobs if not job.decoding]
         arrivals = [job.arrival_s for job in waiting if not job.admitted]
         landings = [job.loaded_s for job in waiting if job.loads and job.admitted]
-        steps = 1 if any(self._unseen(job) for job in waiting) else _MANY
+        steps = 1 if any(self._unseen(job) for job in waiting) else most
         if self._guess_ends:
-            steps = min(steps, *(j.output_tokens - j.decoded_tokens for j in jobs if j.decoding))
+            left = (j.output_tokens - j.decoded_tokens for j in jobs if j.decoding)
+            steps = min((steps, *left))
         growth_s = self._later_step_s(work, 1) - first_s
         # An event waits for the end of the step that it falls into; a landing is seen as the next
         # step starts, and waits for the end of that one too.
@@ -342,8 +360,8 @@ class EngineQueue:
                 steps = min(steps, math.ceil(until_event - _ROUNDING) + more)
         if until_s < _NEVER:
             steps = min(steps, int(_steps_in(until_s - self._now_s, first_s, growth_s)))
-        # Contexts grow by a token per step, and durations evenly with them, until reading them
-        # overtakes computing.
+        # Contexts grow by as much in every step, and durations evenly with them, until reading
+        # them overtakes computing.
         while steps > 1:
             last_s = first_s + (steps - 1) * growth_s
             if math.isclose(self._later_step_s(work, steps - 1), last_s, rel_tol=1e-9):
@@ -354,7 +372,7 @@ class EngineQueue:
         return steps, total_s, first_s + (steps - 1) * growth_s
 
     def _later_step_s(self, work: Work, steps: int) -> float:
-        return self.speed.step_s([(new, context + steps) for new, context in work])
+        return self.speed.step_s([(new, context + steps * new) for new, context in work])
 
     def _admit(self) -> None:
         """Give cache and a place on the link to those that have arrived, in order.
@@ -407,13 +425,12 @@ class EngineQueue:
             free_s = max(free_s, other.loaded_s)
         self._link_free_s = free_s
 
-    def _schedule(self) -> tuple[Work, dict[str, int], bool]:
-        """Fill one step: decoding requests first, then prompts in order, within the budget; and
-        whether there is a prompt in it."""
+    def _schedule(self) -> tuple[Work, dict[str, int]]:
+        """Fill one step: decoding requests first, then prompts in order, within the budget."""
         budget = self.speed.budget_tokens
         work: Work = []
         done: dict[str, int] = {}
-        prompts, prefills = [], False
+        prompts = []
         for name, job in self._jobs.items():
             if job.new_tokens > 0:
                 prompts.append(job)
@@ -434,17 +451,17 @@ class EngineQueue:
             tokens = min(job.new_tokens, budget)
             work.append((tokens, job.context_tokens))
             done[job.request_id] = tokens
-            budget, prefills = budget - tokens, True
-        return work, done, prefills
+            budget -= tokens
+        return work, done
 
     def _compute(self, done: dict[str, int], steps: int = 1) -> None:
-        """A step computed this many tokens of each; `steps` alike if all of them decode."""
+        """Each of `steps` steps computed this many tokens of each."""
         for request_id, tokens in done.items():
             job = self._jobs[request_id]
             if job.new_tokens > 0:
-                job.context_tokens += tokens
-                job.prefilled_tokens += tokens
-                job.new_tokens -= tokens
+                job.context_tokens += steps * tokens
+                job.prefilled_tokens += steps * tokens
+                job.new_tokens -= steps * tokens
                 continue
             job.context_tokens += steps
             job.decoded_tokens += steps

@@ -558,3 +558,20 @@ def test_a_step_under_way_is_forgotten_when_anything_changes():
     probe = job("x", 0.05)
     assert queue.first_token_s(probe, 0.05) == plain.first_token_s(probe, 0.05)
     assert queue.backlog_s(0.06) == plain.backlog_s(0.06)
+
+
+def test_a_long_prompt_is_forecast_in_few_steps_and_as_if_in_all(monkeypatch):
+    speed = EngineSpeed(StepModel(1e-5, 1e-10, 1e-3, 1e-8, 1e-4), 0.0, 0.0, 512, 1 << 20)
+    queue, taken, step = EngineQueue(speed), [], EngineQueue._step
+    queue.submit(EngineJob("d", 0.0, 0, 600, 0, 10_000), 0.0)
+
+    def counted(self, until_s):
+        taken.append(until_s)
+        return step(self, until_s)
+
+    monkeypatch.setattr(EngineQueue, "_step", counted)
+    late_s = queue.first_token_s(EngineJob("p", 0.0, 0, 0, 180_000, 4), 0.0)
+    few = len(taken)
+    monkeypatch.setattr(EngineQueue, "_alike", lambda self, done: 1)
+    assert queue.first_token_s(EngineJob("p", 0.0, 0, 0, 180_000, 4), 0.0) == pytest.approx(late_s)
+    assert few < 20 < 300 < len(taken) - few
