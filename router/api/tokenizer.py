@@ -148,9 +148,10 @@ def _flat(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def keep_models_away() -> None:
     """Have `transformers` load tokenizers and nothing else in this process, before it is imported:
-    it imports these if they are there, which are three quarters of its memory, and seconds."""
+    it imports these if they are there, which are three quarters of its memory, and seconds; numba
+    the linear algebra, which no loop of ours needs."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    for name in ("torch", "torchvision", "scipy", "sklearn", "pandas"):
+    for name in ("torch", "torchvision", "scipy", "scipy.linalg", "sklearn", "pandas"):
         # What is here already costs nothing more.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
