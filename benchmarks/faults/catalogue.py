@@ -102,7 +102,8 @@ def _kill_worker(v: Victim) -> Action:
 
 
 def _kill_engine(v: Victim) -> Action:
-    below = v.target.family.below(v.pid())
+    engines = set(v.target.family.of_role("engine"))
+    below = [pid for pid in v.target.family.below(v.pid()) if pid in engines]
     if not below:
         raise FaultsError(f"worker {v.worker} has no engine process of its own")
     return Action(lambda: kill(below[:1]), node=v.node)
@@ -115,14 +116,24 @@ def _freeze_worker(v: Victim) -> Action:
     )
 
 
-def _kill_ingress(v: Victim) -> Action:
-    pids, before = v.of_role("ingress"), v.target.metric("kappa_index_blocks")
+def _kill_decider(v: Victim) -> Action:
+    pids, before = v.of_role("decider"), v.target.metric("kappa_index_blocks")
 
     def filled() -> bool:
         # The load goes on, so the index differs a little from what it was.
         return v.soon(lambda: v.target.metric("kappa_index_blocks") > before / 2)
 
     return Action(lambda: kill(pids[:1]), shown=filled)
+
+
+def _kill_envoy(v: Victim) -> Action:
+    pids = v.of_role("envoy")
+
+    def another() -> bool:
+        now = v.target.family.of_role("envoy")
+        return bool(now) and now != pids
+
+    return Action(lambda: kill(pids), shown=lambda: v.soon(another))
 
 
 def _kill_controller(v: Victim) -> Action:
@@ -168,6 +179,10 @@ def _loads_fail(v: Victim) -> Action:
     return _engine_fault(v, {"loads_fail": True}, v.risen("failed_loads_total"))
 
 
+def _hang(v: Victim) -> Action:
+    return _engine_fault(v, {"hangs": True}, v.chosen)
+
+
 def _events(kind: str) -> Callable[[Victim], Action]:
     def make(v: Victim) -> Action:
         # A batch that comes twice need not be noticed, only not be believed twice.
@@ -190,9 +205,9 @@ def _worker_clock(seconds: float) -> Callable[[Victim], Action]:
     return lambda v: _process_fault(v, {"clock": {str(v.pid()): seconds}}, v.chosen)
 
 
-def _ingress_clock(seconds: float) -> Callable[[Victim], Action]:
+def _decider_clock(seconds: float) -> Callable[[Victim], Action]:
     def make(v: Victim) -> Action:
-        pid, nodes = v.of_role("ingress")[0], {str(row["node"]) for row in v.target.nodes()}
+        pid, nodes = v.of_role("decider")[0], {str(row["node"]) for row in v.target.nodes()}
 
         def all_chosen() -> bool:
             return {d["node"] for d in v.target.decisions(limit=100)} >= nodes
@@ -245,9 +260,11 @@ class Fault:
     make: its action, for a victim. title: what is done. engine: of the cluster that it is tried
     on. lasts_s: how long the fault stays before it is healed; 0: nothing has to be healed.
     may_lose_open: requests that were open at that moment may fail (their one way to the client is
-    gone); all others must be answered. first_answer_s: after it, somebody answers within so much.
-    recovers: a killed worker must be back within its own start time and `recovery_extra_s`.
-    ends_cluster: nothing serves afterwards; tried last. shows: what else must be seen, in words.
+    gone). may_refuse: what clients may be told, or see, until what was killed is back, as
+    `Observed.error` has it; all others must be answered. first_answer_s: after it, somebody answers
+    within so much. recovers: a killed worker must be back within its own start time and
+    `recovery_extra_s`. ends_cluster: nothing serves afterwards; tried last. shows: what else must
+    be seen, in words.
     """
 
     name: str
@@ -256,6 +273,7 @@ class Fault:
     engine: Literal["emulated", "vllm"] = "emulated"
     lasts_s: float = 0.0
     may_lose_open: bool = False
+    may_refuse: tuple[str, ...] = ()
     first_answer_s: float | None = None
     recovers: bool = False
     recovery_extra_s: float = 5.0
@@ -286,8 +304,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault("worker_stalled", "SIGSTOP of a worker's process, SIGCONT after a while", _freeze_worker,
           lasts_s=20.0, first_answer_s=1.0,
           shows="others answer meanwhile; it serves again, or its successor does"),
-    Fault("ingress_killed", "kill -9 of the ingress", _kill_ingress, may_lose_open=True,
-          shows="a new ingress answers, and its index is filled from the workers' snapshots"),
+    Fault("engine_hung", "no step of an engine ends, for a while", _hang, lasts_s=20.0,
+          first_answer_s=1.0, shows="others answer meanwhile; it serves again"),
+    Fault("decider_killed", "kill -9 of the decider", _kill_decider,
+          may_refuse=("503 decider_away",),
+          shows="a new decider answers, and its index is filled from the workers' snapshots"),
+    Fault("envoy_killed", "kill -9 of Envoy", _kill_envoy, may_lose_open=True,
+          may_refuse=("ClientConnectorError",), shows="another is there"),
     Fault("controller_killed", "kill -9 of Ray Serve's controller", _kill_controller,
           shows="a new one is there"),
     Fault("slow_link", "a node's loads last ten times as long", _slow_link, lasts_s=25.0,
@@ -304,9 +327,9 @@ FAULTS: tuple[Fault, ...] = (
           lasts_s=10.0, shows=_STILL_CHOSEN),
     Fault("worker_clock_back", "a worker's clock jumps an hour back", _worker_clock(-_HOUR_S),
           lasts_s=10.0, shows=_STILL_CHOSEN),
-    Fault("ingress_clock_forward", "the ingress' clock jumps an hour ahead",
-          _ingress_clock(_HOUR_S), lasts_s=10.0, shows=_ALL_CHOSEN),
-    Fault("ingress_clock_back", "the ingress' clock jumps an hour back", _ingress_clock(-_HOUR_S),
+    Fault("decider_clock_forward", "the decider's clock jumps an hour ahead",
+          _decider_clock(_HOUR_S), lasts_s=10.0, shows=_ALL_CHOSEN),
+    Fault("decider_clock_back", "the decider's clock jumps an hour back", _decider_clock(-_HOUR_S),
           lasts_s=10.0, shows=_ALL_CHOSEN),
     Fault("disk_full", "no file below the cache folder can be written, then a worker starts anew",
           _full_disk, recovers=True, recovery_extra_s=10.0, shows="the worker joins and serves"),

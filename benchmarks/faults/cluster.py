@@ -52,7 +52,8 @@ router: {max_queue: 200, request_timeout_s: 60, admission: false}
 """
 """Two vLLM workers, paced."""
 
-SETTINGS = {"emulated": EMULATED, "vllm": VLLM}
+_PLANE = "http: {data_plane: envoy}\n"
+SETTINGS = {"emulated": EMULATED + _PLANE, "vllm": VLLM + _PLANE}
 
 _TENANTS = ("operator", "honest", "hostile")
 CLOSED = f"""
@@ -78,7 +79,8 @@ def key_of(tenant: str) -> dict[str, str]:
 _SOCKET = re.compile(r"@kappa-(\d+)-(.+)-(?:stats|kv)$")
 _ROLES = {
     "controller": re.compile(r"ServeController"),
-    "ingress": re.compile(r"ray::(?:ServeReplica|SERVE_REPLICA).*KappaIngress"),
+    "decider": re.compile(r"ray::(?:ServeReplica|SERVE_REPLICA).*KappaDecider"),
+    "envoy": re.compile(r"envoy\.json"),
     "engine": re.compile(r"EngineCore|VLLM::|multiprocessing.spawn"),
     "gcs": re.compile(r"gcs_server"),
 }

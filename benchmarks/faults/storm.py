@@ -117,7 +117,7 @@ async def kill_workers(
     return KillResult(
         whole=len(whole), whole_lost=sum(not seen.ok for seen in whole), reasons=reasons(whole),
         streams=len(traffic.seen) - len(whole), streams_cut=len(cut),
-        streams_cut_untold=sum(not seen.announced for seen in cut), kills=tuple(kills),
+        streams_cut_untold=sum(not seen.error for seen in cut), kills=tuple(kills),
         reservations=reservations, orphans=strays, seconds=seconds,
     )  # fmt: skip
 

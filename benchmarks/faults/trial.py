@@ -80,15 +80,18 @@ def evaluate(fault: Fault, requests: Sequence[Observed], at_s: float, after: Aft
     begun = [r for r in failed_requests if r.streamed and r.status == 200 and r.first_s is not None]
     lost = [r for r in failed_requests if r not in begun]
     open_then = [r for r in lost if r.sent_s < at_s <= r.ended_s]
-    untold = [r for r in begun if not r.announced]
+    # A connection that breaks says that the answer is not whole; an end in order does not.
+    untold = [r for r in begun if not r.error]
     first_s = first_answer_s(requests, at_s)
     failed = list(after.complaints)
-    counted = [r for r in lost if not (fault.may_lose_open and r in open_then)]
+    excused = [r for r in lost if r.error in fault.may_refuse and r.ended_s >= at_s]
+    excused += open_then if fault.may_lose_open else []
+    counted = [r for r in lost if r not in excused]
     if counted:
         why = [f"{count} x {reason}" for reason, count in reasons(counted).items()]
         failed.append(f"{len(counted)} of {len(requests)} requests lost ({', '.join(why[:5])})")
     if untold and not fault.may_lose_open:
-        failed.append(f"{len(untold)} streams ended without an error event")
+        failed.append(f"{len(untold)} streams ended as if they were whole")
     if fault.first_answer_s is not None and (first_s is None or first_s > fault.first_answer_s):
         took = "never" if first_s is None else f"after {first_s:.2f} s"
         failed.append(f"first answer {took}, limit {fault.first_answer_s:g} s")

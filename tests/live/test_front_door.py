@@ -1,8 +1,10 @@
 """A cluster behind an Envoy: every API by its client, refusals, and what survives a kill."""
 
+import contextlib
 import json
 import signal
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
@@ -126,6 +128,43 @@ def test_a_killed_worker_loses_nothing_that_had_not_begun(door):
         time.sleep(0.5)
         door.process("KappaServer:c2c").send_signal(signal.SIGKILL)
         assert [one.result().status_code for one in asked] == [200] * 12
+    door.wait_idle()
+
+
+def test_a_stopped_worker_loses_nothing_that_had_not_begun(door):
+    """What had not begun goes elsewhere; what had is cut. Nothing waits for the time-out."""
+    said = [{"role": "user", "content": "hello"}]
+    stopped = door.process("KappaServer:pcie")
+    begun = {"model": door.model, "messages": said, "max_tokens": 400, "ignore_eos": True}
+    long = [{"role": "user", "content": "counts the river " * 300}]
+    cut = Counter()
+
+    def stream(_):
+        body = {**begun, "stream": True}
+        try:
+            with door.http.stream("POST", CHAT, json=body) as answer:
+                node, last = answer.headers["x-kappa-node"], ""
+                for line in answer.iter_lines():
+                    last = line or last
+            cut[node, last == "data: [DONE]"] += 1
+        except httpx.HTTPError:
+            cut[node, False] += 1
+
+    with ThreadPoolExecutor(24) as pool:
+        streams = pool.map(stream, range(6))
+        time.sleep(3.0)
+        asked = [pool.submit(door.post, messages=long, max_tokens=16) for _ in range(12)]
+        time.sleep(0.5)
+        stopped.send_signal(signal.SIGSTOP)
+        try:
+            assert [one.result().status_code for one in asked] == [200] * 12
+            list(streams)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stopped.send_signal(signal.SIGCONT)
+    # All streams of the other went on.
+    assert sum(cut.values()) == 6 and not cut["c2c", False], cut
+    door.until(lambda: len(door.nodes()) == 2, "the stopped worker did not come back", 240.0)
     door.wait_idle()
 
 

@@ -1,6 +1,7 @@
 """The emulated engine: real bodies in, OpenAI's shapes out; its blocks and faults are told as any
 engine tells them. Durations are not tested, only what follows from them."""
 
+import asyncio
 import base64
 import json
 from types import SimpleNamespace
@@ -165,6 +166,16 @@ async def test_loads_that_fail_are_counted_and_computed(bench, tmp_path):
         while bench.stats.poll(50):
             bench.messages.append(msgspec.msgpack.decode(bench.stats.recv()))
     assert bench.told("faults")[0]["failed_loads"] >= 1
+
+
+async def test_a_hung_engine_answers_nothing_until_it_goes_on(bench, tmp_path):
+    (tmp_path / "faults.json").write_text('{"one": {"hangs": true}}')
+    asking = asyncio.create_task(answers(bench.engine, completion(range(8))))
+    done, _ = await asyncio.wait({asking}, timeout=1.0)
+    assert not done
+    (tmp_path / "faults.json").unlink()
+    (answer,) = await asking
+    assert answer.usage.completion_tokens == 3
 
 
 @pytest.mark.parametrize("fault", ["lose", "repeat", "reorder"])

@@ -43,10 +43,11 @@ _LOOK_EVERY_S = 0.2
 
 class EngineFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """link_slower: a load lasts so many times as long as it should. loads_fail: none arrives.
-    events: what happens to every second batch of KV events."""
+    hangs: no step ends. events: what happens to every second batch of KV events."""
 
     link_slower: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     loads_fail: bool = False
+    hangs: bool = False
     events: Literal["", "lose", "repeat", "reorder"] = ""
 
 
@@ -135,7 +136,7 @@ class EmulatedEngine(OwnEngine):
             planner="kv",
         )
         link = PacedLink(pace.link, faults)
-        model = PacedModel(pace.step, arena, link, limits.max_context_tokens)
+        model = PacedModel(pace.step, arena, link, limits.max_context_tokens, faults)
         return Built(Engine(model, options, observer=reports), reports, _Words(), (), arena.close)
 
 
@@ -168,8 +169,10 @@ class PacedModel:
 
     vocab = 1 << 62
 
-    def __init__(self, step: StepModel, arena: Arena, mover: PacedLink, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(
+        self, step: StepModel, arena: Arena, mover: PacedLink, max_tokens: int, faults: FaultsFile
+    ) -> None:
+        self.max_tokens, self._faults = max_tokens, faults
         self.arena = arena
         self.mover: LinkMover = mover
         self._step = step
@@ -186,4 +189,6 @@ class PacedModel:
                 self.mover.h2d([(content, torch.empty_like(content))]).block()
         work = ((len(row.tokens), row.length - len(row.tokens)) for row in rows)
         time.sleep(self._step.real_s(work))
+        while self._faults.now().hangs:
+            time.sleep(_LOOK_EVERY_S)
         return torch.zeros(len(rows), 1)

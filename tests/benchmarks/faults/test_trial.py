@@ -16,8 +16,9 @@ def whole(sent_s, took_s=0.5, status=200, **more):
     return Observed(sent_s, sent_s + took_s, sent_s + took_s, status, False, status == 200, **more)
 
 
-def cut(sent_s, first_s, announced):
-    return Observed(sent_s, first_s, sent_s + 2.0, 200, True, False, announced, error="ClientError")
+def cut(sent_s, first_s, seen=True):
+    error = "ClientPayloadError" if seen else ""
+    return Observed(sent_s, first_s, sent_s + 2.0, 200, True, False, error=error)
 
 
 GOOD = [whole(float(t)) for t in range(8, 14)]
@@ -37,13 +38,13 @@ def test_a_request_that_was_refused_is_lost_too(status):
 
 
 def test_a_stream_that_had_begun_may_end_if_it_says_so():
-    assert evaluate(KILLED, [*GOOD, cut(9.5, 9.7, announced=True)], 10.0, BACK).kept
-    found = evaluate(KILLED, [*GOOD, cut(9.5, 9.7, announced=False)], 10.0, BACK)
-    assert found.failed == ("1 streams ended without an error event",)
+    assert evaluate(KILLED, [*GOOD, cut(9.5, 9.7)], 10.0, BACK).kept
+    found = evaluate(KILLED, [*GOOD, cut(9.5, 9.7, seen=False)], 10.0, BACK)
+    assert found.failed == ("1 streams ended as if they were whole",)
 
 
 def test_a_stream_that_had_not_begun_counts_as_lost():
-    found = evaluate(KILLED, [*GOOD, cut(9.5, None, announced=False)], 10.0, BACK)
+    found = evaluate(KILLED, [*GOOD, cut(9.5, None)], 10.0, BACK)
     assert found.lost == 1 and not found.kept
 
 
@@ -74,6 +75,17 @@ def test_the_first_answer_is_of_a_request_sent_afterwards():
     assert first_answer_s([whole(9.9)], 10.0) is None
     found = evaluate(KILLED, late[1:], 10.0, BACK)
     assert found.failed == ("first answer after 1.10 s, limit 1 s",)
+
+
+def test_what_a_fault_may_refuse_is_no_loss_once_it_is_done():
+    fault = Fault("decider", "its death", make=None, may_refuse=("503 decider_away",))
+
+    def away(sent_s):
+        return Observed(sent_s, None, sent_s, 503, False, False, error="503 decider_away")
+
+    found = evaluate(fault, [*GOOD, away(10.5)], 10.0, After())
+    assert found.kept and found.lost == 1
+    assert "1 of" in evaluate(fault, [*GOOD, away(9.5)], 10.0, After()).failed[0]
 
 
 # -- a cluster afterwards -------------------------------------------------------------------------
