@@ -3,8 +3,11 @@ engines. Ray Serve, which places and watches these, is all that is missing."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +91,28 @@ class PortedNode:
         await self.shut()
         await self.engine.shutdown()
         self.stream.close()
+
+
+class StoppableNode:
+    """A worker in a process of its own, which is ended once it was stopped for `fenced_s`."""
+
+    def __init__(self, name, fenced_s):
+        self.name, self._fenced_s = name, fenced_s
+
+    async def open(self):
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.router.cluster.node", self.name, str(self._fenced_s),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 20,
+        )  # fmt: skip
+        async for line in self.process.stdout:
+            if line.startswith(b"{"):
+                return json.loads(line)
+        raise RuntimeError("the worker's process ended before it said what it is")
+
+    async def close(self):
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
 
 
 def settings_of_decider():

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import signal
 
+import httpx
 import pytest
 
 from kappa.protocol import ERROR_EVENT
+from kappa.settings.routing import FailoverSettings, RouterSettings
 from router.api.app import Access
-from tests.router.cluster.conftest import MODEL, PortedNode
+from tests.router.cluster.conftest import MODEL, PortedNode, StoppableNode
 from tests.router.scripted import KEYS, OWN
 from tests.router.stream_worker import until
 
@@ -106,3 +109,64 @@ async def test_a_decider_that_goes_cuts_no_stream(cluster):
         assert not [line for line in rest if line.startswith(ERROR_EVENT)]
         assert (await here.http.post(CHAT, json=SAID)).status_code == 200
         assert json.loads((await here.http.get("/ready")).text) == {"workers": 1}
+
+
+# -- workers that hang ---------------------------------------------------------------------------
+
+SOON = RouterSettings(
+    index_blocks=10_000, max_queue=64, stale_after_s=3.0,
+    failover=FailoverSettings(stall_after_s=1.0),
+)  # fmt: skip
+LONG = {**SAID, "max_tokens": 200, "stream": True, "ignore_eos": True}
+
+
+async def streamed(http, node):
+    """A long answer from that node, which has begun: the rest of it, to be awaited."""
+    begun = asyncio.get_running_loop().create_future()
+
+    async def read():
+        lines = []
+        try:
+            async with http.stream("POST", CHAT, json=LONG) as answer:
+                async for line in answer.aiter_lines():
+                    if not begun.done():
+                        begun.set_result(answer.headers["x-kappa-node"])
+                    lines.append(line)
+        except httpx.HTTPError:
+            return [*lines, "cut"]
+        return [line for line in lines if line]
+
+    reading = asyncio.create_task(read())
+    return reading, await begun
+
+
+async def test_a_stopped_worker_loses_nothing_that_had_not_begun(cluster):
+    stopped = StoppableNode("a", 4.0)
+    async with cluster(stopped, PortedNode("b"), router=SOON) as here:
+        streams = [await streamed(here.http, "a") for _ in range(4)]
+        assert {node for _, node in streams} == {"a", "b"}
+        stopped.process.send_signal(signal.SIGSTOP)
+        answers = await asyncio.gather(*(here.http.post(CHAT, json=SAID) for _ in range(8)))
+        assert [one.status_code for one in answers] == [200] * 8
+        for reading, node in streams:
+            rest = await reading
+            assert rest[-1] == ("cut" if node == "a" else "data: [DONE]")
+        assert await stopped.process.wait() == -signal.SIGKILL
+        await until(lambda: not here.live.router.flights)
+
+
+async def test_a_hung_engine_loses_nothing_that_had_not_begun(cluster, tmp_path, monkeypatch):
+    faults = tmp_path / "faults.json"
+    monkeypatch.setenv("KAPPA_EMULATED_FAULTS", str(faults))
+    async with cluster(PortedNode("a"), PortedNode("b"), router=SOON) as here:
+        streams = [await streamed(here.http, "a") for _ in range(4)]
+        assert {node for _, node in streams} == {"a", "b"}
+        faults.write_text('{"a": {"hangs": true}}')
+        answers = await asyncio.gather(*(here.http.post(CHAT, json=SAID) for _ in range(8)))
+        assert [one.status_code for one in answers] == [200] * 8
+        for reading, node in streams:
+            rest = await reading
+            told = any(line.startswith(ERROR_EVENT) for line in rest)
+            assert rest[-1] == "data: [DONE]" and told == (node == "a")
+        faults.unlink()
+        await until(lambda: not here.live.router.flights)
