@@ -49,6 +49,8 @@ log = structlog.get_logger(__name__)
 
 # Of the requests that an engine took with it, in the error and in the log: the youngest.
 _IN_FLIGHT_NAMED = 16
+# A replica on a busy machine may not run for so long, and be well.
+_LEAST_SILENT_S = 5.0
 
 
 def configure_logs(plan: WorkerPlan) -> None:
@@ -158,7 +160,7 @@ class KappaServer(Measuring, LLMServer):
         """Serve the engine's application on a port of this worker's own."""
         assert self.engine is not None
         app = await self.engine.build_asgi_app()
-        fence(self._plan.silent_s)
+        fence(max(self._plan.silent_s, _LEAST_SILENT_S))
         client = getattr(self.engine, "_engine_client", None)
         if client is not None:
             from workers.vllm import incremental_prompts

@@ -34,6 +34,8 @@ _HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _SERVER_IDLE_S = 4.0
 # A decider that cannot be reached is asked again after so long, unless there is no other.
 _EJECTED_S, _LOOKED_S = 1.0, 0.2
+# A network may pause for so long; and more is more than Linux takes.
+_LEAST_LOST_S, _MOST_LOST_S = 5.0, 3600.0
 # The decider's answer may hold 1 MB for the worker's gate.
 _ANSWER_HEADERS_KB = 1088
 
@@ -186,6 +188,7 @@ def _servers(spec: GatewaySpec, away: str) -> Json:
 def _until_lost(lost_s: float) -> Json:
     """Of a machine that is gone nothing comes: its connections end when for so long none of their
     bytes (Linux' TCP_USER_TIMEOUT), and no probe, was acknowledged."""
+    lost_s = min(max(lost_s, _LEAST_LOST_S), _MOST_LOST_S)
     unacknowledged = {"level": 6, "name": 18, "int_value": round(1000 * lost_s)}
     probes = {
         "keepalive_time": max(round(lost_s / 2), 1),

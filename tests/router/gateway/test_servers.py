@@ -459,6 +459,18 @@ async def test_a_draining_server_ends_its_answers_and_gets_no_more():
         assert (got.body, got.cut) == (b"begun ended", False)
 
 
+@pytest.mark.parametrize("lost_s", [0.01, 10.0, 1e9])
+async def test_connections_end_with_a_machine_that_acknowledges_nothing(lost_s):
+    async with open_door(bounds=Bounds(lost_s=lost_s)) as door:
+        assert (await door.ask()).status == 200
+        told = json.loads(door.spec.bootstrap_file.read_text())["static_resources"]["clusters"][0]
+    probes = told["upstream_connection_options"]["tcp_keepalive"]
+    (option,) = told["upstream_bind_config"]["socket_options"]
+    bound_s = min(max(lost_s, 5.0), 3600.0)
+    sum_s = probes["keepalive_time"] + probes["keepalive_probes"] * probes["keepalive_interval"]
+    assert sum_s == pytest.approx(bound_s, abs=2.0) and option["int_value"] == 1000 * bound_s
+
+
 async def test_an_ipv6_server_is_reached():
     async with open_door((None,)) as door:
         server = door.servers[0]
