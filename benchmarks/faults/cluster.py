@@ -52,8 +52,7 @@ router: {max_queue: 200, request_timeout_s: 60, admission: false}
 """
 """Two vLLM workers, paced."""
 
-_PLANE = "http: {data_plane: envoy}\n"
-SETTINGS = {"emulated": EMULATED + _PLANE, "vllm": VLLM + _PLANE}
+SETTINGS = {"emulated": EMULATED, "vllm": VLLM}
 
 _TENANTS = ("operator", "honest", "hostile")
 CLOSED = f"""

@@ -26,7 +26,6 @@ engine: {kind: emulated, device_blocks: 400, max_context_tokens: 4096}
 dilation: 2
 nodes: [{name: pcie, profile: pcie}, {name: c2c, profile: c2c}]
 router: {max_queue: 800, request_timeout_s: 60, admission: false}
-http: {data_plane: envoy}
 """
 MIX = Mix(clients=8, documents=16, words=200)
 # The controller last: started anew it may give workers other ranks, and with them other names than
