@@ -35,6 +35,7 @@ SHOWN = [
     ("2026-11-23-bench-predict-layers.json", predict.show, "load"),
     ("2026-11-23-bench-predict-arithmetic.json", predict.show, "queue"),
     ("2026-11-23-bench-serve.json", serve.show, "stock_no_batching"),
+    ("2026-11-28-bench-serve-direct.json", serve.show, "direct"),
     ("2026-11-28-bench-serve-talks.json", serve.show, "32k follow-up"),
     ("2026-11-28-bench-serve-128k.json", serve.show, "128k follow-up"),
     ("2026-11-21-bench-validate.json", validate.show, "least_backlog"),
