@@ -40,19 +40,18 @@ from benchmarks.harness import (
     usage_errors,
 )
 from benchmarks.serving.processes import cpu_by_role, own_cpu_s
+from benchmarks.serving.prompts import (
+    MAX_TOKENS,
+    PROMPT_WORDS,
+    TALK_WORDS,
+    follow_up,
+    most_tokens,
+    opening,
+    prompt_text,
+)
 from benchmarks.serving.settings import Config, ModelName, bench_settings
 from deploy.commands.serve import running
 
-MAX_TOKENS = 16
-PROMPT_WORDS = {"short": 12, "1k": 970}
-"""Words in a prompt, by its name; the tiny model's tokenizer makes a token of each."""
-TALK_WORDS = {"8k": 8_000, "32k": 32_000, "128k": 128_000}
-"""Words of a conversation's first turn."""
-_MESSAGE_WORDS, _FOLLOW_UP_WORDS = 2_000, 12
-# Of a conversation as tokens: what else a template or another tokenizer makes of its words.
-_ROOM = 1.2
-
-_WORDS = ("the", "file", "test", "error", "value", "return", "class", "list", "name", "line")
 _WARM_UP_ROUNDS = 2
 OURS = "kappa"
 # CPU-ms a request, of a role that is shown.
@@ -174,29 +173,6 @@ class Round:
         return len(self.answers) / self.seconds
 
 
-def prompt_text(kind: str, random: Random) -> str:
-    """A prompt of common words behind a number, so that no two begin alike."""
-    words = random.choices(_WORDS, k=PROMPT_WORDS[kind])
-    return f"{random.getrandbits(48)} {' '.join(words)}"
-
-
-def opening(kind: str, random: Random) -> list[dict[str, str]]:
-    """The messages of a conversation's first turn, from both sides; none begins as another."""
-    left, messages = TALK_WORDS[kind], list[dict[str, str]]()
-    while left > 0 or len(messages) % 2 == 0:
-        words = random.choices(_WORDS, k=min(max(left, 1), _MESSAGE_WORDS))
-        role = "assistant" if len(messages) % 2 else "user"
-        messages.append({"role": role, "content": f"{random.getrandbits(48)} {' '.join(words)}"})
-        left -= len(words)
-    return messages
-
-
-def most_tokens(kind: str, requests: int) -> int:
-    """What a context must hold for so many turns of a prompt of this kind."""
-    turns = requests * (_FOLLOW_UP_WORDS + MAX_TOKENS + 32)
-    return int(_ROOM * (TALK_WORDS.get(kind, 0) + turns)) if kind in TALK_WORDS else 0
-
-
 def text_of(line: str) -> str:
     """The text in a server-sent event of a chat."""
     return str(_delta(line).get("content") or "")
@@ -259,10 +235,9 @@ class Bench:
             answers = []
             for _ in range(count):
                 answers.append(await self._chat(client, self.urls[system], talk))
-                words = " ".join(self.random.choices(_WORDS, k=_FOLLOW_UP_WORDS))
                 talk += [
                     {"role": "assistant", "content": answers[-1].text},
-                    {"role": "user", "content": words},
+                    {"role": "user", "content": follow_up(self.random)},
                 ]
             return answers
 

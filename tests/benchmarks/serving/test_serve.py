@@ -10,16 +10,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.serving.cluster import one_node, with_room
-from benchmarks.serving.serve import (
-    Answer,
-    Bench,
-    Round,
-    has_text,
-    most_tokens,
-    opening,
-    prompt_text,
-    summarize,
-)
+from benchmarks.serving.prompts import most_tokens, opening, prompt_text
+from benchmarks.serving.serve import Answer, Bench, Round, has_text, summarize
 from benchmarks.serving.stock import stock_app
 from deploy.app.model import Model
 from kappa.settings.cluster import load_settings
