@@ -42,7 +42,7 @@ SLO = PanelRow(
               "objective's period. Of the objective and target chosen above.", "none",
               (Query(f"(1 - {_WITHIN}) / (1 - $slo_target)", "burn rate"),), "stat", 4, 6,
               thresholds=(1.0, 6.0)),
-        Panel("Time to first token", "Seconds from the request's arrival at the ingress to its "
+        Panel("Time to first token", "Seconds from the request's arrival at the decider to its "
               "first token. Of a paced node: real seconds, dilated.", "s",
               spread(m.TTFT, where=NODE), width=8, height=6),
     ),

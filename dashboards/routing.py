@@ -181,7 +181,7 @@ POWER = PanelRow(
 )  # fmt: skip
 
 FAILOVER = PanelRow(
-    "Failures and several ingresses",
+    "Failures and several deciders",
     (
         Panel("Circuit breakers", "0: closed, 0.5: half open (a trial is under way), 1: open, the "
               "node gets nothing.", "none", (gauge_by_node(m.BREAKER_OPEN),), top=1.0),
@@ -191,7 +191,7 @@ FAILOVER = PanelRow(
         Panel("Tried elsewhere", "Requests per second that a node failed before their first token "
               "and another served, by why.", "reqps", (Query(rate(m.RETRIES, ("node", "why"), NODE),
                "{{node}} {{why}}"),), absent=RARE),
-        Panel("Sent by other ingresses", "Requests in flight that other ingress replicas sent.",
+        Panel("Sent by other deciders", "Requests in flight that other decider replicas sent.",
               "none", (Query(gauge(m.OTHERS_RESERVATIONS, "max"), "in flight"),), width=6),
         Panel("Prompts by where they were computed", "With prefill workers: handed over, kept by "
               "the decoding worker, or failed.", "reqps",

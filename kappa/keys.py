@@ -1,7 +1,7 @@
 """API keys as they are kept: by SHA-256 digest, written `sha256:HEX`, never compared as text.
 
 A key made by `new_key` holds 256 random bits, so one round of SHA-256 hides it as well as a slow
-hash would: there is no dictionary to try. Used by the settings, by the ingress' table of tenants
+hash would: there is no dictionary to try. Used by the settings, by the decider's table of tenants
 and by `kappa keys`.
 """
 

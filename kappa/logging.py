@@ -1,6 +1,6 @@
 """How every process writes its log: for people or as JSON, to standard output and a file.
 
-One call at start, in the ingress, in each replica and in each process of its engine, so that all
+One call at start, in the decider, in each replica and in each process of its engine, so that all
 write the same keys in the same order. The id of the request that a line belongs to comes from the
 context that the ASGI middleware binds. What JSON cannot hold becomes text; a line never fails.
 """

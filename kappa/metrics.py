@@ -263,7 +263,7 @@ ADDING: frozenset[str] = frozenset(
         TASK_RESTARTS, RECORD_DROPPED,
     )
 )  # fmt: skip
-"""What each of several ingresses counts of its own requests; the rest is in workers' reports."""
+"""What each of several deciders counts of its own requests; the rest is in workers' reports."""
 
 
 def document() -> str:
@@ -275,7 +275,7 @@ def document() -> str:
     ]
     head = (
         "# Metrics\n\n"
-        "`GET /metrics` on the ingress, in Prometheus' text form. Made from `kappa/metrics.py` by\n"
+        "`GET /metrics` on the decider, in Prometheus' text form. Made from `kappa/metrics.py` by\n"
         "`.venv/bin/python -c \"from kappa import metrics; print(metrics.document(), end='')\"`;\n"
         "a test keeps the two equal. Seconds of a paced node are real ones, dilated.\n\n"
         "| name | kind | labels | meaning |\n|---|---|---|---|\n"

@@ -34,7 +34,7 @@ ANNOUNCEMENT_KEY, LOAD_KEY = "kappa", "kappa_load"
 # How an event of a stream begins that tells an error.
 ERROR_EVENT = 'data: {"error"'
 
-# Under these keys the ingress' request metadata travels in vLLM's `SamplingParams.extra_args`:
+# Under these keys the decider's request metadata travels in vLLM's `SamplingParams.extra_args`:
 # its request id; the tenant and its weight; how many tokens the prompt has, and how many of them it
 # expects to find on the device, in the tiers behind it, and of these on disk alone; JSON of what
 # other workers charged ({tenant: [vram_s, gpu_s, link_s]}, cumulative).
@@ -49,7 +49,7 @@ CHARGES_KEY = "kappa_charges"
 # Seconds that the router predicts the request to take of the worker's link and gpu.
 LINK_S_KEY = "kappa_link_s"
 GPU_S_KEY = "kappa_gpu_s"
-# For engines that do not tokenize: the prompt as the ingress did (base64 of little-endian int32),
+# For engines that do not tokenize: the prompt as the decider did (base64 of little-endian int32),
 # and how its cached prefix is to come back, if the client asked.
 PROMPT_KEY = "kappa_prompt"
 PLAN_KEY = "kappa_plan"
@@ -199,9 +199,9 @@ class Admission(_ReportRow, frozen=True):
 
 
 class Arrival(_ReportRow, frozen=True):
-    """A request is at the worker, whichever ingress sent it, with what that ingress expected.
+    """A request is at the worker, whichever decider sent it, with what that decider expected.
 
-    Tokens of the prompt by source, as expected; all zero where the ingress knew nothing of it.
+    Tokens of the prompt by source, as expected; all zero where the decider knew nothing of it.
     disk_tokens: of `host_tokens`. max_tokens: the client's bound on generated tokens, 0 if it gave
     none. prefilled: its prompt is done.
     """

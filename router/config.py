@@ -45,7 +45,7 @@ class RouterConfig:
     queues are arithmetic (`router.pricing`), which costs microseconds. calibrate_requests: after so
     many first tokens nothing is learnt any more. admission: reject requests that would miss their
     objective (`router.admission`). objective: that, and what workers are priced by. first: where
-    the order of workers begins, from 0 to below 1; ingresses that share workers take different
+    the order of workers begins, from 0 to below 1; deciders that share workers take different
     ones, so that ties are broken differently.
     planner_of: makes the load planner that a worker announces; without one such workers are
     refused.

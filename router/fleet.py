@@ -28,7 +28,7 @@ _MORE_RECORDS = 8
 class Flight:
     """A request in flight, from its reservation until it ends; seconds are real ones.
 
-    own: this router sent it; else a worker reported it, and another ingress sent it.
+    own: this router sent it; else a worker reported it, and another decider sent it.
     link_s, gpu_s, new_tokens, fetch_tokens: what it put on its worker and takes away again.
     prefilled: its prompt is done, as its worker or its stream reported.
 

@@ -180,7 +180,7 @@ class Pool:
     def invalidate(self, worker: str, now_s: float) -> None:
         """Nothing that a worker reported is true any more: its blocks, and what others sent it.
 
-        What this router sent there itself stays, until its ingress releases it.
+        What this router sent there itself stays, until its decider releases it.
         """
         state = self.workers.get(worker)
         if state is None:
@@ -190,7 +190,7 @@ class Pool:
             self.finish(flight, now_s)
 
     def report(self, report: WorkerReport, now_s: float) -> None:
-        """A worker measured something, or reports what other ingresses sent it."""
+        """A worker measured something, or reports what other deciders sent it."""
         state = self.workers.get(report.worker)
         if state is None:
             return
@@ -217,7 +217,7 @@ class Pool:
             there = {arrival.request_id for arrival in report.in_flight}
             gone += [f for name, f in state.flights.items() if name not in there]
         for flight in gone:
-            # Of its own requests the ingress knows itself when they are over.
+            # Of its own requests the decider knows itself when they are over.
             if not flight.own and flight.request_id in state.flights:
                 self.finish(flight, now_s)
         self._reserve_remote(report.worker, report.in_flight or (), now_s)
@@ -303,7 +303,7 @@ class Pool:
         self.config.policy.progressed(flight.request_id, now_s, ended=True)
 
     def _reserve_remote(self, worker: str, arrivals: Iterable[Arrival], now_s: float) -> None:
-        """Put other ingresses' requests where they went, priced as if this router had sent them."""
+        """Put other deciders' requests where they went, priced as if this router had sent them."""
         model = self.workers[worker].model
         for arrival in arrivals:
             # A client may use one id twice; the second is then not seen, and nothing is confused.
@@ -367,7 +367,7 @@ class Pool:
         return sum(flight.own for flight in self.flights_on(worker))
 
     def remote_in_flight_on(self, worker: str) -> int:
-        """Requests in flight on one worker that other ingresses sent."""
+        """Requests in flight on one worker that other deciders sent."""
         return sum(not flight.own for flight in self.flights_on(worker))
 
     def longest_wait_s(self, worker: str) -> float:

@@ -1,4 +1,4 @@
-"""Where a request's time went: the moments that the ingress notes, turned into spans. Pure.
+"""Where a request's time went: the moments that the decider notes, turned into spans. Pure.
 
 What passed between sending a request and its first token is split by what its worker reported it
 spent: those seconds are measured, but not when they were, so their places within the wait are
@@ -87,7 +87,7 @@ class Span:
     name: str
     start_s: float
     end_s: float
-    parent: str = "ingress"
+    parent: str = "decider"
     derived: bool = False
     attributes: Mapping[str, Value] = field(default_factory=dict)
 
@@ -169,7 +169,7 @@ def spans_of(timeline: RequestTimeline, record: DecisionRecord | None = None) ->
         "kappa.request_id": t.request_id, "kappa.tenant": t.tenant, "kappa.end": t.end,
         "http.response.status_code": t.status, "kappa.attempts": len(t.attempts),
     }  # fmt: skip
-    found = [Span("ingress", t.received_s, t.ended_s, "", attributes=about)]
+    found = [Span("decider", t.received_s, t.ended_s, "", attributes=about)]
 
     def add(name: str, start_s: float, end_s: float, attributes: Mapping[str, Value]) -> None:
         found.append(Span(name, start_s, max(end_s, start_s), attributes=dict(attributes)))

@@ -1,5 +1,5 @@
 """Which requests are in a replica, and how much work of its worker they ask for. Each is reported
-when it comes and when it is over, so every router knows of those that others sent. The ingress also
+when it comes and when it is over, so every router knows of those that others sent. The decider also
 sends the seconds that it predicted: from these the autoscaler learns backlog and demand."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class InFlight:
         return len(self._entries)
 
     def arrived(self, body: Any, now_s: float) -> str:
-        """A request came; returns the id to end it by, "" if no ingress of ours sent it."""
+        """A request came; returns the id to end it by, "" if no decider of ours sent it."""
         metadata: Mapping[str, Any] = getattr(body, "vllm_xargs", None) or {}
         request_id = str(metadata.get(REQUEST_ID_KEY, ""))
         if not request_id:

@@ -54,7 +54,7 @@ class ReportTotals:
 
     def take(self, now_s: float) -> WorkerReport:
         """The report so far; its per-report lists start anew. Charges are those that changed; now
-        and then all, for an ingress that missed some."""
+        and then all, for a decider that missed some."""
         self._charged.update(self._charges)
         everything = now_s - self._reported_all_s >= _REPORT_ALL_EVERY_S
         if everything:

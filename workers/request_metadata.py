@@ -1,4 +1,4 @@
-"""What the ingress sent along with a request, as `vllm_xargs` of a body or
+"""What the decider sent along with a request, as `vllm_xargs` of a body or
 `SamplingParams.extra_args`. Nothing in it may end an engine: what cannot be read counts as not
 sent."""
 
@@ -19,7 +19,7 @@ _MAX_NUMBER = 2.0**63
 
 
 def request_id_of(sampling_params: Any) -> str:
-    """The ingress' request id; "" if none."""
+    """The decider's request id; "" if none."""
     return str((getattr(sampling_params, "extra_args", None) or {}).get(REQUEST_ID_KEY, ""))
 
 

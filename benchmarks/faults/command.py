@@ -1,6 +1,6 @@
 """`kappa faults`: things that go wrong, done to clusters started for it; each passes or fails.
 
-The real stack under load: Ray Serve, ingress, router, report streams, HTTP. Engines are emulated
+The real stack under load: Ray Serve, decider, router, report streams, HTTP. Engines are emulated
 where the catalogue says so, else vLLM's. One line per fault; the exit code is 1 if a promise was
 broken.
 """

@@ -164,7 +164,7 @@ KINDS: Mapping[str, Kind] = {
     "n_times_prompts": Kind("n times prompts", _n_times_prompts),
     "stream_interval": Kind("streams in one piece", _one_piece),
     "grammars": Kind("grammars slow to compile", _grammars),
-    "untokenizable": Kind("prompts not tokenized at the ingress", _untokenizable),
+    "untokenizable": Kind("prompts not tokenized at the decider", _untokenizable),
     "stray_messages": Kind("completions with messages", _stray_messages),
     "templates": Kind("templates of the client",
                       partial(_chats, count=4, words=5, chat_template=_LOOP), clients=4),

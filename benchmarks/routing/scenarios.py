@@ -280,10 +280,10 @@ class _DeficitRouter:
 def _two_routers(seed: int) -> Arms:
     """Two tenants of weights 4 and 1 keep one engine busy; each router sees one of them."""
     return {
-        "a router's queues, ingress even": _shares(seed, skewed=False, rule="fcfs"),
-        "a router's queues, ingress skewed": _shares(seed, skewed=True, rule="fcfs"),
-        "fair in the engine, ingress even": _shares(seed, skewed=False, rule="fair"),
-        "fair in the engine, ingress skewed": _shares(seed, skewed=True, rule="fair"),
+        "a router's queues, decider even": _shares(seed, skewed=False, rule="fcfs"),
+        "a router's queues, decider skewed": _shares(seed, skewed=True, rule="fcfs"),
+        "fair in the engine, decider even": _shares(seed, skewed=False, rule="fair"),
+        "fair in the engine, decider skewed": _shares(seed, skewed=True, rule="fair"),
     }
 
 

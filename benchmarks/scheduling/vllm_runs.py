@@ -235,7 +235,7 @@ class Engine:
         params = SamplingParams(
             max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            # As the ingress would: who it is, and what it expects the host tier to hold.
+            # As the decider would: who it is, and what it expects the host tier to hold.
             extra_args={
                 REQUEST_ID_KEY: name, TENANT_KEY: f"{request.tenant}.{name.partition('-')[0]}",
                 HOST_TOKENS_KEY: request.prefix_tokens,

@@ -51,7 +51,7 @@ _WATCH_EVERY_S = 2.0
 _REPORTED_S = 1.0
 _NOTE_EVERY_S = 15.0
 _MAX_IN_FLIGHT = 14
-# Decisions fetched while a phase runs: few, since the ingress that makes them is being measured.
+# Decisions fetched while a phase runs: few, since the decider that makes them is being measured.
 _RECENT = 64
 _READING = 4
 _DOCUMENTS = 24

@@ -58,7 +58,7 @@ def build_app(
     from ray import serve
 
     from router.api.request import EndpointModel
-    from router.api.start import IngressSettings, access_of, tenants_table
+    from router.api.start import DeciderSettings, access_of, tenants_table
 
     limits, replicas = settings.router, settings.http.replicas
     secret = _front_secret()
@@ -84,7 +84,7 @@ def build_app(
     )
     return decider.bind(
         pools=workers,
-        kappa=IngressSettings(
+        kappa=DeciderSettings(
             models=tuple(served),
             secret=secrets.token_hex(16),  # of its hashes: new at every start
             router=limits,

@@ -168,7 +168,7 @@ def workers(s: Snapshot) -> Verdict:
 
 
 def clock(s: Snapshot) -> Verdict:
-    """How far workers' clocks are from the ingress', as of their starts."""
+    """How far workers' clocks are from the decider's, as of their starts."""
     skews = {n["node"]: abs(n["clock_skew_s"]) for n in s.nodes or () if n.get("clock_skew_s")}
     if not skews:
         return Verdict("skip", "no worker has reported")

@@ -85,7 +85,7 @@ def demo(
     # Every policy serves all of the requests.
     router = settings.router.model_copy(update={"admission": False})
     settings = settings.model_copy(update={"router": router})
-    # A log of decisions replays under one policy; of several ingresses one alone would change.
+    # A log of decisions replays under one policy; of several deciders one alone would change.
     compare = compare and settings.router.record is None and settings.http.replicas == 1
     with running(settings) as cluster:
         show(cluster.url, chats, max_tokens, json_output, cluster.use_policy if compare else None)

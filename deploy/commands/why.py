@@ -18,10 +18,10 @@ from deploy.commands.console import ApiKey, Json, cluster_at, fail, print_json, 
 _WIDTH = 48
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _TIMEOUT_S = 30.0
-_DEPTHS = {"": "", "ingress": "  "}
+_DEPTHS = {"": "", "decider": "  "}
 # (name of a span, what it is called, what took the time if it was the longest)
 _SPANS = {
-    "ingress": ("whole request", ""),
+    "decider": ("whole request", ""),
     "tokenize": ("tokenize", "reading its prompt"),
     "decide": ("decide", "the decision"),
     "first_token": ("to first token", "its node, which did not say on what"),
@@ -64,7 +64,7 @@ def picture(account: Mapping[str, Any], width: int = _WIDTH) -> Iterator[str]:
         yield from _foreseen(account)
     spans = timeline.get("spans")
     if not spans:
-        known = "it is still under way" if timeline else "this ingress kept no timeline of it"
+        known = "it is still under way" if timeline else "this decider kept no timeline of it"
         yield f"no spans: {known}"
         return
     start_s, whole_s = spans[0]["start_s"], spans[0]["seconds"]

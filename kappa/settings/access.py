@@ -38,14 +38,14 @@ class TenantSettings(Section):
 
     by_key: secret key, or `sha256:` and its digest -> tenant; a tenant may have several. keys_file:
     the same as a YAML file of its own (`key: tenant`, one per line), so that the settings hold no
-    secret; the ingress reads it again when it changes. weights: shares. limits, priorities: by
+    secret; the decider reads it again when it changes. weights: shares. limits, priorities: by
     tenant.
     """
 
     by_key: dict[SecretStr, TenantName] = Field(default_factory=dict)
     keys_file: str | None = None
     keys_check_s: Finite = Field(
-        2.0, gt=0, le=3600, description="how often the ingress looks whether keys_file has changed"
+        2.0, gt=0, le=3600, description="how often the decider looks whether keys_file has changed"
     )
     weights: dict[TenantName, Annotated[Finite, Field(gt=0)]] = Field(default_factory=dict)
     priorities: dict[TenantName, TenantClasses] = Field(

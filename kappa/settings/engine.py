@@ -206,8 +206,8 @@ NOT_IN_EXTRA = {
     "enable_prefix_caching": "it is always on: routing is by cached prefixes",
     "model": "give model.source",
     "served_model_name": "give model.id",
-    "lora_modules": "give model.adapters: the ingress keeps their prefixes apart",
-    "tokenizer": "the ingress hashes the tokens of model.source's own",
+    "lora_modules": "give model.adapters: the decider keeps their prefixes apart",
+    "tokenizer": "the decider hashes the tokens of model.source's own",
     "data_parallel_size": "each replica is one engine: give the pool more replicas",
     "distributed_executor_backend": "Ray Serve LLM chooses it",
 }

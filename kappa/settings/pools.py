@@ -1,6 +1,6 @@
 """Pools: workers with the same engine arguments on nodes of one kind, how many, and where.
 
-A pool serves the cluster's model or names one of its own, and the ingress chooses across all pools
+A pool serves the cluster's model or names one of its own, and the decider chooses across all pools
 of the model that a request asks for. `nodes` of the cluster file is the short form: each of them
 becomes a pool of one.
 """

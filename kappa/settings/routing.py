@@ -1,4 +1,4 @@
-"""How requests are routed, and the limits of the ingress."""
+"""How requests are routed, and the limits of the decider."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ObjectiveSettings(Section):
 
 
 class RouterSettings(Section):
-    """How requests are routed, and the limits of the ingress."""
+    """How requests are routed, and the limits of the decider."""
 
     policy: PolicyName = "priced"
     mode: str = Field(

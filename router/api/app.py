@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 # Whose errors have Anthropic's shape.
 MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _BODY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *MESSAGES_PATHS)
-# What makes engines work, or the ingress: counted against a tenant's limits.
+# What makes engines work, or the decider: counted against a tenant's limits.
 _LIMITED_PATHS = (*_BODY_PATHS, "/v1/route", "/v1/decisions")
 # What probes ask, who have no key, and the page, which holds no data.
 _OPEN_PATHS = ("/", "/health", "/ready")
@@ -57,9 +57,9 @@ _SETTLED_S = 0.5
 
 @dataclass(slots=True)
 class Access:
-    """What an ingress replica knows of who may ask, how much, and in what size.
+    """What a decider replica knows of who may ask, how much, and in what size.
 
-    replicas: so many ingresses share every tenant's limits. max_outstanding_bodies: requests at a
+    replicas: so many deciders share every tenant's limits. max_outstanding_bodies: requests at a
     time whose bodies have not arrived. limit_all: also what is only passed on is limited.
     """
 
@@ -299,7 +299,7 @@ class Gate:
         """The whole body; None if the client left.
 
         Only so many are awaited at a time, shared among tenants, or among addresses where there are
-        no keys: each holds one of the ingress' slots. Raises ApiError 408, 413 or 429.
+        no keys: each holds one of the decider's slots. Raises ApiError 408, 413 or 429.
         """
         holder, who = object(), f"tenant {tenant.name}"
         if scope["method"] not in ("GET", "HEAD"):
@@ -377,7 +377,7 @@ class _Reply:
 
 
 class Keyring:
-    """The tenants as an ingress knows them now: the table of its start, and the keys file as it is.
+    """The tenants as a decider knows them now: the table of its start, and the keys file as it is.
 
     The file is looked at, not watched: at most every `check_s` seconds, by the request that comes
     then, so nothing runs beside; it is read on a thread. While it cannot be read, is faulty, or

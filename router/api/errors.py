@@ -137,7 +137,7 @@ UNKNOWN_MODEL = Fault(
     "The model {model!r} does not exist; this cluster serves {served}.", "model")
 UNKNOWN_REQUEST = Fault(
     404, "request_not_found",
-    "No request {request_id!r} is remembered here: it is another tenant's, another ingress "
+    "No request {request_id!r} is remembered here: it is another tenant's, another decider "
     "replica's, too long ago, or was never seen.",
     "request_id")
 INVALID_JSON = Fault(400, "invalid_json", "The request body is not valid JSON: {why}.")

@@ -1,6 +1,6 @@
-"""Endpoints that show what the live router knows, of the ingress and of `kappa route` alike.
+"""Endpoints that show what the live router knows, of the decider and of `kappa route` alike.
 
-With several ingresses each knows its own decisions and counters: the one that gets a request
+With several deciders each knows its own decisions and counters: the one that gets a request
 queries all of them (`Face.of_all`).
 """
 
@@ -34,13 +34,13 @@ class Face:
         return JSONResponse({"workers": count}, status_code=200 if count else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus metrics, of all ingresses together."""
+        """Prometheus metrics, of all deciders together."""
         self._asgi_app = request.app
         answers = await self.of_all("metrics")
         text = answers[0]
         if len(answers) > 1:
             # It imports Ray, which `kappa route` does without.
-            from router.live.ingresses import merged
+            from router.live.deciders import merged
 
             text = merged(answers)
         return Response(text, media_type="text/plain; version=0.0.4")
@@ -83,14 +83,14 @@ class Face:
         operator = inbound_of(request).tenant.operator
         return JSONResponse(status.explanation(decision, operator=operator))
 
-    # -- what other ingresses ask ---------------------------------------------------------------
+    # -- what other deciders ask ---------------------------------------------------------------
 
     async def of_all(self, what: str, *args: Any) -> list[Any]:
-        """Every ingress' answer to `for_ingresses`; here the only one's."""
-        return [await self.for_ingresses(what, *args)]
+        """Every decider's answer to `for_deciders`; here the only one's."""
+        return [await self.for_deciders(what, *args)]
 
-    async def for_ingresses(self, what: str, *args: Any) -> Any:
-        """What this ingress alone knows: its `metrics`, its last `decisions`, or one `decision`."""
+    async def for_deciders(self, what: str, *args: Any) -> Any:
+        """What this decider alone knows: its `metrics`, its last `decisions`, or one `decision`."""
         live = self._live()
         match what:
             case "metrics":
@@ -100,7 +100,7 @@ class Face:
                 return status.newest_decisions(live, *args)
             case "decision":
                 return self._account(*args)
-        raise ValueError(f"an ingress asked for {what!r}, which this one does not know")
+        raise ValueError(f"a decider asked for {what!r}, which this one does not know")
 
     def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
         """Whose a request is, and what became of it, as far as it is known."""

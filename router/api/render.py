@@ -1,4 +1,4 @@
-"""From a request's body to the token ids that the engine will compute, once, at the ingress.
+"""From a request's body to the token ids that the engine will compute, once, at the decider.
 
 Uses the model's own tokenizer and chat template (`router.api.tokenizer`), as the engine does. What
 it cannot render for sure (images) it does not guess: routing then fails open, and charges and
@@ -225,7 +225,7 @@ class _MuchIsNew(Exception):  # for another lane, not a fault
 
 
 class Tokenizing:
-    """Turns prompts into tokens for all requests of an ingress, whichever model they ask for.
+    """Turns prompts into tokens for all requests of a decider, whichever model they ask for.
 
     A thread renders a prompt and encodes what is new of it, if that is short. Else processes encode
     it, one for each core at most; each takes one prompt at a time.

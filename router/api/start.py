@@ -1,6 +1,6 @@
-"""What the ingress is configured with, and the start and stop of its live router.
+"""What the decider is configured with, and the start and stop of its live router.
 
-`IngressSettings` are plain values, sent with the deployment; `deploy` makes them from a cluster's
+`DeciderSettings` are plain values, sent with the deployment; `deploy` makes them from a cluster's
 settings, of which whole sections stand in them as they are. The live router must be made on the
 event loop that it lives on, which is the one of the first health check or request. Until Ray has
 made the router of a handle nobody posts announcements, so it is woken.
@@ -36,11 +36,11 @@ _DRAIN_MARGIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class IngressSettings:
-    """What the ingress is configured with.
+class DeciderSettings:
+    """What the decider is configured with.
 
     models: that it serves, in the cluster file's order. drain_s: the longest that any pool's worker
-    may take to finish its requests when it is taken away; replicas: how many ingresses there are.
+    may take to finish its requests when it is taken away; replicas: how many deciders there are.
     """
 
     models: tuple[EndpointModel, ...]
@@ -83,7 +83,7 @@ def tenants_table(t: TenantSettings, own: Mapping[bytes, str] | None = None) -> 
 
 
 def access_of(settings: FaceSettings, own: Mapping[bytes, str] | None = None) -> Access:
-    """What every ingress replica knows of who may send requests, how many, and in what size."""
+    """What every decider replica knows of who may send requests, how many, and in what size."""
     t, a = settings.tenants, settings.access
     allowances = {name: Allowance(**limits.model_dump()) for name, limits in t.limits.items()}
     return Access(
@@ -104,8 +104,8 @@ def access_of(settings: FaceSettings, own: Mapping[bytes, str] | None = None) ->
     )
 
 
-def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
-    """The pure router's part of the settings, for the ingress of this rank."""
+def router_config(settings: DeciderSettings, rank: int = 0) -> RouterConfig:
+    """The pure router's part of the settings, for the decider of this rank."""
     given = settings.router
     return RouterConfig(
         policy=policy_named(given.policy),
@@ -122,7 +122,7 @@ def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
     )
 
 
-def member_rule(settings: IngressSettings) -> MembershipRule:
+def member_rule(settings: DeciderSettings) -> MembershipRule:
     """When a worker counts as gone."""
     rule = settings.router.failover
     return MembershipRule(
@@ -136,8 +136,8 @@ def member_rule(settings: IngressSettings) -> MembershipRule:
     )
 
 
-def record_file(settings: IngressSettings, rank: int) -> str | None:
-    """Where the ingress of this rank writes its log: each its own, where there are several."""
+def record_file(settings: DeciderSettings, rank: int) -> str | None:
+    """Where the decider of this rank writes its log: each its own, where there are several."""
     if settings.router.record is None or settings.replicas == 1:
         return settings.router.record
     path = Path(settings.router.record)
@@ -148,10 +148,10 @@ class LiveStart:
     """The live router, made at the first call."""
 
     def __init__(
-        self, settings: IngressSettings, wake: Callable[[], Awaitable[None]], rank: int = 0
+        self, settings: DeciderSettings, wake: Callable[[], Awaitable[None]], rank: int = 0
     ) -> None:
         """`wake`: has Ray announce the workers; runs once, beside everything else. `rank`: which
-        of the ingresses this is."""
+        of the deciders this is."""
         self._settings, self._wake, self._rank = settings, wake, rank
         self._live: LiveRouter | None = None
         self._waking: asyncio.Future[None] | None = None
@@ -170,7 +170,7 @@ class LiveStart:
     async def known(self, within_s: float) -> bool:
         """Wait until what the workers hold is known, at most so long; whether it is.
 
-        Nobody should be sent to an ingress that has only just begun to ask.
+        Nobody should be sent to a decider that has only just begun to ask.
         """
         live = self()
         with contextlib.suppress(TimeoutError):

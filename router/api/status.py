@@ -120,7 +120,7 @@ def _refresh_tenants(live: LiveRouter, known: Tenants) -> None:
 def _refresh_refusals(live: LiveRouter, state: Any) -> None:
     """Bring in what was refused before it was a request, from the application's `state`."""
     door = getattr(state, "door", None)
-    if door is None:  # another ingress asks before any request came here
+    if door is None:  # another decider asks before any request came here
         return
     live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=door.keys_refused)
     for (tenant, code), count in door.refused.items():

@@ -241,7 +241,7 @@ class Lease:
 
 @dataclass(slots=True)
 class TenantLimiter:
-    """Every tenant's allowance and what it has left; each of several ingresses grants its share."""
+    """Every tenant's allowance and what it has left; each of several deciders grants its share."""
 
     default: Allowance = Allowance()
     by_tenant: Mapping[str, Allowance] = field(default_factory=dict)
@@ -341,7 +341,7 @@ class Places:
 
     def take(self, holder: Hashable, tenant: Tenant, elsewhere: int = 0) -> bool:
         """Take a place for `holder` until it leaves; False: it gets none. elsewhere: places taken
-        at other ingresses."""
+        at other deciders."""
         full = len(self._held) + elsewhere >= self.limit
         if full and (not self.shared or self._has_its_share(tenant, elsewhere)):
             return False

@@ -1,6 +1,6 @@
 """The model's own tokenizer and chat template, from plain values to token ids; and as a program.
 
-`python -m router.api.tokenizer SOURCE...` tokenizes long prompts for an ingress. Its standard input
+`python -m router.api.tokenizer SOURCE...` tokenizes long prompts for a decider. Its standard input
 is a socket, on which frames come as `multiprocessing.connection` sends them. It dies with its
 parent, and each prompt may take only so much memory; its other side is `router.api.render`. So this
 file imports little: no Ray, no vLLM, no torch.
@@ -160,7 +160,7 @@ def keep_models_away() -> None:
 
 
 def main(sources: Sequence[str], load: Callable[[str], Any] = PromptTokenizer) -> None:
-    """Load the tokenizers of `sources` and serve on standard input until the ingress is gone.
+    """Load the tokenizers of `sources` and serve on standard input until the decider is gone.
 
     A question is a prompt (`plain`) or `texts` that are parts of one. Answers are ids as
     little-endian int32 after a space, of texts behind their number and lengths; or a JSON object

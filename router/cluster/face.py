@@ -20,10 +20,10 @@ from router.api.face import Face
 from router.api.reading import read
 from router.api.render import PromptRenderer, Tokenizing
 from router.api.request_path import RequestPath
-from router.api.start import IngressSettings, LiveStart
+from router.api.start import DeciderSettings, LiveStart
 from router.api.tenants import Places
 from router.cluster.ports import WorkerPorts
-from router.live.ingresses import Ingresses
+from router.live.deciders import Deciders
 from router.live.records import DecisionRecord
 from router.policy import policy_named
 from router.telemetry import Telemetry
@@ -43,7 +43,7 @@ class ClusterFace(Face):
     _ports: WorkerPorts
     _pools: Mapping[str, Any]
 
-    def _wire(self, settings: IngressSettings, renderers: Mapping[str, PromptRenderer]) -> None:
+    def _wire(self, settings: DeciderSettings, renderers: Mapping[str, PromptRenderer]) -> None:
         try:
             rank = int(serve.get_replica_context().rank.rank)
         except RayServeException:  # outside of Ray Serve
@@ -51,7 +51,7 @@ class ClusterFace(Face):
         self._known = settings.tenants
         self._live = LiveStart(settings, self._wake_router, rank)
         self._checked = False
-        self._ingresses = Ingresses(settings.replicas, "for_ingresses")
+        self._deciders = Deciders(settings.replicas, "for_deciders")
 
         def record_of(request_id: str) -> DecisionRecord | None:
             return self._live().records.get(request_id)
@@ -116,7 +116,7 @@ class ClusterFace(Face):
 
     async def of_all(self, what: str, *args: Any) -> list[Any]:
         """Every decider' answer, as far as they can be reached."""
-        return await self._ingresses.call(self.for_ingresses, what, *args)
+        return await self._deciders.call(self.for_deciders, what, *args)
 
     def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
         return self._telemetry.tenant(request_id), self._telemetry.account(request_id)

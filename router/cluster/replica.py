@@ -20,7 +20,7 @@ from router.api.app import Access, Door, make_app
 from router.api.reading import prepare
 from router.api.render import PromptRenderer
 from router.api.request import model_of
-from router.api.start import IngressSettings
+from router.api.start import DeciderSettings
 from router.api.tokenizer import keep_models_away
 from router.cluster.face import FIRST_SIGHT_S, OWN, ClusterFace
 from router.cluster.paths import DECIDED
@@ -45,7 +45,7 @@ class KappaDecider(ClusterFace):
     """Decides for one Envoy, alone or with others, and answers its own paths."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits constructors
-        self, pools: dict[str, Any], *, kappa: IngressSettings, access: Access, spec: GatewaySpec,
+        self, pools: dict[str, Any], *, kappa: DeciderSettings, access: Access, spec: GatewaySpec,
         secret: str,
     ) -> None:  # fmt: skip
         """`secret`: the cluster's, which workers demand."""
@@ -58,7 +58,7 @@ class KappaDecider(ClusterFace):
         prepare()
 
     async def _open(
-        self, kappa: IngressSettings, access: Access, spec: GatewaySpec, secret: str
+        self, kappa: DeciderSettings, access: Access, spec: GatewaySpec, secret: str
     ) -> None:
         live, router = self._live(), kappa.router
         door, scene = Door(access), ClusterScene(self._path, kappa.transfer, spec, secret)

@@ -57,7 +57,7 @@ class _Face(Face):
         return JSONResponse({"status": "healthy"})
 
     async def listed(self, request: Request) -> Response:
-        """As `decisions`, whose parameters FastAPI reads for the ingress."""
+        """As `decisions`, whose parameters FastAPI reads for the decider."""
         text = request.query_params.get("limit", "100")
         if not text.isascii() or not text.isdigit() or len(text) > 9:
             raise errors.bad_field("limit", "give a whole number")

@@ -29,7 +29,7 @@ from router.api import errors
 from router.api.errors import ApiError
 from router.api.metadata import CONVERSATION_KEYS
 from router.api.reading import read
-from router.api.start import IngressSettings, member_rule, router_config
+from router.api.start import DeciderSettings, member_rule, router_config
 from router.api.tenants import EVERYBODY, Tenant
 from router.decision import Decision, NoWorkerError, RouteRequest
 from router.front.backend import TOKENIZED_FIELDS, Backend
@@ -133,13 +133,13 @@ class Front:
 
     async def __aenter__(self) -> Front:
         settings = self.settings
-        ingress = IngressSettings(
+        decider = DeciderSettings(
             models=(), secret=secrets.token_hex(16), router=settings.router,
             observing=settings.observing,
         )  # fmt: skip
-        rule = replace(member_rule(ingress), follow=self._follow)
+        rule = replace(member_rule(decider), follow=self._follow)
         self.live = LiveRouter(
-            router_config(ingress), None, rule, registry=self._registry,
+            router_config(decider), None, rule, registry=self._registry,
             counting=settings.observing.metrics, request_log=settings.observing.request_log,
         )  # fmt: skip
         self.rollout = FrontRollout(settings, self.live, self._caches)

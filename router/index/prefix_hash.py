@@ -1,6 +1,6 @@
 """Prefix hashes of token sequences, one per full block, in one compiled loop.
 
-The ingress hashes each prompt with these to look up in the prefix index who holds it; the index
+The decider hashes each prompt with these to look up in the prefix index who holds it; the index
 computes the same hashes from the token ids in KV events. They never decide what KV is reused
 (engines trust their own hashes), so a collision costs one wrong prediction, not a wrong answer.
 
@@ -47,7 +47,7 @@ ROOT = HashState(0, 0)
 
 
 def secret_from_seed(seed: bytes | str) -> int:
-    """A 64-bit hasher secret from any seed; all ingress replicas that share a seed agree."""
+    """A 64-bit hasher secret from any seed; all decider replicas that share a seed agree."""
     raw = seed.encode() if isinstance(seed, str) else seed
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"kappa-secret").digest())
 

@@ -1,6 +1,6 @@
 """What every tenant was charged in the whole cluster, added up from the workers' own counters.
 
-Workers charge alone; an ingress sends each, with its requests, what the others charged: else a
+Workers charge alone; a decider sends each, with its requests, what the others charged: else a
 tenant would multiply its share by spreading. If one worker keeps the weighted charges of two
 tenants that both wait there within U seconds of each other, W workers keep them within U + (W - 1)
 * L / w in all; L is the age of its newest report, w the lesser weight; a worker charges a tenant at

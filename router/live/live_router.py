@@ -1,5 +1,5 @@
 """The pure router in a running cluster: keeps time, counts, and remembers decisions and their
-outcomes for a while (`GET /v1/decisions`). Lives on the ingress' event loop and nowhere else."""
+outcomes for a while (`GET /v1/decisions`). Lives on the decider's event loop and nowhere else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Explained(NamedTuple):
 
 
 class LiveRouter:
-    """What the ingress talks to."""
+    """What the decider talks to."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class LiveRouter:
         self.records.add(record)
 
     def sent_as(self, request_id: str) -> str:
-        """A new id for a request at its worker. Clients choose their ids, so two ingresses may have
+        """A new id for a request at its worker. Clients choose their ids, so two deciders may have
         one each of the same; what a worker reports must not be taken for the other's."""
         return f"{request_id}{SENT_MARK}{self._nonce}-{next(self._sent)}"
 

@@ -2,7 +2,7 @@
 
 One that seems gone, by its connection or its reports, is not chosen (its breaker is open), what
 waited for it is tried elsewhere, what it reported is invalid. One that Ray took off the registry
-with its connection standing drains: it stays until its requests have ended. On the ingress' event
+with its connection standing drains: it stays until its requests have ended. On the decider's event
 loop."""
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Membership:
         return bool(self._members) and all(m.subscriber.synced for m in self._members.values())
 
     def fault(self) -> str:
-        """Why this ingress can follow the workers no more and should be replaced; empty: it can. A
+        """Why this decider can follow the workers no more and should be replaced; empty: it can. A
         single worker that cannot be read is that worker's fault as likely as ours; if no connected
         one can, it is ours."""
         if self._watch.done():
@@ -233,7 +233,7 @@ class Membership:
             self.waits.lose(worker, ENGINE_DIED, begun=False)
 
     def ended(self, worker: str) -> None:
-        """A request that this ingress had on the worker ended: one that drains may go."""
+        """A request that this decider had on the worker ended: one that drains may go."""
         member = self._members.get(worker)
         if member is not None and member.draining and not self._router.in_flight_on(worker):
             self._leave(worker, "drained")

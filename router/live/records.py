@@ -15,7 +15,7 @@ from router.rollout import Arm, ShadowDecision
 MEMORY = 4096
 
 SENT_MARK = "~"
-"""Stands in an id that workers are given before what no other ingress, and no client, knows."""
+"""Stands in an id that workers are given before what no other decider, and no client, knows."""
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class Records(OrderedDict[str, DecisionRecord]):
 
     def own(self, sent_as: str) -> str:
         """The request that a worker knows by that id, if it is ours as it was last sent; else the
-        id itself, which is then a stranger's: another ingress', or an earlier attempt's."""
+        id itself, which is then a stranger's: another decider's, or an earlier attempt's."""
         request_id = sent_as.rpartition(SENT_MARK)[0]
         record = self.get(request_id)
         return request_id if record is not None and record.sent_as == sent_as else sent_as

@@ -1,5 +1,5 @@
 """Which replicas exist: Ray Serve announces them to its request router, on a thread of its own,
-which publishes them here; the ingress reads them on its own loop. Plain data under a lock."""
+which publishes them here; the decider reads them on its own loop. Plain data under a lock."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ RESPONSE = {
         {"type": "function_call_output", "call_id": "c", "output": "red"},
     ],
 }  # fmt: skip
-# What the emulated engines do not do; the ingress must read it all the same.
+# What the emulated engines do not do; the decider must read it all the same.
 MORE = {
     "tools": [{"type": "function", "name": "look", "input_schema": SCHEMA, "parameters": SCHEMA}],
     "tool_choice": {"type": "tool", "name": "look"}, "top_logprobs": 0, "top_k": 3, "user": "u",

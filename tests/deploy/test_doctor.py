@@ -215,8 +215,8 @@ def test_where_nobody_answers_the_command_says_so():
     assert done.exit_code == 1 and "give --url and --key" in done.stderr
 
 
-def ingress(expected, found, told=True):
-    """An ingress that expects and finds so many tokens, and knows of the prompt if `told`."""
+def decider(expected, found, told=True):
+    """A decider that expects and finds so many tokens, and knows of the prompt if `told`."""
     sent, ids = [], []
 
     def answer(request):
@@ -239,18 +239,18 @@ def ingress(expected, found, told=True):
 
 
 def test_a_prompt_is_sent_twice_and_both_counts_are_compared():
-    client, sent = ingress(96, 80)
+    client, sent = decider(96, 80)
     assert send_twice(client, [NODE]) == Probe(100, 96, 80, 16)
     first, second = sent
     assert first == second and len(first[0]["content"].split()) == 48
-    other, again = ingress(96, 96)
+    other, again = decider(96, 96)
     send_twice(other, [NODE])
     assert again[0] != first, "no earlier run may have left it in the cache"
 
 
 def test_a_prompt_of_which_no_event_tells_is_a_fault(monkeypatch):
     monkeypatch.setattr("deploy.commands.doctor._KNOWN_WITHIN_S", 0.0)
-    client, sent = ingress(96, 0, told=False)
+    client, sent = decider(96, 0, told=False)
     assert "no event told of it" in send_twice(client, [NODE]).fault and len(sent) == 1
 
 

@@ -1,4 +1,4 @@
-"""`kappa keys`: a key is shown once, and what it writes an ingress can read."""
+"""`kappa keys`: a key is shown once, and what it writes a decider can read."""
 
 import json
 import stat

@@ -20,7 +20,7 @@ def picture(account, **options):
     return list(module.picture(account, **options))
 
 
-def span(name, start_s, seconds, parent="ingress", derived=False, **attributes):
+def span(name, start_s, seconds, parent="decider", derived=False, **attributes):
     return {
         "name": name, "start_s": start_s, "end_s": start_s + seconds, "seconds": seconds,
         "parent": parent, "derived": derived, "attributes": attributes,
@@ -29,7 +29,7 @@ def span(name, start_s, seconds, parent="ingress", derived=False, **attributes):
 
 def account(**changes):
     spans = [
-        span("ingress", 0.0, 4.0, parent=""),
+        span("decider", 0.0, 4.0, parent=""),
         span("tokenize", 0.0, 0.002, tokens=500),
         span("decide", 0.002, 0.0001),
         span("first_token", 0.0021, 2.0, **{"kappa.node": "pcie"}),
@@ -68,10 +68,10 @@ def test_the_picture_has_a_bar_for_each_span_in_its_place():
 def test_a_request_under_way_and_one_that_was_refused():
     under_way = account(timeline={"spans": [], "status": 0, "end": ""}, end="")
     assert picture(under_way)[-1] == "no spans: it is still under way"
-    assert picture(account(timeline=None))[-1] == "no spans: this ingress kept no timeline of it"
+    assert picture(account(timeline=None))[-1] == "no spans: this decider kept no timeline of it"
     refused = {
         "request_id": "r", "timeline": {
-            "spans": [span("ingress", 0.0, 0.01, parent="")], "status": 429, "end": "queue_full",
+            "spans": [span("decider", 0.0, 0.01, parent="")], "status": 429, "end": "queue_full",
         },
     }  # fmt: skip
     assert picture(refused)[0] == "r, no worker: queue_full, 429"
@@ -85,7 +85,7 @@ def test_the_shadows_choice_is_shown():
 
 
 def test_a_request_of_no_time_is_drawn_too():
-    flat = [span("ingress", 1.0, 0.0, parent=""), span("tokenize", 1.0, 0.0)]
+    flat = [span("decider", 1.0, 0.0, parent=""), span("tokenize", 1.0, 0.0)]
     assert picture(account(timeline={"spans": flat, "status": 200, "end": "done"}))
 
 

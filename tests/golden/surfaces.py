@@ -90,7 +90,7 @@ def manifests():
 
 
 def http():
-    """Paths, methods, keys of answers and names of headers, of the real ingress application over
+    """Paths, methods, keys of answers and names of headers, of the real decider application over
     two emulated engines."""
     from router.api.render import PromptRenderer
     from tests.conformance.conftest import MODEL, Serving

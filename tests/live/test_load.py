@@ -44,7 +44,7 @@ async def test_a_burst_of_streams_completes_on_both_nodes(idle):
     assert {node for node, _ in answers} == {row["node"] for row in idle.nodes()}
 
 
-def test_what_the_engines_charged_comes_back_to_the_ingress_and_no_rule_failed(idle):
+def test_what_the_engines_charged_comes_back_to_the_decider_and_no_rule_failed(idle):
     def charged(resource):
         return idle.metric("kappa_tenant_charge_seconds_total", tenant="default", resource=resource)
 

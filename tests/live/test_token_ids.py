@@ -1,4 +1,4 @@
-"""The ingress computes the very token ids that the engine computes, whatever the chat holds.
+"""The decider computes the very token ids that the engine computes, whatever the chat holds.
 
 One wrong id and a prompt's hashes match nothing: routing would be blind without a word.
 """

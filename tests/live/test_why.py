@@ -27,7 +27,7 @@ def test_a_requests_account_adds_up(idle):
 
     told = idle.until(spent, "its worker reported nothing")
     spans = {span["name"]: span for span in told["timeline"]["spans"]}
-    assert {"ingress", "tokenize", "decide", "first_token", "queue", "load", "prefill"} <= set(
+    assert {"decider", "tokenize", "decide", "first_token", "queue", "load", "prefill"} <= set(
         spans
     )
     wait = spans["first_token"]["seconds"]
@@ -35,7 +35,7 @@ def test_a_requests_account_adds_up(idle):
     assert inside == pytest.approx(wait, rel=1e-6)
     assert spans["prefill"]["seconds"] > 0
     assert spans["prefill"]["attributes"]["tokens"] == told["actual"]["new_tokens"]
-    whole = spans["ingress"]["seconds"]
+    whole = spans["decider"]["seconds"]
     stations = ("tokenize", "decide", "first_token", "stream")
     parts = sum(spans[name]["seconds"] for name in stations if name in spans)
     assert parts == pytest.approx(whole, rel=0.05, abs=0.05)

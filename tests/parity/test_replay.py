@@ -83,7 +83,7 @@ def drive(router: Router, seed: int) -> int:
             router.tokens(request_id, 5)
             router.release(request_id, now_s + 0.02)
         elif draw < 0.88:
-            # Another ingress' requests: they come, go, and are told whole now and then.
+            # Another decider's requests: they come, go, and are told whole now and then.
             worker, theirs = rng.choice("ab"), Arrival(f"o{number}", new_tokens=rng.randrange(4000))
             there = None if rng.random() < 0.5 else (theirs,)
             report = WorkerReport(worker, now_s, arrived=(theirs,), in_flight=there)

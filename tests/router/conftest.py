@@ -1,4 +1,4 @@
-"""Fixtures of the ingress' tests; what they need is imported only where they are used."""
+"""Fixtures of the decider's tests; what they need is imported only where they are used."""
 
 import pytest
 

@@ -28,7 +28,7 @@ from kappa.settings.routing import RouterSettings
 from router.api.app import Access
 from router.api.render import PromptRenderer
 from router.api.request import EndpointModel
-from router.api.start import IngressSettings
+from router.api.start import DeciderSettings
 from router.api.tenants import Tenants
 from router.cluster.paths import DECIDED, own_paths
 from router.cluster.replica import KappaDecider
@@ -84,14 +84,14 @@ async def words(_worker):
 
 def decider_settings(**changes):
     """Settings of a decider, in which those of the router may be changed by their own names."""
-    known = IngressSettings.__dataclass_fields__
+    known = DeciderSettings.__dataclass_fields__
     own = {name: changes.pop(name) for name in list(changes) if name in known}
     small = {
         "policy": "ttft", "index_blocks": 1000, "max_queue": 8, "stale_after_s": 1e9,
         "calibrate": False, "request_timeout_s": 60.0,
     }  # fmt: skip
     own.setdefault("models", (EndpointModel("m", ""),))
-    return IngressSettings(secret="s", router=RouterSettings(**small | changes), **own)
+    return DeciderSettings(secret="s", router=RouterSettings(**small | changes), **own)
 
 
 class Body:

@@ -1,4 +1,4 @@
-"""Keys change while an ingress runs: new ones are known, removed ones refused, slips survived."""
+"""Keys change while a decider runs: new ones are known, removed ones refused, slips survived."""
 
 import asyncio
 import errno
@@ -82,7 +82,7 @@ def test_keys_of_the_settings_stay_whatever_the_file_says(file):
     assert ring.tenants.find(["sk-x-0123456789a"]).weight == 3.0
 
 
-def test_what_was_written_before_an_ingress_starts_is_read_at_its_start(file, tmp_path):
+def test_what_was_written_before_a_decider_starts_is_read_at_its_start(file, tmp_path):
     file.write(f"{NEW}: alice\n")
     assert known(keyring(file), 0.0) == [NEW], "a removed key is not brought back by the settings"
     file.write("{}\n")

@@ -265,7 +265,7 @@ def test_a_record_that_cannot_be_opened_keeps_nothing_from_starting(tmp_path):
     assert dropped == [1]
 
 
-async def test_an_ingress_that_can_follow_nobody_has_a_fault(scene, worker, monkeypatch):
+async def test_a_decider_that_can_follow_nobody_has_a_fault(scene, worker, monkeypatch):
     live, registry = scene
     await joined(live, registry, worker("a"), worker("b"))
     await until(lambda: live.members.synced)

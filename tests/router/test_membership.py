@@ -1,4 +1,4 @@
-"""Membership over real worker streams: joins, deaths, silence, stalls, several ingresses."""
+"""Membership over real worker streams: joins, deaths, silence, stalls, several deciders."""
 
 import time
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-async def ingress(monkeypatch):
+async def decider(monkeypatch):
     """Makes live routers that follow one registry."""
     registry, made = ReplicaRegistry(), []
     monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
@@ -54,9 +54,9 @@ def device_tokens(live, tokens=2 * SIZE + 1):
 # -- one that goes -------------------------------------------------------------------------------
 
 
-async def test_a_broken_connection_invalidates_the_worker_before_ray_knows(ingress, worker):
-    live, w = ingress(), worker()
-    await ready(live, ingress.registry, w)
+async def test_a_broken_connection_invalidates_the_worker_before_ray_knows(decider, worker):
+    live, w = decider(), worker()
+    await ready(live, decider.registry, w)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     w.arrives("theirs")
@@ -68,15 +68,15 @@ async def test_a_broken_connection_invalidates_the_worker_before_ray_knows(ingre
     with pytest.raises(NoWorkerError):
         live.explain(ask("next"))
     assert live.router.index.stats()["blocks"] == 0
-    assert (live.router.reservations, live.router.in_flight) == (1, 1), "ours ends with its ingress"
+    assert (live.router.reservations, live.router.in_flight) == (1, 1), "ours ends with its decider"
     with pytest.raises(WorkerLostError, match="disconnected"):
         await wait.next(None)
     live.members.waits.end("w", wait)
 
 
-async def test_a_worker_that_comes_back_is_probed_with_its_blocks_known(ingress, worker, tmp_path):
-    live, w = ingress(), worker()
-    await ready(live, ingress.registry, w)
+async def test_a_worker_that_comes_back_is_probed_with_its_blocks_known(decider, worker, tmp_path):
+    live, w = decider(), worker()
+    await ready(live, decider.registry, w)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     live.members.connection("w", up=False)
@@ -91,22 +91,22 @@ async def test_a_worker_that_comes_back_is_probed_with_its_blocks_known(ingress,
     live.release("r", "done")
 
 
-async def test_a_worker_that_announces_another_model_later_is_dropped(ingress, worker):
-    live, w = ingress(), worker()
-    await ready(live, ingress.registry, w)
+async def test_a_worker_that_announces_another_model_later_is_dropped(decider, worker):
+    live, w = decider(), worker()
+    await ready(live, decider.registry, w)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
-    ingress.registry.publish("d", {"w": w.announcement(fingerprint="other")})
+    decider.registry.publish("d", {"w": w.announcement(fingerprint="other")})
     await until(lambda: not live.router.workers)
     assert "fingerprint" in live.members.refused["w"]
     assert live.router.index.stats()["blocks"] == 0
 
 
 @pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"block_tokens": 2 * SIZE}])
-async def test_a_worker_that_differs_never_joins_nor_shares_an_entry(ingress, worker, change):
-    live, a, b = ingress(), worker("a"), worker("b")
-    await ready(live, ingress.registry, a)
-    ingress.registry.publish("d", {"a": a.announcement(), "b": b.announcement(**change)})
+async def test_a_worker_that_differs_never_joins_nor_shares_an_entry(decider, worker, change):
+    live, a, b = decider(), worker("a"), worker("b")
+    await ready(live, decider.registry, a)
+    decider.registry.publish("d", {"a": a.announcement(), "b": b.announcement(**change)})
     await until(lambda: "b" in live.members.refused)
     b.store(1, 2)
     a.store(1, start=500)
@@ -114,31 +114,31 @@ async def test_a_worker_that_differs_never_joins_nor_shares_an_entry(ingress, wo
     assert set(live.router.workers) == {"a"} and device_tokens(live) == 0
 
 
-async def test_an_idle_worker_that_is_taken_away_leaves_at_once(ingress, worker):
-    live, w = ingress(), worker()
-    await ready(live, ingress.registry, w)
-    ingress.registry.publish("d", {})
+async def test_an_idle_worker_that_is_taken_away_leaves_at_once(decider, worker):
+    live, w = decider(), worker()
+    await ready(live, decider.registry, w)
+    decider.registry.publish("d", {})
     await until(lambda: not live.router.workers)
 
 
-async def test_a_worker_that_drains_for_too_long_is_given_up(ingress, worker):
-    live, w = ingress(drain_s=0.3), worker()
-    await ready(live, ingress.registry, w)
+async def test_a_worker_that_drains_for_too_long_is_given_up(decider, worker):
+    live, w = decider(drain_s=0.3), worker()
+    await ready(live, decider.registry, w)
     live.route(ask())
-    ingress.registry.publish("d", {})
+    decider.registry.publish("d", {})
     await until(lambda: live.members.get("w").draining)
     await until(lambda: not live.router.workers)
     assert live.records["r"].end == "worker_died" and live.router.reservations == 0
 
 
-# -- several ingresses ----------------------------------------------------------------------------
+# -- several deciders ----------------------------------------------------------------------------
 
 
-async def test_every_ingress_knows_of_the_others_requests_within_moments(ingress, worker):
-    one, two = ingress(), ingress(first=0.5)
+async def test_every_decider_knows_of_the_others_requests_within_moments(decider, worker):
+    one, two = decider(), decider(first=0.5)
     a, b = worker("a"), worker("b")
-    await ready(one, ingress.registry, a, b)
-    await ready(two, ingress.registry, a, b)
+    await ready(one, decider.registry, a, b)
+    await ready(two, decider.registry, a, b)
     chosen = one.route(ask("r", 1000)).worker
     start_s = time.monotonic()
     there = one.records["r"].sent_as
@@ -152,13 +152,13 @@ async def test_every_ingress_knows_of_the_others_requests_within_moments(ingress
     await until(lambda: two.router.in_flight == 0)
 
 
-async def test_a_new_ingress_learns_blocks_and_requests_from_the_worker(ingress, worker):
-    old, w = ingress(), worker()
-    await ready(old, ingress.registry, w)
+async def test_a_new_decider_learns_blocks_and_requests_from_the_worker(decider, worker):
+    old, w = decider(), worker()
+    await ready(old, decider.registry, w)
     w.store(1, 2)
     w.arrives("before")
     await until(lambda: old.router.in_flight == 1 and device_tokens(old) == 2 * SIZE)
-    new = ingress(first=0.5)
+    new = decider(first=0.5)
     await until(lambda: new.members.synced)
     assert device_tokens(new) == 2 * SIZE, "from the snapshot: the events are long over"
     await until(lambda: new.router.in_flight == 1)
@@ -166,10 +166,10 @@ async def test_a_new_ingress_learns_blocks_and_requests_from_the_worker(ingress,
     await until(lambda: new.router.in_flight == old.router.in_flight == 0)
 
 
-async def test_one_ingress_that_goes_leaves_nothing_with_the_other(ingress, worker):
-    one, two, w = ingress(), ingress(first=0.5), worker()
-    await ready(one, ingress.registry, w)
-    await ready(two, ingress.registry, w)
+async def test_one_decider_that_goes_leaves_nothing_with_the_other(decider, worker):
+    one, two, w = decider(), decider(first=0.5), worker()
+    await ready(one, decider.registry, w)
+    await ready(two, decider.registry, w)
     one.route(ask("r"))
     there = one.records["r"].sent_as
     w.arrives(there)
@@ -180,12 +180,12 @@ async def test_one_ingress_that_goes_leaves_nothing_with_the_other(ingress, work
     assert all(link == gpu == 0.0 for link, gpu in two.router.backlogs_s(two.now_s()).values())
 
 
-async def test_what_is_reported_of_one_ingress_request_is_not_taken_for_anothers_of_the_same_id(
-    ingress, worker
+async def test_what_is_reported_of_one_decider_request_is_not_taken_for_anothers_of_the_same_id(
+    decider, worker
 ):
-    one, two, w = ingress(), ingress(first=0.5), worker()
-    await ready(one, ingress.registry, w)
-    await ready(two, ingress.registry, w)
+    one, two, w = decider(), decider(first=0.5), worker()
+    await ready(one, decider.registry, w)
+    await ready(two, decider.registry, w)
     one.route(ask("job-1", 500), "alice")
     two.route(ask("job-1", 500), "bob")
     bobs = two.records["job-1"].sent_as
@@ -204,9 +204,9 @@ async def test_what_is_reported_of_one_ingress_request_is_not_taken_for_anothers
     assert one.router.in_flight == 1
 
 
-async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late(ingress, worker):
-    live, w = ingress(), worker()
-    await ready(live, ingress.registry, w)
+async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late(decider, worker):
+    live, w = decider(), worker()
+    await ready(live, decider.registry, w)
     live.route(ask("job-1"))
     earlier = live.records["job-1"].sent_as
     live.release("job-1", "client_gone")
@@ -219,9 +219,9 @@ async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late
 # -- time ----------------------------------------------------------------------------------------
 
 
-async def test_setting_the_machines_clock_changes_nothing(ingress, worker, monkeypatch):
-    live, w = ingress(stall_after_s=1.0), worker()
-    await ready(live, ingress.registry, w)
+async def test_setting_the_machines_clock_changes_nothing(decider, worker, monkeypatch):
+    live, w = decider(stall_after_s=1.0), worker()
+    await ready(live, decider.registry, w)
     before_s, reported_s = live.now_s(), live.router.workers["w"].report.time_s
     real = time.time
     for jump_s in (3600.0, -3600.0):

@@ -125,7 +125,7 @@ def test_a_worker_that_announces_another_model_is_refused():
         made.join(announcement("s0", **LARGE), 1.0)
 
 
-def test_what_other_ingresses_sent_counts_for_the_workers_own_model():
+def test_what_other_deciders_sent_counts_for_the_workers_own_model():
     made = two_models()
     made.report(WorkerReport("l0", 1.0, arrived=(Arrival("other", new_tokens=4000),)), 1.0)
     made.route(of("small", "mine"), 1.0)

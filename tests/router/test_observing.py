@@ -43,7 +43,7 @@ async def test_a_requests_account_says_where_its_time_went(serve):
     assert told["request_id"] == request_id and told["end"] == "done"
     spans = {span["name"]: span for span in told["timeline"]["spans"]}
     assert list(spans) == [
-        "ingress", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
+        "decider", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
     ]  # fmt: skip
     assert spans["load"]["seconds"] == pytest.approx(0.05, abs=1e-6)
     assert spans["load"]["attributes"]["tokens"] == 32
@@ -57,7 +57,7 @@ async def test_a_refused_request_has_an_account_without_a_decision(serve, monkey
     assert code(await here.ask(headers=headers), 503) == "no_worker"
     told = (await account(here, "refused")).json()
     assert told["timeline"]["status"] == 503 and "node" not in told
-    assert [span["name"] for span in told["timeline"]["spans"]] == ["ingress", "tokenize"]
+    assert [span["name"] for span in told["timeline"]["spans"]] == ["decider", "tokenize"]
     assert code(await account(here, "nobody"), 404) == "request_not_found"
 
 
@@ -163,7 +163,7 @@ async def test_a_request_is_answered_and_becomes_one_trace_if_the_collector_is_t
     tracing.close()
     if error is None:
         names = {span.name for span in exporter.got}
-        assert {"ingress", "tokenize", "decide"} <= names
+        assert {"decider", "tokenize", "decide"} <= names
         assert len({span.context.trace_id for span in exporter.got}) == 1
 
 

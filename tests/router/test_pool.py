@@ -1,4 +1,4 @@
-"""The workers of one model: who may join, what they hold, and what other ingresses sent them."""
+"""The workers of one model: who may join, what they hold, and what other deciders sent them."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_all_of_a_server_reach_as_far_and_nobody_holds_less(held):
         assert counts.cached_tokens >= host * SIZE
 
 
-# -- what other ingresses sent --------------------------------------------------------------------
+# -- what other deciders sent --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("forecast", [True, False])
@@ -203,7 +203,7 @@ def test_remote_request_is_worth_what_the_same_one_of_ours_is(forecast):
     assert others.backlogs_s(1.0)["a"] == pytest.approx(ours.backlogs_s(1.0)["a"])
 
 
-def test_a_request_of_ones_own_is_not_taken_for_another_ingress():
+def test_a_request_of_ones_own_is_not_taken_for_another_decider():
     made = router("a")
     made.route(ask("r"), 1.0)
     before = made.backlogs_s(1.0)
@@ -211,12 +211,12 @@ def test_a_request_of_ones_own_is_not_taken_for_another_ingress():
     made.report(report(in_flight=(arrival("r"),)), 1.0)
     assert made.backlogs_s(1.0) == before and made.in_flight == 1
     made.report(report(finished=("r",)), 1.0)
-    assert made.in_flight == 1, "its ingress says when it is over"
+    assert made.in_flight == 1, "its decider says when it is over"
     made.release("r", 1.0)
     assert empty(made)
 
 
-def test_one_that_comes_back_under_an_id_of_another_ingress_is_reserved_once():
+def test_one_that_comes_back_under_an_id_of_another_decider_is_reserved_once():
     made = router("a")
     made.report(report(arrived=(arrival("r"),)), 1.0)
     made.route(ask("r"), 1.0)
@@ -260,7 +260,7 @@ def test_a_worker_that_goes_takes_the_others_requests_along(how):
         assert made.remote_in_flight_on("a") == 1, "reported anew, known anew"
 
 
-def test_an_uninformed_request_of_another_ingress_counts_as_one_in_flight():
+def test_an_uninformed_request_of_another_decider_counts_as_one_in_flight():
     made = router("a", "b")
     made.report(report(arrived=(Arrival("r"),)), 1.0)
     assert made.explain(ask("x"), 1.0).worker == "b"
@@ -341,6 +341,6 @@ def test_routers_that_know_of_each_other_queue_less_than_those_that_do_not(forec
 
     one, two, blind = mean_s(1), mean_s(2), mean_s(2, reporting=False)
     same_order = mean_s(2, spread=False)
-    assert two < 1.6 * one, "two ingresses decide almost as well as one"
+    assert two < 1.6 * one, "two deciders decide almost as well as one"
     assert blind > 1.3 * two, "what workers report is worth something"
     assert same_order > two, "and so is breaking ties differently"

@@ -102,7 +102,7 @@ def test_salts():
 
 
 def test_values_are_the_same_on_every_machine():
-    """Ingress replicas of two releases share nothing but the seed: a change here is breaking."""
+    """Decider replicas of two releases share nothing but the seed: a change here is breaking."""
     assert salt_of("a") == 0xAD4AA8EFAAD6F07A
     assert SECRET == 0xF129A7E386EE7E76
     hashes = PrefixHasher(2, 1).prefix_hashes([1, 2, 3, 4])

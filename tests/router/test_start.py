@@ -33,7 +33,7 @@ def test_the_settings_say_when_a_worker_is_gone():
     assert member_rule(settings()).lost_after_s == 10.0
 
 
-def test_each_of_several_ingresses_has_a_log_and_a_first_worker_of_its_own():
+def test_each_of_several_deciders_has_a_log_and_a_first_worker_of_its_own():
     assert record_file(settings(), 0) is None
     assert record_file(settings(record="/x/log.jsonl"), 0) == "/x/log.jsonl"
     several = settings(record="/x/log.jsonl", replicas=2)

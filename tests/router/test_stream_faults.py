@@ -1,5 +1,5 @@
-"""A worker's stream on its way to the ingress, through a proxy that loses, repeats and reorders:
-afterwards the ingress knows exactly what the worker holds. Real sockets on both sides."""
+"""A worker's stream on its way to the decider, through a proxy that loses, repeats and reorders:
+afterwards the decider knows exactly what the worker holds. Real sockets on both sides."""
 
 import asyncio
 import os

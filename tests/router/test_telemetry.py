@@ -43,18 +43,18 @@ def by_name(spans):
 def test_a_served_request_is_split_into_its_stages():
     spans = by_name(spans_of(served(), reported(0.5, 0.3, 64, 320, 116)))
     assert list(spans) == [
-        "ingress", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
+        "decider", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
     ]  # fmt: skip
     seconds = {name: round(span.seconds, 6) for name, span in spans.items()}
     assert seconds == {
-        "ingress": 2.0, "tokenize": 0.1, "decide": 0.02, "first_token": 1.0,
+        "decider": 2.0, "tokenize": 0.1, "decide": 0.02, "first_token": 1.0,
         "queue": 0.2, "load": 0.5, "prefill": 0.3, "stream": 0.87,
     }  # fmt: skip
     assert spans["load"].attributes == {"tokens": 320}
     assert spans["tokenize"].attributes == {"tokens": 500}
-    assert spans["queue"].parent == "first_token" and spans["first_token"].parent == "ingress"
+    assert spans["queue"].parent == "first_token" and spans["first_token"].parent == "decider"
     assert [name for name, span in spans.items() if span.derived] == ["queue", "load", "prefill"]
-    assert spans["ingress"].attributes["kappa.tenant"] == "alice"
+    assert spans["decider"].attributes["kappa.tenant"] == "alice"
     assert spans["decide"].attributes["kappa.node"] == "pcie"
 
 
@@ -71,7 +71,7 @@ def test_an_answer_that_is_not_streamed_had_its_first_token_before_it_came_back(
 
 def test_without_a_report_of_the_worker_the_wait_is_one_span():
     names = [span.name for span in spans_of(served())]
-    assert names == ["ingress", "tokenize", "decide", "first_token", "stream"]
+    assert names == ["decider", "tokenize", "decide", "first_token", "stream"]
 
 
 def test_what_was_spent_is_shown_without_tokens_while_no_admission_was_reported():
@@ -94,7 +94,7 @@ def test_a_worker_that_died_shows_as_given_up_and_the_next_as_served():
     telemetry.end(timeline, "done", 200, 2.5)
     spans = spans_of(timeline, reported(0.1, 0.2))
     assert [s.name for s in spans] == [
-        "ingress", "tokenize", "decide", "given_up", "decide", "first_token",
+        "decider", "tokenize", "decide", "given_up", "decide", "first_token",
         "queue", "load", "prefill", "stream",
     ]  # fmt: skip
     given_up = by_name(spans)["given_up"]
@@ -106,10 +106,10 @@ def test_a_worker_that_died_shows_as_given_up_and_the_next_as_served():
 @pytest.mark.parametrize(
     ("events", "names"),
     [
-        ([], ["ingress"]),
-        (["tokenized"], ["ingress", "tokenize"]),
-        (["tokenized", "decided"], ["ingress", "tokenize", "decide"]),
-        (["tokenized", "decided", "sent"], ["ingress", "tokenize", "decide", "given_up"]),
+        ([], ["decider"]),
+        (["tokenized"], ["decider", "tokenize"]),
+        (["tokenized", "decided"], ["decider", "tokenize", "decide"]),
+        (["tokenized", "decided", "sent"], ["decider", "tokenize", "decide", "given_up"]),
     ],
 )
 def test_a_request_that_ended_on_the_way_has_the_spans_that_it_reached(events, names):

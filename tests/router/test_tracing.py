@@ -85,12 +85,12 @@ def test_a_collector_gets_the_request_as_one_trace(suffix):
     ] == "mine"
     spans = {s.name: s for _, r in got for s in r.resource_spans[0].scope_spans[0].spans}
     assert set(spans) == {
-        "ingress", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
+        "decider", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
     }  # fmt: skip
     assert len({span.trace_id for span in spans.values()}) == 1
     assert spans["load"].parent_span_id == spans["first_token"].span_id
-    assert spans["decide"].parent_span_id == spans["ingress"].span_id
-    assert not spans["ingress"].parent_span_id
+    assert spans["decide"].parent_span_id == spans["decider"].span_id
+    assert not spans["decider"].parent_span_id
     lasted = spans["load"].end_time_unix_nano - spans["load"].start_time_unix_nano
     assert lasted == pytest.approx(0.25e9, abs=1e3)
 
@@ -103,7 +103,7 @@ def test_the_clients_trace_goes_on():
     serve(timelines, "unsampled", traceparent=parent[:-1] + "0")
     serve(timelines, "nonsense", traceparent="x" * 300)
     tracing.close()
-    roots = [s for s in exporter.get_finished_spans() if s.name == "ingress"]
+    roots = [s for s in exporter.get_finished_spans() if s.name == "decider"]
     assert [s.attributes["kappa.request_id"] for s in roots] == ["sampled"]
     assert f"{roots[0].context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
     assert f"{roots[0].parent.span_id:016x}" == "b7ad6b7169203331"
@@ -114,7 +114,7 @@ def test_a_share_of_the_requests_is_traced():
     for i in range(400):
         serve(timelines, str(i))
     tracing.close()
-    traced = sum(span.name == "ingress" for span in exporter.get_finished_spans())
+    traced = sum(span.name == "decider" for span in exporter.get_finished_spans())
     assert 50 < traced < 150
 
 
@@ -122,7 +122,7 @@ def test_a_failed_request_is_an_error_span():
     tracing, timelines, exporter = remembered()
     serve(timelines, status=502)
     tracing.close()
-    (root,) = [s for s in exporter.get_finished_spans() if s.name == "ingress"]
+    (root,) = [s for s in exporter.get_finished_spans() if s.name == "decider"]
     assert not root.status.is_ok and root.status.description == "engine_error"
 
 
@@ -141,7 +141,7 @@ def test_spans_wait_for_the_workers_report_off_the_path():
     assert "load" in {span.name for span in exporter.get_finished_spans()}
 
 
-def test_a_request_that_ended_as_the_ingress_stops_is_let_go():
+def test_a_request_that_ended_as_the_decider_stops_is_let_go():
     exporter = InMemorySpanExporter()
 
     async def run():

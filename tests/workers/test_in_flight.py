@@ -23,7 +23,7 @@ def scene():
     return here, ReportTotals("w", here)
 
 
-def test_a_request_is_reported_as_its_ingress_expects_it_and_when_it_is_over(scene):
+def test_a_request_is_reported_as_its_decider_expects_it_and_when_it_is_over(scene):
     here, totals = scene
     words = {"kappa_prompt_tokens": 100, "kappa_device_tokens": 32, "kappa_host_tokens": 16}
     name = here.arrived(body(max_tokens=8, **words), 0.0)
@@ -38,7 +38,7 @@ def test_a_request_is_reported_as_its_ingress_expects_it_and_when_it_is_over(sce
     assert len(here) == 0 and totals.take(3.0).generated == {}
 
 
-def test_of_what_an_ingress_expects_in_host_memory_it_says_what_is_on_disk(scene):
+def test_of_what_a_decider_expects_in_host_memory_it_says_what_is_on_disk(scene):
     here, totals = scene
     words = {"kappa_prompt_tokens": 100, "kappa_host_tokens": 64, "kappa_disk_tokens": 900}
     here.arrived(body(**words), 0.0)
@@ -81,7 +81,7 @@ def test_an_id_that_is_here_twice_ends_with_its_last(scene):
 
 
 @pytest.mark.parametrize("words", [None, {}, {"mine": 1}])
-def test_a_request_that_no_ingress_of_ours_sent_is_not_reported(scene, words):
+def test_a_request_that_no_decider_of_ours_sent_is_not_reported(scene, words):
     here, totals = scene
     assert here.arrived(SimpleNamespace(vllm_xargs=words), 0.0) == ""
     here.ended("")

@@ -59,7 +59,7 @@ def test_bad_numbers_are_refused_by_name():
 
 
 def test_a_body_without_tokens_is_refused():
-    with pytest.raises(BodyRefused, match="kappa ingress"):
+    with pytest.raises(BodyRefused, match="kappa decider"):
         read_body(SimpleNamespace(vllm_xargs=None), [])
 
 

@@ -283,7 +283,7 @@ async def test_activations_take_the_room_of_the_kv_that_they_stand_for():
 async def test_contexts_in_host_memory_are_answered_with_hugging_faces_logits(
     tmp_path, planner, share, refused
 ):
-    """Through the body that the ingress sends, in double precision, to 1e-10."""
+    """Through the body that the decider sends, in double precision, to 1e-10."""
     model = hf.save(hf.reference("opt"), tmp_path / "opt")
     for file in make_tiny_model(tmp_path / "tiny", TEXTS).glob("tokenizer*"):
         shutil.copy(file, model)

@@ -63,7 +63,7 @@ class Body:
 
 
 def read_body(body: Any, eos_tokens: Sequence[int]) -> Body:
-    """Read a chat or completion body, Ray Serve LLM's, marked by the ingress. eos_tokens: end an
+    """Read a chat or completion body, Ray Serve LLM's, marked by the decider. eos_tokens: end an
     answer unless the body says `ignore_eos`.
 
     Raises:
@@ -76,7 +76,7 @@ def read_body(body: Any, eos_tokens: Sequence[int]) -> Body:
         raise BodyRefused("response_format", "the engine of kind torch gives text only")
     extra = getattr(body, "vllm_xargs", None) or {}
     if not extra.get(PROMPT_KEY):
-        raise BodyRefused("prompt", "came without its tokens: send it through the kappa ingress")
+        raise BodyRefused("prompt", "came without its tokens: send it through the kappa decider")
     # The older field warns when it is read; a body without either may use all that is left.
     limits = (body.__dict__.get(name) for name in ("max_completion_tokens", "max_tokens"))
     request = EngineRequest(
@@ -243,6 +243,6 @@ class OpenAIAnswer:
 
     def _event(self, **fields: Any) -> str:
         kind = f"{self._object}.chunk" if self._chat else self._object
-        # Compact, as vLLM's: the ingress counts tokens by the marks of its events.
+        # Compact, as vLLM's: the decider counts tokens by the marks of its events.
         event = json.dumps({**self._base, "object": kind, **fields}, separators=(",", ":"))
         return f"data: {event}\n\n"

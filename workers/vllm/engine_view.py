@@ -1,7 +1,7 @@
 """vLLM as a scheduling rule sees it: its requests and its blocks.
 
 What a rule takes here is bookkeeping within one plan; vLLM allocates in its own `schedule()`. A
-quote is vLLM's arithmetic over a look-up in the device's cache, plus the ingress' estimate of what
+quote is vLLM's arithmetic over a look-up in the device's cache, plus the decider's estimate of what
 is in the host tier: the connector is never asked, since each question counts as a use. Look-ups per
 iteration are bounded; a request beyond that is quoted as it was last seen. Names of vLLM:
 tests/workers/vllm/test_scheduler_contract.py."""
@@ -22,7 +22,7 @@ _KEY_BYTES = 8
 
 class EngineWork(Work):
     """One of vLLM's requests. expected_tokens: of its prompt, in device and host cache together, as
-    the ingress believes. seen: version of the memory when `quote` was made. waits_for: how many
+    the decider believes. seen: version of the memory when `quote` was made. waits_for: how many
     loads had landed when vLLM put it off, because what it needs was on its way; else -1."""
 
     __slots__ = ("expected_tokens", "extra", "key", "quote", "request", "seen", "waits_for")
@@ -111,7 +111,7 @@ class EngineMemory:
             return self._look_up(work)
         if work.quote is not None:
             return work.quote
-        # Before the first look-up: all that the ingress expects is in the host tier.
+        # Before the first look-up: all that the decider expects is in the host tier.
         blocks = -(-work.total_tokens // self.block_tokens)
         return Quote(blocks, 0, self._host_tokens(work, 0), 0, work.key)
 

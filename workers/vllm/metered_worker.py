@@ -37,7 +37,7 @@ _BACK_TO_BACK_S = 0.02
 
 @dataclass(slots=True)
 class _Prompt:
-    """request_id: the ingress', "" without; compute_s: of all steps that computed some of it."""
+    """request_id: the decider's, "" without; compute_s: of all steps that computed some of it."""
 
     tokens: int
     request_id: str
@@ -55,7 +55,7 @@ class ScheduledStep:
 
     @property
     def prefilled(self) -> list[str]:
-        """The ingress' ids of prompts that it finishes."""
+        """The decider's ids of prompts that it finishes."""
         return [prompt.request_id for _, prompt in self.finishing]
 
     def took(self, seconds: float) -> list[tuple[str, str, float]]:

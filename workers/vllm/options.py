@@ -47,7 +47,7 @@ def read_options(config: Mapping[str, Any] | None, key: str, kind: type[T]) -> T
 class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """rule: its name, or `STOCK`; config: the fields of a `FairConfig`; link: the fields of a
     `LinkRates`, if known; step: those of a `StepModel`, if the engine is paced; stats: endpoint of
-    the stats channel; log: file for JSON lines; tenant_required: an ingress of ours names every
+    the stats channel; log: file for JSON lines; tenant_required: a decider of ours names every
     request's tenant, so one without is refused; profile: file in which the engine's measurements
     have the link's rates and the step's constants, once it was measured."""
 

@@ -34,7 +34,7 @@ _HOLD_S = 0.05
 
 class HeldEvents:
     """Stands in for an engine's `EventPublisher`, which it gives what is due: each batch wakes its
-    thread, the replica and every ingress."""
+    thread, the replica and every decider."""
 
     def __init__(self, publisher: Any) -> None:
         self._publisher = publisher
@@ -89,7 +89,7 @@ class FairScheduler(SchedulerNames):
     # -- requests come and go -----------------------------------------------------------------
 
     def add_request(self, request: Any) -> None:
-        """As vLLM's; a request that no tenant pays for is ended with an error, where an ingress of
+        """As vLLM's; a request that no tenant pays for is ended with an error, where a decider of
         ours names every tenant (the searches of a beam reach the engine without their names)."""
         extra = getattr(request.sampling_params, "extra_args", None)
         if not self._measured:  # it is now: an engine measures itself before it serves

@@ -49,7 +49,7 @@ def test_a_stream_that_had_not_begun_counts_as_lost():
 
 
 def test_only_what_was_open_at_that_moment_may_be_lost_with_its_way_out():
-    fault = Fault("ingress", "its way out", make=None, may_lose_open=True)
+    fault = Fault("decider", "its way out", make=None, may_lose_open=True)
     assert evaluate(fault, [*GOOD, whole(9.8, status=500)], 10.0, After()).kept
     assert not evaluate(fault, [*GOOD, whole(10.2, status=500)], 10.0, After()).kept
 

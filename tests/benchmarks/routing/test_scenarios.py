@@ -24,7 +24,7 @@ def test_a_router_that_sees_one_tenant_sends_it_as_fast_as_its_window_allows():
     assert [bool(router.next()) for _ in range(4)] == [True, True, True, False]
 
 
-def test_a_skewed_ingress_spoils_shares_kept_in_routers_and_not_those_kept_in_engines(monkeypatch):
+def test_a_skewed_decider_spoils_shares_kept_in_routers_and_not_those_kept_in_engines(monkeypatch):
     monkeypatch.setattr(scenarios, "_EACH", 400)
     found = {
         arm: figures["ratio (weights: 4)"] for arm, figures in scenarios._two_routers(0).items()

@@ -7,7 +7,7 @@ from kappa.settings.cluster import load_settings
 from router.rollout import Rollout
 
 
-def test_by_default_there_is_one_ingress_a_breaker_and_nothing_leaves_the_machine():
+def test_by_default_there_is_one_decider_a_breaker_and_nothing_leaves_the_machine():
     settings = load_settings()
     failover, observing = settings.router.failover, settings.observing
     assert settings.http.replicas == 1

@@ -24,7 +24,7 @@ from kappa.protocol import PROFILE_PATH, Announcement
 from kappa.settings.routing import RouterSettings
 from router.api.app import Access
 from router.api.request import EndpointModel
-from router.api.start import IngressSettings
+from router.api.start import DeciderSettings
 from router.cluster.paths import DECIDED, own_paths
 from router.gateway.process import Gateway
 from router.gateway.spec import Bounds, GatewaySpec
@@ -117,7 +117,7 @@ class StoppableNode:
 
 def settings_of_decider():
     small = RouterSettings(index_blocks=10_000, max_queue=64, stale_after_s=1e9)
-    return IngressSettings((EndpointModel(MODEL, ""),), secret="s", router=small)
+    return DeciderSettings((EndpointModel(MODEL, ""),), secret="s", router=small)
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ import pytest
 from kappa.host import Lock
 from kappa.settings.routing import RouterSettings
 from router.api.status import newest_decisions
-from router.live.ingresses import merged
+from router.live.deciders import merged
 from tests.conformance.conftest import MODEL
 from tests.router.cluster.conftest import PortedNode
 from tests.router.stream_worker import until
@@ -55,7 +55,7 @@ async def test_a_decider_counts_what_another_sent(cluster):
 
 async def test_a_decider_that_was_asked_nothing_tells_its_metrics(cluster):
     async with cluster(PortedNode("a"), **TWO) as here:
-        texts = [await one.for_ingresses("metrics") for one in here.deciders]
+        texts = [await one.for_deciders("metrics") for one in here.deciders]
         assert b"kappa_reservations" in merged(texts)
 
 

@@ -92,7 +92,7 @@ def test_an_engine_schedules_by_a_rule_or_by_its_own():
     assert fair["scheduler_cls"] == "workers.vllm.scheduler.FairScheduler"
     options = fair["additional_config"]["kappa_scheduler"]
     assert (options["rule"], options["stats"], options["link"]) == ("fair", "ipc://s", None)
-    assert options["tenant_required"] is False, "only a replica behind our ingress demands one"
+    assert options["tenant_required"] is False, "only a replica behind our decider demands one"
 
 
 def test_a_paced_engine_knows_what_its_loads_take_in_its_own_seconds():

@@ -202,7 +202,7 @@ HINT_VALUES = [
 
 
 @pytest.mark.parametrize("key", HINTS)
-def test_what_the_ingress_sends_along_may_be_anything_without_harm(engine, key):
+def test_what_the_decider_sends_along_may_be_anything_without_harm(engine, key):
     """Hints: without them a request is priced by what is measured, and charged to nobody else."""
     for i, value in enumerate(HINT_VALUES):
         engine.add(f"r{i}", tokens=BLOCK + 1, count=1, first=1000 * i, **{key: value})
@@ -215,7 +215,7 @@ def test_what_the_ingress_sends_along_may_be_anything_without_harm(engine, key):
 
 @pytest.fixture
 def refusing(config):
-    """Our scheduler in a worker behind our ingress."""
+    """Our scheduler in a worker behind our decider."""
     made = Played(config, "fair", tenant_required=True)
     yield made
     made.scheduler.connector.shutdown()

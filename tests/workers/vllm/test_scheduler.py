@@ -684,7 +684,7 @@ def test_a_rule_that_admits_what_does_not_fit_is_corrected(engine):
     assert engine.scheduler._rule.errors_total == 0
 
 
-def test_the_rule_receives_charges_and_weight_that_the_ingress_sent(engine):
+def test_the_rule_receives_charges_and_weight_that_the_decider_sent(engine):
     received = []
 
     class Receiving(Fifo):
@@ -712,7 +712,7 @@ def test_malformed_metadata_ends_no_engine_and_changes_nobodys_answer(engine, re
     assert engine.scheduler._rule.errors_total == 0
 
 
-def test_a_request_without_a_tenant_is_refused_only_behind_an_ingress(engine, monkeypatch):
+def test_a_request_without_a_tenant_is_refused_only_behind_a_decider(engine, monkeypatch):
     engine.use("fair")
     engine.add("without", prompt(1, 40), tenant=None)
     assert len(tokens_of(engine.run())["without"]) == 8, "it is the default tenant's"

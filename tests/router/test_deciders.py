@@ -1,11 +1,11 @@
-"""Calling all ingresses, where Ray's call is replaced by a script, and their metrics as one."""
+"""Calling all deciders, where Ray's call is replaced by a script, and their metrics as one."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import router.live.ingresses
+import router.live.deciders
 from kappa import metrics as m
-from router.live.ingresses import Ingresses, merged
+from router.live.deciders import Deciders, merged
 from router.live.metrics import RouterMetrics
 
 pytestmark = pytest.mark.ray
@@ -73,7 +73,7 @@ def test_what_adds_up_is_named():
 
 
 class Handle:
-    """Ray's handle of the ingresses, which answer or fail as told."""
+    """Ray's handle of the deciders, which answer or fail as told."""
 
     def __init__(self, *answers, error=None):
         self.answers, self.error, self.asked = list(answers), error, []
@@ -89,8 +89,8 @@ class Handle:
         return self.answers
 
 
-def ingresses(handle):
-    made = Ingresses(2, "told")
+def deciders(handle):
+    made = Deciders(2, "told")
     made._handle = handle
     return made
 
@@ -101,22 +101,22 @@ async def own(what, *args):
 
 async def test_everybody_answers():
     handle = Handle("one", "two")
-    assert await ingresses(handle).call(own, "decision", "r") == ["one", "two"]
+    assert await deciders(handle).call(own, "decision", "r") == ["one", "two"]
     assert handle.asked == [("told", "decision", "r")]
 
 
 async def test_one_that_fails_is_left_out():
     handle = Handle("one", RuntimeError("died"))
-    assert await ingresses(handle).call(own, "metrics") == ["one"]
+    assert await deciders(handle).call(own, "metrics") == ["one"]
 
 
 @pytest.mark.parametrize(
     "handle", [Handle(error=TimeoutError()), Handle(RuntimeError("died")), Handle()]
 )
 async def test_if_nobody_answers_in_time_its_own_answer_remains(handle):
-    assert await ingresses(handle).call(own, "metrics") == ["own metrics ()"]
+    assert await deciders(handle).call(own, "metrics") == ["own metrics ()"]
 
 
-async def test_a_single_ingress_calls_nobody(monkeypatch):
-    monkeypatch.delattr(router.live.ingresses.serve, "get_deployment_handle")
-    assert await Ingresses(1, "told").call(own, "metrics") == ["own metrics ()"]
+async def test_a_single_decider_calls_nobody(monkeypatch):
+    monkeypatch.delattr(router.live.deciders.serve, "get_deployment_handle")
+    assert await Deciders(1, "told").call(own, "metrics") == ["own metrics ()"]

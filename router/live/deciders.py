@@ -1,4 +1,4 @@
-"""What all ingresses know together. Ray sends a client to any of them, but decisions and counters
+"""What all deciders know together. Ray sends a client to any of them, but decisions and counters
 are kept by the one that decided: whoever is asked calls all. One that does not answer in time costs
 its share of the answer, not the answer."""
 
@@ -21,16 +21,16 @@ log = structlog.get_logger(__name__)
 _TIMEOUT_S = 2.0
 
 
-class Ingresses:
-    """The ingresses of this application."""
+class Deciders:
+    """The deciders of this application."""
 
     def __init__(self, replicas: int, method: str) -> None:
-        """`replicas`: how many there are; `method`: of the ingress, which answers the others."""
+        """`replicas`: how many there are; `method`: of the decider, which answers the others."""
         self._replicas, self._method = replicas, method
         self._handle: Any = None
 
     async def call(self, own: Callable[..., Awaitable[Any]], what: str, *args: Any) -> list[Any]:
-        """Everybody's answer, this ingress' (`own(what, *args)`) among them; its alone if the
+        """Everybody's answer, this decider's (`own(what, *args)`) among them; its alone if the
         others could not be reached within two seconds."""
         found: list[Any] = []
         if self._replicas > 1:
@@ -43,9 +43,9 @@ class Ingresses:
                 found = [a for a in answers if not isinstance(a, BaseException)]
                 lost = [repr(a) for a in answers if isinstance(a, BaseException)]
                 if lost or not found:
-                    log.warning("ingresses_silent", count=len(lost), errors=lost[:1], what=what)
+                    log.warning("deciders_silent", count=len(lost), errors=lost[:1], what=what)
             except Exception as error:
-                log.warning("ingresses_unreachable", error=repr(error), what=what)
+                log.warning("deciders_unreachable", error=repr(error), what=what)
         return found or [await own(what, *args)]
 
 
@@ -58,7 +58,7 @@ class _Merged(Collector):
 
 
 def merged(expositions: Iterable[bytes]) -> bytes:
-    """Prometheus texts as one, in the order in which metrics were first seen. What each ingress
+    """Prometheus texts as one, in the order in which metrics were first seen. What each decider
     counts of its own requests adds up (`kappa.metrics.ADDING`); of what all receive from the same
     workers the greatest counts: some came later. ValueError: one of them is no such text."""
     families: dict[str, Metric] = {}
