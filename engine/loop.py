@@ -109,8 +109,9 @@ class Engine:
 
     # -- from outside -------------------------------------------------------------------------
 
-    def submit(self, request: EngineRequest) -> Sequence:
-        """Queue a request; its tokens come with the outputs of `step` under its `request_id`.
+    def check(self, request: EngineRequest) -> tuple[str, int]:
+        """The planner by which the request's context is to lie in host memory ("": it is not), and
+        tokens that it may have, answer included. Changes nothing: may be called from any thread.
 
         Raises:
             RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
@@ -123,16 +124,24 @@ class Engine:
             )
         if not (request.approx and request.planner == SPARSE):
             self.planning.check(request.planner)
-        size = self.arena.block_tokens
         resides = self.planning.resides(
             request.planner or self._settings.planner, len(request.tokens), self.memory.room_tokens
         )
         blocks = self.memory.capacity_blocks
         if resides:
             blocks = self._settings.most_blocks(self.arena.size)
-        most = min(self._model.max_tokens, blocks * size)
+        most = min(self._model.max_tokens, blocks * self.arena.block_tokens)
         request.check(most, self._model.vocab)
-        max_tokens = min(request.max_tokens, most - len(request.tokens))
+        return resides, most
+
+    def submit(self, request: EngineRequest) -> Sequence:
+        """Queue a request; its tokens come with the outputs of `step` under its `request_id`.
+        Raises as `check` does."""
+        resides, most = self.check(request)
+        max_tokens, size = (
+            min(request.max_tokens, most - len(request.tokens)),
+            self.arena.block_tokens,
+        )
         sequence = Sequence(self._stats.requests, request, self._clock(), max_tokens, size)
         sequence.resides = resides
         self._stats.requests += 1
@@ -333,9 +342,8 @@ class Engine:
             reason = "stop"
         elif sequence.output_tokens >= sequence.max_tokens:
             reason = "length"
-        self._outputs.append(
-            Output(sequence.request_id, [token], reason, account if reason else None)
-        )
+        told = account if reason or sequence.output_tokens == 1 else None
+        self._outputs.append(Output(sequence.request_id, [token], reason, told))
         if reason is not None:
             sequence.finish_reason = reason
             del self._live[sequence.request_id]

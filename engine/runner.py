@@ -1,18 +1,16 @@
 """An engine on a thread of its own, for callers on others: asyncio servers above all.
 
 All calls go to the thread and are done between iterations, so the engine itself needs no locks.
-What a request gets is delivered from that thread, or as an async iterator whose end, however it
-comes, ends the request. If an iteration fails, all requests end with "error", and later ones are
-refused with the cause. `stop` is bounded and leaves no thread behind.
+What a request gets is delivered from that thread. If an iteration fails, all requests end with
+"error", and later ones are refused with the cause. `stop` is bounded and leaves no thread behind.
 """
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
@@ -49,11 +47,6 @@ class EngineRunner:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kappa-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def owed(self) -> int:
-        """Requests that have not got all that they get, and calls that were not done yet."""
-        return len(self._deliver) + self._calls.qsize()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Do something with the engine between iterations; its result, or what it raised.
@@ -92,37 +85,17 @@ class EngineRunner:
 
         return self.call(submit)
 
-    def abort(self, request_id: int) -> Future[bool]:
-        """End a request; False if it was over."""
-        return self.call(lambda engine: engine.abort(request_id))
+    def withdraw(self, submitted: Future[int]) -> None:
+        """End a request, if `submit` has begun it by now or still does; nothing more is delivered.
+        submitted: as `submit` gave it."""
 
-    async def stream(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
-        """A request's outputs as they come; leaving the iteration early ends the request.
+        def end(done: Future[int]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                number = done.result()
+                self._deliver.pop(number, None)
+                self.call(lambda engine: engine.abort(number))
 
-        Raises:
-            RequestRefused, ValueError: as `Engine.submit`.
-            EngineStopped: the engine failed or was stopped meanwhile.
-        """
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[Output] = asyncio.Queue()
-
-        def deliver(output: Output) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
-
-        submitted = self.submit(request, deliver)
-        over = False
-        try:
-            # Shielded: cancelled while it is being submitted, it must still be ended.
-            await asyncio.shield(asyncio.wrap_future(submitted))
-            while not over:
-                output = await outputs.get()
-                over = output.finish_reason is not None
-                if output.finish_reason == "error":
-                    raise self._refusal()
-                yield output
-        finally:
-            if not over:
-                submitted.add_done_callback(self._abort_submitted)
+        submitted.add_done_callback(end)
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End all requests, the thread and the mover; `TimeoutError` if an iteration does not end
@@ -178,11 +151,6 @@ class EngineRunner:
         if deliver is not None:
             with suppress(Exception):
                 deliver(output)
-
-    def _abort_submitted(self, submitted: Future[int]) -> None:
-        if not submitted.cancelled() and submitted.exception() is None:
-            self._deliver.pop(submitted.result(), None)
-            self.abort(submitted.result())
 
     def _refusal(self) -> EngineStopped:
         if self.error is None:

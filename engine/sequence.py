@@ -186,7 +186,8 @@ class Sequence(Work):
 
 
 class Output(NamedTuple):
-    """What a request got in an iteration: at most one token; if it ended, why, and its account."""
+    """What a request got in an iteration: at most one token; if it ended, why. account: its own, as
+    it is by then, with the first token and with the last."""
 
     request_id: int
     tokens: list[int]

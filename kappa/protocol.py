@@ -49,17 +49,17 @@ CHARGES_KEY = "kappa_charges"
 # Seconds that the router predicts the request to take of the worker's link and gpu.
 LINK_S_KEY = "kappa_link_s"
 GPU_S_KEY = "kappa_gpu_s"
-# For engines that do not tokenize: the prompt as the decider did (base64 of little-endian int32),
-# and how its cached prefix is to come back, if the client asked.
-PROMPT_KEY = "kappa_prompt"
+# For engines of our own: how the prompt's cached prefix is to come back, if the client asked.
 PLAN_KEY = "kappa_plan"
 # Set where the answer may be approximate.
 APPROX_KEY = "kappa_approx"
 # By which a client asks for that, and is told of it.
 APPROX_HEADER = "x-kappa-approx"
+# On each answer of a worker whose engine only emulates one.
+ENGINE_HEADER = "x-kappa-engine"
 # In `kv_transfer_params`: the peer whose host tier holds what the worker lacks, and what that is.
 PEER_PARAM = "kappa_peer"
-PROMPT_ENGINES = ("torch", "emulated")
+OWN_ENGINES = ("torch", "emulated")
 
 # Headers between the front door's Envoy, its decider and the workers; a client's own of these names
 # are removed before anything else. In the decider's answer to Envoy: servers in the order in which

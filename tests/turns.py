@@ -15,7 +15,7 @@ GROUPS = (
     ("test_torch_cluster",),
     ("test_models",),
     ("test_faults", "test_front_door", "test_deciders"),
-    ("test_front_pod",),
+    ("test_front_pod", "test_own_engines"),
 )
 """Files of `tests/live`, without their suffix; the groups take about as long as each other."""
 

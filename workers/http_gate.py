@@ -81,6 +81,7 @@ class WorkerGate:
         in_flight: counts requests, and reports them.
         check_health: raises `EngineDiedError` if the engine is dead.
         own: what the worker itself does for its decider, by path; each gives JSON.
+        marks: headers that each of the application's answers gets.
     """
 
     def __init__(
@@ -90,11 +91,13 @@ class WorkerGate:
         in_flight: InFlight,
         check_health: Callable[[], Awaitable[None]],
         own: Mapping[str, Callable[[], Awaitable[Any]]] = MappingProxyType({}),
+        marks: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if not secret:
             raise ValueError("a worker's port needs the cluster's secret")
         self._app, self._secret = app, secret.encode()
         self._in_flight, self._check_health, self._own = in_flight, check_health, own
+        self._marks = [(name.encode(), value.encode()) for name, value in marks.items()]
         self.draining = False
         """Whether requests that have not begun are sent elsewhere."""
         self.open = 0
@@ -146,6 +149,7 @@ class WorkerGate:
         tally = generated.begin(tenant_of(getattr(fields, _ARGUMENTS, None)))
         self.open += 1
         anthropic = str(scope["path"]).startswith(_MESSAGES)
+        shown = [*self._marks, *shown]
         reply = _GateReply(send, self._fault, shown, fields.constrained, anthropic)
         given_up = asyncio.timeout(None)
         try:

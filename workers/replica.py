@@ -8,8 +8,9 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ from ray.serve.llm.deployment import LLMServer
 
 from kappa.host import free_port, memory_bytes
 from kappa.logging import configure
-from kappa.protocol import ANNOUNCEMENT_KEY, PROFILE_PATH, Announcement, EngineDiedError
+from kappa.protocol import (
+    ANNOUNCEMENT_KEY,
+    ENGINE_HEADER,
+    PROFILE_PATH,
+    Announcement,
+    EngineDiedError,
+)
 from workers.host_memory import prepare_host_memory
 from workers.http_gate import WorkerGate
 from workers.http_port import WorkerPort
@@ -111,29 +118,23 @@ class KappaServer(Measuring, LLMServer):
 
     # -- what the engine is started with ------------------------------------------------------
 
-    def _configure_engine(self, llm_config: LLMConfig) -> type | None:
-        """Put the engine's arguments into `llm_config`; returns its class if it is not Ray's."""
-        plan, endpoints = self._plan, self._endpoints
-        if plan.kind in ("torch", "emulated"):
-            from workers.own_engine.server import OWN_KEY, OwnPlan
+    def _configure_engine(self, llm_config: LLMConfig) -> Callable[[LLMConfig], Any] | None:
+        """Put the engine's arguments into `llm_config`; what makes the engine if Ray does not."""
+        from workers.vllm import output_collector
 
-            own = OwnPlan(plan, self._worker, self._rank, endpoints)
-            llm_config.update_engine_kwargs(**{OWN_KEY: own})
-        if plan.kind == "torch":
+        output_collector.install()
+        plan, endpoints = self._plan, self._endpoints
+        if plan.kind != "vllm":
+            from workers.own_engine.emulated import EmulatedEngine
+            from workers.own_engine.server import OwnPlan
             from workers.own_engine.torch_engine import TorchEngine
 
-            return TorchEngine
-        if plan.kind == "emulated":
-            from workers.own_engine.emulated import EmulatedEngine
-
-            return EmulatedEngine
+            made = TorchEngine if plan.kind == "torch" else EmulatedEngine
+            return partial(made, own=OwnPlan(plan, self._worker, self._rank, endpoints))
         self._tier = self._prepare_tier()
         folder = "" if self._tier_folder is None else str(self._tier_folder.folder)
         scheduler = structs.replace(plan.scheduler, profile=str(self._profile_path()))
         plan = replace(plan, scheduler=scheduler)
-        from workers.vllm import output_collector
-
-        output_collector.install()
         configure_vllm(llm_config, plan, self._rank, endpoints, self._tier, folder)
         return None if plan.gpus or plan.tier.kind == STOCK_TIER else OneProcessEngine
 
@@ -168,7 +169,9 @@ class KappaServer(Measuring, LLMServer):
             await asyncio.to_thread(incremental_prompts.install, client.renderer)
         in_flight, secret = self._stream.in_flight, self._plan.front_secret
         own = {PROFILE_PATH: self.profile}
-        return WorkerPort(WorkerGate(app, secret, in_flight, self.check_health, own), host)
+        # Messages and responses have no field for it.
+        marks = {ENGINE_HEADER: "emulated"} if self._plan.kind == "emulated" else {}
+        return WorkerPort(WorkerGate(app, secret, in_flight, self.check_health, own, marks), host)
 
     # -- what the cluster learns --------------------------------------------------------------
 
@@ -232,9 +235,6 @@ class KappaServer(Measuring, LLMServer):
 
     def _owed(self) -> int:
         """Requests that the engine has not answered, whatever their clients have read of it."""
-        owed = getattr(self.engine, "owed", None)  # an engine of ours
-        if owed is not None:
-            return int(owed)
         client = getattr(self.engine, "_engine_client", None)
         return client.output_processor.get_num_unfinished_requests() if client else 0
 

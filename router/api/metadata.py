@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from kappa import protocol as p
-from router.api.errors import UNSUPPORTED_PROMPT
 from router.api.tenants import Tenant
 from router.decision import Decision
 
@@ -53,20 +49,6 @@ def peer_params(decision: Decision, endpoint: str) -> dict[str, Any]:
     stop = int(counts.device_tokens + counts.cached_tokens)
     start = stop - decision.fetch.tokens
     return {p.PEER_PARAM: {"endpoint": endpoint, "start": start, "stop": stop}}
-
-
-def prompt_metadata(tokens: np.ndarray | None, plan: str) -> Metadata:
-    """What an engine that does not tokenize is sent: the prompt, and its load plan if one is asked;
-    raises ApiError 400 if the prompt could not be rendered here."""
-    if tokens is None:
-        raise UNSUPPORTED_PROMPT()
-    packed = base64.b64encode(np.asarray(tokens, dtype="<i4").tobytes()).decode()
-    return {p.PROMPT_KEY: packed, **({p.PLAN_KEY: plan} if plan else {})}
-
-
-def tokens_in(packed: str) -> np.ndarray:
-    """The prompt that `prompt_metadata` packed."""
-    return np.frombuffer(base64.b64decode(packed), dtype="<i4")
 
 
 def decision_headers(decision: Decision) -> dict[str, str]:

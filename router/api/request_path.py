@@ -16,11 +16,11 @@ import structlog
 from starlette.requests import Request
 
 from kappa import metrics as m
-from kappa.protocol import APPROX_KEY, PROMPT_ENGINES
+from kappa.protocol import APPROX_KEY, OWN_ENGINES, PLAN_KEY
 from kappa.settings.routing import RouterSettings
 from router.api import errors
 from router.api.errors import ApiError
-from router.api.metadata import Metadata, prompt_metadata, routed_metadata, tenant_metadata
+from router.api.metadata import Metadata, routed_metadata, tenant_metadata
 from router.api.render import TokenizedPrompt, Tokenizing, bounded
 from router.api.request import (
     ApiRequest,
@@ -150,15 +150,14 @@ class RequestPath:
         return live.route(routed, tenant, explained)
 
 
-def engine_metadata(
-    live: LiveRouter, decision: Decision, routed: RouteRequest, request: ApiRequest
-) -> Metadata:
+def engine_metadata(live: LiveRouter, decision: Decision, request: ApiRequest) -> Metadata:
     """What the chosen worker's engine is sent with a request; ApiError 400 if it cannot do it."""
     sent = tenant_metadata(live.records[request.request_id].sent_as, request.tenant)
     sent |= routed_metadata(decision, live.charges.elsewhere(decision.worker))
     state = live.router.workers.get(decision.worker)
-    if state is not None and state.announcement.engine in PROMPT_ENGINES:
-        sent |= prompt_metadata(routed.token_ids, request.load_plan)
+    if state is not None and state.announcement.engine in OWN_ENGINES:
+        if request.load_plan:
+            sent[PLAN_KEY] = request.load_plan
         if is_approximate(state.announcement, request.approx):
             sent[APPROX_KEY] = "ok"
     elif request.load_plan:

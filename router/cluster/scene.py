@@ -20,7 +20,6 @@ from kappa.protocol import (
     APPROX_HEADER,
     APPROX_KEY,
     GIVE_UP_PATH,
-    PROMPT_KEY,
     RETRY_DIED,
     RETRY_HEADER,
     TO_BODY_HEADER,
@@ -31,7 +30,7 @@ from kappa.settings.engine import TransferSettings
 from router.api import errors
 from router.api.app import Inbound
 from router.api.errors import ApiError
-from router.api.metadata import decision_headers, peer_params, tokens_in
+from router.api.metadata import decision_headers, peer_params
 from router.api.reading import read
 from router.api.request import ApiRequest
 from router.api.request_path import RequestPath, engine_metadata
@@ -135,7 +134,7 @@ class ClusterScene(KnownServers):
             request = replace(request, handed_tokens=0)
         decision = path.decide(live, request, api)
         try:
-            self._tell(decision, request, api)
+            api.body.vllm_xargs = engine_metadata(live, decision, api)
             if decision.fetch is not None:
                 peer = live.router.workers[decision.fetch.source_worker].announcement.peer
                 api.body.kv_transfer_params = peer_params(decision, peer)
@@ -154,13 +153,6 @@ class ClusterScene(KnownServers):
         assert isinstance(request, ClusterRequest)
         request.api.finish(error.code or "error", error.status)
 
-    def _tell(self, decision: Decision, request: ClusterRequest, api: ApiRequest) -> None:
-        """Have the engine told of a decision; the second one of the prompt what the first was."""
-        known = (api.body.vllm_xargs or {}).get(PROMPT_KEY)
-        if request.token_ids is None and known is not None:
-            request = replace(request, token_ids=tokens_in(known))
-        api.body.vllm_xargs = engine_metadata(self.live, decision, request, api)
-
     def others(self, flight: ClusterFlight, request: RouteRequest) -> Sequence[str]:
         """By their price, those that seem to fail last."""
         blocked, priced = self.live.members.blocked(), flight.decision.priced
@@ -173,8 +165,7 @@ class ClusterScene(KnownServers):
         former is too much."""
         text = _json(flight.sets)
         if len(text) > _MOST_SET_BYTES:
-            # A prompt in tokens, for an engine of ours, or what lost some of its parts.
-            names = sorted(flight.sets.keys() - {"vllm_xargs"}) or ["prompt"]
+            names = sorted(flight.sets.keys() - {"vllm_xargs"}) or ["vllm_xargs"]
             raise errors.bad_field(
                 names[0], "is too long to be sent on changed: leave out what the API does not "
                 "name, or shorten it",

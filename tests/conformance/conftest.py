@@ -14,12 +14,10 @@ from router.gateway.spec import Bounds
 from tests.router.cluster.conftest import MODEL as MODEL
 from tests.router.cluster.conftest import PortedNode, clustered
 from tests.router.front.conftest import routing
-from workers.tiny_model import make_tiny_model
+from tests.workers.emulation import tiny_model
 
 MAX_BODY_BYTES = 1 << 16
 _PATIENCE_S = 30.0
-all_apis = pytest.mark.skip(reason="engines of ours answer chats and completions alone")
-"""Of tests whose requests to other APIs must be served."""
 
 
 @dataclass
@@ -101,10 +99,8 @@ class Fronted(Serving):
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    renderer = PromptRenderer(str(make_tiny_model(folder, ["hello world " * 20])))
-    with Serving(renderer) as made:
+def stack():
+    with Serving(PromptRenderer(str(tiny_model()))) as made:
         yield made
 
 

@@ -13,7 +13,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.conformance.conftest import MODEL, all_apis
+from tests.conformance.conftest import MODEL
 from workers.own_engine.emulated import WORD
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -53,7 +53,6 @@ def test_chats_and_completions_whole_and_streamed(client):
         assert "".join(c.choices[0].text for c in stream if c.choices) == WORD * 2
 
 
-@all_apis
 def test_responses_and_messages_whole_and_streamed(client, face):
     ask = {"model": MODEL, "input": "Hello hello", "max_output_tokens": 3}
     whole = client.responses.create(**ask)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.faults.fuzz import complaint_of
-from tests.conformance.conftest import MODEL, all_apis
+from tests.conformance.conftest import MODEL
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
@@ -91,7 +91,6 @@ def shaped(path, status, body):
     return "" if good and error["error"]["message"] else f"{status} in another shape: {body[:200]}"
 
 
-@all_apis
 @settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
 )  # fmt: skip
@@ -114,9 +113,7 @@ def test_any_change_of_a_good_body_gets_an_answer(stack, path, data):
     assert answer.status_code < 500, f"{answer.text} {json.dumps(body)}"
 
 
-@pytest.mark.parametrize("path", [COUNT, *(
-    pytest.param(path, marks=all_apis) for path in (MESSAGES, RESPONSES)
-)])  # fmt: skip
+@pytest.mark.parametrize("path", [COUNT, MESSAGES, RESPONSES])
 def test_good_bodies_are_answered(stack, path):
     for streamed in (False, True):
         answer = stack.http.post(path, json={**GOOD[path], "model": MODEL, "stream": streamed})

@@ -1,19 +1,15 @@
 """What passes beside a body: the engine's metadata, which no client can write, and headers."""
 
-import base64
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest
 
 from kappa.cost import TokenCounts
 from kappa.protocol import CHARGES_KEY, Charge
-from router.api.errors import ApiError
 from router.api.metadata import (
     decision_headers,
-    prompt_metadata,
     routed_metadata,
     tenant_metadata,
 )
@@ -100,16 +96,3 @@ def test_all_that_64_tenants_add_to_a_request_is_a_few_kilobytes():
     elsewhere = {f"tenant-{i:03}": Charge(12345.678, 1234.567, 123.456) for i in range(64)}
     assert len(json.dumps(metadata())) < 250
     assert len(json.dumps(metadata(elsewhere=elsewhere))) < 4096
-
-
-def test_an_engine_that_does_not_tokenize_is_sent_the_tokens_and_the_plan():
-    sent = prompt_metadata(np.array([1, 70_000, 3]), "kv")
-    tokens = np.frombuffer(base64.b64decode(sent["kappa_prompt"]), dtype="<i4")
-    assert (tokens.tolist(), sent["kappa_plan"]) == ([1, 70_000, 3], "kv")
-    assert "kappa_plan" not in prompt_metadata(np.array([1]), "")
-
-
-def test_a_prompt_that_could_not_be_rendered_is_refused_for_such_an_engine():
-    with pytest.raises(ApiError) as refused:
-        prompt_metadata(None, "")
-    assert (refused.value.status, refused.value.code) == (400, "unsupported_prompt")

@@ -1,14 +1,33 @@
-"""Plans of emulated engines whose steps and loads take microseconds."""
+"""Emulated engines whose steps and loads take microseconds, without Ray."""
 
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+from ray.serve.llm import LLMConfig
 
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
 from workers.identity import WorkerPlan
+from workers.no_download import NoDownload
+from workers.own_engine.emulated import WORD
 from workers.own_engine.server import OwnPlan
+from workers.tiny_model import make_tiny_model
 
 # Two bytes of KV and a hundred FLOPs per token.
 SHAPE = ModelShape("small", 1, 1, 1, 1, 1, 50.0, 50.0, "mha", 1.0)
+
+
+_FOLDER = TemporaryDirectory(prefix="kappa-test-")
+
+
+@cache
+def tiny_model():
+    """A folder with a model whose tokenizer has a token for the emulated engine's word."""
+    return make_tiny_model(Path(_FOLDER.name) / "tiny", [f"hello world{WORD} a b c " * 20])
 
 
 def emulated_plan(worker, limits, endpoints, source="paced"):
@@ -18,3 +37,23 @@ def emulated_plan(worker, limits, endpoints, source="paced"):
     )  # fmt: skip
     plan = WorkerPlan((node,), SHAPE, SHAPE, limits, "m", "", "", "", kind="emulated")
     return OwnPlan(plan, worker, 0, endpoints)
+
+
+def llm_config(model, folder=None):
+    """Ray's of a model, by default the tiny one, in a process without Ray."""
+    config = LLMConfig(
+        model_loading_config={"model_id": model, "model_source": str(folder or tiny_model())},
+        engine_kwargs={"enable_prompt_tokens_details": True},
+        accelerator_config={"kind": "cpu"},
+    )
+    # Ray's own would ask for a placement group.
+    config._callback_instance = NoDownload(config)
+    return config
+
+
+@asynccontextmanager
+async def asking(engine):
+    """A client of a started engine's application."""
+    through = httpx.ASGITransport(await engine.build_asgi_app())
+    async with httpx.AsyncClient(transport=through, base_url="http://worker") as client:
+        yield client

@@ -20,6 +20,9 @@ _MANAGER = "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager"
 _SPEC = "vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec"
 _RENDERER = "vllm.renderers.base:BaseRenderer"
 _DETOKENIZER = "vllm.v1.engine.detokenizer"
+_ENGINE = "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine"
+_CORE = "vllm.v1.engine.core_client:EngineCoreClient"
+_ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
 _REQUEST_ROUTER = "ray.serve.request_router:RequestRouter"
 _LLM_SERVER = "ray.serve.llm.deployment:LLMServer"
 _BODIES = "ray.serve.llm.openai_api_models"
@@ -54,6 +57,28 @@ SIGNATURES = {
     # deploy.app.build
     "ray.experimental.internal_kv:_internal_kv_put": "key value overwrite",
     "ray.experimental.internal_kv:_internal_kv_get": "key",
+    # workers.own_engine
+    f"{_ENGINE}.__init__": "llm_config",
+    f"{_ENGINE}._start_async_llm_engine": ("vllm_engine_args vllm_engine_config placement_group"),
+    f"{_ENGINE}.check_health": "",
+    f"{_ENGINE}.shutdown": "",
+    f"{_CORE}.add_request_async": "request",
+    f"{_CORE}.abort_requests_async": "request_ids",
+    f"{_CORE}.get_output_async": "",
+    f"{_CORE}.get_supported_tasks_async": "",
+    f"{_CORE}.collective_rpc_async": "method timeout args kwargs",
+    f"{_CORE}.shutdown": "timeout",
+    f"{_ASYNC}.__init__": "vllm_config executor_class log_stats",
+    f"{_ASYNC}.generate": "prompt sampling_params request_id",
+    "vllm.v1.metrics.stats:PrefillStats.set": (
+        "num_prompt_tokens num_local_cached_tokens num_external_cached_tokens"
+    ),
+    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses": (
+        "request raw_request"
+    ),
+    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params": (
+        "default_max_tokens default_sampling_params"
+    ),
     # workers.vllm.connector
     f"{_OFFLOADER}.__init__": "vllm_config role kv_cache_config",
     f"{_OFFLOADER}.get_num_new_matched_tokens": "request num_computed_tokens",
@@ -119,6 +144,14 @@ NAMES = {
     _STATE: "partial_tail_boundary",
     "vllm.config:KVTransferConfig": "kv_load_failure_policy",
     "vllm.outputs:RequestOutput.__init__": "kv_transfer_params",
+    # workers.own_engine
+    "vllm.v1.engine:EngineCoreRequest": (
+        "request_id prompt_token_ids sampling_params cache_salt priority"
+    ),
+    "vllm.v1.engine:EngineCoreOutput": (
+        "request_id new_token_ids finish_reason stop_reason prefill_stats"
+    ),
+    "vllm.v1.engine:EngineCoreOutputs": "outputs",
     # workers.vllm.host_tier
     "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor page_size_bytes",
     "vllm.v1.kv_offload.base:CanonicalKVCaches": "tensors",
@@ -227,9 +260,22 @@ SOURCES = {
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine": (
         "self._engine_client = self._start_async_llm_engine",
     ),
-    "vllm.v1.engine.async_llm:AsyncLLM": ("self.output_processor = OutputProcessor(",),
-    "vllm.v1.engine.async_llm:AsyncLLM.__init__": (
-        "self.vllm_config = vllm_config", "self.renderer = ",
+    f"{_ASYNC}.__init__": (
+        "self.vllm_config = vllm_config",
+        "self.renderer = ",
+        "self.engine_core = EngineCoreClient.make_async_mp_client(",
+    ),
+    # An engine of ours takes the place of the core that is made there, and is asked so.
+    _ASYNC: (
+        "self.engine_core.resources.engine_dead", "self.output_processor = OutputProcessor(",
+    ),
+    f"{_ENGINE}.start": ("self._app_state = state",),
+    # Requests are checked where an answer begins, of streamed responses before that.
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_completion": (
+        "generator = self.engine_client.generate(\n                    engine_input,",
+    ),
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": (
+        "generator = self.engine_client.generate(\n                    engine_input,",
     ),
     # Each request's outputs leave by the collector that is made for it.
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": (

@@ -1,30 +1,33 @@
-"""The emulated engine: real bodies in, OpenAI's shapes out; its blocks and faults are told as any
-engine tells them. Durations are not tested, only what follows from them."""
+"""The emulated engine behind vLLM's application: every API's bodies in and answers out; its blocks
+and faults are told as any engine tells them. Durations are not tested, only what follows from
+them."""
 
 import asyncio
-import base64
 import json
-from types import SimpleNamespace
 
 import msgspec
-import numpy as np
+import openai
 import pytest
 import pytest_asyncio
 import zmq
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
+from vllm.sampling_params import RequestOutputKind
 
-from tests.workers.emulation import emulated_plan
+from tests.workers.emulation import asking, emulated_plan, llm_config
+from workers import generated
 from workers.own_engine.emulated import WORD, EmulatedEngine, EngineFaults, FaultsFile
+from workers.vllm import output_collector
 from workers.vllm.arguments import Endpoints, EngineLimits
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 BLOCK = 4
 PATIENCE_MS = 20_000
+SAID = [{"role": "user", "content": "a b"}]
 
 
 class Bench:
-    def __init__(self, folder, faults=""):
+    def __init__(self, folder):
         self.context = zmq.Context()
         self.stats = self.context.socket(zmq.PULL)
         self.stats.bind(f"ipc://{folder}/stats")
@@ -34,9 +37,19 @@ class Bench:
         limits = EngineLimits(60, BLOCK, 17, 40 * BLOCK * 2, 16, 4, "float32")
         ends = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
         plan = emulated_plan("one", limits, ends)
-        config = SimpleNamespace(engine_kwargs={"kappa_own": plan}, model_id="m")
-        self.engine = EmulatedEngine(config)
+        self.engine = EmulatedEngine(llm_config("m"), plan)
         self.messages, self.batches, self.numbers = [], [], []
+
+    async def post(self, path, **fields):
+        return await self.client.post(f"/v1/{path}", json={"model": "m", **fields})
+
+    async def complete(self, tokens, name="r", **fields):
+        """An answer of three tokens to a prompt in tokens."""
+        words = {"kappa_request_id": name}
+        body = {"prompt": list(tokens), "vllm_xargs": words, "max_tokens": 3, **fields}
+        answer = await self.post("completions", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def told(self, kind):
         while not any(m["kind"] == kind for m in self.messages):
@@ -58,51 +71,70 @@ async def bench(tmp_path, monkeypatch):
     made = Bench(tmp_path)
     await made.engine.start()
     made.kv.poll(300)  # a subscriber hears nothing before its connection stands
-    yield made
+    async with asking(made.engine) as made.client:
+        yield made
     await made.engine.shutdown()
     made.context.destroy(linger=0)
 
 
-def marks(tokens, name="r"):
-    packed = base64.b64encode(np.asarray(tokens, dtype="<i4").tobytes()).decode()
-    return {"kappa_prompt": packed, "kappa_request_id": name}
-
-
-def completion(tokens, name="r", **fields):
-    return CompletionRequest(
-        model="m", prompt="x", vllm_xargs=marks(tokens, name), **{"max_tokens": 3} | fields
-    )
-
-
-async def answers(engine, body, method="completions"):
-    return [item async for item in getattr(engine, method)(body)]
+def cached(answer):
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 async def test_an_answer_has_as_many_tokens_as_requested_and_names_the_engine(bench):
-    (answer,) = await answers(bench.engine, completion(range(10)))
-    assert answer.choices[0].text == WORD * 3 and answer.system_fingerprint == "emulated"
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10, 3)
+    answer = await bench.complete(range(10))
+    assert answer["choices"][0]["text"] == WORD * 3 and answer["system_fingerprint"] == "emulated"
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (10, 3)
 
 
-async def test_a_chat_is_streamed_token_by_token_and_ends(bench):
-    body = ChatCompletionRequest(
-        model="m", messages=[{"role": "user", "content": "x"}], vllm_xargs=marks(range(10)),
-        max_tokens=3, stream=True, stream_options={"include_usage": True},
+async def test_a_chat_is_streamed_and_ends(bench):
+    answer = await bench.post(
+        "chat/completions", messages=SAID, max_tokens=3, stream=True,
+        stream_options={"include_usage": True},
     )  # fmt: skip
-    text = "".join(await answers(bench.engine, body, "chat"))
-    events = [e.removeprefix("data: ") for e in text.strip().split("\n\n")]
+    events = [e.removeprefix("data: ") for e in answer.text.strip().split("\n\n")]
     assert events[-1] == "[DONE]"
     chunks = [json.loads(e) for e in events[:-1]]
-    assert [c["choices"][0]["delta"].get("content") for c in chunks if c["choices"]] == [
-        "", WORD, WORD, WORD
-    ]  # fmt: skip
+    texts = [c["choices"][0]["delta"]["content"] for c in chunks if c["choices"]]
+    assert texts[0] == "" and "".join(texts) == WORD * 3
     assert chunks[-1]["usage"]["completion_tokens"] == 3
 
 
+async def test_every_api_is_answered(bench):
+    there = {"base_url": "http://worker/v1", "api_key": "none", "http_client": bench.client}
+    ours = openai.AsyncOpenAI(**there)
+    response = await ours.responses.create(model="m", input="a b", max_output_tokens=3)
+    assert (response.output_text, response.usage.output_tokens) == (WORD * 3, 3)
+    async with ours.responses.stream(model="m", input="a b", max_output_tokens=3) as stream:
+        texts = [e.delta for e in [e async for e in stream] if e.type.endswith("text.delta")]
+    assert "".join(texts) == WORD * 3
+    message = (await bench.post("messages", messages=SAID, max_tokens=3)).json()
+    assert (message["content"][0]["text"], message["stop_reason"]) == (WORD * 3, "max_tokens")
+    streamed = await bench.post("messages", messages=SAID, max_tokens=3, stream=True)
+    assert streamed.text.count(WORD) == 3 and "event: message_stop" in streamed.text
+    counted = await bench.client.post("/tokenize", json={"model": "m", "messages": SAID})
+    assert counted.json()["count"] == message["usage"]["input_tokens"]
+
+
+async def test_the_tokens_of_an_answer_are_counted_where_they_leave(bench, monkeypatch):
+    monkeypatch.setattr("vllm.v1.engine.async_llm.RequestOutputCollector", None)
+    output_collector.install()
+    tally = generated.begin()
+    await bench.complete(range(10), n=2, max_tokens=5)
+    assert tally.tokens == 10
+
+
+async def test_a_stop_string_ends_the_answer_and_its_work(bench):
+    answer = await bench.complete(range(10), stop=[WORD * 2], max_tokens=40)
+    assert answer["choices"][0]["text"] == "" and answer["choices"][0]["finish_reason"] == "stop"
+    while bench.engine._core.runner.call(lambda engine: engine.busy).result(20):
+        pass
+
+
 async def test_a_repeated_prompt_is_found_and_reported_by_source(bench):
-    await answers(bench.engine, completion(range(18), "first"))
-    (again,) = await answers(bench.engine, completion(range(18), "second"))
-    assert again.usage.prompt_tokens_details.cached_tokens == 16
+    await bench.complete(range(18), "first")
+    again = await bench.complete(range(18), "second")
+    assert cached(again) == 16
     bench.told("step")
     while len(bench.told("admit")) < 2:
         bench.messages.append(msgspec.msgpack.decode(bench.stats.recv()))
@@ -112,55 +144,79 @@ async def test_a_repeated_prompt_is_found_and_reported_by_source(bench):
 
 
 async def test_totals_leave_when_the_engine_falls_idle(bench):
-    await answers(bench.engine, completion(range(10)))
+    await bench.complete(range(10))
     while bench.told("iterations")[-1]["iterations"] < 3:
         assert bench.stats.poll(PATIENCE_MS), "the last iterations were not told"
         bench.messages.append(msgspec.msgpack.decode(bench.stats.recv()))
 
 
 async def test_what_the_device_evicts_is_loaded_from_the_host(bench):
-    await answers(bench.engine, completion(range(30), "first"))
-    await answers(bench.engine, completion(range(100, 150), "other"))  # fills the device
-    (again,) = await answers(bench.engine, completion(range(30), "again"))
-    assert again.usage.prompt_tokens_details.cached_tokens == 28
+    await bench.complete(range(30), "first")
+    await bench.complete(range(100, 150), "other")  # fills the device
+    assert cached(await bench.complete(range(30), "again")) == 28
     assert bench.told("load")[0]["tokens"] > 0
 
 
-@pytest.mark.parametrize("fields", [{"logprobs": 3}, {"n": 2}])
-async def test_what_it_cannot_do_is_refused_by_name(bench, fields):
-    (answer,) = await answers(bench.engine, completion(range(5), **fields))
-    assert answer.error.code == 400 and next(iter(fields)) in answer.error.message
+async def test_what_it_cannot_do_is_refused_by_name_before_a_stream_begins(bench):
+    for path, fields, named in (
+        ("completions", {"prompt": "a", "logprobs": 3}, "logprobs"),
+        ("chat/completions", {"messages": SAID, "response_format": {"type": "json_object"}},
+         "response_format"),
+        ("messages", {"messages": SAID, "max_tokens": 3, "top_k": 5}, "top_k"),
+        ("responses", {"input": "a", "presence_penalty": 1.0}, "presence_penalty"),
+    ):  # fmt: skip
+        for stream in (False, True):
+            answer = await bench.post(path, **fields, stream=stream)
+            assert answer.status_code == 400
+            assert f"{named}: the emulated engine" in answer.json()["error"]["message"]
 
 
 async def test_what_never_fits_is_refused(bench):
-    (answer,) = await answers(bench.engine, completion(range(200)))
-    assert answer.error.code == 400 and "a prompt of 200 tokens" in answer.error.message
+    answer = await bench.post("completions", prompt=list(range(200)), stream=True)
+    assert answer.status_code == 400 and "maximum context length is 60" in answer.text
 
 
-async def test_a_node_that_is_not_paced_is_refused(tmp_path):
+async def test_a_node_that_is_not_paced_is_refused():
     limits = EngineLimits(60, BLOCK, 17, 0, 16, 4, "float32")
     own = emulated_plan("one", limits, Endpoints("", ""), source="catalogue")
-    config = SimpleNamespace(engine_kwargs={"kappa_own": own}, model_id="m")
     with pytest.raises(ValueError, match="pcie is not paced"):
-        await EmulatedEngine(config).start()
+        await EmulatedEngine(llm_config("m"), own).start()
 
 
 async def test_a_client_that_leaves_frees_its_room(bench):
-    stream = bench.engine.completions(completion(range(8), max_tokens=50, stream=True))
+    params = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
+    prompt = {"type": "token", "prompt_token_ids": list(range(8))}
+    stream = bench.engine._engine_client.generate(prompt, params, "left")
     await anext(stream)
     await stream.aclose()
-    (answer,) = await answers(bench.engine, completion(range(50, 90), "next"))
-    assert answer.usage.completion_tokens == 3
+    answer = await bench.complete(range(50, 90), "next")
+    assert answer["usage"]["completion_tokens"] == 3
+    assert not bench.engine._core._submitted
+
+
+async def test_an_engine_that_fails_ends_its_requests_and_its_health(bench):
+    await bench.engine.check_health()
+
+    def fails(rows):
+        raise MemoryError("no more memory")
+
+    bench.engine._core.engine._computer.compute = fails
+    answer = await bench.post("completions", prompt=[1, 2], stream=False)
+    assert answer.status_code == 500 and "no more memory" not in answer.text
+    with pytest.raises(RuntimeError, match="no more memory"):
+        await bench.engine.check_health()
+    assert (await bench.post("completions", prompt=[1, 2])).status_code == 500
+    assert (await bench.client.get("/health")).status_code == 503
 
 
 async def test_loads_that_fail_are_counted_and_computed(bench, tmp_path):
-    await answers(bench.engine, completion(range(30), "first"))
-    await answers(bench.engine, completion(range(100, 150), "other"))
+    await bench.complete(range(30), "first")
+    await bench.complete(range(100, 150), "other")
     (tmp_path / "faults.json").write_text('{"one": {"loads_fail": true}}')
     for number in range(20):
-        (answer,) = await answers(bench.engine, completion(range(30), f"again {number}"))
-        assert answer.usage.completion_tokens == 3
-        await answers(bench.engine, completion(range(100, 150), f"other {number}"))
+        answer = await bench.complete(range(30), f"again {number}")
+        assert answer["usage"]["completion_tokens"] == 3
+        await bench.complete(range(100, 150), f"other {number}")
         if any(m["kind"] == "faults" for m in bench.messages):
             break
         while bench.stats.poll(50):
@@ -170,19 +226,18 @@ async def test_loads_that_fail_are_counted_and_computed(bench, tmp_path):
 
 async def test_a_hung_engine_answers_nothing_until_it_goes_on(bench, tmp_path):
     (tmp_path / "faults.json").write_text('{"one": {"hangs": true}}')
-    asking = asyncio.create_task(answers(bench.engine, completion(range(8))))
+    asking = asyncio.create_task(bench.complete(range(8)))
     done, _ = await asyncio.wait({asking}, timeout=1.0)
     assert not done
     (tmp_path / "faults.json").unlink()
-    (answer,) = await asking
-    assert answer.usage.completion_tokens == 3
+    assert (await asking)["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize("fault", ["lose", "repeat", "reorder"])
 async def test_every_second_batch_of_events_is_lost_repeated_or_late(bench, tmp_path, fault):
     (tmp_path / "faults.json").write_text(json.dumps({"*": {"events": fault}}))
     for number in range(5):
-        await answers(bench.engine, completion(range(number * 50, number * 50 + 8), str(number)))
+        await bench.complete(range(number * 50, number * 50 + 8), str(number))
     bench.drain_kv()
     first, last = bench.numbers[0], max(bench.numbers)
     assert last > 4

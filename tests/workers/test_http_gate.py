@@ -13,6 +13,7 @@ from kappa.protocol import (
     TO_BODY_HEADER,
     TO_DROP_HEADER,
     TO_SECRET_HEADER,
+    TO_SHOW_HEADER,
     EngineDiedError,
 )
 from workers import generated, http_gate
@@ -124,6 +125,14 @@ async def test_gate_sets_and_drops_fields_of_the_body():
     assert not {TO_BODY_HEADER, TO_DROP_HEADER, TO_SECRET_HEADER} & {
         name.decode() for name in engine.headers
     }
+
+
+async def test_gate_marks_answers_of_its_engine_and_shows_what_its_front_says():
+    gate = WorkerGate(Engine(), SECRET, InFlight(0.0), Health(), marks={"x-engine": "emulated"})
+    shown = {TO_SHOW_HEADER: json.dumps({"x-kappa-node": "a"})}
+    answer = await ask(gate, **sets(vllm_xargs={}), **shown)
+    assert (answer.headers["x-kappa-node"], answer.headers["x-engine"]) == ("a", "emulated")
+    assert TO_SHOW_HEADER not in answer.headers
 
 
 async def test_gate_passes_a_body_unchanged_without_orders():

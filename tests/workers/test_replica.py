@@ -4,7 +4,6 @@ The replica is real but for its start: no Ray, and an engine that does what a te
 """
 
 import asyncio
-import base64
 import json
 import os
 from dataclasses import replace
@@ -13,7 +12,6 @@ from threading import Event
 from types import SimpleNamespace
 
 import httpx
-import numpy as np
 import pytest
 import pytest_asyncio
 from ray.serve.llm.openai_api_models import CompletionRequest
@@ -23,7 +21,7 @@ from kappa.protocol import TO_BODY_HEADER, TO_SECRET_HEADER, EngineDiedError
 from kappa.settings.engine import EngineSettings
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
-from tests.workers.emulation import emulated_plan
+from tests.workers.emulation import emulated_plan, llm_config
 from workers.http_gate import WorkerGate
 from workers.identity import WorkerPlan
 from workers.in_flight import InFlight
@@ -135,9 +133,7 @@ async def own():
     limits = EngineLimits(60, 4, 17, 0, 16, 4, "float32")
     plan = emulated_plan("w", limits, Endpoints("", ""))
     replica = Replica()
-    replica.engine = EmulatedEngine(
-        SimpleNamespace(engine_kwargs={"kappa_own": plan}, model_id="m")
-    )
+    replica.engine = EmulatedEngine(llm_config("m"), plan)
     await replica.engine.start()
     yield replica
     await replica.engine.shutdown()
@@ -145,12 +141,11 @@ async def own():
 
 async def answers(replica):
     """What its port answers."""
-    prompt = base64.b64encode(np.arange(10, dtype="<i4").tobytes()).decode()
-    words = {"kappa_prompt": prompt, "kappa_request_id": "r"}
     app = await replica.engine.build_asgi_app()
     gate = WorkerGate(app, "secret", replica.here, replica.check_health)
-    headers = {TO_SECRET_HEADER: "secret", TO_BODY_HEADER: json.dumps({"vllm_xargs": words})}
-    asked = {"model": "m", "prompt": "a", "max_tokens": 3}
+    words = {"vllm_xargs": {"kappa_request_id": "r"}}
+    headers = {TO_SECRET_HEADER: "secret", TO_BODY_HEADER: json.dumps(words)}
+    asked = {"model": "m", "prompt": list(range(10)), "max_tokens": 3}
     through = httpx.ASGITransport(gate)
     async with httpx.AsyncClient(transport=through, base_url="http://worker") as client:
         return (await client.post("/v1/completions", json=asked, headers=headers)).json()
@@ -164,7 +159,7 @@ async def test_an_own_engine_that_has_answered_is_healthy_however_long(own, cloc
 
 
 async def test_an_own_engine_that_hangs_fails_the_replicas_health(own, clock):
-    computer, begun, go_on = own.engine._built.engine._computer, Event(), Event()
+    computer, begun, go_on = own.engine._core.engine._computer, Event(), Event()
     compute = computer.compute
 
     def hangs(chunks):

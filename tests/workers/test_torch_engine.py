@@ -1,11 +1,10 @@
 """Our own engine behind Ray's engine interface: a real model, loop and sockets, no cluster."""
 
 import asyncio
-import base64
 import json
 import shutil
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -13,8 +12,9 @@ import pytest
 import pytest_asyncio
 import torch
 import zmq
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
+from vllm.sampling_params import RequestOutputKind
 
 from engine.config import read_config
 from kappa.hardware import node_profile
@@ -24,6 +24,7 @@ from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
 from tests.engine import hf
 from tests.engine.books import check_engine
+from tests.workers.emulation import asking, llm_config
 from workers.identity import SparsePlan, WorkerPlan
 from workers.own_engine.server import OwnPlan
 from workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
@@ -62,8 +63,7 @@ class Bench:
         limits = replace(plan.limits, host_bytes=int(128 * plan.block_bytes))
         ends = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
         own = OwnPlan(replace(plan, limits=limits), "w", 0, ends)
-        config = SimpleNamespace(engine_kwargs={"kappa_own": own}, model_id="tiny")
-        self.engine = TorchEngine(config)
+        self.engine = TorchEngine(llm_config("tiny", self.model), own)
         self.messages, self.events, self.numbers = [], [], []
 
     def told(self, kind, enough=lambda messages: messages):
@@ -85,68 +85,99 @@ class Bench:
         return self.events
 
 
+@asynccontextmanager
+async def running(bench):
+    await bench.engine.start()
+    try:
+        async with asking(bench.engine) as bench.client:
+            yield bench
+    finally:
+        await bench.engine.shutdown()
+        bench.context.destroy(linger=0)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started(tmp_path_factory):
-    bench = Bench(tmp_path_factory.mktemp("torch"))
-    await bench.engine.start()
-    yield bench
-    await bench.engine.shutdown()
-    bench.context.destroy(linger=0)
+    async with running(Bench(tmp_path_factory.mktemp("torch"))) as bench:
+        yield bench
 
 
-def marks(tokens, name="r", **extra):
-    packed = base64.b64encode(np.asarray(tokens, dtype="<i4").tobytes()).decode()
-    return {"kappa_prompt": packed, "kappa_request_id": name, "kappa_tenant": "alice", **extra}
+def marks(name="r", plan=None, approx=False):
+    words = {"kappa_request_id": name, "kappa_tenant": "alice", "kappa_plan": plan}
+    words["kappa_approx"] = "ok" if approx else None
+    return {key: value for key, value in words.items() if value}
 
 
-def completion(tokens, name="r", plan=None, **fields):
-    extra = {"kappa_plan": plan} if plan else {}
-    return CompletionRequest(
-        model="tiny", prompt="x", vllm_xargs=marks(tokens, name, **extra),
-        **{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **fields},
-    )  # fmt: skip
+async def asked(bench, tokens, name="r", plan=None, approx=False, **fields):
+    """What a completion is answered with; the prompt is in tokens."""
+    given = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **fields}
+    body = {"model": "tiny", "prompt": tokens, "vllm_xargs": marks(name, plan, approx), **given}
+    return await bench.client.post("/v1/completions", json=body)
 
 
-def chat(tokens, **fields):
-    return ChatCompletionRequest(
-        model="tiny", messages=[{"role": "user", "content": "x"}], vllm_xargs=marks(tokens),
-        **{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **fields},
-    )  # fmt: skip
+async def completed(bench, *given, **fields):
+    answer = await asked(bench, *given, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 def prompt(count, seed):
     return np.random.default_rng(seed).integers(100, 450, count).tolist()
 
 
-async def answered(bench, body):
-    stream = (
-        bench.engine.chat(body) if hasattr(body, "messages") else bench.engine.completions(body)
-    )
-    return [item async for item in stream]
+def text_of(answer):
+    return answer["choices"][0]["text"]
+
+
+def cached(answer):
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 async def test_an_answer_is_the_same_whole_and_in_pieces(started):
     tokens = prompt(50, 1)
-    (whole,) = await answered(started, completion(tokens))
-    assert whole.usage.completion_tokens == 6 and whole.choices[0].finish_reason == "length"
-    pieces = await answered(started, completion(tokens, stream=True))
-    events = [json.loads(p[6:]) for p in "".join(pieces).split("\n\n") if p and "[DONE]" not in p]
-    assert "".join(e["choices"][0]["text"] for e in events) == whole.choices[0].text
-    assert pieces[-1].endswith("data: [DONE]\n\n")
-    (talk,) = await answered(started, chat(tokens))
-    assert talk.choices[0].message.content == whole.choices[0].text
-    assert talk.usage.prompt_tokens_details.cached_tokens == 48
+    whole = await completed(started, tokens)
+    assert whole["usage"]["completion_tokens"] == 6 and whole["system_fingerprint"] is None
+    assert whole["choices"][0]["finish_reason"] == "length"
+    pieces = (await asked(started, tokens, stream=True)).text
+    events = [json.loads(p[6:]) for p in pieces.split("\n\n") if p and "[DONE]" not in p]
+    assert "".join(e["choices"][0]["text"] for e in events) == text_of(whole)
+    assert pieces.endswith("data: [DONE]\n\n")
+    assert cached(await completed(started, tokens)) == 48
+
+
+async def test_a_chat_is_the_completion_of_its_rendered_prompt(started):
+    said = [{"role": "user", "content": TEXTS[0]}]
+    rendered = await started.client.post("/tokenize", json={"model": "tiny", "messages": said})
+    whole = await completed(started, rendered.json()["tokens"])
+    body = {"model": "tiny", "messages": said, "vllm_xargs": marks(), "ignore_eos": True}
+    talk = await started.client.post(
+        "/v1/chat/completions", json={**body, "temperature": 0.0, "max_tokens": 6}
+    )
+    assert talk.json()["choices"][0]["message"]["content"] == text_of(whole)
+
+
+async def test_an_answer_ends_at_the_end_of_text_which_is_not_shown(started):
+    tokens = prompt(30, 9)
+    whole = await completed(started, tokens, max_tokens=20, return_token_ids=True)
+    ids = whole["choices"][0]["token_ids"]
+    cut = await completed(
+        started, tokens, max_tokens=20, stop_token_ids=[ids[7]], return_token_ids=True
+    )
+    choice, first = cut["choices"][0], ids.index(ids[7])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[7])
+    assert choice["token_ids"] == ids[: first + 1]
+    assert text_of(whole).startswith(choice["text"])
 
 
 async def test_a_prefix_that_stays_in_host_memory_is_answered_and_reported_alike(started):
     tokens = prompt(100, 21)
-    (first,) = await answered(started, completion(tokens, "fresh"))
+    first = await completed(started, tokens, "fresh")
     for seed in range(3):
         # 1,024 tokens are on the device: these push the first prompt out of it.
-        await answered(started, completion(prompt(400, 300 + seed), f"other-{seed}"))
-    (again,) = await answered(started, completion(tokens, "stays", plan="cpu"))
-    assert again.choices[0].text == first.choices[0].text
-    assert again.usage.prompt_tokens_details.cached_tokens == 96
+        await completed(started, prompt(400, 300 + seed), f"other-{seed}")
+    again = await completed(started, tokens, "stays", plan="cpu")
+    assert text_of(again) == text_of(first)
+    assert cached(again) == 96
     told = started.told("admit", lambda all: any(m["request_id"] == "stays" for m in all))
     admitted = {m["request_id"]: m for m in told}
     assert (admitted["stays"]["device_tokens"], admitted["stays"]["host_tokens"]) == (0, 96)
@@ -155,8 +186,8 @@ async def test_a_prefix_that_stays_in_host_memory_is_answered_and_reported_alike
 
 async def test_what_a_request_did_is_reported_as_by_a_vllm_engine(started):
     tokens = prompt(100, 2)
-    await answered(started, completion(tokens, "first"))
-    await answered(started, completion(tokens, "second"))
+    await completed(started, tokens, "first")
+    await completed(started, tokens, "second")
     admitted = {m["request_id"]: m for m in started.told("admit", lambda found: len(found) >= 2)}
     while "second" not in admitted:
         started.messages.append(msgspec.msgpack.decode(started.stats.recv()))
@@ -175,12 +206,12 @@ async def test_what_a_request_did_is_reported_as_by_a_vllm_engine(started):
 
 async def test_evicted_prefixes_come_back_from_host_memory_by_any_plan(started):
     tokens = prompt(320, 3)
-    (first,) = await answered(started, completion(tokens, "cold"))
+    first = await completed(started, tokens, "cold")
     for plan in ("kv", "recompute", "auto"):
         for seed in range(10, 16):
-            await answered(started, completion(prompt(300, seed), "filler"))
-        (again,) = await answered(started, completion(tokens, f"by-{plan}", plan))
-        assert again.choices[0].text == first.choices[0].text
+            await completed(started, prompt(300, seed), "filler")
+        again = await completed(started, tokens, f"by-{plan}", plan)
+        assert text_of(again) == text_of(first)
         by = started.told("admit", lambda f, n=f"by-{plan}": any(m["request_id"] == n for m in f))[
             -1
         ]
@@ -192,7 +223,7 @@ async def test_evicted_prefixes_come_back_from_host_memory_by_any_plan(started):
 
 async def test_blocks_are_published_with_their_tokens_on_device_and_in_host(started):
     tokens = prompt(64, 4)
-    await answered(started, completion(tokens, cache_salt="pepper"))
+    await completed(started, tokens, cache_salt="pepper")
 
     def of_ours(events, medium):
         return [
@@ -207,49 +238,45 @@ async def test_blocks_are_published_with_their_tokens_on_device_and_in_host(star
 
 
 async def test_bad_requests_are_answered_with_400_and_their_reason(started):
-    for body, why in (
-        (completion(prompt(20, 5), logprobs=3), "logprobs: the engine of kind torch"),
-        (completion(prompt(20, 5), plan="best"), "no planner 'best'"),
-        (completion(prompt(2000, 5)), "a prompt of 2000 tokens"),
-        (completion([10_000_000]), "token ids"),
+    for tokens, fields, why in (
+        (prompt(20, 5), {"logprobs": 3}, "logprobs: the engine of kind torch"),
+        (prompt(20, 5), {"plan": "best"}, "no planner 'best'"),
+        (prompt(2000, 5), {}, "maximum context length is 1000"),
+        ([10_000_000], {}, "token ids"),
     ):
-        (error,) = await answered(started, body)
-        assert error.error.code == 400 and why in error.error.message
+        answer = await asked(started, tokens, **fields)
+        assert answer.status_code == 400 and why in answer.json()["error"]["message"]
 
 
-async def test_an_answer_that_may_be_approximate_counts_its_approximate_tokens(started):
+async def test_what_may_be_approximate_is_computed_sparsely(started):
+    def sparse():
+        return dict(started.engine._core.engine.stats().sparse)
+
     tokens = prompt(90, 8)
-    (exact,) = await answered(started, completion(tokens, max_tokens=40))
-    assert "approximate_tokens" not in exact.usage.model_dump()
-    body = completion(tokens, "approx", max_tokens=40)
-    body.vllm_xargs["kappa_approx"] = "ok"
-    (sparse,) = await answered(started, body)
-    assert sparse.choices[0].text == exact.choices[0].text
-    assert 0 < sparse.usage.approximate_tokens < 40
-    stats = started.engine._runner._engine.stats()
-    assert stats.sparse["moved"] == 1 and stats.sparse["slots"] == 0
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    body = completion(tokens, "approx", max_tokens=8, **options)
-    body.vllm_xargs["kappa_approx"] = "ok"
-    *_, closing = await answered(started, body)
-    assert "approximate_tokens" in json.loads(closing[6:].split("\n\n")[0])["usage"]
+    exact = await completed(started, tokens, max_tokens=40)
+    assert sparse()["moved"] == 0
+    again = await completed(started, tokens, "approx", approx=True, max_tokens=40)
+    assert text_of(again) == text_of(exact)
+    assert (sparse()["moved"], sparse()["slots"]) == (1, 0)
 
 
 async def test_a_stop_string_ends_the_answer_early(started):
     tokens = prompt(40, 6)
-    (whole,) = await answered(started, completion(tokens, max_tokens=20))
-    text = whole.choices[0].text
+    whole = await completed(started, tokens, max_tokens=20)
+    text = text_of(whole)
     stop = text[len(text) // 2 :][:3]
-    (cut,) = await answered(started, completion(tokens, max_tokens=20, stop=[stop]))
-    assert cut.choices[0].text == text[: text.find(stop)]
-    assert cut.choices[0].finish_reason == "stop"
+    cut = await completed(started, tokens, max_tokens=20, stop=[stop])
+    assert text_of(cut) == text[: text.find(stop)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
 
 
 async def test_a_client_that_leaves_frees_everything(started):
-    stream = started.engine.completions(completion(prompt(60, 7), max_tokens=200, stream=True))
+    params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    given = {"type": "token", "prompt_token_ids": prompt(60, 7)}
+    stream = started.engine._engine_client.generate(given, params, "left")
     await anext(stream)
     await stream.aclose()
-    runner = started.engine._runner
+    runner = started.engine._core.runner
     for _ in range(200):
         if not runner.call(lambda engine: engine.busy).result(20):
             break
@@ -260,7 +287,7 @@ async def test_a_client_that_leaves_frees_everything(started):
 async def test_rates_are_known_at_the_start_measured_or_by_law(started):
     rates = rates_from_measured(started.engine.rates)
     assert rates.load_token_s > 0 and rates.prefill_s(100, 0) > 0
-    used = started.engine._runner.call(lambda engine: engine.planning.rates).result(20)
+    used = started.engine._core.runner.call(lambda engine: engine.planning.rates).result(20)
     assert used.load_token_s == pytest.approx(rates.load_token_s)
 
 
@@ -292,9 +319,8 @@ async def test_contexts_in_host_memory_are_answered_with_hugging_faces_logits(
     bench = Bench(
         tmp_path, model, shape, limits=limits, planner=planner, act_share=share, approx="never"
     )
-    await bench.engine.start()
-    try:
-        computer, scores = bench.engine._built.engine._computer, {}
+    async with running(bench):
+        computer, scores = bench.engine._core.engine._computer, {}
         compute = computer.compute
 
         def recorded(chunks):
@@ -305,21 +331,19 @@ async def test_contexts_in_host_memory_are_answered_with_hugging_faces_logits(
 
         computer.compute = recorded
         prompts = [np.random.default_rng(s).integers(3, 96, 150).tolist() for s in range(3)]
-        bodies = [completion(tokens, f"r{i}", max_tokens=20) for i, tokens in enumerate(prompts)]
-        answers = await asyncio.gather(*(answered(bench, body) for body in bodies))
-        assert all(whole.usage.completion_tokens == 20 for (whole,) in answers)
+        answers = await asyncio.gather(
+            *(completed(bench, each, f"r{i}", max_tokens=20) for i, each in enumerate(prompts))
+        )
+        assert all(answer["usage"]["completion_tokens"] == 20 for answer in answers)
         assert len(scores) == 3
         for one, rows in scores.items():
             want = hf.logits(hf.reference("opt"), one.tokens)
             assert one.resides == planner and len(rows) >= 20
             assert all((row - want[stop - 1]).abs().max() <= 1e-10 for stop, row in rows.items())
-        stats = bench.engine._runner.call(lambda engine: engine.stats()).result(20)
+        stats = bench.engine._core.runner.call(lambda engine: engine.stats()).result(20)
         assert stats.link["h2d_bytes"] > 0 and stats.preemptions == 0
-        (error,) = await answered(bench, completion(prompts[0], plan=refused))
-        assert error.error.code == 400 and f"no planner '{refused}' here" in error.error.message
-    finally:
-        await bench.engine.shutdown()
-        bench.context.destroy(linger=0)
+        answer = await asked(bench, prompts[0], plan=refused)
+        assert answer.status_code == 400 and f"no planner '{refused}' here" in answer.text
 
 
 def test_an_engine_takes_the_gpu_that_ray_gave_it_and_sees_no_other(monkeypatch):

@@ -24,8 +24,9 @@ from engine.transfer import Copies, CpuMover, Direction, LinkMover
 from kappa.cost import StepModel, transfer_s
 from kappa.model import ModelShape
 from scheduler.fcfs import Fcfs
+from workers.own_engine.core import Built
 from workers.own_engine.reports import EngineReports, KvPublisher
-from workers.own_engine.server import Built, OwnEngine
+from workers.own_engine.server import OwnEngine
 from workers.vllm.arguments import Pace
 from workers.vllm.options import LinkPace
 
@@ -137,14 +138,10 @@ class EmulatedEngine(OwnEngine):
         )
         link = PacedLink(pace.link, faults)
         model = PacedModel(pace.step, arena, link, limits.max_context_tokens, faults)
-        return Built(Engine(model, options, observer=reports), reports, _Words(), (), arena.close)
+        return Built(Engine(model, options, observer=reports), reports, arena.close)
 
-
-class _Words:
-    """A tokenizer: every token is the same word."""
-
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return WORD * len(tokens)
+    def words(self, tokenizer: Any) -> Sequence[int]:
+        return list(tokenizer.encode(WORD, add_special_tokens=False))
 
 
 class PacedLink(CpuMover):

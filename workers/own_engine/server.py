@@ -1,39 +1,23 @@
-"""Ray Serve LLM's engine protocol over an engine of our own (`engine.loop`) on a thread. It
-generates text and nothing else: what else the protocol asks is refused by name."""
+"""An engine of ours as a Ray Serve LLM engine: Ray's vLLM engine, with vLLM's front end and all its
+APIs, over a core of ours (`workers.own_engine.core`). It generates text and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import structlog
-from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
-from ray.llm._internal.serve.core.engine.protocol import LLMEngine
-from ray.serve.llm.openai_api_models import ChatCompletionResponse, CompletionResponse
-from starlette.applications import Starlette
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
-from engine.loop import Engine
-from engine.profile import machine_peaks
-from engine.runner import EngineRunner, EngineStopped
-from engine.sequence import RequestRefused
-from workers import generated
 from workers.identity import WorkerPlan
-from workers.own_engine.app import engine_app
-from workers.own_engine.openai import AnswerText, Body, BodyRefused, OpenAIAnswer, read_body
-from workers.own_engine.reports import EngineReports
-from workers.request_metadata import charges_of
+from workers.own_engine.core import Built, FrontEnd, OwnCore
 from workers.vllm.arguments import Endpoints
 
 log = structlog.get_logger(__name__)
-
-OWN_KEY = "kappa_own"
-"""Of the `OwnPlan` in an engine's arguments."""
-
-_STOP_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,170 +30,73 @@ class OwnPlan:
     endpoints: Endpoints
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
-    """An engine before it runs. eos: tokens that end an answer. close: gives its memory back, when
-    its thread has ended."""
-
-    engine: Engine
-    reports: EngineReports
-    tokenizer: Any
-    eos: tuple[int, ...]
-    close: Callable[[], None]
-
-
-class OwnEngine(LLMEngine):
+class OwnEngine(VLLMEngine):
     """What `LLMServer` drives. A subclass builds the engine, and says what it is called in a
-    sentence, and what answers that are not streamed have as their `system_fingerprint`."""
+    sentence, and what answers have as their `system_fingerprint`."""
 
     CALLED: ClassVar[str]
     FINGERPRINT: ClassVar[str | None] = None
 
-    def __init__(self, llm_config: Any) -> None:
-        self.own: OwnPlan = llm_config.engine_kwargs[OWN_KEY]
-        self.plan = self.own.plan
+    def __init__(self, llm_config: Any, own: OwnPlan) -> None:
+        self.own, self.plan = own, own.plan
         self._model: str = llm_config.model_id
-        self._built: Built | None = None
-        self._runner: EngineRunner | None = None
+        self._core: OwnCore | None = None
         self._failure_logged = False
+        llm_config.update_engine_kwargs(**self._front_arguments())
+        super().__init__(llm_config)
 
     @abstractmethod
     def build(self) -> Built:
         """Make the engine; may take minutes, on a thread of its own."""
 
+    def words(self, tokenizer: Any) -> Sequence[int]:
+        """Tokens that answers consist of, where the engine's mean nothing."""
+        return ()
+
     async def start(self) -> None:
-        built = await asyncio.get_running_loop().run_in_executor(None, self.build)
-        self._built = built
-        self._runner = EngineRunner(built.engine, built.reports.publish)
+        self._core = OwnCore(await asyncio.to_thread(self.build))
+        await super().start()
+        # Streamed, they ask the engine for the first time when they have begun to answer.
+        responses = self._app_state.openai_serving_responses
+        responses.create_responses = partial(self._respond, responses.create_responses)
+
+    async def _respond(self, theirs: Any, request: Any, raw_request: Any = None) -> Any:
+        self._engine_client.check((0,), request.to_sampling_params(1, {}))
+        return await theirs(request, raw_request)
+
+    def _front_arguments(self) -> dict[str, Any]:
+        """vLLM's arguments for a front end alone: nothing of the model but its configuration and
+        tokenizer is read, and what only vLLM's engine would make of these must not matter."""
+        return {
+            "max_model_len": self.plan.limits.max_context_tokens,
+            "enforce_eager": True,
+            "generation_config": "vllm",
+            "language_model_only": True,
+            "hf_overrides": {"quantization_config": None},
+            "fingerprint_mode": "custom" if self.FINGERPRINT else "none",
+            "fingerprint_value": self.FINGERPRINT,
+        }
+
+    def _start_async_llm_engine(self, args: Any, config: Any, placement_group: Any) -> FrontEnd:
+        assert self._core is not None
+        front = FrontEnd(config, self._core, self.CALLED)
+        self._core.words = self.words(front.get_tokenizer())
+        return front
 
     async def check_health(self) -> None:
         """Raise if the engine's thread has failed: Ray Serve then replaces the replica."""
-        if self._runner is None or self._built is None:
+        if self._core is None:
             raise RuntimeError(f"{self.CALLED} has not started")
-        if (error := self._runner.error) is not None:
+        if (error := self._core.runner.error) is not None:
             if not self._failure_logged:
                 self._failure_logged = True
                 log.error("engine_failed", exc_info=error)
             raise RuntimeError(f"{self.CALLED} has failed: {error!r}")
-
-    @property
-    def owed(self) -> int:
-        """Requests that are not answered, whatever their clients have read of it."""
-        return 0 if self._runner is None else self._runner.owed
+        await super().check_health()
 
     async def shutdown(self) -> None:
-        runner, built = self._runner, self._built
-        if runner is None or built is None:
-            return
-        try:
-            await asyncio.get_running_loop().run_in_executor(None, runner.stop, _STOP_S)
-            # Only now: until the thread and its copies have ended, the memory is in use.
-            built.close()
-        finally:
-            built.reports.close()
-
-    # -- one request --------------------------------------------------------------------------
-
-    def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return self._answer(request, "chat")
-
-    def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return self._answer(request, "completions")
-
-    async def build_asgi_app(self) -> Starlette:
-        """What the worker's own port serves."""
-        return engine_app(self._answer, self.check_health)
-
-    async def _answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
-        assert self._built is not None
-        try:
-            async for item in self._generate(read_body(body, self._built.eos), body, kind):
-                yield item
-        except BodyRefused as error:
-            yield error_answer(400, str(error), error.param)
-        except (RequestRefused, ValueError) as error:
-            yield error_answer(400, str(error))
-        except EngineStopped as error:
-            yield error_answer(500, str(error))
-
-    async def _generate(self, body: Body, raw: Any, kind: str) -> AsyncGenerator[Any, None]:
-        assert self._runner is not None and self._built is not None
-        request = body.request
-        answer = OpenAIAnswer(kind, request.name, self._model, time.time(), len(request.tokens))
-        text = AnswerText(self._built.tokenizer, body)
-        # What others charged each tenant, and its weight, for rules that care. Not waited for: the
-        # engine's thread does its calls in order, so the request comes after it.
-        charges, weights = charges_of(getattr(raw, "vllm_xargs", None) or {}, request.tenant)
-        self._runner.call(lambda engine: engine.charge(charges, weights))
-        stream = self._runner.stream(request)
-        whole: list[str] = []
-        opening = answer.opening() if body.stream else ""
-        output_tokens, cached_tokens, reason = 0, 0, "stop"
-        approximate: int | None = None
-        tally = generated.current()
-        try:
-            async for output in stream:
-                if opening:
-                    yield opening
-                    opening = ""
-                output_tokens += len(output.tokens)
-                if tally is not None:
-                    tally.tokens += len(output.tokens)
-                over = output.finish_reason
-                if output.account is not None:
-                    cached_tokens = output.account.cached_tokens
-                    approximate = output.account.approximate_tokens if request.approx else None
-                shown = text.push(output.tokens, over is not None)
-                over = "stop" if text.stopped else over
-                if body.stream:
-                    yield answer.chunk(shown, over)
-                else:
-                    whole.append(shown)
-                if over is not None:
-                    reason = over
-                    break
-        finally:
-            await stream.aclose()
-        usage = answer.usage(output_tokens, cached_tokens, approximate)
-        if body.stream:
-            yield answer.closing(usage if body.include_usage else None)
-            return
-        shape = ChatCompletionResponse if kind == "chat" else CompletionResponse
-        made = answer.whole("".join(whole), reason, usage)
-        if self.FINGERPRINT is not None:
-            made["system_fingerprint"] = self.FINGERPRINT
-        yield shape.model_validate(made)
-
-    # -- what else the protocol asks ----------------------------------------------------------
-
-    async def embeddings(self, request: Any, raw_request_info: Any = None) -> Any:
-        yield self._has_no("embeddings")
-
-    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> Any:
-        yield self._has_no("transcriptions")
-
-    async def resolve_lora(self, lora_model: Any) -> None:
-        raise ValueError(f"{self.CALLED} serves no LoRA adapters")
-
-    def routing_stats(self) -> dict[str, Any]:
-        """Nothing of Ray's own; the announcement is added by the replica."""
-        return {}
-
-    async def reset_prefix_cache(self) -> None:
-        raise NotImplementedError(f"{self.CALLED} keeps its caches")
-
-    async def collective_rpc(self, method: str, *_: Any, args: Any = (), **__: Any) -> list[Any]:
-        """`kappa_profile` measures this process, for real; there is no other method."""
-        if method != "kappa_profile":
-            raise ValueError(f"{self.CALLED} has no method {method!r}")
-        loop = asyncio.get_running_loop()
-        return [await loop.run_in_executor(None, machine_peaks, *args)]
-
-    def _has_no(self, what: str) -> ErrorResponse:
-        return error_answer(400, f"{self.CALLED[0].upper()}{self.CALLED[1:]} has no {what}.")
-
-
-def error_answer(status: int, message: str, param: str | None = None) -> ErrorResponse:
-    """What `LLMServer` takes instead of an answer."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))
+        await super().shutdown()
+        if self._core is not None:
+            await asyncio.to_thread(self._core.shutdown)
+        if self._engine_client is not None:
+            self._engine_client.shutdown()

@@ -14,7 +14,6 @@ from typing import Any
 import ray
 import structlog
 import torch
-from transformers import AutoTokenizer
 
 from engine.arena import Arena, ArenaSize
 from engine.config import read_config
@@ -35,8 +34,9 @@ from kappa.plans.planners import Planning, host_planners
 from kappa.plans.rates import PlanRates, rates_from_law
 from scheduler.config import FairConfig
 from workers.identity import WorkerPlan, measured_node
+from workers.own_engine.core import Built
 from workers.own_engine.reports import EngineReports, KvPublisher
-from workers.own_engine.server import Built, OwnEngine
+from workers.own_engine.server import OwnEngine
 
 log = structlog.get_logger(__name__)
 
@@ -84,14 +84,12 @@ class TorchEngine(OwnEngine):
         reports = EngineReports(endpoints.stats, kv_events, iterations, blocks)
         sparse = _sparse(plan, forward, rates) if plan.approx != "never" else None
         engine = Engine(forward, settings, planning, observer=reports, sparse=sparse)
-        tokenizer = AutoTokenizer.from_pretrained(plan.model_source)
-        eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
         def close() -> None:
             forward.close()
             forward.arena.close()
 
-        return Built(engine, reports, tokenizer, eos, close)
+        return Built(engine, reports, close)
 
     def _forward(self, raw: dict[str, Any], settings: EngineOptions) -> Forward:
         plan, limits = self.plan, self.plan.limits

@@ -31,11 +31,12 @@ from router.gateway.spec import Bounds, GatewaySpec
 from router.live.replica_registry import ReplicaRegistry
 from tests.router.scripted import SECRET, Decider
 from tests.router.stream_worker import until
-from tests.workers.emulation import emulated_plan
+from tests.workers.emulation import emulated_plan, llm_config
 from workers.http_gate import WorkerGate
 from workers.http_port import WorkerPort
 from workers.own_engine.emulated import EmulatedEngine
 from workers.report_stream import ReportStream
+from workers.vllm import output_collector
 from workers.vllm.arguments import Endpoints, EngineLimits
 
 MODEL = "tiny"
@@ -57,8 +58,8 @@ class PortedNode:
             CONTEXT_TOKENS, BLOCK, DEVICE_BLOCKS, HOST_BLOCKS * BLOCK * 2, 512, 64, "float32"
         )
         plan = emulated_plan(name, limits, Endpoints(f"{sockets}-stats", f"{sockets}-kv"))
-        config = SimpleNamespace(engine_kwargs={"kappa_own": plan}, model_id=MODEL)
-        self.engine = EmulatedEngine(config)
+        output_collector.install()
+        self.engine = EmulatedEngine(llm_config(MODEL), plan)
 
     def announcement(self, **changes):
         said = Announcement(

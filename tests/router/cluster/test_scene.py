@@ -11,7 +11,7 @@ from kappa.protocol import (
     ENDPOINT_HEADER,
     GIVE_UP_PATH,
     GPU_S_KEY,
-    PROMPT_KEY,
+    PLAN_KEY,
     REQUEST_ID_KEY,
     TENANT_KEY,
     TO_BODY_HEADER,
@@ -20,7 +20,7 @@ from kappa.protocol import (
 )
 from kappa.settings.engine import TransferSettings
 from router.api.app import Access, Door
-from router.api.metadata import tokens_in
+from router.api.metadata import PLAN_HEADER
 from router.cluster.scene import ClusterScene
 from router.gateway.authz import Go, Inquiry, Refuse
 from router.gateway.decider import Decider, DeciderRule
@@ -90,13 +90,13 @@ async def test_a_request_goes_on_with_what_its_engine_must_know(deciding):
     assert put["cache_salt"] not in ("s", "") and "kv_transfer_params" not in put
     assert go.upstream[TO_DROP_HEADER] == "metadata"
     assert go.client["x-kappa-node"] == chosen
-    assert PROMPT_KEY not in put["vllm_xargs"]
 
 
-async def test_an_engine_of_ours_gets_the_prompt(deciding):
+async def test_an_engine_of_ours_gets_the_load_plan_that_is_asked_for(deciding):
     here = await deciding(ports(a="torch"))
-    packed = sets(await here.ask())["vllm_xargs"][PROMPT_KEY]
-    assert len(tokens_in(packed)) == here.live.records["r"].decision.prompt_tokens
+    assert PLAN_KEY not in sets(await here.ask())["vllm_xargs"]
+    planned = sets(await here.ask(request_id="s", **{PLAN_HEADER: "kv"}))
+    assert planned["vllm_xargs"][PLAN_KEY] == "kv"
 
 
 async def test_what_is_too_long_to_be_changed_is_refused(deciding, monkeypatch):
@@ -206,7 +206,6 @@ async def test_a_second_attempt_is_sent_what_its_own_worker_must_know(deciding, 
     assert here.live.records["r"].decision.worker != worker
     assert second[REQUEST_ID_KEY] != first[REQUEST_ID_KEY]
     assert here.live.records.own(second[REQUEST_ID_KEY]) == "r"
-    assert second[PROMPT_KEY] == first[PROMPT_KEY]
 
 
 async def test_a_worker_that_refuses_connections_is_dead(deciding):
