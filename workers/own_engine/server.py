@@ -4,18 +4,37 @@ APIs, over a core of ours (`workers.own_engine.core`). It generates text and not
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import structlog
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+from vllm.platforms import current_platform
 
 from workers.identity import WorkerPlan
 from workers.own_engine.core import Built, FrontEnd, OwnCore
 from workers.vllm.arguments import Endpoints
+
+# A front end needs a model's configuration for the length of a context alone; that of a large model
+# would be refused on small machines (its quantization), or taken for another protocol's (Harmony).
+# Which tokens end an answer is the tokenizer's to say.
+_STAND_IN = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 1 << 20,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +74,13 @@ class OwnEngine(VLLMEngine):
 
     async def start(self) -> None:
         self._core = OwnCore(await asyncio.to_thread(self.build))
-        await super().start()
+        if not current_platform.device_type:  # vLLM's build for GPUs, on a machine without one
+            current_platform.device_type = "cpu"
+        with TemporaryDirectory(prefix="kappa-front-") as folder:
+            config = {**_STAND_IN, "max_position_embeddings": self.plan.limits.max_context_tokens}
+            (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            self.llm_config.update_engine_kwargs(hf_config_path=folder)
+            await super().start()
         # Streamed, they ask the engine for the first time when they have begun to answer.
         responses = self._app_state.openai_serving_responses
         responses.create_responses = partial(self._respond, responses.create_responses)
@@ -65,14 +90,11 @@ class OwnEngine(VLLMEngine):
         return await theirs(request, raw_request)
 
     def _front_arguments(self) -> dict[str, Any]:
-        """vLLM's arguments for a front end alone: nothing of the model but its configuration and
-        tokenizer is read, and what only vLLM's engine would make of these must not matter."""
+        """vLLM's arguments for a front end; nothing of the model but its tokenizer is read."""
         return {
             "max_model_len": self.plan.limits.max_context_tokens,
             "enforce_eager": True,
             "generation_config": "vllm",
-            "language_model_only": True,
-            "hf_overrides": {"quantization_config": None},
             "fingerprint_mode": "custom" if self.FINGERPRINT else "none",
             "fingerprint_value": self.FINGERPRINT,
         }
