@@ -80,5 +80,7 @@ def test_the_router_knows_what_became_of_every_request(own):
     )
     prompt_tokens = raw.parse().usage.prompt_tokens
     record = own.decision(raw.headers["x-request-id"])
-    assert record["prompt_tokens"] == prompt_tokens, "worker and decider tokenize alike"
+    for told in (record["predicted"], record["actual"]):
+        sources = (told[f"{source}_tokens"] for source in ("device", "cached", "new"))
+        assert sum(sources) == prompt_tokens, "worker and decider tokenize alike"
     own.wait_idle()
