@@ -33,14 +33,14 @@ def test_addresses_of_collectors(endpoint):
     assert seen.otlp_endpoint == endpoint.rstrip("/")
 
 
-@pytest.mark.parametrize("mode", ["ray", "shadow", "canary:5", "canary:0.5", "canary:99.9", "on"])
+@pytest.mark.parametrize("mode", ["shadow", "canary:5", "canary:0.5", "canary:99.9", "on"])
 def test_every_mode_that_the_settings_allow_is_one_that_the_router_reads(mode):
     assert load_settings(router={"mode": mode}).router.mode == mode
     assert Rollout.parse(mode)
 
 
 OTLP = "otlp_endpoint"
-MODES = r"router\.mode.*ray, shadow, canary:N"
+MODES = r"router\.mode.*give shadow, canary:N"
 
 
 @pytest.mark.parametrize(
