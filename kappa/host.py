@@ -89,19 +89,14 @@ def memory_bytes(cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
     return min([limit for _, limit, _ in _cgroup_limits(cgroups, proc)] + [whole])
 
 
-def machine_free(held: int = 0, proc: Path = PROC) -> int | None:
-    """The kernel's estimate for the machine; None: not known.
-
-    held: bytes of shared memory that are taken over or replaced, so that they count as free.
-    """
-    meminfo = _figures(proc / "meminfo")
-    if "MemAvailable:" not in meminfo:
-        return None
-    return 1024 * meminfo["MemAvailable:"] + min(held, 1024 * meminfo.get("Shmem:", 0))
+def machine_free(proc: Path = PROC) -> int | None:
+    """The kernel's estimate for the machine, in bytes; None: not known."""
+    available = _figures(proc / "meminfo").get("MemAvailable:")
+    return None if available is None else 1024 * available
 
 
-def cgroup_free(held: int = 0, cgroups: Path = CGROUPS, proc: Path = PROC) -> int | None:
-    """Below the tightest of the limits, None without one; held: as `machine_free`'s.
+def cgroup_free(cgroups: Path = CGROUPS, proc: Path = PROC) -> int | None:
+    """Bytes below the tightest of the limits; None without one.
 
     Page cache counts as free: the kernel drops it before it kills anybody.
     """
@@ -109,8 +104,7 @@ def cgroup_free(held: int = 0, cgroups: Path = CGROUPS, proc: Path = PROC) -> in
     for folder, limit, used_name in _cgroup_limits(cgroups, proc):
         stat = _figures(folder / "memory.stat")
         cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
-        shared = stat.get("shmem", stat.get("total_shmem", 0))
-        used = (_number(folder / used_name) or 0) - cache - min(held, shared)
+        used = (_number(folder / used_name) or 0) - cache
         frees.append(max(limit - max(used, 0), 0))
     return min(frees, default=None)
 

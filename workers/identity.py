@@ -32,7 +32,7 @@ from workers.vllm.arguments import (
     fingerprint,
     meet_peers,
 )
-from workers.vllm.options import PERSIST_KEY, STOCK, LinkRules, SchedulerOptions, fitted_step
+from workers.vllm.options import STOCK, LinkRules, SchedulerOptions, fitted_step
 from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 
 # What most of vLLM's backends for GPUs choose.
@@ -93,8 +93,6 @@ class WorkerPlan:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     nixl: bool = False
     peers: bool = False
-    handover_dir: str = ""
-    handover_wait_s: float = 0.0
     observing: ObservingSettings = field(default_factory=ObservingSettings)
     log_level: str = "WARNING"
     graphs: str = ""
@@ -174,16 +172,13 @@ class WorkerPlan:
 
 
 def configure_vllm(
-    config: Any, plan: WorkerPlan, rank: int, endpoints: Endpoints, tier: EngineTier, folder: str
+    config: Any, plan: WorkerPlan, rank: int, endpoints: Endpoints, tier: EngineTier
 ) -> None:
-    """Put what this replica's engine is started with into `config`, Ray Serve LLM's. folder: where
-    the host tier outlives the engine, if it does."""
+    """Put what this replica's engine is started with into `config`, Ray Serve LLM's."""
     node = plan.node(rank)
     pace = Pace(plan.emulated, node) if node.source == "paced" else None
     scheduler = structs.replace(plan.scheduler.for_rank(rank), tenant_required=True)
     arguments = engine_kwargs(plan.limits, endpoints, pace, scheduler, tier, plan.gpus)
-    if folder:
-        arguments["kv_transfer_config"]["kv_connector_extra_config"][PERSIST_KEY] = folder
     if plan.nixl:
         add_nixl(arguments)
     if endpoints.peers is not None:

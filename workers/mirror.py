@@ -71,20 +71,6 @@ class KvMirror:
                 for group in self._groups.values():
                     group.blocks.clear()
 
-    def hold(
-        self,
-        block_hash: Hash,
-        parent: Hash | None,
-        token_ids: list[int],
-        extra_keys: tuple[Any, ...] | None,
-        medium: str,
-        block_size: int,
-    ) -> None:
-        """Note a block that `medium` holds, though no event of this engine said so."""
-        group = self._group(None)
-        group.block_size = block_size
-        group.blocks[block_hash] = _Block(parent, token_ids, extra_keys, {medium})
-
     def clear(self) -> None:
         """Forget everything (after a lost message nothing here can be trusted)."""
         self._groups.clear()

@@ -30,7 +30,7 @@ from kappa.protocol import (
     Announcement,
     EngineDiedError,
 )
-from workers.host_memory import prepare_host_memory
+from workers.host_memory import check_host_memory
 from workers.http_gate import WorkerGate
 from workers.http_port import WorkerPort
 from workers.identity import Profile, ReplicaId, WorkerPlan, announce, configure_vllm
@@ -87,7 +87,7 @@ class KappaServer(Measuring, LLMServer):
         self._endpoints = Endpoints(f"{sockets}-stats", f"{sockets}-kv")
         self._tier = EngineTier()
         self._lmcache: LmcacheServer | None = None
-        self._tier_folder = await asyncio.to_thread(prepare_host_memory, plan)
+        check_host_memory(plan)
         host = plan.stream_host or ray.util.get_node_ip_address()
         if plan.peers:
             self._endpoints = self._endpoints._replace(peers=self._peer_place(host))
@@ -132,10 +132,9 @@ class KappaServer(Measuring, LLMServer):
             made = TorchEngine if plan.kind == "torch" else EmulatedEngine
             return partial(made, own=OwnPlan(plan, self._worker, self._rank, endpoints))
         self._tier = self._prepare_tier()
-        folder = "" if self._tier_folder is None else str(self._tier_folder.folder)
         scheduler = structs.replace(plan.scheduler, profile=str(self._profile_path()))
         plan = replace(plan, scheduler=scheduler)
-        configure_vllm(llm_config, plan, self._rank, endpoints, self._tier, folder)
+        configure_vllm(llm_config, plan, self._rank, endpoints, self._tier)
         return None if plan.gpus or plan.tier.kind == STOCK_TIER else OneProcessEngine
 
     def _prepare_tier(self) -> EngineTier:

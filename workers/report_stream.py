@@ -115,13 +115,7 @@ class ReportStream:
 
     def _add_measurement(self, encoded: bytes) -> None:
         try:
-            message = msgspec.msgpack.decode(encoded)
-            if message.get("kind") != "kv":
-                self.totals.add(message)
-                return
-            # Blocks that a predecessor left: the engine publishes only its own events.
-            self._mirror.apply(message["batch"])
-            self._publish(KV, message["batch"])
+            self.totals.add(msgspec.msgpack.decode(encoded))
         except Exception:
             log.exception("measurement_unreadable", worker=self._worker)
 

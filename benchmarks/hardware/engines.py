@@ -200,7 +200,7 @@ def vllm_arguments(
         "use_tqdm_on_load": False,
     }  # fmt: skip
     config = SimpleNamespace(engine_kwargs={}, update_engine_kwargs=arguments.update)
-    configure_vllm(config, plan, 0, endpoints, plan.engine_tier(0, {}), "")
+    configure_vllm(config, plan, 0, endpoints, plan.engine_tier(0, {}))
     if eager is not None:
         arguments["enforce_eager"] = eager
     return arguments, plan

@@ -131,8 +131,7 @@ def _engine(given: Mapping[str, Any], plan: Any) -> tuple[str, dict[str, Any]]:
         return tier, {"kind": plan.kind, "planner": plan.planner, **asdict(plan.limits)}
     server = _LMCACHE if plan.tier.kind == LMCACHE and not plan.tier.shared else ""
     endpoints = Endpoints(f"{_STREAM}-stats", f"{_STREAM}-kv")
-    folder = plan.handover_dir if plan.limits.host_bytes else ""
     config = LLMConfig(**given)
-    configure_vllm(config, plan, 0, endpoints, plan.engine_tier(0, {}, server), folder)
+    configure_vllm(config, plan, 0, endpoints, plan.engine_tier(0, {}, server))
     arguments: Mapping[str, Any] = config.get_engine_config().get_initialization_kwargs()
     return tier, {name: "(hidden)" if name in _SECRET else v for name, v in arguments.items()}

@@ -116,16 +116,6 @@ def _of_tiers(settings: ClusterSettings) -> Iterator[str]:
                 f"{who}host_tier native copies each way in a stream of its own, and "
                 "scheduler.duplex is half: say full"
             )
-        if engine.handover_dir and tier == "native":
-            yield (
-                f"{who}handover_dir keeps the memory of host_tier own, and this pool's is native: "
-                "leave it out for pools with GPUs"
-            )
-        if engine.handover_dir and link.link_order == "fifo":
-            yield (
-                f"{who}handover_dir needs scheduler.link_order loads_first, and it is fifo, which "
-                "is vLLM's own order and keeps no record of what is stored"
-            )
 
 
 def _of_peers(settings: ClusterSettings) -> Iterator[str]:
@@ -144,17 +134,16 @@ def _of_peers(settings: ClusterSettings) -> Iterator[str]:
     for pool in settings.all_pools:
         engine = pool.engine_settings(settings.engine)
         tier = engine.tier_on(pool.placement.gpus)
-        beside = [name for name in ("disk_bytes", "handover_dir") if getattr(engine, name)]
         if tier not in ("own", "native") or engine.host_bytes == 0:
             has = f"host tier is {tier}" if engine.host_bytes != 0 else "engine.host_bytes is 0"
             yield (
                 f"{reading}, which host_tier auto can, and pool {pool.name}'s {has}: {remedy}, or "
                 "change the pool"
             )
-        elif beside:
+        elif engine.disk_bytes:
             yield (
                 f"{asks} has workers read host memory alone, and pool {pool.name} has "
-                f"engine.{' and engine.'.join(beside)}: leave it out, or {remedy}"
+                f"engine.disk_bytes: leave it out, or {remedy}"
             )
         elif settings.scheduler.link_order == "fifo":
             yield (

@@ -287,8 +287,6 @@ def worker_plan(
         transfer=settings.transfer,
         nixl=hands_over and by_nixl,
         peers=settings.router.policy == FETCHING_POLICY or (hands_over and not by_nixl),
-        handover_dir=str(Path(e.handover_dir).absolute()) if e.handover_dir else "",
-        handover_wait_s=e.handover_wait_s,
         observing=settings.observing,
         log_level=settings.log_level,
     )  # fmt: skip

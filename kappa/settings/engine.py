@@ -285,14 +285,6 @@ class EngineSettings(Section):
     )
     disk_bytes: int = Field(0, ge=0, description="disk tier behind host memory, larger; zero: none")
     disk_dir: str | None = Field(None, description="folder of the disk tier's file, a whole path")
-    handover_dir: str | None = Field(
-        None,
-        description="folder in shared memory where the host tier outlives its engine, for the "
-        "worker that comes after it; none: it goes with the engine",
-    )
-    handover_wait_s: Finite = Field(
-        10.0, ge=0, le=600, description="how long that worker waits for one that still drains"
-    )
     max_batch_tokens: int | None = Field(
         None, ge=64, description="token budget of one step; on CPUs 1024"
     )
@@ -360,8 +352,6 @@ class EngineSettings(Section):
             yield "planner cpu needs cpu_threads above zero: who else would attend"
         if tier in ("native", "lmcache", "stock") and not vllm:
             yield f"host_tier {tier} needs kind vllm, and this is {kind}"
-        if self.handover_dir and not (vllm and tier in ("auto", "own", "native")):
-            yield "handover_dir needs kind vllm and host_tier auto or own"
         if self.load == "layers" and not (our_tier and host != 0):
             yield "load layers needs kind vllm, host_tier auto or own, and host_bytes"
         if self.load == "layers" and self.disk_bytes:
@@ -379,8 +369,8 @@ class EngineSettings(Section):
         if bool(size) != bool(folder) or (folder and not folder.startswith("/")):
             yield (f"disk_bytes is {size:,} and disk_dir {folder or 'none'}: give both, the folder "
                    "as a whole path, or neither")  # fmt: skip
-        if size and not (our_tier and not self.handover_dir):
-            yield "disk_bytes needs kind vllm, host_tier auto or own, no handover_dir"
+        if size and not our_tier:
+            yield "disk_bytes needs kind vllm and host_tier auto or own"
         if size and host is not None and not 0 < host < size:
             yield (f"disk_bytes is {size:,} and host_bytes {host:,}: the disk holds what host "
                    "memory holds, and is reached through it: give that less, but some")  # fmt: skip

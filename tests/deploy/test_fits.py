@@ -20,7 +20,6 @@ from kappa.shapes import model_shape
 MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
 GPU = {"gpus": 1, "resources": {"pool-gh200": 1}}
 FETCHING = {"router": {"policy": "priced_fetch"}}
-KEPT = {"handover_dir": "/dev/shm/k"}
 STOCK = {"host_tier": "stock"}
 STOCK_CLUSTER = {"engine": STOCK, "scheduler": {"name": "stock"}}
 DISK = {"disk_dir": "/data", "disk_bytes": 1 << 30}
@@ -125,18 +124,8 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
         ),
         (
             [{"name": "a", "role": "prefill"}, {"name": "b"}],
-            {"engine": KEPT},
-            "read host memory alone, and pool a has engine.handover_dir: leave it out, or make",
-        ),
-        (
-            A_GPU_POOL,
-            {"engine": {"handover_dir": "/dev/shm/k"}},
-            "leave it out for pools with GPUs",
-        ),
-        (
-            [{"name": "a"}],
-            {"engine": KEPT, "scheduler": {"link_order": "fifo"}},
-            "needs scheduler.link_order loads_first",
+            {"engine": DISK},
+            "read host memory alone, and pool a has engine.disk_bytes: leave it out, or make",
         ),
         (A_GPU_POOL, {"engine": DISK}, "leave disk_bytes and disk_dir out for pools with GPUs"),
         (
@@ -157,7 +146,6 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
         ([{"name": "a", "paced": True}], {**FETCHING, "engine": "emulated"}, "engine.kind is em"),
         ([{"name": "a"}], {**FETCHING, "engine": {"host_bytes": 0}}, "engine.host_bytes is 0"),
         ([{"name": "a"}], {**FETCHING, "engine": DISK}, "pool a has engine.disk_bytes: leave it"),
-        ([{"name": "a"}], {**FETCHING, "engine": KEPT}, "pool a has engine.handover_dir: leave"),
         ([{"name": "a"}], {**FETCHING, "scheduler": {"link_order": "fifo"}}, "own manager of host"),
     ],
 )
@@ -174,7 +162,7 @@ def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, 
         (A_GPU_POOL, {"scheduler": {"link_order": "fifo"}}),
         (A_GPU_POOL, {"engine": {"host_tier": "own", "host_bytes": 0}}),
         ([*A_GPU_POOL, {"name": "b"}], {"engine": {"block_tokens": 32, "dtype": "bfloat16"}}),
-        ([{"name": "a"}], {"engine": KEPT, "scheduler": {"duplex": "half"}}),
+        ([{"name": "a"}], {"scheduler": {"duplex": "half"}}),
         ([{"name": "a", "engine": DISK}, {"name": "b"}], {}),
         ([{**A_GPU_POOL[0], "role": "prefill"}, {**A_GPU_POOL[0], "name": "b"}], {}),
     ],

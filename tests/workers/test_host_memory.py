@@ -1,4 +1,4 @@
-"""Host memory before an engine's start: what is left, whose folder it is, refusals in time."""
+"""Host memory before an engine's start: what is left, and refusals in time."""
 
 import os
 from dataclasses import replace
@@ -10,7 +10,7 @@ from kappa.host import memory_bytes
 from kappa.settings.engine import LmcacheSettings
 from kappa.shapes import model_shape
 from workers import host_memory
-from workers.host_memory import HostBudget, HostBudgetError, host_budget, prepare_host_memory
+from workers.host_memory import HostBudget, HostBudgetError, check_host_memory, host_budget
 from workers.identity import WorkerPlan
 from workers.vllm.arguments import BY_SHARE, EngineLimits, TierChoice
 
@@ -39,7 +39,7 @@ def machine(tmp_path):
 
 
 def test_the_tightest_cgroup_on_the_way_up_counts(machine):
-    budget = host_budget(None, *machine)
+    budget = host_budget(*machine)
     assert budget.cgroup_bytes == 6 * GIB
     assert budget.machine_bytes == 64 * GIB
 
@@ -55,7 +55,7 @@ def test_a_machine_has_no_more_memory_than_its_cgroups_allow(machine, tmp_path):
 def test_page_cache_that_can_be_dropped_is_free(machine):
     cgroups, proc = machine
     files(cgroups / "pod", **{"memory.stat": f"anon 5\ninactive_file {GIB}\n"})
-    assert host_budget(None, cgroups, proc).cgroup_bytes == 7 * GIB
+    assert host_budget(cgroups, proc).cgroup_bytes == 7 * GIB
 
 
 def test_version_1_of_cgroups_is_read_too(tmp_path):
@@ -64,11 +64,11 @@ def test_version_1_of_cgroups_is_read_too(tmp_path):
     pod = cgroups / "memory" / "docker" / "abc"
     files(pod, **{"memory.limit_in_bytes": 4 * GIB, "memory.usage_in_bytes": GIB})
     files(cgroups / "memory", **{"memory.limit_in_bytes": 9223372036854771712})
-    assert host_budget(None, cgroups, proc).cgroup_bytes == 3 * GIB
+    assert host_budget(cgroups, proc).cgroup_bytes == 3 * GIB
 
 
 def test_where_nothing_can_be_read_nothing_is_refused(tmp_path):
-    budget = host_budget(None, tmp_path / "no", tmp_path / "such")
+    budget = host_budget(tmp_path / "no", tmp_path / "such")
     assert (budget.cgroup_bytes, budget.machine_bytes) == (None, None)
     budget.check(1 << 50)
     assert host_budget().machine_bytes > 0, "this machine can be read"
@@ -85,10 +85,6 @@ def test_a_tier_may_take_all_but_what_the_engine_itself_needs_to_the_byte():
     with pytest.raises(HostBudgetError, match="the machine has 1 GiB left"):
         HostBudget(machine_bytes=GIB).check(GIB)
     HostBudget(cgroup_bytes=0).check(0)
-    HostBudget(folder_bytes=GIB).check(GIB, persistent=True)
-    HostBudget(folder_bytes=GIB).check(2 * GIB)
-    with pytest.raises(HostBudgetError, match=r"handover_dir has 1 GiB left.*emptyDir of medium"):
-        HostBudget(folder_bytes=GIB).check(GIB + 1, persistent=True)
 
 
 def test_a_tier_that_vllm_maps_is_held_against_dev_shm():
@@ -96,7 +92,9 @@ def test_a_tier_that_vllm_maps_is_held_against_dev_shm():
     budget = HostBudget(machine_bytes=400 * GIB, shm_bytes=16 * GIB)
     budget.check(16 * GIB, mapped=True)
     budget.check(96 * GIB)
-    with pytest.raises(HostBudgetError, match=r"is 96 GiB, and /dev/shm has 16 GiB left: mount"):
+    with pytest.raises(
+        HostBudgetError, match=r"96 GiB, and /dev/shm has 16 GiB left: mount.*emptyDir of"
+    ):
         budget.check(96 * GIB, mapped=True)
 
 
@@ -119,13 +117,13 @@ def test_what_is_free_in_dev_shm_is_read():
 def test_a_worker_whose_tier_vllm_maps_looks_there_before_its_engine_starts(
     plan, monkeypatch, kind, fits
 ):
-    monkeypatch.setattr(host_memory, "host_budget", lambda _: HostBudget(shm_bytes=1000))
-    plan = replace(plan, handover_dir="", gpus=1, tier=TierChoice(kind))
+    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(shm_bytes=1000))
+    plan = replace(plan, gpus=1, tier=TierChoice(kind))
     if fits:
-        assert prepare_host_memory(plan) is None
+        check_host_memory(plan)
     else:
         with pytest.raises(HostBudgetError, match="/dev/shm has"):
-            prepare_host_memory(plan)
+            check_host_memory(plan)
 
 
 def test_what_engines_take_besides_counts_where_it_is_known():
@@ -137,56 +135,25 @@ def test_what_engines_take_besides_counts_where_it_is_known():
     assert "is 0 GiB, and the machine has 10 GiB left" in fault
 
 
-def test_without_a_folder_nothing_counts_as_held(machine):
-    cgroups, proc = machine
-    files(cgroups / "pod", **{"memory.stat": f"shmem {GIB}\n"})
-    files(proc, meminfo="MemAvailable: 7 kB\nShmem: 5 kB\n")
-    budget = host_budget(None, cgroups, proc)
-    assert (budget.cgroup_bytes, budget.machine_bytes) == (6 * GIB, 7 * 1024)
-    assert budget.folder_bytes is None
-
-
-def test_what_a_workers_own_folder_holds_counts_as_free_where_it_is_charged(machine, tmp_path):
-    cgroups, proc = machine
-    folder = tmp_path / "kept"
-    assert host_budget(folder).folder_bytes is not None, "a folder that is to be made"
-    (folder / "inner").mkdir(parents=True)
-    free = host_budget(folder).folder_bytes
-    for name in ("kv", "inner/kv"):
-        (folder / name).write_bytes(b"x" * 100_000)
-    held = sum((folder / name).stat().st_blocks * 512 for name in ("kv", "inner/kv"))
-    assert abs(host_budget(folder).folder_bytes - free) < 64 << 20
-    before = host_budget(folder, cgroups, proc)
-    assert (before.cgroup_bytes, before.machine_bytes) == (6 * GIB, 64 * GIB), "not memory"
-    files(cgroups / "pod", **{"memory.stat": f"shmem {GIB}\n"})
-    files(proc, meminfo=f"MemAvailable: 7 kB\nShmem: {GIB // 1024} kB\n")
-    shared = host_budget(folder, cgroups, proc)
-    assert shared.cgroup_bytes == 6 * GIB + held and shared.machine_bytes == 7 * 1024 + held
-    # No more than is shared memory at all.
-    files(proc, meminfo="MemAvailable: 7 kB\nShmem: 5 kB\n")
-    assert host_budget(folder, cgroups, proc).machine_bytes == 12 * 1024
-
-
 def test_a_cgroup_that_uses_more_than_its_limit_has_nothing_left(machine):
     cgroups, proc = machine
     files(cgroups / "pod", **{"memory.current": 9 * GIB})
-    assert host_budget(None, cgroups, proc).cgroup_bytes == 0
+    assert host_budget(cgroups, proc).cgroup_bytes == 0
     # A limit of a number that means none.
     files(cgroups / "pod", **{"memory.max": 1 << 60})
-    assert host_budget(None, cgroups, proc).cgroup_bytes is None
+    assert host_budget(cgroups, proc).cgroup_bytes is None
 
 
-# -- the folder of a persistent tier -------------------------------------------------------------
+# -- of a worker ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def plan(tmp_path):
+def plan():
     return WorkerPlan(
         nodes=(node_profile("pcie"),), served=model_shape("qwen2.5-7b"),
         emulated=model_shape("llama-3.1-8b"),
         limits=EngineLimits(2048, 32, 100, 1 << 20, 512, 16, "float32"), model_source="/models/x",
         chat_template="{{ m }}", cache_dir="/nowhere", stream_host="127.0.0.1",
-        handover_dir=str(tmp_path / "kept"), pool="p",
     )  # fmt: skip
 
 
@@ -197,82 +164,19 @@ def test_a_worker_without_a_size_takes_its_share_of_the_machine(plan):
     assert plan.sized(100 * GIB, 4.0) is plan
 
 
-def test_the_same_plan_adopts_and_any_that_means_other_blocks_does_not(plan):
-    first = prepare_host_memory(plan)
-    (first.folder / "kv").touch()
-    first.release()
-    again = prepare_host_memory(plan)
-    assert (again.folder / "kv").exists()
-    again.release()
-    other = [
-        replace(plan, model_source="/models/y"), replace(plan, chat_template="{{ other }}"),
-        replace(plan, limits=replace(plan.limits, dtype="bfloat16")),
-        replace(plan, limits=replace(plan.limits, block_tokens=16)),
-        replace(plan, limits=replace(plan.limits, host_bytes=2 << 20)), replace(plan, pool="q"),
-    ]  # fmt: skip
-    for changed in other:
-        folder = prepare_host_memory(changed)
-        assert not (folder.folder / "kv").exists()
-        folder.release()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"handover_dir": ""}, {"kind": "torch"}, {"tier": TierChoice("lmcache")}],
-)
-def test_without_a_tier_of_ours_no_folder_is_claimed(plan, change):
-    assert prepare_host_memory(replace(plan, **change)) is None
-
-
 def test_a_tier_that_does_not_fit_is_refused_before_the_engine_starts(plan, monkeypatch):
-    monkeypatch.setattr(host_memory, "host_budget", lambda _: HostBudget(cgroup_bytes=100 << 20))
+    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(cgroup_bytes=100 << 20))
     with pytest.raises(HostBudgetError, match="pod's memory limit"):
-        prepare_host_memory(plan)
-    assert prepare_host_memory(replace(plan, kind="emulated")) is None, "it keeps nothing"
-
-
-def test_only_the_own_folder_counts_as_free_and_a_refused_worker_leaves_it(plan, monkeypatch):
-    sibling = prepare_host_memory(plan)
-    asked = []
-
-    def budget(folder):
-        asked.append(folder)
-        return HostBudget(folder_bytes=1)
-
-    monkeypatch.setattr(host_memory, "host_budget", budget)
-    with pytest.raises(HostBudgetError, match="handover_dir has"):
-        prepare_host_memory(plan)
-    assert asked[0].parent == sibling.folder.parent and asked[0] != sibling.folder
-    monkeypatch.undo()
-    again = prepare_host_memory(plan)
-    assert again.folder == asked[0]
-    again.release()
-    sibling.release()
+        check_host_memory(plan)
+    check_host_memory(replace(plan, kind="emulated"))  # it keeps nothing
 
 
 def test_a_shared_server_needs_no_memory_of_the_worker(plan, monkeypatch):
-    monkeypatch.setattr(host_memory, "host_budget", lambda _: HostBudget(machine_bytes=0))
+    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(machine_bytes=0))
     own, shared = (
         TierChoice("lmcache"),
         TierChoice("lmcache", lmcache=LmcacheSettings(server="tcp://elsewhere:5555")),
     )
     with pytest.raises(HostBudgetError, match="the machine has"):
-        prepare_host_memory(replace(plan, tier=own))
-    assert prepare_host_memory(replace(plan, tier=shared)) is None
-
-
-def test_blocks_of_other_weights_in_the_same_folder_are_not_adopted(plan, tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"one")
-    plan = replace(plan, model_source=str(model))
-    first = prepare_host_memory(plan)
-    (first.folder / "kv").touch()
-    first.release()
-    again = prepare_host_memory(plan)
-    assert (again.folder / "kv").exists()
-    again.release()
-    (model / "model.safetensors").write_bytes(b"two!")
-    changed = prepare_host_memory(plan)
-    assert not (changed.folder / "kv").exists()
-    changed.release()
+        check_host_memory(replace(plan, tier=own))
+    check_host_memory(replace(plan, tier=shared))

@@ -245,7 +245,7 @@ class Config:
 def test_what_the_user_gives_the_engine_goes_before_what_we_would() -> None:
     config = Config(enforce_eager=False, max_num_seqs=7)
     ends = Endpoints("ipc://s", "ipc://k")
-    configure_vllm(config, plan(node_profile("pcie")), 0, ends, EngineTier(), "")
+    configure_vllm(config, plan(node_profile("pcie")), 0, ends, EngineTier())
     given = config.engine_kwargs
     assert (given["enforce_eager"], given["max_num_seqs"]) == (False, 7)
     assert (given["max_model_len"], given["enable_prefix_caching"]) == (8192, True)
@@ -255,7 +255,7 @@ def test_what_the_user_gives_the_engine_goes_before_what_we_would() -> None:
 def test_an_engine_serves_its_peers_where_the_announcement_says():
     place = PeerOptions("10.0.0.1", 4711, "secret", "/somewhere/layout")
     config, of = Config(), dataclasses.replace(plan(paced("pcie")), peers=True)
-    configure_vllm(config, of, 0, Endpoints("s", "k", place), EngineTier(), "")
+    configure_vllm(config, of, 0, Endpoints("s", "k", place), EngineTier())
     options = config.engine_kwargs["kv_transfer_config"]["kv_connector_extra_config"]["kappa_peers"]
     # A byte of the emulated model takes 30 times as long as on 12.5 GB/s.
     token_s = 30 * kv_bytes_per_token(model_shape("llama-3.1-8b")) / 12.5e9

@@ -340,22 +340,6 @@ def test_an_unreadable_engine_event_invalidates_what_is_known(engine):
     assert engine.next(b"kv") == payload
 
 
-def test_blocks_that_a_predecessor_left_are_published_and_in_the_snapshot(engine):
-    """The engine itself announces only what it stores; these come with its measurements."""
-    event = BlockStored(
-        block_hashes=[7], parent_block_hash=None, token_ids=[1, 2], block_size=2, lora_id=None,
-        medium="CPU", lora_name=None,
-    )  # fmt: skip
-    batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[event]))
-    engine.stats.send({"kind": "kv", "batch": batch})
-    assert engine.next(b"kv") == batch
-    _, batches = engine.snapshot()
-    told = [e for b in batches for e in msgspec.msgpack.decode(b, type=KVEventBatch).events]
-    assert {(e.block_hashes[0], e.medium) for e in told if isinstance(e, BlockStored)} >= {
-        (7, "CPU")
-    }
-
-
 def test_what_is_known_besides_the_engine_goes_into_every_report(engine):
     engine.stream.complete = lambda report: replace(report, power_w=123.0, power_source="model")
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 import torch
-from vllm.distributed.kv_events import MEDIUM_CPU
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -26,15 +25,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
+from vllm.v1.kv_offload.base import OffloadKey
 
 from kappa.protocol import PEER_PARAM
 from workers.stats_channel import StatsSender
 from workers.vllm.disk_tier import DiskNews, DiskTierManager, DiskWrite
 from workers.vllm.host_tier import TierWorker
-from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
+from workers.vllm.host_tier_manager import HostTierManager
 from workers.vllm.options import (
     LINK_KEY,
     PEERS_KEY,
@@ -45,7 +44,6 @@ from workers.vllm.options import (
 )
 from workers.vllm.peer_fetch import HostTierFetches, PeerParams
 from workers.vllm.peer_server import HostRows, PeerServer, mapped_rows
-from workers.vllm.persistent_tier import announcement, record_stores
 from workers.vllm.tail_recompute import AdmissionReports, TailRecompute, ignore_malformed_params
 from workers.vllm.versions.installed import note_use
 
@@ -117,7 +115,6 @@ class HostTierConnector(OffloadingConnector):
             stats = StatsSender(extra.get(STATS_KEY, ""))
             tail = TailRecompute.from_config(extra, self._kappa_block_tokens)
             self._kappa_admissions = AdmissionReports(stats, tail)
-            self._kappa_warm_restart(stats)
             if extra.get(PEERS_KEY):
                 self._kappa_meet_peers(read_options(extra, PEERS_KEY, PeerOptions), stats)
 
@@ -156,24 +153,6 @@ class HostTierConnector(OffloadingConnector):
         )
         self._kappa_peers.settle()  # tells how much room there is
         manager.copying = lambda: self._kappa_peers is not None and self._kappa_peers.has_work
-
-    def _kappa_warm_restart(self, stats: StatsSender) -> None:
-        """Announce the blocks that a predecessor left; record those that a successor may find."""
-        scheduler = self.connector_scheduler
-        manager = getattr(scheduler, "manager", None)
-        if scheduler is None or not isinstance(manager, PersistentTierManager):
-            return
-        record_stores(scheduler._events_tracker, manager.tier)
-
-        def key_hash(key: bytes) -> int | bytes:
-            return parent_hash(get_offload_block_hash(OffloadKey(key)))
-
-        def parent_hash(block_hash: bytes) -> int | bytes:
-            return maybe_convert_block_hash(BlockHash(block_hash))
-
-        size = self._kappa_block_tokens
-        for batch in announcement(manager.tier.found, size, MEDIUM_CPU, key_hash, parent_hash):
-            stats.send({"kind": "kv", "batch": batch})
 
     # -- the scheduler's side -----------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -31,21 +30,19 @@ from scheduler.link_order import HALF, LOADS_FIRST
 from workers.disk_file import DiskFile, row_bytes
 from workers.stats_channel import StatsSender
 from workers.vllm.disk_tier import DiskRoute, DiskTierManager
-from workers.vllm.host_tier_manager import HostTierManager, PersistentTierManager
+from workers.vllm.host_tier_manager import HostTierManager
 from workers.vllm.link import LOAD, STORE, Link, LoadSource, Route, exposed_s
 from workers.vllm.options import (
     DISK_KEY,
     LINK_KEY,
     PACE_KEY,
     PEERS_KEY,
-    PERSIST_KEY,
     STATS_KEY,
     LinkPace,
     LinkRules,
     read_options,
 )
 from workers.vllm.peer_server import share_layout, shared_tensor
-from workers.vllm.persistent_tier import PersistentTier, persistent_tensor
 from workers.vllm.versions.installed import SpecNames
 
 # An engine with nothing to do but stores under way must not poll as fast as it can, nor be late.
@@ -54,23 +51,15 @@ _STORE_POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """blocks: in host memory; block_tokens: of each; folder: of a persistent tier, else None;
-    disk_folder, disk_blocks: of the disk tier, if there is one; layout: the file by which
-    an engine's other process finds the rows that peers read and fill, if they do."""
+    """blocks: in host memory; block_tokens: of each; disk_folder, disk_blocks: of the disk tier, if
+    there is one; layout: the file by which an engine's other process finds the rows that peers read
+    and fill, if they do."""
 
     blocks: int
     block_tokens: int
-    folder: Path | None = None
     disk_folder: str = ""
     disk_blocks: int = 0
     layout: Path | None = None
-
-    def tensor(self, number: int, width: int) -> torch.Tensor:
-        """Host memory for the `number`-th tensor of the device cache, with blocks of its width."""
-        if self.folder is None:
-            return torch.empty((self.blocks, width), dtype=torch.int8)
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return persistent_tensor(self.folder / f"kv-{rank}-{number}", self.blocks, width)
 
 
 class TierWorker(OffloadingWorker, LoadSource):
@@ -152,7 +141,7 @@ class HostTierWorker(TierWorker):
         device = self.device
         widths = [int(t.shape[1]) for t in device]
         if size.layout is None:
-            host = [size.tensor(i, width) for i, width in enumerate(widths)]
+            host = [torch.empty((size.blocks, width), dtype=torch.int8) for width in widths]
         else:
             shared = [shared_tensor(size.blocks, width) for width in widths]
             host = [tensor for _, tensor in shared]
@@ -258,26 +247,19 @@ class ManagedTierSpec(SpecNames):
     _kappa_worker: TierWorker | None = None
 
     def __init__(self, config: Any) -> None:
-        """ValueError: a wrong option, or vLLM's own order of transfers, which has no manager of
-        ours, in a tier that is to persist."""
+        """ValueError: a wrong option."""
         super().__init__(config)
         extra = self.extra_config
-        folder = extra.get(PERSIST_KEY)
         self._pace = read_options(extra, PACE_KEY, LinkPace)
         self._rules = read_options(extra, LINK_KEY, LinkRules).dilated(self._pace.dilation)
-        if folder and self._rules.order != LOADS_FIRST:
-            raise ValueError(
-                f"engine.handover_dir needs scheduler.link_order {LOADS_FIRST}, and this is "
-                f"{self._rules.order}"
-            )
         disk_folder, disk_bytes = extra.get(DISK_KEY, ("", 0))
         rows = disk_bytes // row_bytes(self.config.worker_kv_bytes_per_block)
         if disk_bytes and not rows:
             raise ValueError(f"engine.disk_bytes is {disk_bytes:,}, less than one block: give more")
-        path, tokens = Path(folder) if folder else None, self.tokens_per_block[0]
         peers = extra.get(PEERS_KEY)
         layout = Path(peers["layout"]) if peers else None
-        self._size = TierSize(self.host_blocks, tokens, path, disk_folder, rows, layout)
+        tokens = self.tokens_per_block[0]
+        self._size = TierSize(self.host_blocks, tokens, disk_folder, rows, layout)
 
     def get_manager(self) -> OffloadingManager:
         """vLLM's own manager for its own order, or else one that bounds the stores."""
@@ -296,12 +278,8 @@ class ManagedTierSpec(SpecNames):
         }
         if size.disk_blocks:
             self._manager = DiskTierManager(size.disk_blocks, **options)
-        elif size.folder is None:
-            self._manager = HostTierManager(**options)
         else:
-            seed = get_none_hash_seed()
-            tier = PersistentTier(size.folder, size.blocks, size.block_tokens, seed)
-            self._manager = PersistentTierManager(tier, **options)
+            self._manager = HostTierManager(**options)
         return super().get_manager()
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

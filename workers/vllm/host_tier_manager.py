@@ -1,5 +1,4 @@
-"""vLLM's manager of the host tier, in the scheduler's process, with bounded stores; and one whose
-blocks outlive the engine."""
+"""vLLM's manager of the host tier, in the scheduler's process, with bounded stores."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
 
 from workers.vllm.options import LinkPace
-from workers.vllm.persistent_tier import PersistentTier
 from workers.vllm.versions.installed import ManagerNames
 
 
@@ -153,42 +151,3 @@ class HostTierManager(ManagerNames):
 
     def _store_s(self, blocks: int) -> float:
         return self._pace.store_s(blocks * self._block_tokens) or blocks * self._block_s
-
-
-class PersistentTierManager(HostTierManager):
-    """Takes over the blocks that a predecessor left, and records its own for a successor."""
-
-    def __init__(self, tier: PersistentTier, **options: Any) -> None:
-        super().__init__(**options)
-        self.tier = tier
-        # Blocks that were found count as stored ones, the oldest first to be evicted.
-        self.adopt({OffloadKey(block.key): slot for slot, block in tier.found})
-
-    def prepare_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
-        """As `HostTierManager`'s; the slots hold nothing for a successor from now on."""
-        output = super().prepare_store(keys, req_context)
-        for key in output.keys_to_store if output is not None else ():
-            self.tier.invalidate(self.slot(key))
-        return output
-
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
-        """As `HostTierManager`'s; what was stored is there for a successor."""
-        super().complete_store(keys, req_context, success)
-        for key in keys:
-            # A store that a worker gave up has left no block, whatever `success` says.
-            block = self._policy.get(key)
-            if block is not None and block.is_ready:
-                self.tier.stored(bytes(key), self.slot(key))
-        self.tier.forget(bytes(key) for key in keys)
-
-    def reset_cache(self) -> None:
-        self.tier.clear()
-        super().reset_cache()
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self.tier.close()

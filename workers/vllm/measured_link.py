@@ -2,8 +2,8 @@
 
 Transfers of scattered blocks of all layers, submitted to vLLM's offloading worker (ours or its own)
 as its connector submits them, and timed by it: on a GPU by events of the device. What is loaded is
-then stored where it came from, so a tier that outlives its engine keeps what it holds; the device's
-blocks hold anything afterwards. Private names of vLLM: tests/workers/vllm/test_measured_engine.py.
+then stored where it came from; the device's blocks hold anything afterwards. Private names of vLLM:
+tests/workers/vllm/test_measured_engine.py.
 """
 
 from __future__ import annotations

@@ -275,7 +275,6 @@ BOUNDS = [
     ("engine.sparse.persistent_heads", (0, -1), None),
     ("engine.max_context_tokens", (64, 63), None),
     ("engine.host_bytes", (0, -1), None),
-    ("engine.handover_wait_s", (0, -1), (600, 601)),
     ("engine.max_batch_tokens", (64, 63), None),
     ("engine.max_sequences", (1, 0), None),
     ("router.index_blocks", (1, 0), None),

@@ -1,4 +1,4 @@
-"""The engine section: host tiers, CPU attention, sparse decoding, a handover."""
+"""The engine section: host tiers, CPU attention, sparse decoding."""
 
 import pytest
 
@@ -110,20 +110,17 @@ DISK = {"disk_dir": "/data", "disk_bytes": 1 << 30}
         ({"sparse": {"code_bits": 100}}, "give a multiple of 64"),
         ({"sparse": {"retriever": "guess"}}, "engine.sparse.retriever"),
         ({"sparse": {"speed": 1}}, "engine.sparse.speed"),
-        ({"handover_dir": "/dev/shm/k", "host_tier": "lmcache"}, "handover_dir needs kind vllm"),
         ({"disk_bytes": 1 << 30}, "disk_bytes is 1,073,741,824 and disk_dir none: give both"),
         ({"disk_dir": "/data"}, "disk_bytes is 0 and disk_dir /data: give both"),
         ({**DISK, "disk_dir": "data"}, "disk_dir data: give both, the folder as a whole path"),
         ({**DISK, "host_tier": "lmcache", "host_bytes": 1 << 26}, "host_tier auto or own"),
-        ({**DISK, "host_tier": "native"}, "host_tier auto or own, no handover_dir"),
+        ({**DISK, "host_tier": "native"}, "host_tier auto or own"),
         ({**DISK, **TORCH}, "disk_bytes needs kind vllm"),
-        ({**DISK, "handover_dir": "/dev/shm/k"}, "no handover_dir"),
         ({**DISK, "host_bytes": 0}, "and host_bytes 0: the disk holds what host memory holds"),
         (
             {**DISK, "host_bytes": 1 << 30},
             "disk_bytes is 1,073,741,824 and host_bytes 1,073,741,824: the disk holds",
         ),
-        ({"handover_dir": "/dev/shm/k", **TORCH}, "handover_dir needs kind vllm"),
         ({"load": "layers", "host_tier": "native"}, "load layers needs kind vllm, host_tier auto"),
         ({"load": "layers", "host_bytes": 0}, "host_tier auto or own, and host_bytes"),
         ({"load": "layers", **TORCH}, "load layers needs kind vllm"),

@@ -267,7 +267,7 @@ def test_a_write_that_fails_is_reported(bench, monkeypatch):
 def test_the_connector_carries_a_write_to_the_worker_and_back_what_became_of_it(tmp_path, scene):
     device = [torch.ones((10, 64), dtype=torch.int8)]
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(device[0], 64)], [])
-    size = TierSize(HOST, TOKENS, None, str(tmp_path), DISK)
+    size = TierSize(HOST, TOKENS, str(tmp_path), DISK)
     worker = HostTierWorker(caches, size, LinkPace(), StatsSender(""))
     scheduler, there = (object.__new__(HostTierConnector) for _ in range(2))
     scheduler.connector_scheduler = SimpleNamespace(

@@ -3,13 +3,12 @@ looked at first; the host tier counts blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.request import Request
 
@@ -95,15 +94,3 @@ class Manager29(CPUOffloadingManager):
             self._num_evictable_cache_blocks -= 1
         if keys and self.events is not None:
             self.events.append(OffloadingEvent(list(keys), self.medium, removed=True))
-
-    def adopt(self, slots: Mapping[OffloadKey, int]) -> None:
-        """Take these blocks for stored ones, the first to be evicted first; all else is free."""
-        for key, slot in slots.items():
-            block = BlockStatus(slot)
-            self._policy.insert(key, block)
-            block.ref_cnt = 0
-            self._policy.mark_evictable(key)
-        taken = set(slots.values())
-        self._num_allocated_blocks = self._num_blocks
-        self._free_list = [slot for slot in range(self._num_blocks) if slot not in taken]
-        self._num_evictable_cache_blocks = len(slots)

@@ -5,14 +5,12 @@ counts chunks."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.request import Request
 
@@ -111,21 +109,3 @@ class Manager31(CPUOffloadingManager):
             self._num_evictable_cache_chunks -= 1
         if keys and self.events is not None:
             self.events.append(OffloadingEvent(list(keys), self.medium, removed=True))
-
-    def adopt(self, slots: Mapping[OffloadKey, int]) -> None:
-        insert: Any = self._policy.insert
-        # 0.33 wants to know for whom: for nobody yet.
-        context = (
-            (ReqContext(req_id=""),)
-            if "req_context" in inspect.signature(insert).parameters
-            else ()
-        )
-        for key, slot in slots.items():
-            chunk = ChunkStatus(slot)
-            insert(key, chunk, *context)
-            chunk.ref_cnt = 0
-            self._policy.mark_evictable(key)
-        taken = set(slots.values())
-        self._num_allocated_chunks = self._num_chunks
-        self._free_list = [slot for slot in range(self._num_chunks) if slot not in taken]
-        self._num_evictable_cache_chunks = len(slots)
