@@ -1,20 +1,24 @@
-"""Watts: what a node draws, which cap its requests would not notice, and what that frees. Pure.
+"""Watts: what a node draws, paper 001's Table 5, and the cap that its requests would not notice.
 
-Where NVML measures, its figures are used; elsewhere a model from data-sheet caps, labelled so: idle
-watts, plus the rest of the cap in proportion to computing, plus `MEMORY_SHARE` of it in proportion
-to time that waits for memory. Paper 001's Table 5 measures the effect: memory-bound serving draws
-150 to 350 W of a 700 W cap. Called by workers (reports), `kappa power` and its tests.
+NVML's figures are used where there are some (`workers.nvml`); elsewhere a model from data-sheet
+caps, labelled so: idle watts, plus the rest of the cap in proportion to computing, plus
+`MEMORY_SHARE` of it in proportion to time that waits for memory. Paper 001's Table 5 measures the
+effect: memory-bound serving draws 150 to 350 W of a 700 W cap. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec import structs
 
 from kappa.cost import StepWork, chunk_work, load_s, step_model
 from kappa.hardware import CATALOGUE, NodeProfile
 from kappa.model import ModelShape
 from kappa.paper import MEASURED_LINK_GB_PER_S, TABLE5_POWER_W
+from kappa.protocol import Announcement, WorkerReport
 from kappa.shapes import model_shape
 
 MEMORY_SHARE = 0.5
@@ -25,12 +29,9 @@ CLOCK_EXPONENT = 2.0
 """Watts above idle go with speed to this power when a cap lowers the clock: assumed. Voltage falls
 with the clock, which makes it 2 to 3; the lower figure promises less."""
 
-MARGIN = 1.05
-"""A cap stands this much above the highest draw seen, so that it never bites."""
-
-
-# Beyond this slowdown nothing is left above idle.
 _SLOWEST = 1e3
+"""Beyond this slowdown nothing is left above idle."""
+_REPORT_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,76 +110,79 @@ def table5_rows() -> list[dict[str, str | float]]:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Waited:
-    """What a request's first token waited for, in seconds: predicted or measured."""
-
-    queue_s: float
-    load_s: float
-    compute_s: float
-
-    @property
-    def ttft_s(self) -> float:
-        return self.queue_s + self.load_s + self.compute_s
+def node_power(gpu: str, cap_w: float) -> GpuPower | None:
+    """A node's GPUs of one kind together, as many as its cap in watts holds; None: not known."""
+    one = GPUS.get(gpu)
+    if one is None or cap_w <= 0:
+        return None
+    count = max(round(cap_w / one.cap_w), 1)
+    least_w, idle_w = one.least_cap_w * count, one.idle_w * count
+    return None if cap_w < least_w else GpuPower(cap_w, least_w, idle_w, one.reference)
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A cap for a node, and what it is worth. Watts; freed_w is below the present cap.
+def unnoticed_cap(
+    power: GpuPower, waits_s: Sequence[tuple[float, float, float]], tolerance: float
+) -> tuple[float, float]:
+    """(watts, growth of the mean TTFT as a share) of the lowest cap under which it grows by at most
+    `tolerance`, rounded up to tens of watts; never above the present one.
 
-    slowdown: how much longer computing may take under it. basis: `measured` (it stands above the
-    highest draw, nothing changes) or `model` (predicted TTFT grows by `ttft_growth`).
+    waits_s: what each request's first token waited for: queue, loads, computing. Queues hold
+    others' loads and computing in the proportion in which the node does both.
     """
-
-    cap_w: float
-    freed_w: float
-    slowdown: float
-    ttft_growth: float
-    basis: str
-
-
-def tolerated_slowdown(requests: Iterable[Waited], tolerance: float) -> float:
-    """How much longer computing may take while the mean TTFT grows by `tolerance` at most.
-
-    Queues hold others' loads and computation in the proportion in which the node does both.
-    Infinite if nothing is computed.
-    """
-    found = list(requests)
-    load_s, compute_s = sum(r.load_s for r in found), sum(r.compute_s for r in found)
+    queue_s, load_s, compute_s = (sum(parts) for parts in zip(*waits_s, strict=True))
     worked_s = load_s + compute_s
-    computing = compute_s / worked_s if worked_s > 0 else 0.0
-    slowed_s = compute_s + computing * sum(r.queue_s for r in found)
-    if slowed_s <= 0:
-        return float("inf")
-    return 1.0 + tolerance * sum(r.ttft_s for r in found) / slowed_s
-
-
-def advise(
-    power: GpuPower,
-    cap_w: float,
-    requests: Iterable[Waited],
-    tolerance: float,
-    highest_draw_w: float | None = None,
-) -> Advice:
-    """The lowest cap that the node's requests would not notice.
-
-    cap_w: the present one. highest_draw_w: measured, where it is; a cap above it changes nothing.
-    """
-    slowdown = tolerated_slowdown(requests, tolerance)
-    # What was measured was measured under the present cap.
-    active_w = (cap_w - power.idle_w) / min(slowdown, _SLOWEST) ** CLOCK_EXPONENT
-    modelled = _within(power, power.idle_w + active_w, cap_w)
-    if highest_draw_w is not None:
-        unnoticed = _within(power, highest_draw_w * MARGIN, cap_w)
-        if unnoticed <= modelled:
-            return Advice(unnoticed, cap_w - unnoticed, 1.0, 0.0, "measured")
+    slowed_s = compute_s + (compute_s / worked_s * queue_s if worked_s > 0 else 0.0)
+    slowdown = 1.0 + tolerance * (queue_s + worked_s) / slowed_s if slowed_s > 0 else _SLOWEST
+    above_w = power.cap_w - power.idle_w
+    wanted_w = power.idle_w + above_w / min(slowdown, _SLOWEST) ** CLOCK_EXPONENT
+    cap_w = min(max(-(-wanted_w // 10) * 10, power.least_cap_w), power.cap_w)
     # The lowest cap may stand above what the slowdown would allow.
-    reached = ((cap_w - power.idle_w) / (modelled - power.idle_w)) ** (1 / CLOCK_EXPONENT)
-    growth = tolerance * (reached - 1) / (slowdown - 1) if 1 < slowdown < float("inf") else 0.0
-    return Advice(modelled, cap_w - modelled, reached, growth, "model")
+    reached = (above_w / (cap_w - power.idle_w)) ** (1 / CLOCK_EXPONENT)
+    return cap_w, (reached - 1.0) * slowed_s / (queue_s + worked_s) if slowed_s > 0 else 0.0
 
 
-def _within(power: GpuPower, watts: float, cap_w: float) -> float:
-    """Watts rounded up to tens, within what the GPU takes and what it has."""
-    rounded = -(-watts // 10) * 10
-    return min(max(rounded, power.least_cap_w), cap_w)
+class PowerReporter:
+    """Adds watts and joules to a worker's reports, once a second. A paced node's are those of the
+    node that it stands for, in that node's own time."""
+
+    def __init__(
+        self, announced: Announcement, measured: Callable[[], tuple[float, float]] | None = None
+    ) -> None:
+        """announced: node and step model. measured: watts that the worker's GPUs draw and may draw
+        now; None: as modelled, and nothing for a GPU that the catalogue lacks."""
+        self._announced, self._measured = announced, measured
+        self._modelled = GPUS.get(announced.node.gpu)
+        self._before: WorkerReport | None = None
+        self._energy_j = 0.0
+        self._figures: dict[str, Any] = {}
+
+    def __call__(self, report: WorkerReport) -> WorkerReport:
+        """The report, with power."""
+        before = self._before
+        if before is None or report.steps_total < before.steps_total:
+            self._before = report
+        elif report.time_s - before.time_s >= _REPORT_EVERY_S:
+            self._look(before, report)
+            self._before = report
+        return structs.replace(report, **self._figures) if self._figures else report
+
+    def _look(self, before: WorkerReport, now: WorkerReport) -> None:
+        window_s = now.time_s - before.time_s
+        if self._measured is not None:
+            watts, cap_w = self._measured()
+            source = "nvml"
+        elif self._modelled is not None:
+            step = self._announced.step
+            window_s /= step.dilation
+            step_s = max(now.step_seconds_total - before.step_seconds_total, 0.0) / step.dilation
+            compute_s = max(now.step_tokens_total - before.step_tokens_total, 0) * step.token_s
+            watts = modelled_w(self._modelled, window_s, step_s, compute_s)
+            cap_w = self._modelled.cap_w
+            source = "paced" if self._announced.node.source == "paced" else "model"
+        else:
+            return
+        self._energy_j += watts * window_s
+        self._figures = {
+            "power_w": watts, "power_cap_w": cap_w, "energy_j_total": self._energy_j,
+            "power_source": source,
+        }  # fmt: skip

@@ -35,7 +35,7 @@ from workers.http_gate import WorkerGate
 from workers.http_port import WorkerPort
 from workers.identity import Profile, ReplicaId, WorkerPlan, announce, configure_vllm
 from workers.measuring import Measuring
-from workers.power import power_reporter
+from workers.nvml import power_reporter
 from workers.reaper import (
     HangWatch,
     fence,

@@ -21,7 +21,7 @@ from kappa.checks import read_json_object
 from kappa.hardware import CATALOGUE
 from kappa.host import version_of
 from kappa.settings.pools import PoolSettings
-from workers.power import NoNvmlError, PowerMeter, visible_gpus
+from workers.nvml import NoNvmlError, Nvml, visible_gpus
 
 THIS = "this machine"
 
@@ -247,7 +247,7 @@ def _bytes(text: str) -> int | None:
 def _read_gpus(nvml: Any, visible: str | None) -> tuple[tuple[GpuFacts, ...], str]:
     """GPUs that this process may use, or why it has none. `visible`: their numbers or UUIDs."""
     try:
-        with PowerMeter(nvml) as meter:
+        with Nvml(nvml) as meter:
             found = meter.gpus
     except NoNvmlError as error:
         return (), str(error)

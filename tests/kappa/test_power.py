@@ -1,6 +1,5 @@
 """Power: the model against the paper's measurements, and caps that requests would not notice."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -8,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kappa import paper
-from kappa.hardware import CATALOGUE
+from kappa.cost import step_model
+from kappa.hardware import CATALOGUE, node_profile
 from kappa.power import (
     CLOCK_EXPONENT,
     GPUS,
-    MARGIN,
-    Advice,
-    Waited,
-    advise,
+    PowerReporter,
     modelled_w,
+    node_power,
     prompt_power,
     table5_rows,
-    tolerated_slowdown,
+    unnoticed_cap,
 )
+from kappa.protocol import Announcement, WorkerReport
 from kappa.shapes import model_shape
 
 H100 = GPUS["H100-SXM5-80GB"]
-MEMORY_BOUND = [Waited(0.2, 1.0, 0.05)] * 10
-COMPUTE_BOUND = [Waited(0.2, 0.01, 1.0)] * 10
+MEMORY_BOUND = [(0.2, 1.0, 0.05)] * 10
+COMPUTE_BOUND = [(0.2, 0.01, 1.0)] * 10
 
 
 def test_a_prompt_that_loads_longer_than_it_computes_draws_little_and_costs_much():
@@ -75,62 +74,105 @@ def test_a_draw_stays_between_idle_and_the_cap(step_s, compute_s):
     assert H100.idle_w <= modelled_w(H100, 10.0, step_s, compute_s) <= H100.cap_w
 
 
+# -- caps ----------------------------------------------------------------------------------------
+
+
 def test_memory_bound_requests_do_not_notice_a_low_cap_and_compute_bound_ones_do():
-    low = advise(H100, 700.0, MEMORY_BOUND, 0.02)
-    high = advise(H100, 700.0, COMPUTE_BOUND, 0.02)
-    assert low.cap_w <= 400 and low.freed_w >= 300
-    assert high.cap_w >= 670
-    assert low.basis == high.basis == "model"
+    assert unnoticed_cap(H100, MEMORY_BOUND, 0.02)[0] <= 400
+    assert unnoticed_cap(H100, COMPUTE_BOUND, 0.02)[0] >= 670
 
 
-def test_the_advice_keeps_its_promise():
-    """Slowed by what the advised cap costs, the mean TTFT grows by no more than was tolerated."""
+def test_the_cap_keeps_its_promise():
+    """Slowed by what the cap costs, the mean TTFT grows by what is said, at most as tolerated."""
     for requests in (MEMORY_BOUND, COMPUTE_BOUND, MEMORY_BOUND + COMPUTE_BOUND):
         for tolerance in (0.005, 0.02, 0.1):
-            advised = advise(H100, 700.0, requests, tolerance)
-            before = sum(r.ttft_s for r in requests)
-            load, compute = sum(r.load_s for r in requests), sum(r.compute_s for r in requests)
-            queue = sum(r.queue_s for r in requests)
-            slowed = advised.slowdown
+            cap_w, growth = unnoticed_cap(H100, requests, tolerance)
+            slowed = (630.0 / (cap_w - 70.0)) ** (1 / CLOCK_EXPONENT)
+            queue, load, compute = (sum(parts) for parts in zip(*requests, strict=True))
+            before = queue + load + compute
             after = load + compute * slowed + queue * ((load + compute * slowed) / (load + compute))
             assert after / before - 1 <= tolerance * 1.001
-            assert advised.ttft_growth == pytest.approx(after / before - 1, abs=1e-6)
-
-
-def test_a_measured_draw_makes_a_cap_that_changes_nothing():
-    advised = advise(H100, 700.0, COMPUTE_BOUND, 0.0, highest_draw_w=310.0)
-    assert advised == Advice(330.0, 370.0, 1.0, 0.0, "measured")
-    assert advised.cap_w >= 310 * MARGIN
+            assert growth == pytest.approx(after / before - 1, abs=1e-6)
 
 
 def test_a_cap_is_one_that_the_gpu_takes_and_never_above_the_present_one():
-    assert advise(H100, 700.0, [Waited(0, 9, 0)], 0.01).cap_w == H100.least_cap_w
-    assert advise(H100, 350.0, COMPUTE_BOUND, 0.01).cap_w == 350.0
-    unchanged = advise(H100, 350.0, COMPUTE_BOUND, 0.0)
-    assert (unchanged.freed_w, unchanged.slowdown, unchanged.ttft_growth) == (0.0, 1.0, 0.0)
-    assert advise(H100, 700.0, COMPUTE_BOUND, 0.0).cap_w == 700.0
+    assert unnoticed_cap(H100, [(0, 9, 0)], 0.01) == (H100.least_cap_w, 0.0)
+    low = node_power("H100-SXM5-80GB", 350.0)
+    assert unnoticed_cap(low, COMPUTE_BOUND, 0.01)[0] == 350.0
+    assert unnoticed_cap(low, COMPUTE_BOUND, 0.0) == (350.0, 0.0)
+    assert unnoticed_cap(H100, COMPUTE_BOUND, 0.0) == (700.0, 0.0)
+
+
+def test_gpus_of_a_node_count_together_and_unknown_ones_not_at_all():
+    four = node_power("H100-SXM5-80GB", 2800.0)
+    assert (four.cap_w, four.least_cap_w, four.idle_w) == (2800.0, 800.0, 280.0)
+    assert node_power("abacus", 300.0) is node_power("H100-SXM5-80GB", 0.0) is None
+    assert node_power("H100-SXM5-80GB", 150.0) is None, "less than it takes"
 
 
 @given(
-    st.lists(
-        st.builds(Waited, st.floats(0, 10), st.floats(0, 10), st.floats(0, 10)), min_size=1
-    ),
+    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10)), min_size=1),
     st.floats(0, 0.5),
-    st.one_of(st.none(), st.floats(1, 900)),
     st.floats(200, 700),
 )  # fmt: skip
-def test_advice_is_always_in_range(requests, tolerance, peak, cap_w):
-    advised = advise(H100, cap_w, requests, tolerance, peak)
-    assert H100.least_cap_w <= advised.cap_w <= cap_w
-    assert advised.freed_w == cap_w - advised.cap_w
-    assert advised.slowdown >= 1.0 and 0 <= advised.ttft_growth <= tolerance + 1e-9
-
-
-def test_slowdown_is_unbounded_where_nothing_is_computed():
-    assert tolerated_slowdown([Waited(0.1, 1.0, 0.0)], 0.01) == math.inf
-    assert tolerated_slowdown(COMPUTE_BOUND, 0.0) == 1.0
+def test_a_cap_is_always_in_range(requests, tolerance, present_w):
+    cap_w, growth = unnoticed_cap(replace(H100, cap_w=present_w), requests, tolerance)
+    assert H100.least_cap_w <= cap_w <= present_w
+    assert 0 <= growth <= tolerance + 1e-9
 
 
 def test_the_exponent_is_the_cautious_one():
     """A higher exponent would promise more watts for the same slowdown."""
     assert 1.0 < CLOCK_EXPONENT <= 2.0
+
+
+# -- in a worker's reports -----------------------------------------------------------------------
+
+LLAMA = model_shape("llama-3.1-8b")
+
+
+def announced(**changes):
+    node = replace(node_profile("h100-pcie5"), **changes)
+    return Announcement(
+        "w", "m", node, step_model(LLAMA, node), 131072.0, "", "f", 32, 100, 100, 1024, 8192, "", ""
+    )
+
+
+def reports(reporter, *moments):
+    """(time, step seconds, tokens) -> reports with power."""
+    return [
+        reporter(
+            WorkerReport(
+                "w", t_s, steps_total=i, step_seconds_total=step_s, step_tokens_total=tokens
+            )
+        )
+        for i, (t_s, step_s, tokens) in enumerate(moments)
+    ]
+
+
+def test_without_nvml_an_idle_and_a_busy_second_are_modelled():
+    h100, step = GPUS["H100-SXM5-80GB"], announced().step
+    full = round(1 / step.token_s)
+    first, idle, busy = reports(PowerReporter(announced()), (0, 0, 0), (1, 0, 0), (2, 1.0, full))
+    assert (first.power_source, first.power_w) == ("", 0.0)
+    assert (idle.power_w, idle.power_cap_w, idle.power_source) == (h100.idle_w, 700.0, "model")
+    assert busy.power_w == pytest.approx(h100.cap_w, rel=0.001)
+    assert busy.energy_j_total == pytest.approx(h100.idle_w + h100.cap_w, rel=0.001)
+
+
+def test_a_paced_node_uses_energy_in_its_own_time():
+    node = announced(source="paced", dilation=10.0)
+    *_, last = reports(PowerReporter(node), (0, 0, 0), (10, 10, 0))
+    idle, cap = GPUS["H100-SXM5-80GB"].idle_w, 700.0
+    assert last.power_source == "paced"
+    assert last.power_w == pytest.approx(idle + (cap - idle) / 2)
+    assert last.energy_j_total == pytest.approx(last.power_w * 1.0)
+
+
+def test_an_engine_that_started_anew_uses_no_negative_energy():
+    teller = PowerReporter(announced())
+    reports(teller, (0, 0, 0), (1, 1, 100))
+    before = teller(WorkerReport("w", 2.0, steps_total=5, step_seconds_total=1.5)).energy_j_total
+    teller(WorkerReport("w", 3.0, steps_total=0))
+    after = teller(WorkerReport("w", 4.0, steps_total=1, step_seconds_total=0.1))
+    assert before <= after.energy_j_total < before + 700

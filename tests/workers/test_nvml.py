@@ -1,0 +1,110 @@
+"""NVML: GPUs and their power through a fake shaped like it, and in a worker's reports."""
+
+import sys
+
+import pytest
+
+from kappa.protocol import WorkerReport
+from tests.kappa.test_power import announced, reports
+from tests.workers.fake_nvml import FakeNvml
+from workers.nvml import Gpu, NoNvmlError, Nvml, gpus_and_driver, power_reporter, visible_gpus
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """Puts an NVML of two GPUs in place of the real one, or another; `visible`: to this worker."""
+
+    def put(fake=None, visible=""):
+        fake = fake or FakeNvml([700.0, 400.0], [[100.0], [250.0]])
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return fake
+
+    return put
+
+
+def test_no_gpu_is_an_error_and_nvml_is_ended():
+    nvml = FakeNvml([], [])
+    with pytest.raises(NoNvmlError, match="no GPU"), Nvml(nvml):
+        pass
+    assert not nvml.open
+
+
+def test_nvml_is_ended_after_ctrl_c():
+    nvml = FakeNvml([700.0], [[100.0]])
+    with pytest.raises(KeyboardInterrupt), Nvml(nvml):
+        raise KeyboardInterrupt
+    assert not nvml.open
+
+
+def test_a_gpu_without_figures_counts_as_zero():
+    with Nvml(FakeNvml([None, 700.0], [[None], [200.0]])) as found:
+        assert found.power([0, 1], 2) == (200.0, 700.0)
+
+
+def test_a_worker_that_does_not_know_its_gpus_has_its_share_of_all():
+    nvml = FakeNvml([700.0] * 4, [[100.0], [200.0], [300.0], [400.0]])
+    with Nvml(nvml) as found:
+        assert found.power([], 2) == (500.0, 1400.0)
+
+
+@pytest.mark.parametrize("visible", ["1", " 1,", "GPU-1abcd", "GPU-1"])
+def test_nvml_is_asked_once_a_second_and_only_of_this_workers_gpus(nvml, visible):
+    fake = nvml(visible=visible)
+    times = (0.0, 0.25, 0.5, 1.0, 1.25)
+    told = reports(power_reporter(announced(), gpus=1), *((t, 0, 0) for t in times))
+    assert [r.power_w for r in told] == [0, 0, 0, 250.0, 250.0]
+    assert told[-1].power_cap_w == 400.0 and told[-1].power_source == "nvml"
+    assert fake.reads == 1
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_replica_without_gpu_or_nvml_reports_modelled_power(nvml, gpus):
+    nvml(FakeNvml([], []))
+    *_, last = reports(power_reporter(announced(), gpus), (0, 0, 0), (1, 0, 0))
+    assert last.power_source == "model"
+
+
+def test_a_paced_replica_on_gpus_reports_what_it_stands_for(nvml):
+    fake = nvml()
+    reporter = power_reporter(announced(source="paced"), gpus=1)
+    *_, last = reports(reporter, (0, 0, 0), (1, 0, 0))
+    assert last.power_source == "paced" and fake.reads == 0
+
+
+def test_without_nvml_and_catalogue_nothing_is_reported(nvml):
+    nvml(FakeNvml([], []))
+    reporter = power_reporter(announced(gpu="abacus"), gpus=1)
+    *_, last = reports(reporter, (0, 0, 0), (5, 1, 9))
+    assert (last.power_w, last.power_source) == (0.0, "")
+
+
+def test_a_report_with_power_survives_the_wire(nvml):
+    nvml()
+    *_, last = reports(power_reporter(announced(), gpus=2), (0, 0, 0), (1, 0, 0))
+    assert last.power_w == 350.0 and WorkerReport.from_dict(last.to_dict()) == last
+
+
+def test_a_profile_is_of_gpus_by_name_and_driver_and_of_none_where_nvml_fails(monkeypatch):
+    good = FakeNvml([700.0, 700.0], [[1.0], [1.0]])
+    monkeypatch.setitem(sys.modules, "pynvml", good)
+    assert gpus_and_driver.__wrapped__() == "GPU 0, GPU 1, driver 580.95.05" and not good.open
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([], [], fault="no driver"))
+    assert gpus_and_driver.__wrapped__() == ""
+
+
+def test_a_driver_that_does_not_list_its_gpus_is_said_and_nvml_is_ended():
+    nvml = FakeNvml([700.0], [[1.0]])
+    nvml.nvmlDeviceGetCount = lambda: nvml._told(None)
+    with pytest.raises(NoNvmlError, match="NVML does not list its GPUs: not supported"):
+        Nvml(nvml).__enter__()
+    assert not nvml.open
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [("", []), ("0", [0]), ("2, 3", [2, 3]), ("GPU-2a,1", [2, 1]), ("GPU", []), ("MIG-1,9", [])],
+)
+def test_gpus_are_known_by_the_numbers_and_uuids_that_the_environment_names(names, found):
+    gpus = [Gpu(n, "H100", None, f"GPU-{n}abcd") for n in range(4)]
+    assert [gpu.index for gpu in visible_gpus(gpus, names)] == found
