@@ -305,6 +305,7 @@ class Flights(Generic[F]):
         if told or end.status >= 400 or not end.upstream:
             self._end(end.request_id)
         else:
+            self._left(end.request_id)  # Only its account stays open.
             asyncio.get_running_loop().call_later(bound_s, self._end_of, aloft)
 
     def _reported(self, request_id: str) -> None:

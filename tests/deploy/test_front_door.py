@@ -49,6 +49,7 @@ def test_every_decider_is_on_the_machine_of_its_envoy(no_ray_starts, monkeypatch
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setattr("deploy.app.build._front_secret", lambda: "secret")
     settings = settings_of(replicas=3)
     spec = front_door_spec(settings, tmp_path)
     app = build_app(settings, [Model("nowhere", model_shape("llama-3.1-8b"), "")], door=spec)

@@ -1,8 +1,8 @@
 """A cluster whose engines are scripts: a real Envoy, decider and gates on ports of their own.
 
 For the tests of what a cluster promises its clients: `script(worker)` yields what that worker's
-engine answers, or raises. The fixture `serve` (conftest) makes one. Workers tell nothing of what
-they hold or compute, so that tests say it by `WorkerReport`s where it matters.
+engine answers, or raises. The fixture `serve` (conftest) makes one. Workers tell which requests
+came and went, and nothing of what they hold or compute: tests say that by `WorkerReport`s.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import json
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +24,7 @@ from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.host import free_port
 from kappa.keys import digest_of
-from kappa.protocol import Announcement, EngineDiedError
+from kappa.protocol import Announcement, EngineDiedError, WorkerReport
 from kappa.settings.routing import RouterSettings
 from router.api.app import Access
 from router.api.render import PromptRenderer
@@ -278,6 +279,12 @@ async def get(here, path, key=None):
     return await here.client.get(path, headers=_bearer(key))
 
 
+def _told(live, engine):
+    """A worker tells its deciders what came and went, as its report stream would."""
+    news = engine.in_flight.news()._asdict()
+    live.reported(WorkerReport(engine.name, time.time(), **news))
+
+
 class Scene:
     """Makes scripted clusters, each with a registry of its own, and closes them."""
 
@@ -306,7 +313,7 @@ class Scene:
             free_port("127.0.0.1"),
             DECIDED,
             own_paths(names),
-            bounds=bounds or Bounds(),
+            bounds=bounds or Bounds(silent_s=max(settings.router.request_timeout_s, 0.5)),
         )
         access = Access(settings.tenants, **{"max_body_bytes": 1 << 20, **(access or {})})
         engines = Scripted(script)
@@ -327,6 +334,8 @@ class Scene:
         await decider.open(renderers, settings, access, spec)
         stack.push_async_callback(decider.close)
         live = decider._live()
+        for engine in made.values():
+            engine.in_flight.changed = partial(_told, live, engine)
         registry.publish("d", announced)
         await until(lambda: len(live.router.workers) == len(workers))
         client = httpx.AsyncClient(base_url=spec.url, timeout=30.0)

@@ -206,20 +206,6 @@ async def test_where_all_fail_one_that_fails_is_still_asked(serve):
 # -- workers that hang, or leave ------------------------------------------------------------------
 
 
-async def test_what_a_worker_does_not_begin_in_time_is_served_by_another(serve):
-    async def script(worker):
-        if len(engines.sent) == 1:
-            await asyncio.Event().wait()
-        yield [event(worker)]
-
-    engines, live, here = await serve(script, request_timeout_s=0.5)
-    answer = await post(here, stream=True)
-    assert answer.status_code == 200 and len(set(engines.sent)) == 2
-    await here.idle()
-    (record,) = live.records.values()
-    assert (record.end, record.attempt, engines.closed) == ("done", 1, 2)
-
-
 async def test_an_engine_that_stands_still_is_left_alone_until_it_moves(serve):
     patient = SLOW.model_copy(update={"stall_after_s": 0.5})
     engines, live, here = await serve(never, failover=patient)
@@ -294,7 +280,7 @@ async def test_a_request_that_comes_before_any_worker_is_known_waits_for_one(ser
 
 
 async def test_ready_and_health_say_whether_workers_can_be_chosen_and_followed(serve, monkeypatch):
-    monkeypatch.setattr(router.cluster.face, "_FIRST_SIGHT_S", 0.05)
+    monkeypatch.setattr(router.cluster.face, "FIRST_SIGHT_S", 0.05)
     _, live, here = await serve()
     answer = await get(here, "/ready")
     assert (answer.status_code, answer.json()) == (200, {"workers": 2})

@@ -152,14 +152,14 @@ async def test_admission_control_refuses_what_cannot_be_routed_by_its_tokens(ser
 
 
 async def test_deadlines_hold_for_what_cannot_be_routed_by_its_tokens(here):
-    explain = here.live.explain
+    priced = here.live.priced
 
     def behind_a_long_queue(routed):
-        decision = explain(routed)
-        decision.estimates.ttft_s[:] += 1e4
-        return decision
+        explained = priced(routed)
+        explained.decision.estimates.ttft_s[:] += 1e4
+        return explained
 
-    here.live.explain = behind_a_long_queue
+    here.live.priced = behind_a_long_queue
     for path, body in UNROUTED:
         headers = {"x-kappa-deadline-ms": "60000"}
         answer = await here.client.post(path, json=body, headers=headers)

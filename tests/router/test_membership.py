@@ -1,5 +1,6 @@
 """Membership over real worker streams: joins, deaths, silence, stalls, several deciders."""
 
+import asyncio
 import time
 
 import numpy as np
@@ -70,7 +71,7 @@ async def test_a_broken_connection_invalidates_the_worker_before_ray_knows(decid
     assert live.router.index.stats()["blocks"] == 0
     assert (live.router.reservations, live.router.in_flight) == (1, 1), "ours ends with its decider"
     with pytest.raises(WorkerLostError, match="disconnected"):
-        await wait.next(None)
+        await wait.of(asyncio.sleep(0))
     live.members.waits.end("w", wait)
 
 

@@ -5,12 +5,12 @@ import math
 from dataclasses import replace
 
 import pytest
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.requests import Request
 
 from kappa.hardware import node_profile
 from router.api.app import Inbound
 from router.api.errors import ApiError
-from router.api.ray_schemas import as_ray
 from router.api.request import (
     ApiRequest,
     Deadline,
@@ -41,6 +41,12 @@ def refused(call, *arguments, **options):
 # -- bodies and headers ----------------------------------------------------------------------------
 
 
+def as_vllm(body):
+    """A body by vLLM's own schema."""
+    schema = ChatCompletionRequest if body.is_chat else CompletionRequest
+    return schema.model_validate_json(body.json())
+
+
 def request(headers=None, *, completion=False, **fields):
     given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     http = Request({"type": "http", "headers": given, "state": {"inbound": Inbound("r", 0.0)}})
@@ -69,7 +75,7 @@ def test_the_later_bound_on_generated_tokens_counts():
     assert request(max_tokens=5, max_completion_tokens=7).max_tokens == 7
     assert request(completion=True, max_tokens=5).max_tokens == 5
     plain = request(completion=True)
-    assert plain.max_tokens == as_ray(plain.body, {})[0].max_tokens, "as vLLM has it by default"
+    assert plain.max_tokens == as_vllm(plain.body).max_tokens, "as vLLM has it by default"
 
 
 @pytest.mark.parametrize(
@@ -87,8 +93,7 @@ def test_the_later_bound_on_generated_tokens_counts():
 def test_a_prompt_whose_logprobs_are_asked_for_finds_no_cached_prefix(completion, fields, reads):
     made = request(completion=completion, cache_salt="mine", **fields)
     assert (made.salt == salt_of("mine")) is reads
-    theirs, _ = as_ray(made.body, {})
-    skips = theirs.to_sampling_params(4, {}).skip_reading_prefix_cache
+    skips = as_vllm(made.body).to_sampling_params(4, {}).skip_reading_prefix_cache
     assert bool(skips) is not reads, "as vLLM does"
 
 

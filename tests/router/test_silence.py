@@ -24,11 +24,6 @@ class Following:
         pass
 
 
-async def never():
-    await asyncio.Event().wait()
-    yield
-
-
 class Scene:
     """Two workers, `now_s` in our hand; the watch of the membership's own sees it stand still."""
 
@@ -68,7 +63,7 @@ class Scene:
 
     async def request(self, worker):
         """A request that waits for the worker's answer, as a task."""
-        waiting = asyncio.create_task(self.members.waits.begin(worker).next(never()))
+        waiting = asyncio.create_task(self.members.waits.begin(worker).of(asyncio.Event().wait()))
         await asyncio.sleep(0)
         return waiting
 

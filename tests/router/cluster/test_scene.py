@@ -17,6 +17,7 @@ from kappa.protocol import (
     TO_BODY_HEADER,
     TO_DROP_HEADER,
     TO_SECRET_HEADER,
+    TO_SHOW_HEADER,
 )
 from kappa.settings.engine import TransferSettings
 from router.api.app import Access, Door
@@ -89,7 +90,8 @@ async def test_a_request_goes_on_with_what_its_engine_must_know(deciding):
     assert here.live.records.own(put["vllm_xargs"][REQUEST_ID_KEY]) == "r"
     assert put["cache_salt"] not in ("s", "") and "kv_transfer_params" not in put
     assert go.upstream[TO_DROP_HEADER] == "metadata"
-    assert go.client["x-kappa-node"] == chosen
+    assert json.loads(go.upstream[TO_SHOW_HEADER])["x-kappa-node"] == chosen
+    assert "x-kappa-node" not in go.client
 
 
 async def test_an_engine_of_ours_gets_the_load_plan_that_is_asked_for(deciding):
