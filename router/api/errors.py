@@ -203,6 +203,7 @@ KILLED_AN_ENGINE = Fault(
 # -- the front door, before anything of ours is reached -----------------------------------------
 
 NO_SUCH_PATH = Fault(404, "not_found", "There is no such path here; paths are compared as sent.")
+WRONG_METHOD = Fault(405, "method_not_allowed", "This path is asked by POST.")
 HEADERS_TOO_SLOW = Fault(
     408, "headers_too_slow", "The request's headers did not arrive within {limit_s:g} s.")
 BAD_HTTP = Fault(400, "bad_request", "The request is not HTTP as it is taken here: {why}.")

@@ -99,6 +99,8 @@ class Decider(Generic[F]):
             tenant = await self._door.tenant(bearer or "", api_key or "", now_s)
             if path not in self._scene.priced and path not in self._scene.passed:
                 raise errors.NO_SUCH_PATH()
+            if path in self._scene.priced and inquiry.method != "POST":
+                raise errors.WRONG_METHOD()
             if inquiry.body is None:
                 return self._admit(inquiry, request_id, tenant, now_s)
             asked = Asked(

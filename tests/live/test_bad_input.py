@@ -148,12 +148,12 @@ def test_a_body_just_under_the_limit_is_read(idle):
 
 
 def test_unknown_paths_and_methods_are_told_in_the_same_shape(idle):
-    for answer, status in (
-        (idle.http.get("/v1/nothing"), 404),
-        (idle.http.get("/v1/chat/completions"), 405),
-        (idle.http.post("/v1/models"), 405),
+    for answer, status, code in (
+        (idle.http.get("/v1/nothing"), 404, "not_found"),
+        (idle.http.get("/v1/chat/completions"), 405, "method_not_allowed"),
+        (idle.http.post("/v1/models"), 405, None),
     ):
-        check(answer, status, None)
+        check(answer, status, code)
 
 
 def test_a_client_cannot_choose_its_worker_or_fake_our_marks(idle):

@@ -23,7 +23,7 @@ def test_a_requests_account_adds_up(idle):
 
     def spent():
         told = idle.http.get(f"/v1/decisions/{request_id}").json()
-        return told["actual"]["compute_s"] is not None and told
+        return told["actual"]["compute_s"] is not None and told["end"] == "done" and told
 
     told = idle.until(spent, "its worker reported nothing")
     spans = {span["name"]: span for span in told["timeline"]["spans"]}

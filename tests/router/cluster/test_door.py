@@ -73,6 +73,12 @@ async def test_own_paths_are_answered(cluster, path):
         assert answer.status_code == 200, answer.text
 
 
+async def test_a_path_that_is_asked_by_post_is_not_asked_otherwise(cluster):
+    async with cluster(PortedNode("a")) as here:
+        answer = await here.http.get(CHAT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
 @pytest.mark.parametrize(
     ("path", "changes", "status", "code"),
     [
