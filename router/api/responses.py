@@ -64,7 +64,18 @@ _UNSHOWN_TOOLS = ("web_search", "web_search_preview")
 def _item(where: str, value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") is None:
         value = {**value, "type": "message"}
-    return _check_item(where, value)
+    item = _check_item(where, value)
+    return _as_vllm_reads_it(item) if item["type"] == "reasoning" else item
+
+
+def _as_vllm_reads_it(item: Json) -> Json:
+    """An item of reasoning: without an id and the types of its parts vLLM takes it for a message,
+    and fails."""
+    typed = {
+        name: [{"type": kind, **part} for part in item.get(name) or ()]
+        for name, kind in (("summary", "summary_text"), ("content", "reasoning_text"))
+    }
+    return {"type": "reasoning", "id": "rs_0", **typed}
 
 
 def _tool(where: str, value: Any) -> Any:
