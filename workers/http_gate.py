@@ -257,6 +257,11 @@ class _GateReply:
             await _answer(
                 self._send, 400, _GRAMMAR, code="invalid_grammar", anthropic=self._anthropic
             )
+        elif self._anthropic and not self._events and 400 <= status < 500:
+            # What vLLM refuses before its Messages API begins it words for OpenAI's clients.
+            self._replaced = True
+            message = str(_error_in(body).get("message", ""))
+            await _answer(self._send, status, message, anthropic=True)
         elif told and status < 500:
             self._replaced = True
             await _send_json(self._send, status, json.dumps({"error": error}).encode())

@@ -138,7 +138,9 @@ class ClusterScene(KnownServers):
             if decision.fetch is not None:
                 peer = live.router.workers[decision.fetch.source_worker].announcement.peer
                 api.body.kv_transfer_params = peer_params(decision, peer)
-            sets = {**request.changes.sets, **api.body.sets()}
+            # Who names none, where there is one, gets that; not every API of vLLM's allows it.
+            named = {} if api.body.model else {"model": api.model.name}
+            sets = {**request.changes.sets, **api.body.sets(), **named}
             flight = ClusterFlight(decision, api, sets, request.changes.drops)
             self.headers(flight)  # It fits.
         except BaseException:
