@@ -41,9 +41,10 @@ class WorkerPort:
         shown = f"[{host}]" if ":" in host else host
         self.endpoint = f"{shown}:{self._socket.getsockname()[1]}"
         """Where fronts reach it, HOST:PORT."""
+        # A `log_config` closes all handlers, Ray's among them, which then recovers no replica.
         config = uvicorn.Config(
             gate,  # type: ignore[arg-type]  # our ASGI types are plain dicts
-            log_level="error",
+            log_config=None,
             access_log=False,
             lifespan="off",
             loop="none",

@@ -25,8 +25,9 @@ class _Quiet(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def faced(app: ASGIApp, slot: DeciderSlot) -> AsyncIterator[asyncio.Task[None]]:
     """Serve it as a face of a front door; the task ends where that fails."""
+    # A `log_config` closes all handlers, Ray's among them, which then recovers no replica.
     config = uvicorn.Config(
-        app, uds=str(slot.face_socket), lifespan="off", log_level="error", access_log=False,
+        app, uds=str(slot.face_socket), lifespan="off", log_config=None, access_log=False,
         server_header=False, date_header=False, proxy_headers=False, ws="none",
         timeout_graceful_shutdown=_END_S,
     )  # fmt: skip

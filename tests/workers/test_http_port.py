@@ -1,6 +1,8 @@
 """A worker's own HTTP port over real sockets."""
 
 import asyncio
+import logging
+from logging.handlers import MemoryHandler
 
 import httpx
 import pytest
@@ -68,3 +70,10 @@ async def test_port_names_an_address_that_is_not_here():
     gate = WorkerGate(Slow(), "s3cret", InFlight(0.0), healthy)
     with pytest.raises(OSError, match="assign requested address"):
         WorkerPort(gate, "192.0.2.1")
+
+
+async def test_port_leaves_the_handlers_of_others_open():
+    handler = MemoryHandler(1, target=logging.NullHandler())
+    port = WorkerPort(WorkerGate(Slow(), "s3cret", InFlight(0.0), healthy), "127.0.0.1")
+    assert handler.target is not None, "without one Ray recovers no replica"
+    await port.close(0.0)
