@@ -80,9 +80,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 45_800),  # goal: 37,000; both data planes of kappa serve stand (ADR 0152)
-        (("benchmarks",), 12_550),  # goal: 9,000
-        (("tests",), 51_600),  # goal: 40,000
+        (PRODUCT, 44_950),  # goal: 37,000
+        (("benchmarks",), 12_520),  # goal: 9,000
+        (("tests",), 52_100),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):
@@ -97,8 +97,8 @@ def test_code_lines_counts_neither_docstring_nor_comment():
 @pytest.mark.parametrize(
     ("module", "most"),
     [
-        ("router.router", 23),
-        ("router.api.request_path", 59),  # goal: 40
+        ("router.router", 25),
+        ("router.api.request_path", 58),  # goal: 40
         ("engine.loop", 55),
     ],
 )
