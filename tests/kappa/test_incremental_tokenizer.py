@@ -1,5 +1,7 @@
 """Tokens of a text, part by part, against the tokenizer's own."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -158,6 +160,16 @@ def test_encode_puts_special_tokens_around_a_text():
         tokenizer, text, special=True
     )
     assert incremental.encode(text).tolist() == whole(tokenizer, text)
+
+
+def test_encode_is_exact_without_special_tokens():
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer.from_str(trained(level).to_str())
+    plain = json.loads(tokenizer.to_str()) | {"added_tokens": []}
+    tokenizer = Tokenizer.from_str(json.dumps(plain))
+    incremental = IncrementalTokenizer(tokenizer)
+    for text in ("User: Hello.\nThe fox", "User: Hello.\nThe fox\nBot: over the dog.\n"):
+        assert incremental.encode(text).tolist() == whole(tokenizer, text)
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])

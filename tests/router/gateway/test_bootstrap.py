@@ -242,6 +242,18 @@ async def test_a_large_body_is_not_read_before_it_is_admitted(chunked):
         assert [len(one.body) for one in door.servers[0].heard] == [len(body)]
 
 
+async def test_a_body_that_is_cut_short_reaches_nobody():
+    async with open_door() as door:
+        door.send_to(0)
+        _, writer = await asyncio.open_connection("127.0.0.1", door.spec.port)
+        writer.write(HEAD + b"content-length: 100\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+        assert (await door.ask()).status == 200
+        assert len(door.decider.heard) == len(door.servers[0].heard) == 1
+
+
 async def test_a_large_body_is_refused_without_being_read():
     refusal = Answer(401, {"content-type": "application/json", "retry-after": "7"}, b'{"a": 1}')
     async with open_door() as door:

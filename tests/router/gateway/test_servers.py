@@ -64,6 +64,23 @@ async def test_it_goes_to_the_next_when_a_worker_says_so():
         assert len(door.asked(AGAIN)) == 1
 
 
+async def test_a_worker_that_answers_garbage_is_left_for_the_next():
+    async def garbage(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x00\xffno HTTP\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with open_door((named(b"a"), named(b"b"))) as door:
+        await door.servers[0].close()
+        async with await asyncio.start_server(garbage, "127.0.0.1", door.servers[0].port):
+            door.send_to(0, 1)
+            assert (await door.ask()).body == b"b"
+            door.send_to(0)
+            got = await door.ask()
+    assert (got.status, got.error["code"]) == (503, "no_worker")
+
+
 async def test_a_refusal_passes_when_a_worker_does_not_say_so():
     async with open_door((lambda heard: Answer(503, body=b"busy"), named(b"b"))) as door:
         door.send_to(0, 1)
