@@ -4,17 +4,26 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import psutil
+import pytest
 
 from kappa.host import free_port
 from tests.router.front.conftest import chat, until
 from tests.router.front.offering import FakeServer, serving, stream_of
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tmp_path():
+    """A folder with a path so short that sockets fit in it."""
+    with tempfile.TemporaryDirectory(prefix="kappa-") as folder:
+        yield Path(folder)
 
 
 async def route(tmp_path, url, port):

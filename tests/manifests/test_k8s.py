@@ -443,7 +443,7 @@ def test_clients_and_prometheus_reach_envoys_and_no_worker(rendered):
             d["spec"]["podSelector"]["matchLabels"]
             for d in found
             if d["kind"] == "NetworkPolicy"
-            for rule in d["spec"].get("decider", ())
+            for rule in d["spec"].get("ingress", ())
             if {"port": 8000} in rule.get("ports", ())
         ]
         assert selected["app.kubernetes.io/component"] == "front"
@@ -461,7 +461,7 @@ def test_quantities():
 def test_nothing_comes_in_from_namespaces_that_no_administrator_has_labelled(rendered):
     for overlay in rendered.values():
         policies = [d["spec"] for d in overlay if d["kind"] == "NetworkPolicy"]
-        sources = [s for p in policies for rule in p.get("decider", ()) for s in rule["from"]]
+        sources = [s for p in policies for rule in p.get("ingress", ()) for s in rule["from"]]
         elsewhere = [s["namespaceSelector"] for s in sources if "namespaceSelector" in s]
         # Clients, the operator, and Prometheus at two places.
         assert len(elsewhere) == 4 and all(s.get("matchLabels") for s in elsewhere)

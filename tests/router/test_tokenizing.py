@@ -378,7 +378,7 @@ def test_the_process_gives_the_same_tokens_and_imports_no_torch(renderer):
         with pytest.raises(PromptTooLong, match="40031"):
             process.tokens(plain, 1)
         with open(f"/proc/{process._process.pid}/maps") as maps:
-            assert "torch" not in maps.read()
+            assert "libtorch" not in maps.read()
     finally:
         process.close()
 

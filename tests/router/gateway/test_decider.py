@@ -477,10 +477,11 @@ async def test_a_request_of_another_decider_goes_on():
         assert idle(here)
 
 
-async def test_a_decider_takes_no_notice_of_methods():
+async def test_a_decider_is_asked_for_a_priced_path_by_post_alone():
     async with deciding() as here:
         for method in ("GET", "HEAD", "OPTIONS"):
-            assert isinstance(await here.decider.decide(Inquiry(method, CHAT, {}, b"")), Go)
+            verdict = await here.decider.decide(Inquiry(method, CHAT, {}, b""))
+            assert isinstance(verdict, Refuse) and verdict.status == 405
 
 
 # -- workers of ours that are late -----------------------------------------------------------------
