@@ -82,7 +82,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 44_950),  # goal: 37,000
         (("benchmarks",), 12_520),  # goal: 9,000
-        (("tests",), 52_100),  # goal: 40,000
+        (("tests",), 52_110),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):
