@@ -13,7 +13,6 @@ CONFIG = """
 engine: {{kind: {kind}, device_blocks: 200, max_context_tokens: 2048}}
 pools: [{{name: one, profile: pcie, paced: {paced}}}]
 router: {{admission: false}}
-http: {{data_plane: envoy}}
 """
 SAID = [{"role": "user", "content": "hello"}]
 

@@ -18,7 +18,6 @@ engine:
 nodes:
   - {name: one, profile: pcie, paced: false}
   - {name: two, profile: pcie, paced: false}
-http: {data_plane: envoy}
 """
 
 

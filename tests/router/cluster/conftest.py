@@ -43,13 +43,15 @@ MODEL = "tiny"
 BLOCK = 16
 DEVICE_BLOCKS, HOST_BLOCKS, CONTEXT_TOKENS = 64, 128, 512
 STEP = StepModel(1e-7, 0.0, 1e-5, 0.0)
+# Of nodes whose streams must outlast what a test does to them.
+STEP_S = 0.03
 
 
 class PortedNode:
-    """One emulated engine with the report stream of a real replica, on a port of its own. slow:
-    changes of what it announces."""
+    """One emulated engine with the report stream of a real replica, on a port of its own. step_s:
+    that each of its steps lasts at least; slow: changes of what it announces."""
 
-    def __init__(self, name, **slow):
+    def __init__(self, name, step_s=0.0, **slow):
         self.name, self.slow, self.port = name, slow, None
         sockets = f"ipc://@kappa-test-{os.getpid()}-{id(self)}"
         self.stream = ReportStream(name, "127.0.0.1", f"{sockets}-stats", f"{sockets}-kv")
@@ -57,7 +59,8 @@ class PortedNode:
         limits = EngineLimits(
             CONTEXT_TOKENS, BLOCK, DEVICE_BLOCKS, HOST_BLOCKS * BLOCK * 2, 512, 64, "float32"
         )
-        plan = emulated_plan(name, limits, Endpoints(f"{sockets}-stats", f"{sockets}-kv"))
+        ends = Endpoints(f"{sockets}-stats", f"{sockets}-kv")
+        plan = emulated_plan(name, limits, ends, step_s=step_s)
         output_collector.install()
         self.engine = EmulatedEngine(llm_config(MODEL), plan)
 

@@ -6,12 +6,12 @@ import asyncio
 import json
 import sys
 
-from tests.router.cluster.conftest import PortedNode
+from tests.router.cluster.conftest import STEP_S, PortedNode
 from workers.reaper import fence
 
 
 async def main(name, fenced_s):
-    node = PortedNode(name)
+    node = PortedNode(name, STEP_S)
     announced = await node.open()
     fence(fenced_s)
     print(json.dumps(announced), flush=True)

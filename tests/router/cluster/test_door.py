@@ -10,7 +10,7 @@ import pytest
 from kappa.protocol import ERROR_EVENT
 from kappa.settings.routing import FailoverSettings, RouterSettings
 from router.api.app import Access
-from tests.router.cluster.conftest import MODEL, PortedNode, StoppableNode
+from tests.router.cluster.conftest import MODEL, STEP_S, PortedNode, StoppableNode
 from tests.router.scripted import KEYS, OWN
 from tests.router.stream_worker import until
 from workers.own_engine.emulated import WORD
@@ -165,7 +165,7 @@ async def streamed(http, node):
 
 async def test_a_stopped_worker_loses_nothing_that_had_not_begun(cluster):
     stopped = StoppableNode("a", 4.0)
-    async with cluster(stopped, PortedNode("b"), router=SOON) as here:
+    async with cluster(stopped, PortedNode("b", STEP_S), router=SOON) as here:
         streams = [await streamed(here.http, "a") for _ in range(4)]
         assert {node for _, node in streams} == {"a", "b"}
         stopped.process.send_signal(signal.SIGSTOP)
@@ -181,7 +181,7 @@ async def test_a_stopped_worker_loses_nothing_that_had_not_begun(cluster):
 async def test_a_hung_engine_loses_nothing_that_had_not_begun(cluster, tmp_path, monkeypatch):
     faults = tmp_path / "faults.json"
     monkeypatch.setenv("KAPPA_EMULATED_FAULTS", str(faults))
-    async with cluster(PortedNode("a"), PortedNode("b"), router=SOON) as here:
+    async with cluster(PortedNode("a", STEP_S), PortedNode("b", STEP_S), router=SOON) as here:
         streams = [await streamed(here.http, "a") for _ in range(4)]
         assert {node for _, node in streams} == {"a", "b"}
         faults.write_text('{"a": {"hangs": true}}')
