@@ -258,10 +258,3 @@ def validation_error(faults: list[Mapping[str, Any]]) -> ApiError:
         return INVALID_JSON(why=fault.get("ctx", {}).get("error", "not JSON"))
     where = ".".join(str(part) for part in fault.get("loc", ()) if part != "body") or "body"
     return bad_field(where, str(fault.get("msg")))
-
-
-def unreadable_body(error: Exception) -> ApiError:
-    """A schema raised something of its own instead of listing faults."""
-    param = getattr(error, "parameter", None)
-    message = f"The request body is not valid: {error}"
-    return ApiError(400, message, "invalid_value", str(param) if param else None)

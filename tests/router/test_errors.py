@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from router.api import errors
-from router.api.errors import Fault, unreadable_body, validation_error
+from router.api.errors import Fault, validation_error
 
 FAULTS = {name: one for name, one in vars(errors).items() if isinstance(one, Fault)}
 PACKAGE = Path(errors.__file__).parents[1]
@@ -77,11 +77,3 @@ def test_a_schemas_fault_names_the_field_not_the_text():
     fault = {"type": "json_invalid", "loc": ("body", 3), "msg": "x", "ctx": {"error": "Expecting"}}
     error = validation_error([fault])
     assert error.code == "invalid_json" and "Expecting" in error.message
-
-
-def test_a_schema_that_raises_is_still_the_clients_fault():
-    error = unreadable_body(TypeError("'int' object is not iterable"))
-    assert (error.status, error.code, error.param) == (400, "invalid_value", None)
-    named = ValueError("no")
-    named.parameter = "stream_options"
-    assert unreadable_body(named).param == "stream_options"
