@@ -45,7 +45,7 @@ from router.gateway.process import Gateway
 from router.gateway.scene import Asked, Reading, Used
 from router.gateway.spec import GatewaySpec, ServerEndpoint
 from router.live.live_router import LiveRouter
-from router.live.membership import DIED, ENGINE_DIED, STALLED
+from router.live.membership import DIED, ENGINE_DIED
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +91,7 @@ class ClusterScene(KnownServers):
         timeout_s = path.settings.request_timeout_s
         self._prefill = PrefillElsewhere(self.ports, transfer, timeout_s)
         self._giving_up: dict[str, asyncio.Task[None]] = {}
-        self.live.members.waits.told = self._lost
+        self.live.members.on_hung = self._hung
 
     def _port(self, worker: str) -> str:
         state = self.live.router.workers.get(worker)
@@ -211,9 +211,9 @@ class ClusterScene(KnownServers):
             self.live.members.failed(worker, ENGINE_DIED)
         return not died
 
-    def _lost(self, worker: str, why: str) -> None:
-        """Its begun streams are to end. One that answers nothing at all ends itself."""
-        if why == STALLED and worker not in self._giving_up:
+    def _hung(self, worker: str) -> None:
+        """Have it end its streams. A worker that answers nothing at all ends itself."""
+        if worker not in self._giving_up:
             self._giving_up[worker] = asyncio.create_task(self._give_up(worker))
 
     async def _give_up(self, worker: str) -> None:

@@ -12,7 +12,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -35,8 +34,6 @@ _CHECK_EVERY_S = 0.25
 # An event loop that turns no sooner stands still, and reads no report meanwhile.
 _LONGEST_TURN_S = 2 * _CHECK_EVERY_S
 _UNREADABLE_S = 60.0
-# Ray learns of a death soon, too, and still has what the worker had sent: streams are left to it.
-_GRACE_S = 5.0
 # A request or a step may take so many times as long as was expected before its engine stalls.
 _PATIENCE = 4.0
 
@@ -67,8 +64,8 @@ Follow = Callable[[Announcement, StreamListener], Follower]
 @dataclass(frozen=True, slots=True)
 class MembershipRule:
     """stall_after_s: a worker without a report, or an engine with work and without progress, for so
-    long counts as stalled (later where more was to be expected); lost_after_s: streams of one
-    that gave no sign, or stalled, for so long are ended; drain_s: how long one that Ray takes
+    long counts as stalled (later where more was to be expected); lost_after_s: one that stalled for so
+    long is to end its streams, and a draining one that gave no sign leaves; drain_s: how long one that Ray takes
     away may go on; follow: makes what follows a worker."""
 
     stall_after_s: float = 5.0
@@ -118,7 +115,6 @@ class Member:
     subscriber: Follower
     reported_s: float | None = None
     leaves_by_s: float | None = None
-    lost: bool = False
     progress: Progress | None = None
     moved_s: float = 0.0
     stalled_at: Progress | None = None
@@ -154,6 +150,9 @@ class Membership:
         self.rule = rule
         self.breakers = Breakers(rule.breaker)
         self.waits = Waits()
+        # Called at every check with a worker whose engine has stalled for so long that the streams
+        # which it began should end.
+        self.on_hung: Callable[[str], None] = lambda worker: None
         self.refused: dict[str, str] = {}
         self._router, self._registry, self._clock = router, registry, clock
         self._listener = listener
@@ -230,7 +229,7 @@ class Membership:
             self._note_death(worker)
         if why == ENGINE_DIED:  # Its replica will end itself.
             self._trip(worker, ENGINE_DIED)
-            self.waits.lose(worker, ENGINE_DIED, begun=False)
+            self.waits.lose(worker, ENGINE_DIED)
 
     def ended(self, worker: str) -> None:
         """A request that this decider had on the worker ended: one that drains may go."""
@@ -304,8 +303,7 @@ class Membership:
         task.add_done_callback(self._closing.discard)
         lost = self._router.leave(worker)
         self.breakers.leave(worker)
-        self.waits.lose(worker, why, begun=False)
-        self._loop.call_later(_GRACE_S, partial(self.waits.lose, worker, why, begun=True))
+        self.waits.lose(worker, why)
         write = log.info if why in ("left", "drained") and not lost else log.warning
         write("worker_left", worker=worker, why=why, requests_lost=len(lost))
         self._listener.worker_left(worker, member.node, lost)
@@ -318,7 +316,7 @@ class Membership:
         if member is None or up:
             return  # A report is the sign of life, and follows at once.
         self._note_death(worker)
-        self.waits.lose(worker, DISCONNECTED, begun=False)
+        self.waits.lose(worker, DISCONNECTED)
         if not member.draining:
             self._router.invalidate(worker, self._clock())
             self._trip(worker, DISCONNECTED)
@@ -328,7 +326,7 @@ class Membership:
         if member is None:
             return
         now_s = self._clock()
-        member.reported_s, member.lost = self._awake_s(), False
+        member.reported_s = self._awake_s()
         why = self.breakers.state(report.worker, now_s).why
         if why in (DISCONNECTED, SILENT) and self.breakers.alive(report.worker, now_s):
             log.info("worker_heard_again", worker=report.worker)
@@ -361,14 +359,11 @@ class Membership:
             return
         if silent_s > self.rule.stall_after_s:
             self._trip(worker, SILENT)
-            self.waits.lose(worker, SILENT, begun=False)
+            self.waits.lose(worker, SILENT)
         else:
             self._check_engine(worker, member, awake_s)
-        if silent_s > self.rule.lost_after_s and not member.lost:
-            member.lost = True
-            self.waits.lose(worker, SILENT, begun=True)
-            if member.draining:
-                self._leave(worker, SILENT)
+        if silent_s > self.rule.lost_after_s and member.draining:
+            self._leave(worker, SILENT)
 
     def _check_engine(self, worker: str, member: Member, awake_s: float) -> None:
         """What waits for an engine that stalls is lost: first what has not begun, then all. It may
@@ -392,8 +387,9 @@ class Membership:
         if stalled_s > patience_s:
             member.stalled_at = progress
             self._trip(worker, STALLED, needs_sign=False)
-            begun = stalled_s > max(patience_s, self.rule.lost_after_s)
-            self.waits.lose(worker, STALLED, begun=begun)
+            self.waits.lose(worker, STALLED)
+            if stalled_s > max(patience_s, self.rule.lost_after_s):
+                self.on_hung(worker)
 
     def _note_death(self, worker: str) -> None:
         """The end of one that drains is nobody's fault."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -62,11 +62,9 @@ class Wait:
 
 
 class Waits:
-    """Who waits for which worker. told: called with each worker whose begun streams are to end, and
-    how that was noticed, again and again while it is so."""
+    """Who waits for which worker."""
 
     def __init__(self) -> None:
-        self.told: Callable[[str, str], None] = lambda worker, why: None
         self._by_worker: defaultdict[str, set[Wait]] = defaultdict(set)
 
     def __len__(self) -> int:
@@ -89,11 +87,9 @@ class Waits:
         """Whether anybody waits for `worker` now."""
         return any(wait.waiting for wait in self._by_worker.get(worker, ()))
 
-    def lose(self, worker: str, why: str, *, begun: bool = False) -> int:
+    def lose(self, worker: str, why: str) -> int:
         """Fail those that wait for `worker`. How many."""
         lost = list(self._by_worker.get(worker, ()))
         for wait in lost:
             wait.lose(why)
-        if begun:
-            self.told(worker, why)
         return len(lost)

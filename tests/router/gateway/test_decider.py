@@ -506,7 +506,7 @@ async def test_what_is_late_goes_on_once_its_worker_is_lost(why):
         waits = here.live.members.waits
         await until(lambda: waits.on("a"))
         assert not asking.done()
-        waits.lose("a", why, begun=False)
+        waits.lose("a", why)
         assert isinstance(await asking, Go)
         assert here.scene.ends == [("a", "timeout")]
         assert here.live.records["r"].decision.worker == "b"
