@@ -27,6 +27,8 @@ _NO_BODY = (
     "the replica with the fewest, and cached prefixes count for nothing. Start Ray and the app "
     "with RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY=1 in the environment of every node."
 )
+# By this call a decider of ours has Ray make its handles' routers; no client sends it.
+_WAKING = "record_routing_stats"
 
 
 class KappaRouter(RequestRouter):
@@ -62,7 +64,8 @@ class KappaRouter(RequestRouter):
         by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
         if pending_request is None:
             return [candidate_replicas]
-        if not pending_request.args and not self._kappa_warned:
+        waking = pending_request.metadata.call_method == _WAKING
+        if not (pending_request.args or waking or self._kappa_warned):
             self._kappa_warned = True
             # With it set Ray itself says which bodies it could not show, and why.
             if not _bodies_are_forwarded():

@@ -183,7 +183,7 @@ NAMES = {
     "vllm.engine.arg_utils:EngineArgs": "worker_extension_cls",
     # router.ray_router
     "ray.serve._private.common:ReplicaID": "unique_id",
-    "ray.serve._private.common:RequestMetadata": "internal_request_id",
+    "ray.serve._private.common:RequestMetadata": "call_method internal_request_id",
     "ray.serve.request_router:PendingRequest": "args metadata",
     f"{_REQUEST_ROUTER}.initialize_state": "kwargs",
     # router.api, deploy.app
