@@ -1,7 +1,7 @@
 """A worker's own HTTP port: its engine's application behind `WorkerGate`, on the replica's loop.
 
-Clients' bytes go from the front's data plane straight to the engine's front end, past Ray's proxy,
-decider and handles. Ray still places, supervises and replaces the worker.
+Clients' bytes go from the front's data plane straight to the engine's front end, past Ray's proxy
+and handles. Ray still places, supervises and replaces the worker.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class ClusterFace(Face):
         return self.explained(routed, request)
 
     async def of_all(self, what: str, *args: Any) -> list[Any]:
-        """Every decider' answer, as far as they can be reached."""
+        """Every decider's answer, as far as they can be reached."""
         return await self._deciders.call(self.for_deciders, what, *args)
 
     def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:

@@ -2,7 +2,7 @@
 
 A body goes to its worker as its client sent it. What the allow-lists drop of it, and what they
 change, is said beside it (`TO_DROP_HEADER`, `TO_BODY_HEADER`), so that no engine and no chat
-template sees more than through a decider.
+template sees more than the allow-lists let through.
 """
 
 from __future__ import annotations

@@ -49,30 +49,36 @@ _UNWELL, _OVERDUE = (SILENT, STALLED), "deadline"
 
 @dataclass(slots=True, eq=False)
 class Aloft(Generic[F]):
-    """A request that went on. request: without its tokens; servers: in the order in which they are
-    tried; heard_s: by the monotonic clock; digest: names its content. counts: its failures are its
-    server's; repeatable: it may be done twice; has_deadline: being late may be its client's own
-    wish; held: so may it be where Envoy ends an attempt; sent_s: when it was decided for its
-    server. begun: its first token came; tail: how its
-    answer ended; ended_as: how it ended at its server, once that is known before its end."""
+    """A request that went on to a server."""
 
     request_id: str
     tenant: Tenant
     lease: Lease
     flight: F
     request: RouteRequest
+    """Without its tokens."""
     servers: list[str]
+    """In the order in which they are tried."""
     heard_s: float
+    """When it came, by the monotonic clock."""
     digest: str = ""
+    """Names its content."""
     anthropic: bool = False
     counts: bool = True
+    """Its failures are its server's."""
     repeatable: bool = True
+    """It may be done twice."""
     streamed: bool = False
     has_deadline: bool = False
+    """Being late may be its client's own wish."""
     sent_s: float = 0.0
+    """When its present server was chosen."""
     held: bool = False
+    """Being late may be its client's own wish where Envoy ends an attempt, too."""
     begun: bool = False
+    """Its first token came."""
     tail: bytes | None = None
+    """How its answer ended."""
     used: Used | None = None
     events: int = 0
     end: StreamEnd | None = None
