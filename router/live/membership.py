@@ -63,16 +63,18 @@ Follow = Callable[[Announcement, StreamListener], Follower]
 
 @dataclass(frozen=True, slots=True)
 class MembershipRule:
-    """stall_after_s: a worker without a report, or an engine with work and without progress, for so
-    long counts as stalled (later where more was to be expected); lost_after_s: one that stalled for so
-    long is to end its streams, and a draining one that gave no sign leaves; drain_s: how long one that Ray takes
-    away may go on; follow: makes what follows a worker."""
+    """How long a worker may give no sign."""
 
     stall_after_s: float = 5.0
+    """A worker without a report, or an engine with work and without progress, for so long counts as
+    stalled; later where more was to be expected."""
     lost_after_s: float = 10.0
+    """One that stalled for so long is to end its streams; a draining one without a sign leaves."""
     drain_s: float = 60.0
+    """How long one that Ray takes away may go on."""
     breaker: BreakerRule = field(default_factory=BreakerRule)
     follow: Follow = KVSubscriber
+    """Makes what follows a worker."""
 
 
 class AwakeClock:
