@@ -92,13 +92,15 @@ class Ends:
     Args:
         ended, failed: called with every request's end, and every failed attempt's.
         goes_on: called with the id of a request that Envoy reports to be still in flight.
+        cut: called when a stream of requests' ends itself ends, as all do when Envoy is killed.
     """
 
     def __init__(
         self, socket: Path, ended: Callable[[StreamEnd], None],
         failed: Callable[[StreamEnd], None], goes_on: Callable[[str], None],
+        cut: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._socket = socket
+        self._socket, self._cut = socket, cut
         self._heard = {REQUESTS: ended, ATTEMPTS: failed}
         self._goes_on = goes_on
 
@@ -122,19 +124,23 @@ class Ends:
     async def _follow(self, messages: AsyncIterator[Any], context: object) -> Any:
         """One of Envoy's streams; its first message says which log it is of."""
         name = ""
-        async for message in messages:
-            name = message.identifier.log_name or name
-            heard = self._heard.get(name)
-            if heard is None:
-                continue
-            for entry in message.http_logs.log_entry:
-                try:
-                    self._hear(entry, heard)
-                except Exception as error:
-                    # One that cannot be taken must not cost those behind it.
-                    log.error(
-                        "end_not_taken", error=type(error).__name__, places=places_of(error)
-                    )  # fmt: skip
+        try:
+            async for message in messages:
+                name = message.identifier.log_name or name
+                heard = self._heard.get(name)
+                if heard is None:
+                    continue
+                for entry in message.http_logs.log_entry:
+                    try:
+                        self._hear(entry, heard)
+                    except Exception as error:
+                        # One that cannot be taken must not cost those behind it.
+                        log.error(
+                            "end_not_taken", error=type(error).__name__, places=places_of(error)
+                        )  # fmt: skip
+        finally:
+            if name == REQUESTS:
+                self._cut()
         return StreamAccessLogsResponse()
 
     def _hear(self, entry: Any, heard: Callable[[StreamEnd], None]) -> None:

@@ -43,6 +43,7 @@ _TAIL_S = 0.25
 # So may a worker's report, which is on its way within milliseconds unless the worker is busy.
 _REPORT_S = 2.0
 _SWEEP_S = 10.0
+_CUT_S = 1.0
 # Why a worker is given up that nobody takes for dead; and its client's own patience.
 _UNWELL, _OVERDUE = (SILENT, STALLED), "deadline"
 
@@ -338,11 +339,19 @@ class Flights(Generic[F]):
         """End what is not heard of any more, until cancelled."""
         while True:
             await asyncio.sleep(min(_SWEEP_S, self._unheard_s / 2))
-            before_s = time.monotonic() - self._unheard_s
-            for name in [name for name, one in self._aloft.items() if one.heard_s < before_s]:
-                log.error("request_end_lost", request_id=name)
-                self._live.metrics.inc(m.ENDS_LOST)
-                self._end(name)
+            self._unheard_since(time.monotonic() - self._unheard_s)
+
+    def cut(self) -> None:
+        """Envoy was killed: what it had in flight has no end that could be heard. Of what its other
+        threads sent before, the last may still be read."""
+        cut_s = time.monotonic()
+        asyncio.get_running_loop().call_later(_CUT_S, self._unheard_since, cut_s)
+
+    def _unheard_since(self, before_s: float) -> None:
+        for name in [name for name, one in self._aloft.items() if one.heard_s < before_s]:
+            log.error("request_end_lost", request_id=name)
+            self._live.metrics.inc(m.ENDS_LOST)
+            self._end(name)
 
     def _end(self, request_id: str, ended_as: str = "") -> None:
         """Give back all that it holds; harmless for one that has ended."""

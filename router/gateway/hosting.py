@@ -34,7 +34,9 @@ async def hosted(
     flights = decider.flights
     async with contextlib.AsyncExitStack() as stack:
         slot = await stack.enter_async_context(free_slot(spec))
-        events = Ends(slot.events_socket, flights.ended, flights.failed, flights.goes_on)
+        events = Ends(
+            slot.events_socket, flights.ended, flights.failed, flights.goes_on, flights.cut
+        )
         await stack.enter_async_context(events)
         await stack.enter_async_context(
             AuthzServer(decider.decide, flights, slot, spec.bounds.body_bytes)

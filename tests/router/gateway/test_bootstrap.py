@@ -363,7 +363,7 @@ async def test_ends_and_failed_attempts_are_told():
 
     async with (
         open_door((lambda heard: Answer(cut=True), None)) as door,
-        Ends(door.spec.slots[0].events_socket, ended.put_nowait, failed.put_nowait, print),
+        Ends(door.spec.slots[0].events_socket, ended.put_nowait, failed.put_nowait, print, int),
         asyncio.timeout(20),
     ):
         door.send_to(0, 1)
@@ -405,7 +405,7 @@ async def test_a_stream_that_goes_on_is_told(monkeypatch):
 
     async with (
         open_door((lambda heard: Answer(chunks=slow()),)) as door,
-        Ends(door.spec.slots[0].events_socket, ended.put_nowait, print, going.put_nowait),
+        Ends(door.spec.slots[0].events_socket, ended.put_nowait, print, going.put_nowait, int),
         asyncio.timeout(20),
     ):
         asking = asyncio.create_task(door.ask())

@@ -333,6 +333,18 @@ async def test_a_request_of_which_nothing_is_heard_ends_and_is_counted(monkeypat
         sweeping.cancel()
 
 
+async def test_flights_end_what_envoy_had_when_it_was_killed(monkeypatch):
+    monkeypatch.setattr(flights, "_CUT_S", 0.05)
+    async with deciding("a") as here:
+        await here.ask(headers={"x-request-id": "lost"})
+        here.flights.cut()
+        await here.ask(headers={"x-request-id": "of-the-next-envoy"})
+        async with asyncio.timeout(10):
+            while "lost" in here.flights:
+                await asyncio.sleep(0.01)
+        assert "of-the-next-envoy" in here.flights and here.scene.ends == [("a", "timeout")]
+
+
 async def test_an_end_that_cannot_be_learnt_from_holds_nothing(monkeypatch):
     async with deciding("a") as here:
         await here.ask(headers={"x-request-id": "r"})

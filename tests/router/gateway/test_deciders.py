@@ -160,7 +160,7 @@ async def test_each_hears_the_ends_of_its_own_requests():
             more = {ENDPOINT_HEADER: door.addresses(0, 1), TO_ID_HEADER: f"id-{at}"}
             decider.script = lambda heard, more=more: Answer(headers=more)
         heard = [
-            Ends(slot.events_socket, ended[at].append, failed[at].append, print)
+            Ends(slot.events_socket, ended[at].append, failed[at].append, print, int)
             for at, slot in enumerate(door.spec.slots)
         ]
         async with heard[0], heard[1], asyncio.timeout(20):

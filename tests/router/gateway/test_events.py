@@ -45,11 +45,11 @@ def message(name, *entries):
 
 
 @asynccontextmanager
-async def following(folder, ended=None):
+async def following(folder, ended=None, cut=int):
     """The service, a stream to it, and what it heard: ends, failed attempts, ids in flight."""
     ends, failed, going = [], [], []
     async with (
-        Ends(folder / "e", ended or ends.append, failed.append, going.append),
+        Ends(folder / "e", ended or ends.append, failed.append, going.append, cut),
         grpc.aio.insecure_channel(f"unix:{folder / 'e'}") as channel,
     ):
         method = channel.stream_unary(
@@ -113,6 +113,23 @@ async def test_an_end_that_cannot_be_taken_costs_no_other(tmp_path):
     async with following(tmp_path, ended) as (method, _):
         await heard(method, message(REQUESTS, entry("a"), entry("bad"), entry("b")))
     assert taken == ["a", "b"]
+
+
+@pytest.mark.parametrize(("name", "cuts"), [(REQUESTS, 1), (ATTEMPTS, 0)])
+async def test_ends_are_cut_when_their_stream_breaks(tmp_path, name, cuts):
+    cut = asyncio.Queue()
+    async with following(tmp_path, cut=lambda: cut.put_nowait(name)) as (method, (ends, failed, _)):
+        call = method()
+        await call.write(message(name, entry("r")))
+        async with asyncio.timeout(10):
+            while not (ends or failed):
+                await asyncio.sleep(0.01)
+        assert cut.empty()
+        call.cancel()
+        if cuts:
+            async with asyncio.timeout(10):
+                assert await cut.get() == REQUESTS
+    assert cut.empty()
 
 
 @pytest.mark.parametrize(
