@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,7 +172,15 @@ def _slow_link(v: Victim) -> Action:
         loaded = v.total("load_tokens_total") != before
         return bool(row["calibration"]["link_scale"] > 1.5) if loaded else None
 
-    return _engine_fault(v, {"link_slower": 10.0}, risen)
+    # Healthy loads are learnt as fast as slow ones, so it is looked at before it is healed.
+    slow = _engine_fault(v, {"link_slower": 10.0}, risen)
+    seen: list[bool | None] = []
+
+    def heal() -> None:
+        seen.append(risen())
+        slow.heal()
+
+    return replace(slow, heal=heal, shown=lambda: seen[-1])
 
 
 def _loads_fail(v: Victim) -> Action:
