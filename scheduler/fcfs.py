@@ -33,11 +33,16 @@ class Fcfs:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._delayed)
 
+    def order(self, work: Work) -> tuple[float, ...]:
+        """Of those that wait the least goes first; it stays as it is while a request waits."""
+        place: tuple[float, ...] = IN_LINE(work)
+        return place
+
     def add(self, work: Work, now_s: float) -> bool:
         work.join(self._seq, now_s, self._class_s)
         self._seq += 1
         at = len(self._waiting)
-        while at and IN_LINE(self._waiting[at - 1]) > IN_LINE(work):
+        while at and self.order(self._waiting[at - 1]) > self.order(work):
             at -= 1
         self._waiting.insert(at, work)
         if at == 0:
