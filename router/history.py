@@ -22,7 +22,7 @@ from kappa.cost import step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
-from router.index.block_table import HashTable, Int32s, UInt64s
+from router.index.hash_table import HashTable, Int32s, UInt64s
 from router.index.kv_events import Tier
 from router.index.prefix_index import PrefixIndex
 

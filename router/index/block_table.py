@@ -2,8 +2,7 @@
 
 A row stores the number of the set of its holders: blocks of one prompt mostly have the same. Rows
 are allocated in order, so blocks that come together get neighbouring ones. Rows are found by a
-compiled hash table with open addressing, searched for a whole batch of keys at once; a Python
-dictionary costs 100 bytes an entry and a loop in Python, this 4 bytes a lane besides the keys.
+hash table of keys (`router/index/hash_table.py`).
 
 Bound: when rows run out the oldest few per cent go at once, by when a block was last stored or
 looked up: those that nobody holds first, and of blocks used together the deepest first. That may
@@ -18,18 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.compiled import compiled
+from router.index.hash_table import HashTable, Int32s, UInt64s, plain, search
 
-UInt64s = NDArray[np.uint64]
-Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 NO_ROW = 0
 NOBODY = 0
 NO_ROWS: Int32s = np.empty(0, dtype=np.int32)
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
-_LARGE = 1 << 15
 _ROW = np.dtype(
     [("key", "u8"), ("salt", "u8"), ("holders", "i4"), ("depth", "u4"), ("used", "u4")]
 )  # fmt: skip
@@ -42,197 +37,6 @@ _LAST_TICK = _FREE - 1
 _CHANGES = 256
 # Blocks of one prompt are in few sets.
 _FEW_SETS = 32
-
-# -- keys to values -------------------------------------------------------------------------------
-
-
-@compiled
-def _home(key: np.uint64, lanes: int) -> int:
-    """The lane where the search for a key begins."""
-    return int(np.int64((key * _GOLDEN >> _HALF) * np.uint64(lanes) >> _HALF))
-
-
-@compiled
-def _search(values: Int32s, keys: UInt64s, by_value: bool, key: np.uint64) -> tuple[int, bool]:
-    """The lane of a key and True, or the first lane free for it and False.
-
-    keys: by value (a column of the rows that the values number), else by lane.
-    """
-    lane = _home(key, len(values))
-    while values[lane]:
-        if keys[values[lane] if by_value else lane] == key:
-            return lane, True
-        lane += 1
-        if lane == len(values):
-            lane = 0
-    return lane, False
-
-
-@compiled
-def _find(values: Int32s, keys: UInt64s, by_value: bool, wanted: UInt64s, found: Int32s) -> int:
-    """Fill in the value of each wanted key, 0 where it is absent; returns how many are absent.
-
-    Blocks that came together have neighbouring rows, so with keys by value the one after the last
-    one is tried first.
-    """
-    value, absent = 0, 0
-    for i in range(len(wanted)):
-        if by_value and value and value + 1 < len(keys) and keys[value + 1] == wanted[i]:
-            value += 1
-        else:
-            lane, present = _search(values, keys, by_value, wanted[i])
-            value = values[lane] if present else 0
-            absent += not present
-        found[i] = value
-    return absent
-
-
-@compiled
-def _insert(
-    values: Int32s, keys: UInt64s, by_value: bool, new: UInt64s, given: Int32s, now: Int32s
-) -> int:
-    """Add keys with the values given, fill in what each has now; returns how many were absent."""
-    added = 0
-    for i in range(len(new)):
-        lane, present = _search(values, keys, by_value, new[i])
-        if not present:
-            values[lane] = given[i]
-            if not by_value:
-                keys[lane] = new[i]
-            added += 1
-        now[i] = values[lane]
-    return added
-
-
-@compiled
-def _replace(values: Int32s, keys: UInt64s, new: UInt64s, given: int, before: Int32s) -> int:
-    """Give all keys of a table by lane one value, add those that are absent, and fill in what each
-    had before, 0 for nothing; returns how many were absent."""
-    added = 0
-    for i in range(len(new)):
-        lane, present = _search(values, keys, False, new[i])
-        before[i] = values[lane]
-        values[lane] = given
-        if not present:
-            keys[lane] = new[i]
-            added += 1
-    return added
-
-
-@compiled
-def _erase(values: Int32s, keys: UInt64s, by_value: bool, old: UInt64s) -> int:
-    """Remove keys, moving back those that were pushed on by them; returns how many there were."""
-    erased, lanes = 0, len(values)
-    for i in range(len(old)):
-        hole, present = _search(values, keys, by_value, old[i])
-        if not present:
-            continue
-        erased += 1
-        lane = hole
-        while True:
-            lane = lane + 1 if lane + 1 < lanes else 0
-            if not values[lane]:
-                break
-            home = _home(keys[values[lane] if by_value else lane], lanes)
-            # A key may move back as far as its home.
-            if (lane - home) % lanes >= (lane - hole) % lanes:
-                values[hole] = values[lane]
-                if not by_value:
-                    keys[hole] = keys[lane]
-                hole = lane
-        values[hole] = 0
-    return erased
-
-
-class HashTable:
-    """Maps 64-bit keys to positive values; grows in small steps, since spare memory counts, too.
-
-    Deletion moves later keys back, so there are no tombstones, and a search ends at the first empty
-    lane.
-
-    Args:
-        entries: how many it must hold without growing.
-        max_load: entries per lane at most.
-        keys: the keys by value, zero where there is none; the caller keeps them, and no key is
-            zero. None: the table keeps them itself, by lane.
-    """
-
-    __slots__ = ("_by_value", "_count", "_max_load", "keys", "values")
-
-    def __init__(self, entries: int, max_load: float, keys: UInt64s | None = None) -> None:
-        self._max_load, self._by_value = max_load, keys is not None
-        self.keys = np.empty(0, dtype=np.uint64) if keys is None else keys
-        self._allocate(entries)
-        # Compiled now rather than while the first request waits.
-        nothing = np.empty(0, dtype=np.uint64)
-        self.add(nothing, self.find(nothing)[0])
-        if not self._by_value:
-            self.replace(nothing, 1)
-        self.remove(nothing)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def nbytes(self) -> int:
-        """Bytes of its own arrays."""
-        return self.values.nbytes + (0 if self._by_value else self.keys.nbytes)
-
-    def find(self, keys: UInt64s) -> tuple[Int32s, int]:
-        """The value of each key, 0 where it is absent, and how many are absent."""
-        found = np.empty(len(keys), dtype=np.int32)
-        return found, _find(self.values, self.keys, self._by_value, _plain(keys), found)
-
-    def add(self, keys: UInt64s, values: Int32s) -> Int32s:
-        """Add keys that are absent, each with its value; returns what each has now.
-
-        Where a key comes more than once, its first value counts for all.
-        """
-        self._make_room(len(keys))
-        now = np.empty(len(keys), dtype=np.int32)
-        self._count += _insert(self.values, self.keys, self._by_value, _plain(keys), values, now)
-        return now
-
-    def replace(self, keys: UInt64s, value: int) -> Int32s:
-        """Give all keys one value, those that are absent, too; returns what each had before, 0 for
-        nothing. Only for a table that keeps its keys."""
-        self._make_room(len(keys))
-        before = np.empty(len(keys), dtype=np.int32)
-        self._count += _replace(self.values, self.keys, _plain(keys), value, before)
-        return before
-
-    def remove(self, keys: UInt64s) -> None:
-        """Remove keys; those that are absent do not matter."""
-        self._count -= _erase(self.values, self.keys, self._by_value, _plain(keys))
-
-    def keys_where(self, chosen: NDArray[np.bool_]) -> UInt64s:
-        """Keys of the filled lanes that are chosen, of a table that keeps them; a copy."""
-        kept: UInt64s = self.keys[chosen & (self.values != 0)]
-        return kept
-
-    def _make_room(self, more: int) -> None:
-        entries = self._count + more
-        if entries > int(len(self.values) * self._max_load):
-            filled = self.values != 0
-            old = self.values[filled]
-            old_keys = self.keys[old] if self._by_value else self.keys[filled]
-            self._allocate(max(64, entries + (entries >> (4 if entries < _LARGE else 3))))
-            self.add(old_keys, old)
-
-    def _allocate(self, entries: int) -> None:
-        # One lane stays empty at least, where searches end.
-        lanes = max(8, int(np.ceil(entries / self._max_load)) + 1)
-        self.values: Int32s = np.zeros(lanes, dtype=np.int32)
-        self._count = 0
-        if not self._by_value:
-            self.keys = np.zeros(lanes, dtype=np.uint64)
-
-
-def _plain(keys: UInt64s) -> UInt64s:
-    """The keys as the loops are compiled for: in one piece, and no view that may not be written."""
-    if keys.dtype == np.uint64 and keys.flags.carray:
-        return keys
-    return np.require(keys, np.uint64, ("C", "A", "W"))
-
 
 # -- who holds a block ----------------------------------------------------------------------------
 
@@ -344,7 +148,12 @@ class BlockTable:
         and whether the next one may have a row.
         """
         passed, changes = _walk(
-            self._by_key.values, self._rows, _plain(keys), self.tick, self._starts, self._numbers
+            self._by_key.values,
+            self._rows,
+            plain(keys),
+            self.tick,
+            self._starts,
+            self._numbers,
         )
         found = zip(self._starts[:changes].tolist(), self._numbers[:changes].tolist(), strict=True)
         return list(found), passed, passed == len(keys) or changes == _CHANGES
@@ -527,10 +336,10 @@ def _walk(
         if row and row + 1 < len(keys) and keys[row + 1] == prompt[i]:
             row += 1
         else:
-            lane, present = _search(values, keys, True, prompt[i])
+            slot, present = search(values, keys, True, prompt[i])
             if not present:
                 return i, changes
-            row = values[lane]
+            row = values[slot]
         if holders[row] != last:
             if changes == len(starts):
                 return i, changes
@@ -574,3 +383,25 @@ def _renumber(holders: Int32s, rows: Int32s, numbers: Int32s, moved: Int32s) -> 
             while numbers[at] != number:
                 at += 1
         holders[row] = moved[at]
+
+
+def present(rows: Int32s, absent: int) -> Int32s:
+    """The rows that are there, as many as `absent` being NO_ROW."""
+    return rows[rows != NO_ROW] if absent else rows
+
+
+def distinct(rows: Int32s) -> Int32s:
+    """Each row once."""
+    distinct: Int32s = rows if is_sorted(rows) else np.unique(rows)
+    return distinct
+
+
+@compiled
+def is_sorted(rows: Int32s) -> bool:
+    """Whether the rows rise strictly."""
+    last = 0
+    for row in rows:
+        if row <= last:
+            return False
+        last = row
+    return True

@@ -58,13 +58,14 @@ def compiling_files():
 @pytest.mark.parametrize("path", compiling_files(), ids=lambda p: p.name)
 def test_compiled_loop_uses_only_files_whose_changes_are_seen(path):
     tree = ast.parse(path.read_text())
-    watched = {".".join(p.with_suffix("").parts[-2:]) for p in compiling_files()}
+    root = Path(module.__file__).parents[1]
+    watched = {".".join(p.relative_to(root).with_suffix("").parts) for p in compiling_files()}
     ours = {
         alias.asname or alias.name
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("kappa", "router")
         for alias in node.names
-        if f"{node.module}.{alias.name}" not in watched
+        if not watched & {node.module, f"{node.module}.{alias.name}"}
     }
     loops = [
         node for node in tree.body

@@ -17,7 +17,7 @@ from router.config import RouterConfig
 from router.decision import Held, PricedPrompt, RouteRequest
 from router.fleet import Fleet
 from router.index.kv_events import BlocksStored
-from router.index.prefix_index import Match
+from router.index.lookup import Match
 from router.policy import policy_named
 from router.router import Router
 

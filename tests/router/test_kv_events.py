@@ -17,8 +17,9 @@ from router.index.kv_events import (
     decode,
     decode_batch,
 )
+from router.index.lookup import Match
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
-from router.index.prefix_index import Match, PrefixIndex
+from router.index.prefix_index import PrefixIndex
 from tests.router.building import match_worker
 
 

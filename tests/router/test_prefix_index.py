@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from router.index.block_table import HolderSets
 from router.index.kv_events import BlocksRemoved, BlocksStored, TierCleared, WorkerGone, WorkerReset
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
-from router.index.prefix_index import Match, PrefixIndex
+from router.index.lookup import Match
+from router.index.prefix_index import PrefixIndex
 from tests.router.building import match_all, match_worker
 
 SIZE = 2
@@ -155,8 +156,8 @@ def check_rows(index):
         table.sets.blocks
     )
     assert not set(table._free.tolist()) & set(rows.tolist())
-    assert index._named == sum(len(holder.names) for holder in index._holders.values())
-    for worker in index._holders.values():
+    assert index._holders.named == sum(len(holder.names) for holder in index._holders)
+    for worker in index._holders:
         named = worker.names.values[worker.names.values > 0]
         assert set(named.tolist()) <= set(rows.tolist()) and len(named) == len(worker.names)
         assert set(worker.copies) <= set(named.tolist())
@@ -243,7 +244,7 @@ def test_a_place_that_a_disks_user_has_left_serves_one_without():
     index.handle(WorkerGone("w"))
     index.handle(stored(A + B, "v"))
     assert match(index, A + B, "v") == Match(2, 0, 0)
-    assert not index._disk_users
+    assert not index._holders.disk_users
 
 
 def test_a_hole_hides_what_follows_until_it_is_filled():
@@ -504,4 +505,4 @@ def test_each_rank_is_a_cache_and_the_best_counts():
     index.handle(WorkerReset("w"))
     assert match(index, A + B) == Match(0, 0)
     index.handle(WorkerGone("w"))
-    assert index.workers() == () and not index._ranks
+    assert index.workers() == () and not index._holders.ranks

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.index.kv_events import WorkerGone
-from router.index.prefix_index import Match, PrefixIndex
+from router.index.lookup import Match
+from router.index.prefix_index import PrefixIndex
 from tests.router.building import match_all, match_worker
 from tests.router.test_prefix_index import HASHER, check_rows
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.block_table import HashTable
+from router.index.hash_table import HashTable
 
 
 def both_tables(rows):
