@@ -7,13 +7,16 @@ is held here and there. Tokenization is excluded, for the peers as well.
 
 from __future__ import annotations
 
-import asyncio
+import json
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Annotated, Any, cast
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from benchmarks.harness import Json, note, publish, quantile, result, table, usage_errors
+from benchmarks.routing.peers.routers import DYNAMO, DYNAMO_VERSION, PeerError, python_of
 from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
@@ -46,6 +50,7 @@ _SYSTEM_PROMPT_TOKENS = 512
 _FILLER_BLOCKS = 256
 _IN_FLIGHT_PER_NODE = 4
 _VOCABULARY = 128_000
+_SCRIPTS = Path(__file__).with_name("peers") / "scripts"
 _PROFILES = ("gh200-c2c", "h100-pcie5", "a100-pcie4")
 
 Tokens = NDArray[np.int32]
@@ -221,42 +226,44 @@ def _announcement(number: int) -> Announcement:
     )  # fmt: skip
 
 
-_PEERS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "dynamo_router.py": ({"nodes": [], "block_tokens": _BLOCK_TOKENS, "settings": {}}, {
+_PEERS = {
+    "dynamo_router.py": {
         "": "select_and_reserve in process, ids as list, tokenization excluded",
-    }),
-    "ray_router.py": ({"nodes": [], "router": "pow_2"}, {
+    },
+    "ray_router.py": {
         "prefix_tree": "PrefixTree match and insert in process, without its actor's calls, text of "
         "4 characters a token",
         "pow_2": "PowerOfTwoChoicesRequestRouter's choice, queue lengths answered at once",
-    }),
+    },
 }  # fmt: skip
+_PEER_S = 300.0
 
 
 def peer_rows(lengths: tuple[int, ...] = LENGTHS, repeats: int = 200) -> list[Row]:
     """The real peers' decision times among four workers; one that cannot run here is left out, and
     noted with the reason. `index` is "empty", or "held": one worker holds the whole prompt."""
-    from benchmarks.routing.peers.routers import DYNAMO_VERSION, PeerError, command_of, started
-
-    async def timed(script: str, hello: dict[str, Any]) -> list[Row]:
-        async with started(script, command_of(script), hello) as peer:
-            answer = await peer.ask({"op": "time", "lengths": lengths, "repeats": repeats})
-        return cast(list[Row], answer["rows"])
-
     found = []
-    for script, (hello, what) in _PEERS.items():
+    for script, what in _PEERS.items():
         try:
-            rows = asyncio.run(timed(script, hello))
+            python = python_of(DYNAMO) if script.startswith("dynamo") else sys.executable
+            command = [python, "-I", str(_SCRIPTS / script), json.dumps([lengths, repeats])]
+            timed = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=_PEER_S
+            )
         except PeerError as error:
             note(str(error))
             continue
-        for row in rows:
+        except subprocess.SubprocessError as error:
+            note(f"{script}: {error}: {(getattr(error, 'stderr', None) or '')[-500:]}")
+            continue
+        for row in json.loads(timed.stdout.splitlines()[-1]):
             name = row.get("router", "")
+            us = np.array(row["ns"]) / 1e3
             found.append({
                 "peer": f"ray_{name}" if name else "dynamo",
                 "version": version("ray") if name else DYNAMO_VERSION,
                 "tokens": row["tokens"], "workers": 4, "index": row.get("index", "empty"),
-                "us": row["us"], "what": what[name],
+                "us": {"p50": quantile(us, 0.5), "p99": quantile(us, 0.99)}, "what": what[name],
             })  # fmt: skip
     return found
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from benchmarks.faults import command as faults
 from benchmarks.hardware.ladder_page import page
 from benchmarks.offload import run as offload
-from benchmarks.routing import capacity, regret, router, scenarios
-from benchmarks.routing.peers import dynamo, faithful, peers
+from benchmarks.routing import capacity, regret, router
+from benchmarks.routing.peers import dynamo
 from benchmarks.serving import predict, serve, validate
 
 
@@ -42,10 +42,6 @@ SHOWN = [
     ("2026-11-23-bench-dynamo-1000.json", dynamo.show, "two-tier"),
     ("2026-11-23-bench-dynamo-mooncake.json", dynamo.show, "two-tier"),
     ("2026-11-24-bench-dynamo-aiperf.json", dynamo.show, "two-tier"),
-    ("2026-11-23-bench-faithful.json", faithful.show, "SelectionService"),
-    ("2026-11-22-bench-peers.json", peers.show, "ray-prefix"),
-    ("2026-11-23-bench-peers-agents-0.8.json", peers.show, "ray-prefix"),
-    ("2026-11-23-bench-scenario.json", scenarios.show, "fair in the engine"),
     ("2026-11-23-bench-capacity-peers.json", capacity.show, "priced / peer"),
     ("2026-11-23-bench-capacity-common.json", capacity.show, "ray_prefix"),
     ("2026-11-24-bench-capacity.json", capacity.show, "priced@fair"),

@@ -301,14 +301,14 @@ async def run(
                 "ours": _ours(arm, found, emulation, seed),
             }
             command = [sys.executable, "-m", _PROXY]
-            async with started(f"hop of {arm}", command, hello) as hop:
+            async with started(f"hop of {arm}", command, hello) as ask:
                 url = f"http://{HOST}:{port}"
                 if client == "aiperf":
                     trace = trace_of(sessions, bodies, load.pause)
                     sent = await asyncio.to_thread(aiperf, url, trace, model, folder, limit_s)
                 else:
                     sent = await play(url, sessions, bodies, load.pause, limit_s)
-                decided = await hop.ask({"op": "decisions"})
+                decided = await ask({})
     nodes = {instance: node for node, instance in found.instances.items()}
     return {
         "arm": arm, "trace": load.trace, "seed": seed, "dilation": emulation.dilation,

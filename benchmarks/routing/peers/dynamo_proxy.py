@@ -3,16 +3,18 @@
     python -m benchmarks.routing.peers.dynamo_proxy
 
 First line of stdin: {"port", "upstream", "ours": None or what `Ours` takes}. Requests go on as
-they came, in our arm with the header that `--router-mode direct` obeys. "decisions" is answered
-with what our router expected and what came. What nodes hold it learns from Dynamo's own KV events;
+they came, in our arm with the header that `--router-mode direct` obeys. Any further line is
+answered with what our router expected and what came; it ends with its standard input. What nodes hold it learns from Dynamo's own KV events;
 how fast they are, from when first tokens come.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import struct
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,7 +27,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from benchmarks.routing.peers.wire import Handler, serve
+from benchmarks.routing.peers.routers import LINE_BYTES
 from kappa.protocol import Announcement
 from router.config import RouterConfig
 from router.decision import RouteRequest
@@ -207,8 +209,8 @@ class Ours:
         }
 
 
-async def chooser(hello: dict[str, Any]) -> Handler:
-    """Serves the hop, and handles the bench's lines."""
+async def hop(hello: dict[str, Any]) -> Ours | None:
+    """Serve the hop until this process ends; our router, if it is the one that decides."""
     ours = Ours(**hello["ours"]) if hello["ours"] else None
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
     http = aiohttp.ClientSession(
@@ -246,14 +248,32 @@ async def chooser(hello: dict[str, Any]) -> Handler:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", hello["port"]).start()
 
-    async def handle(message: dict[str, Any]) -> dict[str, Any] | None:
-        if ours is None or message["op"] != "decisions":
-            return {}
-        ours.check()
-        return {"decisions": ours.decisions, "blocks": ours.blocks, "learnt": ours.scales()}
+    return ours
 
-    return handle
+
+def decisions(ours: Ours | None) -> dict[str, Any]:
+    """What our router expected and what came, by request."""
+    if ours is None:
+        return {}
+    ours.check()
+    return {"decisions": ours.decisions, "blocks": ours.blocks, "learnt": ours.scales()}
+
+
+async def main() -> None:
+    """Answer the bench's lines until there are no more."""
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    try:
+        ours, answer = await hop(json.loads(await reader.readline())), dict[str, Any]()
+        while True:
+            print(json.dumps(answer), flush=True)
+            if not await reader.readline():
+                return
+            answer = decisions(ours)
+    except Exception as error:  # The bench must learn of it, whatever it is.
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(chooser))
+    asyncio.run(main())
