@@ -165,6 +165,14 @@ class StepModel:
         """Real seconds of one step: `step_s` times the dilation."""
         return self.step_s(chunks) * self.dilation
 
+    def real(self) -> StepModel:
+        """The same node with constants in real seconds."""
+        times = self.dilation
+        return StepModel(
+            self.token_s * times, self.pair_s * times, self.weights_s * times,
+            self.context_token_s * times, self.fixed_s * times,
+        )  # fmt: skip
+
     def scaled(self, factor: float) -> StepModel:
         """The same node, `factor` times as slow."""
         return replace(self, dilation=self.dilation * factor) if factor != 1.0 else self

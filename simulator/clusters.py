@@ -22,7 +22,6 @@ from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from scheduler.config import FairConfig, LinkRates
-from simulator.decode import OURS, EngineLaw
 
 _USABLE_HBM = 0.9
 
@@ -97,12 +96,13 @@ def kv_room(node: NodeSpec, shape: ModelShape, block_tokens: int) -> KVRoom:
 
 @dataclass(frozen=True, slots=True)
 class NodeModel:
-    """The true constants of a node, and the law by which its steps last.
+    """The true constants of a node.
 
     load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides;
     disk_block_s: what a block of a load takes besides that comes from disk. overlap: of a lone
     request's load and prompt, how much of the shorter hides behind the longer.
     rule: by name, as `scheduler.catalogue` has it; fair: its settings and the tenants' weights.
+    factors: of its steps, as `router.engine_queue.EngineSpeed` has them.
     link_order, duplex: as `scheduler.link_order` has them. block_bytes, network_bytes_per_s: for KV
     fetched from a peer.
     """
@@ -122,7 +122,7 @@ class NodeModel:
     duplex: str = "half"
     block_bytes: float = 0.0
     network_bytes_per_s: float = 25e9
-    law: EngineLaw = OURS
+    factors: tuple[float, ...] = ()
     disk_blocks: int = 0
     disk_block_s: float = 0.0
     overlap: float = 0.0

@@ -24,7 +24,6 @@ from router.journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.policy import Policy
 from router.router import Router
 from simulator.clusters import NodeModel
-from simulator.decode import EngineLaw
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
 from simulator.faults import Faults
 from simulator.play import Play
@@ -183,19 +182,13 @@ def _turn(rows: Sequence[JournaledRequest], i: int, size: int, number: int) -> T
 def node_model(worker: JournaledWorker) -> NodeModel:
     """The engine as its learnt constants have it, in real seconds."""
     known, speed = worker.announcement, worker.speed
-    real = speed.step.dilation
-    step = replace(
-        speed.step, dilation=1.0,
-        **{n: getattr(speed.step, n) * real
-           for n in ("token_s", "pair_s", "weights_s", "context_token_s", "fixed_s")},
-    )  # fmt: skip
     size = known.block_tokens
     load_block_s = max(speed.load_token_s * size, _STEP_FLOOR_S)
     return NodeModel(
-        step=step, block_tokens=size, device_blocks=known.device_blocks,
+        step=speed.step.real(), block_tokens=size, device_blocks=known.device_blocks,
         host_blocks=known.host_blocks, load_block_s=load_block_s, store_block_s=load_block_s,
         load_fixed_s=speed.load_fixed_s, budget_tokens=speed.budget_tokens,
-        max_running=known.max_sequences or 256, law=EngineLaw(factors=speed.factors),
+        max_running=known.max_sequences or 256, factors=speed.factors,
     )  # fmt: skip
 
 

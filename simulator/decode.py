@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kappa import formulas
@@ -21,44 +20,22 @@ from kappa.cost import StepModel, StepParts
 from simulator.memory import SimulatedJob
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLaw:
-    """How an engine's steps last where it differs from `kappa.cost`, which the default does not.
+def step_parts(
+    step: StepModel,
+    chunks: Sequence[tuple[int, int]],
+    requests: int,
+    context: int,
+    factors: tuple[float, ...] = (),
+) -> StepParts[float]:
+    """Parts of one step over [(new tokens, context before them)] and requests that decode.
 
-    adds: reading does not hide behind computing. tile_tokens: a prompt's tokens are computed in
-    tiles of so many. padded: those that decode are padded up to a power of two. half_tokens: a step
-    of so many tokens computes at half of the rate. link_slower: a load that starts while the engine
-    computes takes so many times as long. factors: as `router.engine_queue.EngineSpeed` has them.
+    factors: as `router.engine_queue.EngineSpeed` has them.
     """
-
-    adds: bool = False
-    tile_tokens: int = 1
-    padded: bool = False
-    half_tokens: float = 0.0
-    link_slower: float = 1.0
-    factors: tuple[float, ...] = ()
-
-    def parts(
-        self, step: StepModel, chunks: Sequence[tuple[int, int]], requests: int, context: int
-    ) -> StepParts[float]:
-        """Parts of one step over [(new tokens, context before them)] and requests that decode."""
-        tile = self.tile_tokens
-        tiled = [(-(-new // tile) * tile, held) for new, held in chunks] if tile > 1 else chunks
-        compute_s, read_s, fixed_s = step.batch(tiled, requests, context)
-        if self.padded and requests:
-            compute_s += ((1 << (requests - 1).bit_length()) - requests) * step.token_s
-        compute_s += self.half_tokens * step.token_s
-        if self.adds:
-            compute_s, read_s = compute_s + read_s, 0.0
-        times = self.factor(requests + sum(new for new, _ in chunks))
-        return StepParts(compute_s * times, read_s * times, fixed_s * times)
-
-    def factor(self, tokens: int) -> float:
-        """What a step of `tokens` takes over what its constants say; 1 where nothing is known."""
-        return formulas.factor(self.factors, tokens) if self.factors else 1.0
-
-
-OURS = EngineLaw()
+    parts = step.batch(chunks, requests, context)
+    if not factors:
+        return parts
+    times = formulas.factor(factors, requests + sum(new for new, _ in chunks))
+    return StepParts(*(part * times for part in parts))
 
 
 class DecodeRun:
@@ -67,14 +44,15 @@ class DecodeRun:
     __slots__ = ("_cross", "_first", "_fixed_s", "_second")
 
     def __init__(
-        self, step: StepModel, requests: int, context_tokens: int, law: EngineLaw = OURS
+        self,
+        step: StepModel,
+        requests: int,
+        context_tokens: int,
+        factors: tuple[float, ...] = (),
     ) -> None:
-        compute_s, read_s, self._fixed_s = law.parts(step, (), requests, context_tokens)
-        times = law.factor(requests)
-        slopes = times * requests * step.pair_s, times * requests * step.context_token_s
-        compute, read = (compute_s, slopes[0]), (read_s, slopes[1])
-        if law.adds:
-            compute, read = (compute_s, sum(slopes)), (0.0, 0.0)
+        compute_s, read_s, self._fixed_s = step_parts(step, (), requests, context_tokens, factors)
+        grown = requests * formulas.factor(factors, requests) if factors else requests
+        compute, read = (compute_s, grown * step.pair_s), (read_s, grown * step.context_token_s)
         # The line that is higher at the start, the other, and the first step at which it overtakes.
         self._first, self._second = (compute, read) if compute[0] >= read[0] else (read, compute)
         lead, gain = self._first[0] - self._second[0], self._second[1] - self._first[1]

@@ -102,7 +102,6 @@ class RouterDispatch(Dispatcher):
         router: fresh.
         announcements: of each node, as the router is to believe it.
         timer: seconds of real time, to measure decisions by; None: they are not measured.
-        samples: nodes report steps and loads, as our workers do and foreign engines do not.
     """
 
     listens = True
@@ -112,11 +111,8 @@ class RouterDispatch(Dispatcher):
         router: Router,
         announcements: Sequence[Announcement],
         timer: Callable[[], float] | None = None,
-        *,
-        samples: bool = True,
     ) -> None:
         super().__init__()
-        self._samples = samples
         self._router = router
         self._announcements = announcements
         self._timer = timer
@@ -206,7 +202,7 @@ class RouterDispatch(Dispatcher):
         totals, link, tokens = node.totals, node.link, node.model.block_tokens
         admissions = tuple(self._admissions[node.index])
         self._admissions[node.index].clear()
-        steps, loads = node.samples.take() if self._samples else ((), ())
+        steps, loads = node.samples.take()
         self._router.report(
             WorkerReport(
                 worker=self._announcements[node.index].worker,

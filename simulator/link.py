@@ -36,7 +36,7 @@ class LinkServer:
 
     __slots__ = (
         "_busy", "_end_s", "_loaded", "_loop", "_model", "_noise", "_order", "_queued_store_s",
-        "_start_s", "_stored", "_version", "beside", "busy_s", "load_blocks", "load_s", "slow",
+        "_start_s", "_stored", "_version", "busy_s", "load_blocks", "load_s", "slow",
         "store_blocks", "store_s", "stores_dropped",
     )  # fmt: skip
 
@@ -56,8 +56,6 @@ class LinkServer:
         self._queued_store_s = 0.0
         self._version = 0
         self.slow = 1.0
-        # How many times as long a load takes that starts now.
-        self.beside: Callable[[], float] = lambda: 1.0
         self.busy_s = self.load_s = self.store_s = 0.0
         self.load_blocks = self.store_blocks = self.stores_dropped = 0
 
@@ -98,8 +96,7 @@ class LinkServer:
             return
         self._busy = queue.popleft()
         self._start_s = self._loop.now_s
-        slow = self.slow * (self.beside() if self._busy.job is not None else 1.0)
-        self._end_s = self._start_s + self._busy.seconds * self._noise.factor() * slow
+        self._end_s = self._start_s + self._busy.seconds * self._noise.factor() * self.slow
         self._version += 1
         self._loop.at(self._end_s, self._end, self._version)
 

@@ -19,7 +19,7 @@ from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named, step_limit
 from simulator.cache import Ids
 from simulator.clusters import NodeModel
-from simulator.decode import DecodeRun, Decoding
+from simulator.decode import DecodeRun, Decoding, step_parts
 from simulator.link import NodeLink
 from simulator.loop import Loop, Noise
 from simulator.memory import CacheListener, NodeMemory, SimulatedJob
@@ -104,7 +104,6 @@ class Node:
         self._listener = listener
         self._events = events
         self.link = NodeLink(loop, link_noise, model, self._loaded, self._stored)
-        self.link.up.beside = self._load_factor
         self._version = 0
         self._reset()
 
@@ -131,11 +130,6 @@ class Node:
         self._by_layer: tuple[SimulatedJob | None, float] = (None, 0.0)
         self._polled: list[SimulatedJob] = []
         self._version += 1
-
-    def _load_factor(self) -> float:
-        """How many times as long a load takes that starts now, for what is computed beside it."""
-        computing = self._step is not None or self._run is not None
-        return self.model.law.link_slower if computing else 1.0
 
     # -- from outside -------------------------------------------------------------------------
 
@@ -246,7 +240,8 @@ class Node:
                  decoding.requests, decoding.context_tokens)  # fmt: skip
         new, held = batch_work(batch[0]), decode_work(*batch[1:])
         tokens = int(new.tokens + held.tokens)
-        seconds = model.law.parts(model.step, *batch).step_s * self._noise.factor() * self.slow
+        parts = step_parts(model.step, *batch, model.factors)
+        seconds = parts.step_s * self._noise.factor() * self.slow
         self.totals.add_steps(1, tokens, seconds)
         self.samples.add_step(StepWork(*map(add, new, held)), seconds)
         self._count_queued(1, tokens)
@@ -291,7 +286,9 @@ class Node:
     def _start_run(self, most: int) -> None:
         decoding = self._decoding
         model = self.model
-        self._run = DecodeRun(model.step, decoding.requests, decoding.context_tokens, model.law)
+        self._run = DecodeRun(
+            model.step, decoding.requests, decoding.context_tokens, model.factors
+        )
         self._run_steps = min(self._run_limit(), most)
         self._run_factor = self._noise.factor() * self.slow
         self._cut = False

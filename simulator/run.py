@@ -27,7 +27,6 @@ from router.policy import Policy, policy_named
 from router.router import Router
 from scheduler.catalogue import SCHEDULERS, packs, step_factor
 from simulator.clusters import NodeModel, NodeSpec, SimulatedCluster, check, node_model
-from simulator.decode import OURS, EngineLaw
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
 from simulator.faults import Faults, announced
 from simulator.node import Node
@@ -48,8 +47,7 @@ class SimulationConfig:
     warm: host tiers hold documents and histories at the start. faults: what goes wrong.
     admission: the router rejects what would be late (off here, where policies are compared, and on
     by default live). clients: what those do who are refused or wait. scheduler: the rule of every
-    node. laws: how the nodes' steps last, in turn (none: as `kappa.cost` has it). foreign: engines
-    report neither steps nor loads. calibrate: the router learns.
+    node. calibrate: the router learns.
     """
 
     cluster: SimulatedCluster
@@ -66,8 +64,6 @@ class SimulationConfig:
     faults: Faults = field(default_factory=Faults)
     admission: bool = False
     clients: Clients = field(default_factory=Clients)
-    laws: tuple[EngineLaw, ...] = ()
-    foreign: bool = False
     calibrate: bool = True
 
     def __post_init__(self) -> None:
@@ -120,7 +116,7 @@ def simulate(
     dispatcher: Dispatcher
     if assignment is None:
         router, announcements = _router(config, models), announcements_of(config, models)
-        dispatcher = RouterDispatch(router, announcements, timer, samples=not config.foreign)
+        dispatcher = RouterDispatch(router, announcements, timer)
     elif len(assignment) == traffic.requests:
         dispatcher = PlanDispatch(assignment)
     else:
@@ -182,14 +178,10 @@ def idle_speed(node: NodeSpec, shape: ModelShape) -> IdleSpeed:
 
 def node_models(config: SimulationConfig) -> list[NodeModel]:
     """The constants of each node."""
-    laws = config.laws or (OURS,)
+    size = config.workload.block_tokens
     return [
-        replace(
-            node_model(node, config.shape, config.workload.block_tokens),
-            rule=config.scheduler,
-            law=laws[index % len(laws)],
-        )
-        for index, node in enumerate(config.cluster.nodes)
+        replace(node_model(node, config.shape, size), rule=config.scheduler)
+        for node in config.cluster.nodes
     ]
 
 

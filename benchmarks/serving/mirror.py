@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.serving.validate_play import Answered
 from benchmarks.serving.validate_scripts import Script
 from deploy.app.plan import engine_scheduler, pool_nodes
-from kappa.cost import StepModel, step_model
+from kappa.cost import step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
@@ -115,38 +115,34 @@ def mirror_of(
                 if node.name not in (measured or {}):
                     raise ValueError(f"node {node.name!r} is not paced, and was not measured")
                 profile, shape = (measured or {})[node.name], served
-            step, dilation = step_model(shape, profile), profile.dilation
-            token_bytes = kv_bytes_per_token(shape)
-            announcements.append(
-                Announcement(
-                    worker=profile.name, model="", node=profile, step=step,
-                    kv_bytes_per_token=token_bytes, emulated_model="", fingerprint="",
-                    block_tokens=engine.block_tokens, device_blocks=engine.device_blocks,
-                    host_blocks=host_blocks, disk_blocks=disk_blocks,
-                    max_batch_tokens=engine.max_batch_tokens,
-                    max_context_tokens=engine.max_context_tokens, events_endpoint="",
-                    snapshot_endpoint="", packs=packs(rule), step_factor=step_factor(rule, fair),
-                )
+            said = Announcement(
+                worker=profile.name, model="", node=profile, step=step_model(shape, profile),
+                kv_bytes_per_token=kv_bytes_per_token(shape), emulated_model="", fingerprint="",
+                block_tokens=engine.block_tokens, device_blocks=engine.device_blocks,
+                host_blocks=host_blocks, disk_blocks=disk_blocks,
+                max_batch_tokens=engine.max_batch_tokens,
+                max_context_tokens=engine.max_context_tokens, events_endpoint="",
+                snapshot_endpoint="", packs=packs(rule), step_factor=step_factor(rule, fair),
             )  # fmt: skip
-            seconds = (step.token_s, step.pair_s, step.weights_s, step.context_token_s,
-                       step.fixed_s)  # fmt: skip
-            real = StepModel(*(dilation * each_s for each_s in seconds))
-            block_bytes = token_bytes * engine.block_tokens
-            models.append(
-                NodeModel(
-                    step=real, block_tokens=engine.block_tokens,
-                    # vLLM keeps one block for padding.
-                    device_blocks=engine.device_blocks - 1, host_blocks=host_blocks,
-                    load_block_s=dilation * block_bytes / profile.h2d_bytes_per_s,
-                    store_block_s=dilation * block_bytes / profile.store_bytes_per_s,
-                    load_fixed_s=dilation * profile.load_fixed_s,
-                    budget_tokens=engine.max_batch_tokens, max_running=engine.max_sequences,
-                    rule=rule, fair=fair,
-                    disk_blocks=disk_blocks,
-                    disk_block_s=block_bytes / profile.disk_bytes_per_s if disk_blocks else 0.0,
-                )
-            )  # fmt: skip
+            announcements.append(said)
+            models.append(replace(_model(said, rule, fair), max_running=engine.max_sequences))
     return Mirror(tuple(announcements), tuple(models))
+
+
+def _model(said: Announcement, rule: str, fair: FairConfig) -> NodeModel:
+    """A node as it announces itself, in real seconds."""
+    node, dilation = said.node, said.node.dilation
+    block_bytes = said.kv_bytes_per_token * said.block_tokens
+    return NodeModel(
+        step=said.step.real(), block_tokens=said.block_tokens,
+        # vLLM keeps one block for padding.
+        device_blocks=said.device_blocks - 1, host_blocks=said.host_blocks,
+        load_block_s=dilation * block_bytes / node.h2d_bytes_per_s,
+        store_block_s=dilation * block_bytes / node.store_bytes_per_s,
+        load_fixed_s=dilation * node.load_fixed_s, budget_tokens=said.max_batch_tokens,
+        rule=rule, fair=fair, disk_blocks=said.disk_blocks,
+        disk_block_s=block_bytes / node.disk_bytes_per_s if said.disk_blocks else 0.0,
+    )  # fmt: skip
 
 
 def overhead_of(idle: Iterable[Answered], mirror: Mirror) -> Overhead:

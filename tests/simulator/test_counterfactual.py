@@ -12,7 +12,7 @@ from router.policy import policy_named
 from router.rollout import PRESENT, RoundRobin
 from router.router import Router
 from simulator import counterfactual as cf
-from simulator.decode import DecodeRun, EngineLaw
+from simulator.decode import DecodeRun, step_parts
 from simulator.dispatch import RouterDispatch
 from simulator.faults import Faults
 from simulator.play import Play
@@ -195,8 +195,9 @@ def test_the_estimate_is_within_a_quarter_of_what_turning_it_on_shows(config, an
 def test_a_learnt_factor_lengthens_steps_and_runs_alike(announced):
     factors = (0.0, math.log(3.0), 0.0)
     model = cf.node_model(announced[0])
-    law = EngineLaw(factors=factors)
-    plain = EngineLaw().parts(model.step, [(2, 100)], 0, 0).step_s
-    assert law.parts(model.step, [(2, 100)], 0, 0).step_s == pytest.approx(3 * plain)
-    runs = [DecodeRun(model.step, 2, 500, one).seconds(40) for one in (EngineLaw(), law)]
+    plain, longer = (
+        step_parts(model.step, [(2, 100)], 0, 0, each).step_s for each in ((), factors)
+    )
+    assert longer == pytest.approx(3 * plain)
+    runs = [DecodeRun(model.step, 2, 500, each).seconds(40) for each in ((), factors)]
     assert runs[1] == pytest.approx(3 * runs[0])

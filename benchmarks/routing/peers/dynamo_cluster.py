@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,10 +82,7 @@ class Emulation:
 def step_of(profile: str, dilation: float) -> StepModel:
     """A catalogue node's steps in wall seconds, with a fixed cost."""
     step = step_model(SHAPE, node_profile(profile))
-    return StepModel(
-        step.token_s * dilation, step.pair_s * dilation, step.weights_s * dilation,
-        step.context_token_s * dilation, _STEP_FIXED_S * dilation,
-    )  # fmt: skip
+    return replace(step, fixed_s=_STEP_FIXED_S, dilation=dilation).real()
 
 
 def step_tables(step: StepModel) -> dict[str, np.ndarray]:
