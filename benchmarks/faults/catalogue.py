@@ -126,24 +126,19 @@ def _kill_decider(v: Victim) -> Action:
     return Action(lambda: kill(pids[:1]), shown=filled)
 
 
-def _kill_envoy(v: Victim) -> Action:
-    pids = v.of_role("envoy")
+def _kill_role(role: str, most: int | None = None) -> Callable[[Victim], Action]:
+    """Kill a role's processes, so many at most; others must come."""
 
-    def another() -> bool:
-        now = v.target.family.of_role("envoy")
-        return bool(now) and now != pids
+    def make(v: Victim) -> Action:
+        pids = v.of_role(role)
 
-    return Action(lambda: kill(pids), shown=lambda: v.soon(another))
+        def another() -> bool:
+            now = v.target.family.of_role(role)
+            return bool(now) and now != pids
 
+        return Action(lambda: kill(pids[:most]), shown=lambda: v.soon(another))
 
-def _kill_controller(v: Victim) -> Action:
-    pids = v.of_role("controller")
-
-    def another() -> bool:
-        now = v.target.family.of_role("controller")
-        return bool(now) and now != pids
-
-    return Action(lambda: kill(pids[:1]), shown=lambda: v.soon(another))
+    return make
 
 
 def _kill_head(v: Victim) -> Action:
@@ -317,9 +312,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault("decider_killed", "kill -9 of the decider", _kill_decider,
           may_refuse=("503 decider_away",),
           shows="a new decider answers, and its index is filled from the workers' snapshots"),
-    Fault("envoy_killed", "kill -9 of Envoy", _kill_envoy, may_lose_open=True,
+    Fault("envoy_killed", "kill -9 of Envoy", _kill_role("envoy"), may_lose_open=True,
           may_refuse=("ClientConnectorError",), shows="another is there"),
-    Fault("controller_killed", "kill -9 of Ray Serve's controller", _kill_controller,
+    Fault("controller_killed", "kill -9 of Ray Serve's controller", _kill_role("controller", 1),
           shows="a new one is there"),
     Fault("slow_link", "a node's loads last ten times as long", _slow_link, lasts_s=25.0,
           shows="the node's link scale rises in /v1/nodes"),

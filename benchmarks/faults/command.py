@@ -71,10 +71,7 @@ def faults(
 ) -> None:
     """Inject faults into a cluster and report what its clients saw."""
     if list_them:
-        rows = [{"name": f.name, "title": f.title, "engine": f.engine} for f in FAULTS]
-        lines = [f"{f.name:<22} {f.engine:<9} {f.title}" for f in FAULTS]
-        print(json.dumps(rows) if json_output else "\n".join(lines))
-        return
+        return _list(json_output)
     with usage_errors():
         kinds = names(",".join(only or KINDS), KINDS, "traffic") if isolation else ()
         chosen = [fault_named(name) for name in only] if only and not kinds else list(FAULTS)
@@ -104,6 +101,12 @@ def faults(
         show(report, Console(highlight=False))
     if not report["kept"]:
         raise typer.Exit(1)
+
+
+def _list(json_output: bool) -> None:
+    rows = [{"name": f.name, "title": f.title, "engine": f.engine} for f in FAULTS]
+    lines = [f"{f.name:<22} {f.engine:<9} {f.title}" for f in FAULTS]
+    print(json.dumps(rows) if json_output else "\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,16 @@ _LOADS = (0.5, 0.8, 0.95, 1.2)
 _OUR_POLICY = "priced"
 
 
+def _kinds(
+    cold: bool | None, misprofile: bool, failures: bool, admission: bool
+) -> list[tuple[bool, str, bool]]:
+    """Warm caches or cold, what goes wrong, whether late requests are rejected: of each cell; warm
+    beside the plain ones."""
+    kinds = [(warm, "none", False) for warm in ((True, False) if cold is None else (not cold,))]
+    kinds += [(True, "misprofile", False)] * misprofile + [(True, "failure", False)] * failures
+    return kinds + [(True, "none", True)] * admission
+
+
 def routing(
     out: Annotated[Path, typer.Option(help="Directory for the rows.")],
     trace: Annotated[
@@ -61,10 +71,7 @@ def routing(
     json_output: Json = False,
 ) -> None:
     """Policies over clusters, traces and loads. Goes on where it was stopped."""
-    # Beside the plain cells: warm caches, and something that goes wrong or is rejected.
-    kinds = [(warm, "none", False) for warm in ((True, False) if cold is None else (not cold,))]
-    kinds += [(True, "misprofile", False)] * misprofile + [(True, "failure", False)] * failures
-    kinds += [(True, "none", True)] * admission
+    kinds = _kinds(cold, misprofile, failures, admission)
     points = product(cluster or _CLUSTERS, trace or _TRACES, load or _LOADS)
     names = grid.policies_of(policies)
     try:

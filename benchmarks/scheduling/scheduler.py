@@ -79,10 +79,7 @@ def scheduler(
         )  # fmt: skip
     settings = [mix.Setting(*point) for point in points]
     rows, details = [], []
-    source = None
-    if model is not None and chosen == "vllm":
-        source = bench_model(bench_settings(None, model, unpaced)).source
-    how = None if chosen == "simulator" else (source, not unpaced, 0.0 if unpaced else dilation)
+    how = None if chosen == "simulator" else _serving(model, unpaced, dilation)
     for row, detail in _played(rules, settings, runs, how):
         rows.append(row)
         details += [detail] if detail is not None else []
@@ -102,6 +99,14 @@ def scheduler(
             console.print(_table(setting, middle, spread))
 
     publish(facts, show, json_output=json_output, remark="paced" if facts["paced"] else "")
+
+
+def _serving(
+    model: str | None, unpaced: bool, dilation: float
+) -> tuple[str | None, bool, float]:
+    """Fields of a `Serving`."""
+    source = model and bench_model(bench_settings(None, model, unpaced)).source
+    return source, not unpaced, 0.0 if unpaced else dilation
 
 
 def _played(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -33,6 +35,21 @@ _TOKEN_S = 40e-6
 _CALIBRATE = 80
 _REAL_SCALE = 4.0
 
+_Calibrate = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Outcomes the predictor learns from before it is frozen; default: 80 on paced "
+        "nodes, and on real ones it goes on learning.",
+    ),
+]  # fmt: skip
+_Scale = Annotated[
+    float | None,
+    typer.Option(
+        min=0.1, help="Divides the prompts' lengths, which reach 5,000 tokens; default: 4 on real "
+        "CPU nodes, else 1.",
+    ),
+]  # fmt: skip
+
 
 def predict(
     config: Config = None,
@@ -44,14 +61,7 @@ def predict(
         float | None, typer.Option(min=1, help="Real seconds per emulated one.")
     ] = None,
     per_class: Annotated[int, typer.Option(min=1, help="Requests per class, at least.")] = 50,
-    calibrate: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Outcomes the predictor learns from before it is frozen; default: 80 on "
-            "paced nodes, and on real ones it goes on learning.",
-        ),
-    ] = None,
+    calibrate: _Calibrate = None,
     limit: Annotated[float, typer.Option(help="Seconds to measure at most.")] = 900.0,
     load: Annotated[
         float,
@@ -59,14 +69,7 @@ def predict(
             min=0.0, max=0.95, help="GPU load to hold the nodes at; 0: one act after the other."
         ),
     ] = 0.72,
-    scale: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            help="Divides the prompts' lengths, which reach 5,000 tokens; default: 4 on "
-            "real CPU nodes, else 1.",
-        ),
-    ] = None,
+    scale: _Scale = None,
     url: Annotated[
         str | None,
         typer.Option(help="A running cluster instead, which nobody freezes; real: --unpaced, too."),
@@ -89,42 +92,46 @@ def predict(
     is_real = not any(pool.paced for pool in settings.all_pools)
     on_cpus = not any(pool.placement.gpus for pool in settings.all_pools)
     learn = _CALIBRATE if calibrate is None and not is_real else calibrate
-    changes = {
-        "calibrate_requests": learn, "record": str(router_log.resolve()) if router_log else None,
-    }  # fmt: skip
-    settings = settings.model_copy(
-        update={
-            "router": settings.router.model_copy(update=changes),
-            "dilation": dilation or settings.dilation,
-        }
-    )
+    log = str(router_log.resolve()) if router_log else None
+    router = settings.router.model_copy(update={"calibrate_requests": learn, "record": log})
+    changes = {"router": router, "dilation": dilation or settings.dilation}
+    settings = settings.model_copy(update=changes)
     cut = scale or (_REAL_SCALE if is_real and on_cpus else 1.0)
     size = Size(requests, per_class, limit, _CALIBRATE if learn is None else learn, load, cut)
-    if url is not None:
-        url = url.rstrip("/")
-        served = settings.model.model_copy(update={"id": served_model(url)})
-        settings = settings.model_copy(update={"model": served})
-        warm_up, phase = asyncio.run(_measured(url, settings, seed, size))
-    else:
-        with running(settings) as cluster:
-            warm_up, phase = asyncio.run(_measured(cluster.url, settings, seed, size))
+    with _endpoint(url, settings) as (base, model_id):
+        token_s = settings.dilation * _TOKEN_S
+        warm_up, phase = asyncio.run(_measured(base, model_id, token_s, seed, size))
     if records is not None:
-        records.unlink(missing_ok=True)
-        for o in phase.outcomes:
-            client_s = phase.client_ttft_s.get(o.request_id)
-            row = {"kind": o.kind, "error": o.error, "client_ttft_s": client_s, **asdict(o)}
-            append_line(records, row)
-    facts = _facts(warm_up, phase, size) | {"model": settings.model.source or settings.model.id}
+        _write(records, phase)
+    facts = _facts(warm_up, phase, size) | {"model": settings.model.source or model_id}
     publish(facts, lambda console: show(facts, console), json_output=json_output)
 
 
+@contextmanager
+def _endpoint(url: str | None, settings: ClusterSettings) -> Iterator[tuple[str, str]]:
+    """The cluster that runs at `url`, or without one a new one; and what it calls its model."""
+    if url is not None:
+        yield url.rstrip("/"), served_model(url.rstrip("/"))
+        return
+    with running(settings) as cluster:
+        yield cluster.url, settings.model.id
+
+
+def _write(records: Path, phase: Phase) -> None:
+    records.unlink(missing_ok=True)
+    for o in phase.outcomes:
+        client_s = phase.client_ttft_s.get(o.request_id)
+        row = {"kind": o.kind, "error": o.error, "client_ttft_s": client_s, **asdict(o)}
+        append_line(records, row)
+
+
 async def _measured(
-    url: str, settings: ClusterSettings, seed: int, size: Size
+    url: str, model: str, token_s: float, seed: int, size: Size
 ) -> tuple[Phase, Phase]:
     shapes = shapes_of(read_sessions(demo_sessions_path()))
-    async with ClusterClient(url, settings.model.id, timeout_s=120.0) as client:
+    async with ClusterClient(url, model, timeout_s=120.0) as client:
         nodes = len(await client.nodes())
-        player = Player(client, Governor(size.load, nodes, settings.dilation * _TOKEN_S))
+        player = Player(client, Governor(size.load, nodes, token_s))
         note(f"warm-up: {size.calibrate} outcomes to learn from")
         learnt_on = Traffic(shapes, seed + _WARM_UP_SEED, size.scale)
         warm_up = await player.warm_up(learnt_on, size.calibrate + 10)

@@ -40,7 +40,6 @@ from workload.replay import expand
 from workload.shapes import TurnShape, Workload
 
 ARMS = ("round-robin", "least-connections", "prefix-hash", "on")
-_ALL = ",".join(ARMS)
 # Of the emulated servers: microseconds of the link for a token, and a name of the catalogue that
 # each is said to be, whose figures are wrong for it in every constant.
 _SERVERS = ((10.0, "gh200-c2c"), (120.0, "a100-pcie4"))

@@ -15,7 +15,7 @@ import asyncio
 import json
 import random
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -179,50 +179,76 @@ def _wanted(read: bytes) -> tuple[dict[str, Any], str, int]:
     return body, text, output
 
 
-def make_server(engine: EmulatedEngine, name: str, *, tells_metrics: bool) -> web.Application:
-    """The OpenAI face of an engine. `POST /reset` empties its caches."""
+class _Face:
+    """The OpenAI face of an engine."""
 
-    async def complete(request: web.Request) -> web.StreamResponse:
+    def __init__(self, engine: EmulatedEngine, name: str) -> None:
+        self.engine, self.name = engine, name
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """A completion or a chat, streamed or whole."""
         try:
             body, text, output = _wanted(await request.read())
         except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError) as error:
             refusal = {"message": f"{error}"[:200], "type": "invalid_request_error", "code": 400}
             return web.json_response({"error": refusal}, status=400)
-        chat, prompt = body.get("messages"), text.encode()
+        is_chat, prompt = body.get("messages") is not None, text.encode()
         tokens, blocks = max(len(prompt) // _BYTES_PER_TOKEN, 1), prompt_blocks(prompt)
-        job, cached = await engine.submit(blocks, tokens, output)
-        details = {"cached_tokens": cached}
-        usage = {"prompt_tokens": tokens, "completion_tokens": output,
-                 "total_tokens": tokens + output, "prompt_tokens_details": details}  # fmt: skip
+        job, cached = await self.engine.submit(blocks, tokens, output)
+        usage = {
+            "prompt_tokens": tokens, "completion_tokens": output, "total_tokens": tokens + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
         head: dict[str, Any] = {"id": "emulated", "object": "text_completion", "created": 0}
         head["model"] = body.get("model", _MODEL)
-        answer = web.StreamResponse(
-            headers={"content-type": "text/event-stream", "x-backend": name}
-        )
-        streamed, said = bool(body.get("stream")), []
         try:
+            if body.get("stream"):
+                return await self._streamed(request, job, blocks, head, usage, is_chat)
             for number in range(output):
                 await job.tokens.get()
                 if not number:
-                    engine.computed(blocks)
-                    if streamed:
-                        await answer.prepare(request)
-                end = "length" if number + 1 == output else None
-                word = {"text": "x"} if chat is None else {"delta": {"content": "x"}}
-                choice = {"index": 0, "finish_reason": end, **word}
-                said.append("x")
-                if streamed:
-                    await answer.write(_event({**head, "choices": [choice]}))
+                    self.engine.computed(blocks)
         finally:
-            engine.leave(job)
-        if not streamed:
-            message = {"role": "assistant", "content": "".join(said)}
-            word = {"text": "".join(said)} if chat is None else {"message": message}
-            choice = {"index": 0, "finish_reason": "length", **word}
-            return web.json_response({**head, "choices": [choice], "usage": usage})
+            self.engine.leave(job)
+        said = "x" * output
+        word = {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
+        choice = {"index": 0, "finish_reason": "length", **word}
+        return web.json_response({**head, "choices": [choice], "usage": usage})
+
+    async def _streamed(
+        self, request: web.Request, job: EmulatedJob, blocks: list[int], head: dict[str, Any],
+        usage: dict[str, Any], is_chat: bool,
+    ) -> web.StreamResponse:  # fmt: skip
+        headers = {"content-type": "text/event-stream", "x-backend": self.name}
+        answer = web.StreamResponse(headers=headers)
+        word = {"delta": {"content": "x"}} if is_chat else {"text": "x"}
+        for number in range(job.output):
+            await job.tokens.get()
+            if not number:
+                self.engine.computed(blocks)
+                await answer.prepare(request)
+            end = "length" if number + 1 == job.output else None
+            choice = {"index": 0, "finish_reason": end, **word}
+            await answer.write(_event({**head, "choices": [choice]}))
         await answer.write(_event({**head, "choices": [], "usage": usage}))
         await answer.write(b"data: [DONE]\n\n")
         return answer
+
+    async def reset(self, _: web.Request) -> web.Response:
+        """Empty the caches."""
+        self.engine.device.clear()
+        self.engine.host.clear()
+        return web.Response()
+
+    async def running(self, _: web.Application) -> AsyncIterator[None]:
+        """Have the engine run while its application does."""
+        task = asyncio.create_task(self.engine.run())
+        yield
+        task.cancel()
+
+
+def make_server(engine: EmulatedEngine, name: str, *, tells_metrics: bool) -> web.Application:
+    """A server of an engine. `POST /reset` empties its caches."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": _MODEL, "object": "model"}]})
@@ -236,22 +262,12 @@ def make_server(engine: EmulatedEngine, name: str, *, tells_metrics: bool) -> we
     async def health(_: web.Request) -> web.Response:
         return web.Response()
 
-    async def reset(_: web.Request) -> web.Response:
-        engine.device.clear()
-        engine.host.clear()
-        return web.Response()
-
-    async def running(_: web.Application) -> Any:
-        task = asyncio.create_task(engine.run())
-        yield
-        task.cancel()
-
-    app = web.Application(client_max_size=64 << 20)
-    app.cleanup_ctx.append(running)
+    face, app = _Face(engine, name), web.Application(client_max_size=64 << 20)
+    app.cleanup_ctx.append(face.running)
     app.add_routes([
         web.get("/health", health), web.get("/v1/models", models), web.get("/metrics", metrics),
-        web.post("/reset", reset), web.post("/v1/completions", complete),
-        web.post("/v1/chat/completions", complete),
+        web.post("/reset", face.reset), web.post("/v1/completions", face.complete),
+        web.post("/v1/chat/completions", face.complete),
     ])  # fmt: skip
     return app
 

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 
 from benchmarks.harness import (
@@ -26,6 +25,7 @@ from benchmarks.harness import (
     spread,
     usage_errors,
 )
+from benchmarks.serving.processes import cpu_by_role
 from benchmarks.serving.route import EMULATED, HOST, front, process, ready
 from kappa.host import free_port
 from loadtest.client import Endpoint, EndpointSettings, Prepared
@@ -119,9 +119,9 @@ def overhead(direct: str, through: str, pid: int, load: ProxyLoad, paired: int) 
     for _ in range(_ROUNDS):
         middle_s = list[float]()
         for name, url in (("direct", direct), ("through", through)):
-            before_s = cpu_s(pid)
+            before_s = cpu_by_role(pid)
             records = asyncio.run(send(url, sent, load))
-            used_s = cpu_s(pid) - before_s
+            used_s = cpu_by_role(pid) - before_s
             ttfts_s[name] += (now := [ttft_s(r) for r in records if not r.error])
             middle_s.append(statistics.median(now))
         added_ms.append(1e3 * (middle_s[1] - middle_s[0]))
@@ -142,15 +142,6 @@ def losses(records: list[RequestRecord], kills: int) -> dict[str, Any]:
         "requests": len(records), "kills": kills, "errors": dict(errors),
         "lost_before_their_first_token": errors.total() - begun, "lost_after_it": begun,
     }  # fmt: skip
-
-
-def cpu_s(pid: int) -> Counter[str]:
-    """Processor seconds that a process and its children have used, by what they are."""
-    found = Counter[str]()
-    for one in (psutil.Process(pid), *psutil.Process(pid).children()):
-        times = one.cpu_times()
-        found["envoy" if "envoy" in one.name() else "python"] += times.user + times.system
-    return found
 
 
 def ttft_s(record: RequestRecord) -> float:

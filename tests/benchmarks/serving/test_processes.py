@@ -12,6 +12,7 @@ from benchmarks.serving.processes import cpu_by_role, role_of
 @pytest.mark.parametrize(
     ("title", "role"),
     [
+        ("python -c from deploy.cli import app; app() route", "kappa route"),
         ("ray::ServeReplica:kappa:KappaDecider.x", "decider"),
         ("ray::ServeReplica:kappa:KappaServer:pcie", "replica"),
         ("ray::ServeReplica:stock:LLMRouter", "stock router"),
