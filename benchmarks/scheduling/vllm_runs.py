@@ -36,8 +36,8 @@ from kappa.model import kv_bytes_per_token
 from kappa.model_config import shape_from_config
 from kappa.protocol import HOST_TOKENS_KEY, REQUEST_ID_KEY, TENANT_KEY
 from workers.tiny_model import make_tiny_model
-from workers.vllm.arguments import CPU_ENV
-from workers.vllm.options import SCHEDULER_KEY, STOCK
+from workers.vllm.arguments import CPU_ENV, EngineTier, transfer_config
+from workers.vllm.options import PACE_KEY, SCHEDULER_KEY, STATS_KEY, STOCK, LinkRules
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 
@@ -91,22 +91,23 @@ def _tier() -> HostTierWorker:
 
 
 def engine_arguments(
-    policy: str,
-    setting: mix.Setting,
-    serving: Serving,
-    folder: Path,
-    blocks: int,
+    policy: str, setting: mix.Setting, serving: Serving, folder: Path, blocks: int
 ) -> dict[str, Any]:
     """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more)."""
     stats, dilation = f"ipc://{folder}/stats", serving.dilation
     token_s = setting.load_token_s * dilation
     link = {"token_s": token_s, "fixed_s": mix.LINK_FIXED_S * dilation}
-    additional: dict[str, Any] = {"kappa_stats": stats}
-    pace: dict[str, Any] = {}
+    rules = LinkRules(
+        duplex="half" if setting.stores == "shared" else "full",
+        order="fifo" if policy in ("fcfs", BARE) else "loads_first",
+    )
+    host = transfer_config(EngineTier(link=rules), _host_bytes(setting, serving), stats)
+    additional: dict[str, Any] = {STATS_KEY: stats}
     if serving.paced:
         step = StepModel(mix.STEP_TOKEN_S, 0.0, 0.0, 0.0, mix.STEP_FIXED_S, dilation)
-        additional["kappa_pace"] = step.to_dict()
-        pace = {"kappa_pace": {**link, "store_token_s": token_s, "dilation": dilation}}
+        additional[PACE_KEY] = step.to_dict()
+        pace = {**link, "store_token_s": token_s, "dilation": dilation}
+        host["kv_connector_extra_config"][PACE_KEY] = pace
     if policy != BARE:
         additional[SCHEDULER_KEY] = {
             "rule": STOCK if policy.startswith("fcfs") else policy,
@@ -121,22 +122,8 @@ def engine_arguments(
         "enforce_eager": True, "enable_prefix_caching": True, "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_cls": "benchmarks.scheduling.vllm_runs.BenchWorker",
-        "additional_config": additional,
+        "additional_config": additional, "kv_transfer_config": host,
         **({} if policy == BARE else {"scheduler_cls": _SCHEDULER}),
-        "kv_transfer_config": {
-            "kv_connector": "HostTierConnector",
-            "kv_connector_module_path": "workers.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "HostTierSpec", "spec_module_path": "workers.vllm.host_tier",
-                "cpu_bytes_to_use": _host_bytes(setting, serving), "offload_prompt_only": False,
-                "kappa_stats": stats, **pace,
-                "kappa_link": {
-                    "duplex": "half" if setting.stores == "shared" else "full",
-                    "order": "fifo" if policy in ("fcfs", BARE) else "loads_first",
-                },
-            },
-        },
     }  # fmt: skip
 
 

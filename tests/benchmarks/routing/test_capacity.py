@@ -135,7 +135,7 @@ def test_one_node_of_equal_prompts_has_the_capacity_of_its_queue(tmp_path):
     ))  # fmt: skip
     cluster.write_text("- kind: h100\n  count: 1\n")
     model = node_model(cluster_named(str(cluster)).nodes[0], model_shape("llama-3.1-8b"), 512)
-    service_s = model.law.parts(model.step, [(PROMPT_TOKENS, 0)], 0, 0).step_s
+    service_s = model.step.step_s([(PROMPT_TOKENS, 0)])
     assert share_in_time(0.5, 0) == 0.5
     expected_rps = brentq(lambda use: share_in_time(use) - 0.9, 0.1, 0.99) / service_s
 
