@@ -26,9 +26,9 @@ from rich.table import Table
 from deploy.commands.console import Json, command, machine
 
 __all__ = [
-    "Interval", "Json", "alternate", "append_line", "command", "finite", "half_width", "machine",
-    "names", "note", "numbers", "paired", "publish", "quantile", "quartiles", "read_lines",
-    "result", "save_json", "spread", "table", "usage_errors",
+    "Column", "Interval", "Json", "alternate", "append_line", "command", "finite", "half_width",
+    "machine", "names", "note", "numbers", "paired", "publish", "quantile", "quartiles", "read_lines",
+    "result", "rows_table", "save_json", "spread", "table", "usage_errors",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -125,6 +125,33 @@ def table(
     for row in rows:
         made.add_row(*row)
     return made
+
+
+Column = str | Callable[[Mapping[str, Any]], str]
+"""What stands in a column: a row's key, dots before inner ones, a format behind a colon (`ms`:
+seconds as milliseconds), as in ttft_s.p50:.3g; or what makes it of the row."""
+
+
+def rows_table(
+    title: str,
+    columns: Mapping[str, Column],
+    rows: Iterable[Mapping[str, Any]],
+    left: Sequence[str] = (),
+) -> Table:
+    """As `table`, of rows and columns by heading; what a row has not is a dash."""
+    return table(title, list(columns), ([_cell(r, c) for c in columns.values()] for r in rows), left)
+
+
+def _cell(row: Mapping[str, Any], column: Column) -> str:
+    if callable(column):
+        return column(row)
+    path, _, form = column.partition(":")
+    found: Any = row
+    for key in path.split("."):
+        found = None if found is None else found.get(key)
+    if found is None:
+        return "-"
+    return f"{1e3 * found:.0f}" if form == "ms" else format(found, form)
 
 
 def note(text: str) -> None:

@@ -19,15 +19,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.console import Console
 
-from benchmarks.harness import (
-    Json,
-    note,
-    publish,
-    result,
-    table,
-    usage_errors,
-)
+from benchmarks.harness import Column, Json, note, publish, result, rows_table, usage_errors
 from benchmarks.routing import grid
 from benchmarks.routing.grid import Row
 
@@ -126,9 +120,7 @@ def capacity(
         summary(place, policy, *found[(*place, policy)])
         for place, policy in product(places, chosen)
     ]  # fmt: skip
-    facts = result(
-        attainment=attainment, requests=requests, rows=rows, against=against(rows),
-    )  # fmt: skip
+    facts = result(attainment=attainment, requests=requests, rows=rows, against=against(rows))
     publish(facts, lambda console: show(facts, console), json_output=json_output)
 
 
@@ -227,38 +219,20 @@ def _against(
     }  # fmt: skip
 
 
-def show(facts: Mapping[str, Any], console: Any) -> None:
+_SHOWN = {
+    "trace": "trace", "cluster": "cluster", "policy": "policy", "capacity /s": "capacity_rps:.4g",
+    "next": "high:.4g", "there: TTFT missed": "missed.ttft:.0%", "TPOT missed": "missed.tpot:.0%",
+}  # fmt: skip
+_AGAINST: dict[str, Column] = {
+    "trace": "trace", "cluster": "cluster", "ours": lambda row: row.get("policy", US),
+    "best peer": "peer", f"{US} / peer": "ratio:.2f",
+}  # fmt: skip
+
+
+def show(facts: Mapping[str, Any], console: Console) -> None:
     """Print a result: each policy's capacity, then ours over the best other."""
-    rows, ratios = facts["rows"], facts["against"]
-    shown = [
-        (
-            row["trace"], row["cluster"], row["policy"], f"{row['capacity_rps']:.4g}/s",
-            _number(row["high"], ".4g"),
-            *(_number(row["missed"][part], ".0%") for part in ("ttft", "tpot")),
-        )
-        for row in sorted(rows, key=lambda r: (r["trace"], r["cluster"], -r["capacity_rps"]))
-    ]  # fmt: skip
-    columns = (
-        "trace",
-        "cluster",
-        "policy",
-        "capacity",
-        "next",
-        "there: TTFT missed",
-        "TPOT missed",
-    )
-    console.print(table("", columns, shown, left=("cluster", "policy")))
-    compared = [
-        (
-            one["trace"], one["cluster"], one.get("policy", US), one["peer"],
-            f"{one['ratio']:.2f}",
-        )
-        for one in ratios
-    ]  # fmt: skip
-    if compared:
-        heads = ("trace", "cluster", "ours", "best peer", f"{US} / peer")
-        console.print(table("", heads, compared, left=("cluster", "ours", "best peer")))
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    rows = sorted(facts["rows"], key=lambda r: (r["trace"], r["cluster"], -r["capacity_rps"]))
+    console.print(rows_table("", _SHOWN, rows, left=("cluster", "policy")))
+    if facts["against"]:
+        left = ("cluster", "ours", "best peer")
+        console.print(rows_table("", _AGAINST, facts["against"], left))

@@ -13,7 +13,16 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from benchmarks.harness import Json, note, numbers, publish, result, table, usage_errors
+from benchmarks.harness import (
+    Column,
+    Json,
+    note,
+    numbers,
+    publish,
+    result,
+    rows_table,
+    usage_errors,
+)
 from deploy.commands.console import Patience, RefusedClients
 from kappa.shapes import model_shape
 from router.policy import policy_named
@@ -25,6 +34,11 @@ from workload.catalogue import workload_named
 
 MODEL = "llama-3.1-8b"
 _MOST_LOAD = 1000.0
+_SHOWN: dict[str, Column] = {
+    "admission": lambda row: "on" if row["admission"] else "off", "load": "load:g",
+    "rate /s": "rate_rps:.3g", "goodput /s": "goodput_rps:.3g", "of its peak": "of_peak:.0%",
+    "admitted": "let_in:.0%", "met of those": "met_of_let_in:.0%", "tries": "tries:.2f",
+}  # fmt: skip
 
 
 def overload(
@@ -50,25 +64,12 @@ def overload(
             clients=Clients(cast(Retry, retry), patience),
         )  # fmt: skip
     rows = measure(config, chosen, seconds)
-    shown = [
-        (
-            "on" if row["admission"] else "off", f"{row['load']:g}", f"{row['rate_rps']:.3g}/s",
-            f"{row['goodput_rps']:.3g}/s", f"{row['of_peak']:.0%}", f"{row['let_in']:.0%}",
-            f"{row['met_of_let_in']:.0%}", f"{row['tries']:.2f}",
-        )
-        for row in rows
-    ]  # fmt: skip
-    columns = (
-        "admission", "load", "rate", "goodput", "of its peak", "admitted", "met of those", "tries",
-    )  # fmt: skip
     facts = result(
         trace=trace, cluster=cluster, policy=policy, seed=seed, seconds=seconds, retry=retry,
         patience_s=patience if patience < math.inf else None, rows=rows,
     )  # fmt: skip
     publish(
-        facts,
-        lambda console: console.print(table("", columns, shown)),
-        json_output=json_output,
+        facts, lambda console: console.print(rows_table("", _SHOWN, rows)), json_output=json_output
     )
 
 

@@ -21,8 +21,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from rich.console import Console
 
-from benchmarks.harness import Json, note, publish, result, table, usage_errors
+from benchmarks.harness import Column, Json, note, publish, result, rows_table, usage_errors
 from benchmarks.routing import grid
 from benchmarks.routing.grid import Row
 from simulator.faults import Faults
@@ -216,26 +217,16 @@ def left(rows: Sequence[Row]) -> list[Row]:
     return sorted(found, key=lambda one: -one["met"])
 
 
-def show(facts: Mapping[str, Any], console: Any) -> None:
+def show(facts: Mapping[str, Any], console: Console) -> None:
     """Print a result: each policy beside the best plan, then where each search ended."""
     title = f"{facts['trace']} on {facts['cluster']}, load {facts['load']:g}"
-    console.print(table(
-        title, ("policy", "met", "best plan", "misses avoided"),
-        [
-            (
-                one["policy"], f"{one['met']:.1%}", f"{one['plan_met']:.1%}",
-                "-" if one["avoided"] is None else f"{one['avoided']:.0%}",
-            )
-            for one in facts["left"]
-        ],
-    ))  # fmt: skip
-    console.print(table(
-        "", ("search from", "seed", "met", "plan", "runs", "converged"),
-        [
-            (
-                row["policy"], str(row["seed"]), f"{row['met']:.1%}", f"{row['plan_met']:.1%}",
-                str(row["trials"]), "yes" if row["converged"] else "no",
-            )
-            for row in facts["rows"]
-        ],
-    ))  # fmt: skip
+    best = {
+        "policy": "policy", "met": "met:.1%", "best plan": "plan_met:.1%",
+        "misses avoided": "avoided:.0%",
+    }  # fmt: skip
+    ends: dict[str, Column] = {
+        "search from": "policy", "seed": "seed", "met": "met:.1%", "plan": "plan_met:.1%",
+        "runs": "trials", "converged": lambda row: "yes" if row["converged"] else "no",
+    }  # fmt: skip
+    console.print(rows_table(title, best, facts["left"]))
+    console.print(rows_table("", ends, facts["rows"]))

@@ -23,7 +23,7 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
-from benchmarks.harness import Json, note, publish, quantile, result, table, usage_errors
+from benchmarks.harness import Json, note, publish, quantile, result, rows_table, usage_errors
 from benchmarks.routing.peers.routers import DYNAMO, DYNAMO_VERSION, PeerError, python_of
 from kappa.cost import step_model
 from kappa.hardware import node_profile
@@ -270,26 +270,20 @@ def peer_rows(lengths: tuple[int, ...] = LENGTHS, repeats: int = 200) -> list[Ro
 
 def show(facts: Row, console: Console) -> None:
     """Ours, the peers', and the index's memory."""
-    lines: list[tuple[str, ...]] = [
-        (
-            f"{row['tokens']:,}", f"{row['nodes']:,}", row["input"],
-            *(f"{row[key]:.0f}" for key in ("hash_us", "lookup_us", "score_us")),
-            *(f"{time_us:.0f}" for time_us in row["total_us"].values()),
-        )
-        for row in facts["rows"]
-    ]  # fmt: skip
-    columns = ("tokens", "nodes", "input", "hash", "look-up", "score", "total p50", "p99")
-    console.print(table(f"One decision, policy {facts['policy']}; µs", columns, lines, ("input",)))
-    lines = [
-        (
-            f"{row['peer']} {row['version']}", f"{row['tokens']:,}", str(row["workers"]),
-            row["index"], f"{row['us']['p50']:.0f}", f"{row['us']['p99']:.0f}",
-        )
-        for row in facts["peers"]
-    ]  # fmt: skip
-    if lines:
-        names = ("peer", "tokens", "workers", "index", "p50", "p99")
-        console.print(table("The peers, in process; µs", names, lines, ("index",)))
+    ours = {
+        "tokens": "tokens:,", "nodes": "nodes:,", "input": "input", "hash": "hash_us:.0f",
+        "look-up": "lookup_us:.0f", "score": "score_us:.0f", "total p50": "total_us.p50:.0f",
+        "p99": "total_us.p99:.0f",
+    }  # fmt: skip
+    title = f"One decision, policy {facts['policy']}; µs"
+    console.print(rows_table(title, ours, facts["rows"], ("input",)))
+    theirs = {
+        "peer": "peer", "version": "version", "tokens": "tokens:,", "workers": "workers",
+        "index": "index", "p50": "us.p50:.0f", "p99": "us.p99:.0f",
+    }  # fmt: skip
+    if facts["peers"]:
+        title = "The peers, in process; µs"
+        console.print(rows_table(title, theirs, facts["peers"], ("version", "index")))
     for peer, what in {row["peer"]: row["what"] for row in facts["peers"]}.items():
         console.print(f"{peer}: {what}", highlight=False)
     console.print(

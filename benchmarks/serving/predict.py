@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.harness import Json, append_line, note, publish, result, table
+from benchmarks.harness import Column, Json, append_line, note, publish, result, rows_table
 from benchmarks.serving.client import MAX_OVERRUN_SHARE, ClusterClient, served_model, usage
 from benchmarks.serving.predict_traffic import Governor, Phase, Player, Size, Traffic, shapes_of
 from benchmarks.serving.prediction_errors import (
@@ -162,31 +162,23 @@ def _facts(warm_up: Phase, phase: Phase, size: Size) -> dict[str, Any]:
     )  # fmt: skip
 
 
+_SHOWN: dict[str, Column] = {
+    "class": "class", "n": "n", "median": "median_abs_err:.1%", "p90": "p90_abs_err:.1%",
+    "median by ratio": "baseline_median_abs_err:.1%",
+    "median by length": "length_baseline_median_abs_err:.1%", "bias": "median_bias:.1%",
+    "TTFT s": "median_ttft_s:.2f",
+    "goal": lambda row: {True: "met", False: "missed", None: "-"}[row["goal_met"]],
+    "predicted less actual s": lambda row: " ".join(
+        f"{part} {s:+.3f}" for part, s in row.get("excess_s", {}).items() if s
+    ),
+}  # fmt: skip
+
+
 def show(facts: dict[str, Any], console: Console) -> None:
     """The table by class, and what speaks against the run."""
-
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:.1f} %"
-
-    errors = (
-        "median_abs_err", "p90_abs_err", "baseline_median_abs_err",
-        "length_baseline_median_abs_err", "median_bias",
-    )  # fmt: skip
-    rows = [
-        (
-            row["class"], str(row["n"]), *(percent(row.get(key)) for key in errors),
-            f"{row['median_ttft_s']:.2f}" if row["median_ttft_s"] is not None else "-",
-            {True: "met", False: "missed", None: "-"}[row["goal_met"]],
-            " ".join(f"{part} {s:+.3f}" for part, s in row.get("excess_s", {}).items() if s),
-        )
-        for row in facts["classes"]
-    ]  # fmt: skip
-    columns = (
-        "class", "n", "median", "p90", "median by ratio", "median by length", "bias", "TTFT s",
-        "goal", "predicted less actual s",
-    )  # fmt: skip
     title = "TTFT prediction, paced nodes" if facts["paced"] else "TTFT prediction"
-    console.print(table(title, columns, rows, left=("goal", "predicted less actual s")))
+    left = ("goal", "predicted less actual s")
+    console.print(rows_table(title, _SHOWN, facts["classes"], left))
     console.print(
         f"{facts['requests']} requests in {facts['seconds']:.0f} s; gpu load {facts['load']:.2f}, "
         f"link load {facts['link_load']:.2f}; overruns {100 * facts['overrun_share']:.1f} %; "

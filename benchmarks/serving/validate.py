@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from benchmarks.harness import (
+    Column,
     Json,
     append_line,
     names,
@@ -31,7 +32,7 @@ from benchmarks.harness import (
     publish,
     read_lines,
     result,
-    table,
+    rows_table,
     usage_errors,
 )
 from benchmarks.serving.client import MAX_OVERRUN_SHARE, ClusterClient
@@ -346,18 +347,14 @@ def ranking(cells: Sequence[Cell]) -> list[Row]:
 
 def show(facts: Row, console: Console) -> None:
     """The table of quantiles, and what speaks against the run."""
-    rows = [
-        (
-            row["trace"], f"{row['load']:g}", row["policy"], f"p{100 * row['quantile']:.0f}",
-            f"{row['real_s']:.3f}", f"{row['sim_s']:.3f}", f"{100 * row['err']:+.0f} %",
-            f"{100 * row['spread']:.0f} %",
-        )
-        for row in facts["rows"]
-    ]  # fmt: skip
-    columns = ("trace", "load", "policy", "quantile", "real s", "sim s", "err", "spread")
+    columns: dict[str, Column] = {
+        "trace": "trace", "load": "load:g", "policy": "policy",
+        "quantile": lambda row: f"p{100 * row['quantile']:.0f}",
+        "real s": "real_s:.3f", "sim s": "sim_s:.3f", "err": "err:+.0%", "spread": "spread:.0%",
+    }  # fmt: skip
     pace = f"paced (dilation {facts['dilation']:g})" if facts["paced"] else "unpaced"
     title = f"Real vLLM, {pace}, and simulator: TTFT"
-    console.print(table(title, columns, rows, left=("policy",)))
+    console.print(rows_table(title, columns, facts["rows"], left=("policy",)))
     console.print(
         f"{facts['rows_within_goal']} of {len(facts['rows'])} within {100 * facts['goal']:.0f} %; "
         f"ranking {'agrees' if facts['ranking_agrees'] else 'DISAGREES'}; client at most "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 
 from benchmarks import harness
 
@@ -138,6 +140,18 @@ def test_a_broken_json_line_in_the_middle_names_its_place(tmp_path: Path) -> Non
     path.write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl:2"):
         harness.read_lines(path)
+
+
+def test_rows_table_reads_inner_keys_formats_and_marks_what_lacks() -> None:
+    columns: dict[str, harness.Column] = {
+        "name": "name", "p50": "ttft_s.p50:ms", "met": "met:.0%", "lost": "lost.p50:.1f",
+        "twice": lambda row: 2 * str(row["name"]),
+    }  # fmt: skip
+    text = io.StringIO()
+    rows = [{"name": "a", "ttft_s": {"p50": 0.25}, "met": 0.5, "lost": None}]
+    Console(file=text, width=80).print(harness.rows_table("t", columns, rows))
+    cells = next(line for line in text.getvalue().splitlines() if "250" in line)
+    assert [cell.strip() for cell in cells.strip("│").split("│")] == ["a", "250", "50%", "-", "aa"]
 
 
 def test_input_that_cannot_be_used_ends_the_command_with_status_2(
