@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -19,12 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
-import zmq
 from torch import Tensor
 
 from benchmarks.hardware.device import Device, read_shape
+from benchmarks.vllm_engine import BareEngine, stats_in
 from deploy.app.model import Model
 from deploy.app.plan import worker_plan
 from engine.arena import Arena, ArenaSize
@@ -183,7 +181,7 @@ class TorchServed:
 
 
 def vllm_arguments(
-    device: Device, model: Path, rule: str, folder: str, eager: bool | None
+    device: Device, model: Path, rule: str, folder: Path, eager: bool | None
 ) -> tuple[dict[str, Any], WorkerPlan]:
     """vLLM's arguments for one worker of a pool, and what that worker knows before it starts."""
     settings = ClusterSettings.model_validate({
@@ -194,7 +192,7 @@ def vllm_arguments(
     shape = read_shape(model, device.sizes.dtype)
     source = Model(str(model), shape, "")
     plan = worker_plan(settings, settings.all_pools[0], source, "127.0.0.1")
-    endpoints = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
+    endpoints = Endpoints(stats_in(folder), f"ipc://{folder}/kv")
     arguments = {
         "model": str(model), "skip_tokenizer_init": True, "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -206,8 +204,8 @@ def vllm_arguments(
     return arguments, plan
 
 
-class VllmServed:
-    """vLLM's engine in this process' children, without Ray; else as `TorchServed`."""
+class VllmServed(BareEngine):
+    """vLLM's engine, else as `TorchServed`."""
 
     serial_share = 1.0
 
@@ -218,25 +216,19 @@ class VllmServed:
             raise Missing("vLLM is not installed: ./dev setup brings it")
         os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ})
         os.environ.update({} if device.cuda else CPU_ENV)
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self._folder = tempfile.TemporaryDirectory(prefix="kappa-ladder-")
-        folder = self._folder.name
-        arguments, self._plan = vllm_arguments(device, model, rule, folder, eager)
-        self.kv_bytes, self.tier = kv_bytes_per_token(self._plan.served), self._plan.tier.kind
-        self._context = zmq.Context()
-        self._stats = self._context.socket(zmq.PULL)
-        self._stats.set_hwm(1_000_000)
-        self._stats.bind(f"ipc://{folder}/stats")
         self._stored = self._to_store = self._number = 0
         self._reports: list[dict[str, Any]] = []
         self._runner = asyncio.Runner()
 
-        async def made() -> Any:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        def arguments(folder: Path) -> dict[str, Any]:
+            made, self._plan = vllm_arguments(device, model, rule, folder, eager)
+            return made
 
-        self._llm = self._runner.run(made())
+        async def start() -> None:
+            BareEngine.__init__(self, arguments)
+
+        self._runner.run(start())
+        self.kv_bytes, self.tier = kv_bytes_per_token(self._plan.served), self._plan.tier.kind
         self._block_tokens = int(self._llm.vllm_config.cache_config.block_size)
 
     def measured(self) -> dict[str, Any]:
@@ -246,11 +238,9 @@ class VllmServed:
         return of_all_ranks(self._runner.run(answer))
 
     def close(self) -> None:
-        self._llm.shutdown()
+        super().close()
         with suppress(Exception):
             self._runner.close()
-        self._context.destroy(linger=0)
-        self._folder.cleanup()
 
     def play(
         self, prompts: Sequence[Ids], tokens: int = 1, beside: Ids = (), likeliest: int = 0
@@ -304,17 +294,9 @@ class VllmServed:
         return Played(answers, aside)
 
     async def _answer(self, ids: Ids, tokens: int, answer: Answer, likeliest: int = 0) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False,
-            logprobs=likeliest or None, output_kind=RequestOutputKind.DELTA,
-            extra_args={TENANT_KEY: "ladder"},
-        )  # fmt: skip
         self._number += 1
-        given = {"prompt_token_ids": list(ids)}
-        async for output in self._llm.generate(given, params, f"ladder-{self._number}"):
+        name, said = f"ladder-{self._number}", {TENANT_KEY: "ladder"}
+        async for output in self.generate(ids, tokens, name, said, likeliest or None):
             now_s, made = time.perf_counter(), output.outputs[0]
             answer.cached_tokens = output.num_cached_tokens or answer.cached_tokens
             answer.tokens += made.token_ids
@@ -326,11 +308,10 @@ class VllmServed:
 
     def _read(self) -> None:
         """Take what the engine's processes have reported."""
-        with suppress(zmq.Again):
-            while True:
-                self._reports.append(msgspec.msgpack.decode(self._stats.recv(zmq.NOBLOCK)))
-                if self._reports[-1]["kind"] == "store":
-                    self._stored += self._reports[-1]["tokens"]
+        for report in self.reports():
+            self._reports.append(report)
+            if report["kind"] == "store":
+                self._stored += report["tokens"]
 
 
 Served = TorchServed | VllmServed

@@ -20,17 +20,15 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import zmq
-
 from benchmarks.scheduling import mix
 from benchmarks.scheduling.report import Played, Served
+from benchmarks.vllm_engine import BareEngine, stats_in
 from kappa.cost import StepModel
 from kappa.model import kv_bytes_per_token
 from kappa.model_config import shape_from_config
@@ -40,11 +38,6 @@ from workers.vllm.arguments import CPU_ENV, EngineTier, transfer_config
 from workers.vllm.options import PACE_KEY, SCHEDULER_KEY, STATS_KEY, STOCK, LinkRules
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
-
-from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from workers.vllm.host_tier import HostTierWorker
 from workers.vllm.link import LOAD_SOURCES
@@ -94,7 +87,7 @@ def engine_arguments(
     policy: str, setting: mix.Setting, serving: Serving, folder: Path, blocks: int
 ) -> dict[str, Any]:
     """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more)."""
-    stats, dilation = f"ipc://{folder}/stats", serving.dilation
+    stats, dilation = stats_in(folder), serving.dilation
     token_s = setting.load_token_s * dilation
     link = {"token_s": token_s, "fixed_s": mix.LINK_FIXED_S * dilation}
     rules = LinkRules(
@@ -145,33 +138,15 @@ def bench_model() -> Path:
     return make_tiny_model(folder / "model", corpus)
 
 
-class Engine:
+class Engine(BareEngine):
     """One policy on one setting, kept for several runs."""
 
     def __init__(self, policy: str, setting: mix.Setting, serving: Serving) -> None:
-        """Start the engine: about 13 s."""
         os.environ.update(CPU_ENV)  # its processes inherit it
         self.policy, self.setting, self.dilation = policy, setting, serving.dilation
-        self._workload = mix.workload_of(setting.workload)
-        self._folder = tempfile.TemporaryDirectory(prefix="kappa-bench-")
-        folder = Path(self._folder.name)
-        self._log = folder / "iterations.jsonl"
-        self._context = zmq.Context()
-        self._stats = self._context.socket(zmq.PULL)
-        self._stats.set_hwm(1_000_000)
-        self._stats.bind(f"ipc://{folder}/stats")
-        arguments = engine_arguments(policy, setting, serving, folder, self._workload.blocks)
-        try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        except BaseException:
-            # A context that is collected with a message left in it blocks for ever.
-            self._context.destroy(linger=0)
-            raise
-
-    def close(self) -> None:
-        self._llm.shutdown()
-        self._context.destroy(linger=0)
-        self._folder.cleanup()
+        blocks = mix.workload_of(setting.workload).blocks
+        super().__init__(lambda at: engine_arguments(policy, setting, serving, at, blocks))
+        self._log = self.folder / "iterations.jsonl"
 
     async def measured_dilation(self) -> float:
         """Real seconds of a full step of this engine over emulated ones: the median of three."""
@@ -180,9 +155,7 @@ class Engine:
             full = [mix.Request(mix.FRESH, 0, mix.BUDGET_TOKENS)]
             (ids,) = mix.prompts(full, number, 0, _VOCABULARY)
             start_s = time.monotonic()
-            params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-            prompt = {"prompt_token_ids": ids}
-            async for _ in self._llm.generate(prompt, params, f"measure-{number}"):
+            async for _ in self.generate(ids, 1, f"measure-{number}", {}):
                 took.append(time.monotonic() - start_s)
         # The first meets what is slow once.
         emulated_s = mix.STEP_FIXED_S + mix.BUDGET_TOKENS * mix.STEP_TOKEN_S
@@ -205,7 +178,7 @@ class Engine:
         served = await asyncio.wait_for(asyncio.gather(*serving), _RUN_LIMIT_S)
         await asyncio.sleep(0.3)  # the last reports
         engine: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
-        for message in self._messages():
+        for message in self.reports():
             _count(engine, message, self.dilation)
             if message["kind"] == "admit":
                 one = served[int(str(message["request_id"]).partition("-")[2])]
@@ -219,20 +192,17 @@ class Engine:
     ) -> Served:
         await asyncio.sleep(max(start_s + request.at_s * self.dilation - time.monotonic(), 0.0))
         served = Served(request, self._since(start_s))
-        params = SamplingParams(
-            max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            # As the decider would: who it is, and what it expects the host tier to hold.
-            extra_args={
-                REQUEST_ID_KEY: name, TENANT_KEY: f"{request.tenant}.{name.partition('-')[0]}",
-                HOST_TOKENS_KEY: request.prefix_tokens,
-            },
-        )  # fmt: skip
-        prompt = {"prompt_token_ids": ids}
+        # As the decider would: who it is, and what it expects the host tier to hold.
+        said = {
+            REQUEST_ID_KEY: name, TENANT_KEY: f"{request.tenant}.{name.partition('-')[0]}",
+            HOST_TOKENS_KEY: request.prefix_tokens,
+        }  # fmt: skip
         unique = f"{name}-{time.monotonic_ns()}"
         # For the rule that is about it: the others are compared without such a hint.
         priority = request.priority if self.policy == "priority" else 0
-        async for output in self._llm.generate(prompt, params, unique, priority=priority):
+        async for output in self.generate(
+            ids, request.output_tokens, unique, said, priority=priority
+        ):
             if math.isnan(served.first_s):
                 served.first_s = self._since(start_s)
                 served.cached_tokens = output.num_cached_tokens or 0
@@ -245,21 +215,16 @@ class Engine:
         await self._llm.collective_rpc("kappa_paced", args=(False,))
         await self._settled()
         await self._llm.reset_prefix_cache(reset_connector=True)
-        params = SamplingParams(
-            max_tokens=1, ignore_eos=True, temperature=0.0, detokenize=False,
-            extra_args={TENANT_KEY: f"fill.{run}"},
-        )  # fmt: skip
         for request, tokens in zip(requests, ids, strict=False):
             if request.prefix_tokens:
-                prompt = {"prompt_token_ids": tokens[: request.prefix_tokens]}
-                name = f"fill-{time.monotonic_ns()}"
-                async for _ in self._llm.generate(prompt, params, name):
+                prefix, name = tokens[: request.prefix_tokens], f"fill-{time.monotonic_ns()}"
+                async for _ in self.generate(prefix, 1, name, {TENANT_KEY: f"fill.{run}"}):
                     pass
         await self._settled()
         await self._llm.collective_rpc("kappa_paced", args=(True,))
         await self._llm.reset_prefix_cache()
         await asyncio.sleep(0.2)
-        for _ in self._messages():
+        for _ in self.reports():
             pass
 
     async def _settled(self) -> None:
@@ -270,11 +235,6 @@ class Engine:
 
     def _since(self, start_s: float) -> float:
         return (time.monotonic() - start_s) / self.dilation
-
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                yield msgspec.msgpack.decode(self._stats.recv(zmq.NOBLOCK))
 
     def _iterations(self, start_s: float) -> list[dict[str, Any]]:
         if not self._log.exists():
