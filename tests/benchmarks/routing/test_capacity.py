@@ -152,14 +152,3 @@ def test_one_node_of_equal_prompts_has_the_capacity_of_its_queue(tmp_path):
     again, same = bench(*options)
     assert same["rows"] == facts["rows"] and "left" not in again.stderr
     assert (tmp_path / "out" / "rows.jsonl").read_text() == lines
-
-
-@pytest.mark.parametrize(
-    "options", [("--trace", "nowhere"), ("--trace", "azure", "--cluster", "x"),
-                ("--trace", "azure", "--policies", "ttft@x"),
-                ("--trace", "azure", "--policies", "x"), ("--trace", "azure", "--policies", ","),
-                ("--trace", "azure", "--attainment", "0")],
-)  # fmt: skip
-def test_a_wrong_option_is_refused(options):
-    done, _ = bench(*options)
-    assert done.exit_code == 2 and "Traceback" not in done.output

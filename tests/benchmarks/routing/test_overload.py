@@ -1,18 +1,10 @@
-"""`kappa bench overload`: its rows, and what it refuses."""
+"""`kappa bench overload`: its rows."""
 
-import pytest
-import typer
-from typer.testing import CliRunner
-
-from benchmarks.routing.overload import measure, overload
+from benchmarks.routing.overload import measure
 from kappa.shapes import model_shape
 from simulator.clusters import cluster_named
 from simulator.run import SimulationConfig
 from workload.catalogue import workload_named
-
-app = typer.Typer()
-app.command()(overload)
-runner = CliRunner()
 
 
 def test_each_load_is_measured_with_admission_and_without():
@@ -30,11 +22,3 @@ def test_each_load_is_measured_with_admission_and_without():
     for column in (off, on):
         assert max(row["of_peak"] for row in column) == 1.0
     assert on[1]["met_of_let_in"] > off[1]["met_of_let_in"]
-
-
-@pytest.mark.parametrize("options", [["--trace", "nowhere"], ["--cluster", "x"], ["--loads", "x"],
-                                     ["--policy", "x"], ["--seconds", "0"], ["--retry", "x"],
-                                     ["--patience", "0"]])  # fmt: skip
-def test_a_wrong_option_is_refused(options):
-    done = runner.invoke(app, options)
-    assert done.exit_code == 2 and "Traceback" not in done.output

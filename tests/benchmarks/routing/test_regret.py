@@ -99,17 +99,3 @@ def test_the_command_prints_each_search_and_its_end(cell):
     assert row["trials"] == 3 and not row["converged"]
     assert row["plan_met"] >= row["met"]
     assert facts["left"][0]["policy"] == "ttft@fair"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--policies", "nonesuch"], "nonesuch"),
-        (["--policies", ";"], "names none"),
-        (["--trace", "nonesuch"], "nonesuch"),
-        (["--cluster", "nonesuch"], "nonesuch"),
-    ],
-)
-def test_input_that_cannot_be_used_is_named(options, said):
-    done = bench(*options)
-    assert done.exit_code == 2 and said in done.output

@@ -27,11 +27,6 @@ def test_one_json_object_with_a_row_per_length_nodes_and_input(monkeypatch):
     assert result["peers"] == []
 
 
-def test_an_unknown_policy_is_refused_with_those_that_exist():
-    answer = CliRunner().invoke(app, ["router", "--policy", "magic", "--no-peers"])
-    assert answer.exit_code == 2 and "magic" in answer.output
-
-
 @pytest.mark.ray
 def test_a_peer_that_cannot_be_made_is_left_out_and_the_others_are_timed(
     tmp_path, monkeypatch, capsys

@@ -183,26 +183,6 @@ def test_the_command_prints_rows_and_reports_them_later(tmp_path):
     assert "| policy |" in command("--report", "--out", tmp_path).stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--policies", "nobody"), "unknown policy 'nobody'"),
-        (("--policies", "ttft,ttft"), "named twice"),
-        (("--policies", "dynamo:host_credit=x"), "must be a number"),
-        (("--cluster", "smal"), "Did you mean 'small'"),
-        (("--trace", "nowhere.jsonl"), "no workload and no file"),
-        (("--model", "gpt-9"), "gpt-9"),
-        (("--report",), "run the grid into this directory first"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_anything_runs(tmp_path, words, message):
-    out = tmp_path / "out"
-    done = command(*words, "--requests", 60, "--out", out)
-    assert done.exit_code == 2
-    assert message in done.output
-    assert not out.exists()
-
-
 def test_a_damaged_row_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"key": "run|a"}\nnonsense\n')
     done = command("--report", "--out", tmp_path)

@@ -162,19 +162,3 @@ def test_the_simulator_prints_one_object(tmp_path):
     assert facts["spread"][0]["makespan_s"][2] == 2
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 4
     assert json.loads((tmp_path / "scheduler.json").read_text()) == facts
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--backend", "gpu", "unknown 'gpu': choose of vllm, simulator"),
-        ("--policies", "fair,fifo", "unknown 'fifo': choose of fcfs, fcfs_link"),
-        ("--workloads", "mixd", "unknown 'mixd': choose of mixed, mixed10"),
-        ("--links", "x2", "unknown 'x2': choose of x0.25, x1, x4"),
-        ("--stores", "half", "unknown 'half': choose of free, shared"),
-    ],
-)
-def test_wrong_names_are_refused(option, value, message):
-    answer = CliRunner().invoke(app, ["bench", "scheduler", option, value])
-    assert answer.exit_code == 2
-    assert option in answer.output and message in answer.output
