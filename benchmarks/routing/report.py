@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
-from benchmarks.harness import finite, paired
+from benchmarks.harness import Column, finite, paired, rows_table
 
 Row = dict[str, Any]
 Seeds = dict[int, Row]
@@ -35,10 +36,9 @@ class CellKey(NamedTuple):
     faults: str
     admission: bool
 
-    def words(self, *, load: bool = True) -> str:
-        """A cell in words, or its family: the cell without its load."""
-        parts = [Path(self.cluster).name, Path(self.trace).name]
-        parts += [f"{self.load:g}"] if load else []
+    def words(self) -> str:
+        """A cell in words."""
+        parts = [Path(self.cluster).name, Path(self.trace).name, f"{self.load:g}"]
         parts.append("warm" if self.warm else "cold")
         parts += [self.faults] if self.faults != "none" else []
         return " ".join([*parts, *(["admission"] if self.admission else [])])
@@ -134,72 +134,53 @@ def _fault_costs(cells: Cells) -> list[Row]:
 
 # Tables -------------------------------------------------------------------------------------------
 
+_COMPARED: dict[str, Column] = {
+    "cell": "cell", "quantile": "quantile", "ratio": lambda row: _interval(row["ratio"], row),
+    "best peer": "peer", "verdict": "verdict",
+}  # fmt: skip
+_POLICIES: dict[str, Column] = {
+    "policy": "policy", "TTFT p50 s": lambda row: _spread(row["p50_s"]),
+    "TTFT p99 s": lambda row: _spread(row["p99_s"]), "SLO met": "met:.1%",
+    "goodput req/s": "goodput_rps:.2f", "rejected": "rejected:.1%",
+}  # fmt: skip
+_FAULTS: dict[str, Column] = {
+    "cell": "cell", "policy": "policy", "p99 ratio": lambda row: _interval(row["p99_ratio"], row),
+}  # fmt: skip
 
-def markdown(rows: Sequence[Row], us: str, ours: Sequence[str]) -> str:
-    """Tables for the documentation."""
-    facts = summary(rows, us, ours)
-    parts = [_comparison(facts)]
-    parts += [_cell_table(cell, policies) for cell, policies in by_cell(rows).items()]
+
+def show(facts: dict[str, Any], console: Console) -> None:
+    """Print a `summary` with its rows: the comparisons, each cell's policies, what faults do."""
+    counts = "; ".join(
+        f"{quantile} (limit {LIMITS[quantile]:g}): "
+        + ", ".join(f"{number} {word}" for word, number in found.items())
+        for quantile, found in facts["counts"].items()
+    )
+    title = f"TTFT of {facts['us']} over the best peer's, paired seeds, 95% interval. {counts}"
+    left = ("quantile", "best peer", "verdict")
+    console.print(rows_table(title, _COMPARED, facts["verdicts"], left))
+    for cell, policies in by_cell(facts["rows"]).items():
+        means = sorted((_means(*each) for each in policies.items()), key=lambda m: m["p99_mean_s"])
+        title = f"{cell.words()}: mean over seeds [least, greatest]"
+        console.print(rows_table(title, _POLICIES, means))
     if facts["faults"]:
-        ratios = [(r["cell"], r["policy"], _interval(r["p99_ratio"], r)) for r in facts["faults"]]
-        title = "p99 TTFT with faults over the same policy's without:"
-        parts.append(_table(title, ("cell", "policy", "p99 ratio"), ratios))
-    return "\n\n".join(parts) + "\n"
+        title = "p99 TTFT with faults over the same policy's without"
+        console.print(rows_table(title, _FAULTS, facts["faults"], left=("policy",)))
 
 
-def _table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    words = ("cell", "policy", "best peer")
-    rules = ["---" if name in words else "--:" for name in columns]
-    table = [columns, rules, *lines]
-    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in table)])
+def _means(policy: str, seeds: Seeds) -> Row:
+    p50_s, p99_s = ([_ttft_s(row, q) for row in seeds.values()] for q in ("p50", "p99"))
+    return {
+        "policy": policy, "p50_s": p50_s, "p99_s": p99_s, "p99_mean_s": float(np.mean(p99_s)),
+        "met": _mean(seeds, lambda row: row["slo"]["met"]),
+        "goodput_rps": _mean(seeds, lambda row: row["goodput_rps"]),
+        "rejected": _mean(seeds, lambda row: row["rejected"] / max(row["requests"], 1)),
+    }  # fmt: skip
 
 
-def _interval(ratio: float, row: Row) -> str:
-    lost = " **lost**" if row.get("verdict") == "lost" else ""
-    if row["low"] is None:
-        return f"{ratio:.3f}{lost}"
-    return f"{ratio:.3f} [{row['low']:.3f}, {row['high']:.3f}]{lost}"
+def _spread(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.3g} [{min(values):.3g}, {max(values):.3g}]"
 
 
-def _comparison(facts: dict[str, Any]) -> str:
-    counted = " ".join(
-        f"{quantile} (limit {LIMITS[quantile]:g}): {counts['held']} held, {counts['open']} open, "
-        f"{counts['lost']} lost."
-        for quantile, counts in facts["counts"].items()
-    )
-    found: dict[str, dict[str, Row]] = defaultdict(dict)
-    for row in facts["verdicts"]:
-        found[row["cell"]][row["quantile"]] = row
-    lines = []
-    for cell, quantiles in found.items():
-        line = [cell]
-        for quantile in LIMITS:
-            compared = quantiles.get(quantile)
-            if compared is None:
-                line += ["-", "-"]
-            else:
-                line += [_interval(compared["ratio"], compared), compared["peer"]]
-        lines.append(line)
-    columns = ("cell", "p99", "best peer", "p50", "best peer")
-    title = (
-        f"TTFT of `{facts['us']}` over the best peer's, geometric mean of paired seeds with 95% "
-        f"interval. {counted}"
-    )
-    return _table(title, columns, lines)
-
-
-def _cell_table(cell: CellKey, policies: dict[str, Seeds]) -> str:
-    lines = []
-    for policy, rows in policies.items():
-        p50_s, p99_s = ([_ttft_s(row, q) for row in rows.values()] for q in ("p50", "p99"))
-        rejected = _mean(rows, lambda row: row["rejected"] / max(row["requests"], 1))
-        line = (
-            policy, *(f"{np.mean(s):.3g} [{min(s):.3g}, {max(s):.3g}]" for s in (p50_s, p99_s)),
-            f"{100 * _mean(rows, lambda row: row['slo']['met']):.1f}%",
-            f"{_mean(rows, lambda row: row['goodput_rps']):.2f}", f"{100 * rejected:.1f}%",
-        )  # fmt: skip
-        lines.append((float(np.mean(p99_s)), line))
-    columns = ("policy", "TTFT p50 s", "TTFT p99 s", "SLO met", "goodput req/s", "rejected")
-    title = f"{cell.words()}: mean over seeds, least to greatest in brackets"
-    ordered = [line for _, line in sorted(lines, key=lambda one: one[0])]
-    return _table(title, columns, ordered)
+def _interval(ratio: float, row: Mapping[str, Any]) -> str:
+    around = "" if row["low"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]"
+    return f"{ratio:.3f}{around}"

@@ -88,8 +88,4 @@ def routing(
         typer.echo(f"stopped; the same command goes on from {out / 'rows.jsonl'}", err=True)
         raise typer.Exit(130) from None
     facts = result(rows=rows, **report.summary(rows, _OUR_POLICY, grid.OURS))
-    publish(
-        facts,
-        lambda _: print(report.markdown(rows, _OUR_POLICY, grid.OURS)),
-        json_output=json_output,
-    )
+    publish(facts, lambda console: report.show(facts, console), json_output=json_output)
