@@ -30,7 +30,16 @@ from benchmarks.faults.isolation import isolation as run_isolation
 from benchmarks.faults.storm import KillPlan, kill_workers, open_streams
 from benchmarks.faults.traffic import Mix
 from benchmarks.faults.trial import try_faults
-from benchmarks.harness import Json, command, machine, names, save_json, table, usage_errors
+from benchmarks.harness import (
+    Column,
+    Json,
+    command,
+    machine,
+    names,
+    rows_table,
+    save_json,
+    usage_errors,
+)
 
 _MIXES = {"emulated": Mix(), "vllm": Mix(clients=4, documents=12, words=150, max_tokens=6)}
 # vLLM engines as `kappa serve` starts them, but for the bound on answers, which must be awaited.
@@ -192,28 +201,24 @@ class Runs:
         self.report["kept"] &= not sent.broken()
 
 
+_VERDICTS: dict[str, Column] = {
+    "fault": "fault", "verdict": lambda row: "kept" if row["kept"] else "; ".join(row["failed"]),
+    "requests": "requests", "lost": "lost", "first answer": "first_answer_s:.2f",
+    "recovery": "recovery_s:.2f", "of it the start": "start_s:.1f",
+}  # fmt: skip
+_BESIDE: dict[str, Column] = {
+    "traffic": "kind", "p50": "ttft.p50_s:.2f", "p90": "ttft.p90_s:.2f", "max": "ttft.max_s:.2f",
+    "p50/fair": "ratio:.2f", "p90/fair": "tail_ratio:.2f",
+    "lost": lambda row: f"{sum(row['ttft']['failed'].values())}/{row['ttft']['requests']}",
+    "verdict": lambda row: "broken" if row["broken"] else "kept",
+}  # fmt: skip
+
+
 def show(report: Report, console: Console) -> None:
     """Whatever the report holds."""
     if "verdicts" in report:
-        rows: list[tuple[str, ...]] = []
-        for row in report["verdicts"]:
-            first, back, start = row["first_answer_s"], row["recovery_s"], row["start_s"]
-            rows.append((
-                row["fault"], "kept" if row["kept"] else "; ".join(row["failed"]),
-                str(row["requests"]), str(row["lost"]), "" if first is None else f"{first:.2f} s",
-                ("" if back is None else f"{back:.2f} s")
-                + (f" (start {start:.1f})" if start else ""),
-            ))  # fmt: skip
-        columns: tuple[str, ...] = (
-            "fault",
-            "verdict",
-            "requests",
-            "lost",
-            "first answer",
-            "recovery",
-        )
-        title = f"seed {report['seed']} on {report['machine']}"
-        console.print(table(title, columns, rows, left=("verdict",)))
+        title = f"seed {report['seed']} on {report['machine']}; seconds"
+        console.print(rows_table(title, _VERDICTS, report["verdicts"], left=("verdict",)))
     if "fuzz" in report:
         lines = [report["summary"], *report["fuzz"]["wrong"]]
         for slow, *beside in report["fuzz"]["slow"]:
@@ -225,19 +230,8 @@ def show(report: Report, console: Console) -> None:
             lines += [f"{death['at_s']:.0f} s: {death['lost']} died", *death["suspects"]]
         console.print("\n".join(lines), markup=False, soft_wrap=True)
     if "isolation" in report:
-        rows = [
-            (
-                row["kind"],
-                *(f"{row['ttft'][f'{name}_s']:.2f} s" for name in ("p50", "p90", "max")),
-                f"{row['ratio']:.2f}", f"{row['tail_ratio']:.2f}",
-                f"{sum(row['ttft']['failed'].values())}/{row['ttft']['requests']}",
-                "broken" if row["broken"] else "kept",
-            )
-            for row in report["isolation"]
-        ]  # fmt: skip
-        columns = ("traffic", "p50", "p90", "max", "p50/fair", "p90/fair", "lost", "verdict")
-        title = "time to first token of a small request beside another tenant's traffic"
-        console.print(table(title, columns, rows, left=("verdict",)))
+        title = "seconds to the first token of a small request beside another tenant's traffic"
+        console.print(rows_table(title, _BESIDE, report["isolation"], left=("verdict",)))
     for key, name in (("storm", "killing"), ("crowd", "streams")):
         if key in report:
             shown = {k: v for k, v in report[key].items() if k != "kills"}

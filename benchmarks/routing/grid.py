@@ -64,13 +64,18 @@ class Cell:
 
     @property
     def name(self) -> str:
+        return self.words.replace(" ", "_")
+
+    @property
+    def words(self) -> str:
+        """A cell in words."""
         parts = [Path(self.cluster).stem, Path(self.trace).name, f"{self.load:g}"]
         parts.append("warm" if self.warm else "cold")
         if self.faults != "none":
             parts.append(self.faults)
         if self.admission:
             parts.append("admission")
-        return "_".join(parts)
+        return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

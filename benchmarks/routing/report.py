@@ -11,47 +11,28 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from benchmarks.harness import Column, finite, paired, rows_table
+from benchmarks.routing.grid import Cell, Row
 
-Row = dict[str, Any]
 Seeds = dict[int, Row]
 
 LIMITS = {"p99": 1.02, "p50": 1.05}
 """Most that our quantile may be of the best peer's."""
 
-
-class CellKey(NamedTuple):
-    """The facts of a row that make its cell."""
-
-    cluster: str
-    trace: str
-    load: float
-    warm: bool
-    faults: str
-    admission: bool
-
-    def words(self) -> str:
-        """A cell in words."""
-        parts = [Path(self.cluster).name, Path(self.trace).name, f"{self.load:g}"]
-        parts.append("warm" if self.warm else "cold")
-        parts += [self.faults] if self.faults != "none" else []
-        return " ".join([*parts, *(["admission"] if self.admission else [])])
-
-
-Cells = dict[CellKey, dict[str, Seeds]]
+Cells = dict[Cell, dict[str, Seeds]]
 
 
 def by_cell(rows: Iterable[Row]) -> Cells:
     """Rows by cell, policy and seed; cells in order."""
     cells: Cells = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        key = CellKey(*(row[name] for name in CellKey._fields))
+        key = Cell(*(row[one.name] for one in fields(Cell)))
         cells[key][row["policy"]][row["seed"]] = row
     return {cell: dict(cells[cell]) for cell in sorted(cells)}
 
@@ -78,7 +59,7 @@ def summary(rows: Sequence[Row], us: str, ours: Sequence[str]) -> dict[str, Any]
 
 
 def _compared(
-    cell: CellKey, policies: dict[str, Seeds], quantile: str, us: str, ours: Sequence[str]
+    cell: Cell, policies: dict[str, Seeds], quantile: str, us: str, ours: Sequence[str]
 ) -> Row | None:
     """How `us` did against the best peer; None without a peer, or seeds in common with it."""
     seeds = sorted(policies.get(us, ()))
@@ -95,7 +76,7 @@ def _compared(
     ratio = paired(mine, peers[best])
     word = "held" if ratio.high <= LIMITS[quantile] else "open"
     return {
-        "cell": cell.words(), "quantile": quantile, "peer": best, "ratio": ratio.mean,
+        "cell": cell.words, "quantile": quantile, "peer": best, "ratio": ratio.mean,
         "low": finite(ratio.low), "high": finite(ratio.high), "seeds": ratio.count,
         "verdict": "lost" if ratio.low > LIMITS[quantile] else word,
     }  # fmt: skip
@@ -115,7 +96,7 @@ def _fault_costs(cells: Cells) -> list[Row]:
     """Each policy's p99 with faults over its own without, in the same cell."""
     costs = []
     for cell, policies in cells.items():
-        plain = cells.get(cell._replace(faults="none"))
+        plain = cells.get(replace(cell, faults="none"))
         if cell.faults == "none" or plain is None:
             continue
         for policy, rows in policies.items():
@@ -126,7 +107,7 @@ def _fault_costs(cells: Cells) -> list[Row]:
                 continue
             ratio = paired(faulty, sound)
             costs.append({
-                "cell": cell.words(), "policy": policy, "p99_ratio": ratio.mean,
+                "cell": cell.words, "policy": policy, "p99_ratio": ratio.mean,
                 "low": finite(ratio.low), "high": finite(ratio.high),
             })  # fmt: skip
     return costs
@@ -160,7 +141,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
     console.print(rows_table(title, _COMPARED, facts["verdicts"], left))
     for cell, policies in by_cell(facts["rows"]).items():
         means = sorted((_means(*each) for each in policies.items()), key=lambda m: m["p99_mean_s"])
-        title = f"{cell.words()}: mean over seeds [least, greatest]"
+        title = f"{cell.words}: mean over seeds [least, greatest]"
         console.print(rows_table(title, _POLICIES, means))
     if facts["faults"]:
         title = "p99 TTFT with faults over the same policy's without"
