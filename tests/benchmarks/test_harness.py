@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks import harness
 
 
-def test_arms_run_once_a_round_in_reversed_order_without_the_warm_up() -> None:
+def test_alternate_reverses_the_arms_each_round() -> None:
     ran: list[str] = []
     arms = {name: (lambda name=name: ran.append(name) or len(ran)) for name in "ab"}
     samples = harness.alternate(arms, rounds=2)
@@ -44,7 +44,7 @@ def test_paired_interval_is_students_t_on_the_logarithms() -> None:
     assert found.count == 2
 
 
-def test_pairs_that_differ_by_far_more_than_their_ratio_have_a_narrow_interval() -> None:
+def test_paired_interval_is_narrow_for_a_steady_ratio() -> None:
     scale = [1.0, 10.0, 100.0]
     found = harness.paired([0.9 * each for each in scale], scale)
     assert [found.mean, found.low, found.high] == pytest.approx([0.9, 0.9, 0.9])
@@ -63,7 +63,7 @@ def test_nothing_to_average_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "-1", "1,,2", "nan", "inf", "1e9"])
-def test_a_text_that_holds_no_numbers_above_0_is_refused_with_its_option(text: str) -> None:
+def test_numbers_refuse_a_text_without_any_above_0(text: str) -> None:
     with pytest.raises(ValueError, match=r"--loads is .* give numbers"):
         harness.numbers(text, "--loads")
     assert harness.numbers("0.5,2,0.5", "--loads") == (0.5, 2.0)
@@ -76,7 +76,7 @@ def test_a_text_of_unknown_names_is_refused_with_those_known(text: str) -> None:
     assert harness.names(" b,a,b", ["a", "b"], "--what") == ("b", "a")
 
 
-def test_quantile_is_linear_between_neighbours_and_none_of_nothing() -> None:
+def test_quantile_is_linear_and_none_of_nothing() -> None:
     # Five values: 0.9 lies at 3.6, so 4 + 0.6 (5 - 4).
     assert harness.quantile([5, 1, 4, 2, 3], 0.9) == pytest.approx(4.6)
     assert harness.quantile([], 0.5) is None
@@ -124,7 +124,7 @@ def test_publish_writes_null_for_numbers_that_json_has_not(
     assert json.loads(capsys.readouterr().out) == {"x": [None, None, 1.5]}
 
 
-def test_a_json_line_that_was_cut_short_is_left_out_and_written_over(tmp_path: Path) -> None:
+def test_json_line_cut_short_is_left_out_and_written_over(tmp_path: Path) -> None:
     path = tmp_path / "made" / "rows.jsonl"
     assert harness.read_lines(path) == []
     harness.append_line(path, {"a": 1})
@@ -142,7 +142,7 @@ def test_a_broken_json_line_in_the_middle_names_its_place(tmp_path: Path) -> Non
         harness.read_lines(path)
 
 
-def test_rows_table_reads_inner_keys_formats_and_marks_what_lacks() -> None:
+def test_rows_table_reads_inner_keys_and_marks_what_lacks() -> None:
     columns: dict[str, harness.Column] = {
         "name": "name", "p50": "ttft_s.p50:ms", "met": "met:.0%", "lost": "lost.p50:.1f",
         "twice": lambda row: 2 * str(row["name"]),
@@ -154,7 +154,7 @@ def test_rows_table_reads_inner_keys_formats_and_marks_what_lacks() -> None:
     assert [cell.strip() for cell in cells.strip("│").split("│")] == ["a", "250", "50%", "-", "aa"]
 
 
-def test_input_that_cannot_be_used_ends_the_command_with_status_2(
+def test_usage_errors_end_the_command_with_status_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(typer.Exit) as ended, harness.usage_errors():

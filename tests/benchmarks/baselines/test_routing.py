@@ -109,7 +109,7 @@ def test_round_robin_takes_turns():
     assert [policy.choose(offer([9, 0, 0])).index for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_power_of_two_never_takes_the_longest_queue_and_tries_all_pairs():
+def test_power_of_two_avoids_the_longest_queue_over_all_pairs():
     counts = picks(made("power_of_two"), offer([0, 1, 2]), 600)
     # Two of the three pairs hold worker 0, one holds only 1 and 2.
     assert counts[2] == 0
@@ -211,7 +211,7 @@ def test_sglang_is_imbalanced_only_if_both_tests_say_so():
     assert policy.choose(offer([130, 196], "abc")).index == 0
 
 
-def test_sglang_prefers_the_first_worker_that_was_sent_the_last_piece():
+def test_sglang_prefers_the_first_worker_sent_the_last_piece():
     policy = made("sglang_cache_aware")
     route(policy, offer([0, 0, 0], "abcd"), row=2)
     route(policy, offer([0, 0, 0], "abcd"), row=0)
@@ -221,12 +221,12 @@ def test_sglang_prefers_the_first_worker_that_was_sent_the_last_piece():
     assert policy.choose(offer([9, 0], "abcd", workers=workers)).index == 0
 
 
-def test_sglang_sends_a_lone_stream_of_strangers_to_the_first_worker():
+def test_sglang_sends_lone_strangers_to_the_first_worker():
     policy = made("sglang_cache_aware")
     assert [route(policy, offer([0, 0], prompt * 3)) for prompt in "abcdef"] == [0] * 6
 
 
-def test_sglang_falls_back_to_the_first_worker_if_the_match_is_not_on_offer():
+def test_sglang_takes_the_first_worker_without_its_match():
     policy = made("sglang_cache_aware")
     route(policy, offer([0, 0, 0], "abcd"), row=1)
     choice = policy.choose(offer([5, 0], "abcd", workers=["w0", "w2"]))
@@ -253,7 +253,7 @@ def test_dynamo_cost_by_hand():
     assert tuned.cost(estimates).tolist() == [0 + 8, 3 * 6 + 8, 3 * 8 + 8]
 
 
-def test_dynamo_queues_what_the_caches_leave_and_host_blocks_in_part():
+def test_dynamo_queues_what_caches_leave_and_part_of_host():
     policy = Dynamo()
     held = {"device_tokens": [16, 0], "cached_tokens": [32, 0]}
     policy.routed(offer([0, 0], "stuvwx", **held), 0, "long")
@@ -381,7 +381,7 @@ def test_aibrix_bounds_its_blocks():
 # -- production-stack -----------------------------------------------------------------------------
 
 
-def test_production_stack_picks_at_random_among_the_longest_matches():
+def test_production_stack_picks_among_the_longest_matches():
     policy = made("production_stack")
     route(policy, offer([0] * 4, "abcd"), row=1)
     route(policy, offer([0] * 4, "abcdef"), row=3)

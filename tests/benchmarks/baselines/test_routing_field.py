@@ -30,11 +30,11 @@ def test_lmetric_takes_the_least_product_and_the_first_of_equals():
     assert chosen(half, [0, 1], "a" * 10, cached_tokens=[0, 128])[0] == 0
 
 
-def test_lmetric_compares_requests_where_everybody_holds_the_prompt():
+def test_lmetric_compares_requests_when_all_hold_the_prompt():
     assert chosen(made("lmetric"), [3, 1], "abc", device_tokens=[48, 48])[0] == 1
 
 
-def test_lmetric_leaves_out_the_holder_of_a_hot_prefix_from_the_second_in_a_row():
+def test_lmetric_leaves_out_the_holder_of_a_hot_prefix():
     policy = made("lmetric:class_blocks=2,window=4")
     held = {"device_tokens": [160, 0, 0, 0]}
     # All of the window is of this class, one of four holds it: 1 * 3 > 0 * 1.
@@ -44,7 +44,7 @@ def test_lmetric_leaves_out_the_holder_of_a_hot_prefix_from_the_second_in_a_row(
     assert chosen(policy, [2, 1, 1, 1], "b" * 10)[1] == "least_product"
 
 
-def test_lmetric_keeps_a_prefix_with_its_holders_while_its_share_is_theirs():
+def test_lmetric_keeps_a_prefix_that_is_not_hot_at_its_holders():
     policy = made("lmetric:class_blocks=2,window=4")
     for _ in range(6):
         # Half of the requests, half of the workers: 1/2 * 2 is not more than 1/2 * 2.
@@ -77,7 +77,7 @@ def test_two_tiers_do_not_see_the_host_tier():
     assert chosen(made("dynamo_two_tier"), [0, 1], "abcd", cached_tokens=[0, 64])[0] == 0
 
 
-def test_jsew_bends_the_decode_blocks_by_load_requests_and_expected_work():
+def test_jsew_bends_decode_blocks_by_load_and_expected_work():
     policy = DynamoJsew(
         work_scale=2.0, footprint_weight=1.0, ema_alpha=0.5, load_exponent=2.0, share_exponent=0.5
     )
@@ -115,7 +115,7 @@ def test_llm_d_affinity_keeps_to_the_holders_until_they_are_late():
     assert chosen(policy, [0, 0], "a" * 10, queued_tokens=[113, 0], **less)[0] == 1
 
 
-def test_llm_d_latency_weighs_by_the_predicted_ttft_among_the_idle_and_the_holders():
+def test_llm_d_latency_weighs_idle_and_holders_by_ttft():
     policy = made("llm_d_latency:warm_up=0", seed=1)
     policy.model_of("any")._weights[:] = [0, 1, 0, 0, 1, 0, 0, 0]
     new = {"new_tokens": [1000, 2000, 3000]}
@@ -171,7 +171,7 @@ def served(policy, estimates, number, seconds):
     return index
 
 
-def test_lodestar_learns_which_worker_is_slow_and_that_it_no_longer_is():
+def test_lodestar_learns_a_slow_worker_and_its_recovery():
     policy = made("lodestar:explore=0.1,memory=50,warm_up=8", seed=2)
     estimates = offer([0, 0], "abcd", new_tokens=[64, 64])
 

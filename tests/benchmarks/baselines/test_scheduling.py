@@ -21,7 +21,7 @@ def admitted(rule, memory, now_s=0.0, budget=8192, slots=256):
     return [work for work, _ in plan.admitted]
 
 
-def test_priority_goes_by_number_then_arrival_and_stops_at_a_misfit():
+def test_priority_orders_by_number_and_stops_at_a_misfit():
     works = [Work(n, 0.0, priority=p) for n, p in ((10, 5), (50, 0), (20, 0), (60, 1), (5, 9))]
     rule, memory = rule_of("priority", works, blocks=100)
     assert admitted(rule, memory) == [works[1], works[2]]
@@ -29,7 +29,7 @@ def test_priority_goes_by_number_then_arrival_and_stops_at_a_misfit():
     assert works[0].skips == 2 and rule.max_skips == 2
 
 
-def test_vtc_serves_the_tenant_with_the_lowest_counter_and_charges_cached_tokens_too():
+def test_vtc_serves_the_lowest_counter_and_charges_cached_tokens():
     heavy = [Work(10, 0.0, tenant="h") for _ in range(3)]
     light = [Work(30, 0.0, tenant="l") for _ in range(2)]
     rule, memory = rule_of("vtc", [*heavy, *light])
@@ -45,7 +45,7 @@ def test_vtc_divides_by_weight():
     assert [w.tenant for w in admitted(rule, memory)[:5]] == ["a", "b", "a", "a", "a"]
 
 
-def test_vtc_lifts_who_comes_back_to_the_lowest_of_those_that_wait():
+def test_vtc_lifts_a_tenant_that_comes_back_to_the_lowest():
     rule, memory = rule_of("vtc", [Work(100, 0.0, tenant="a") for _ in range(3)])
     admitted(rule, memory, budget=150)
     assert rule.balances["a"] == 200.0 and len(rule) == 1
@@ -53,7 +53,7 @@ def test_vtc_lifts_who_comes_back_to_the_lowest_of_those_that_wait():
     assert rule.balances["b"] == 200.0
 
 
-def test_equinox_charges_less_for_what_waited_and_seconds_by_the_tokens_that_ran():
+def test_equinox_charges_waiters_less_and_seconds_by_tokens():
     works = [Work(100, 0.0, tenant="a"), Work(100, 3.0, tenant="b")]
     rule, memory = rule_of("equinox", works)
     assert admitted(rule, memory, now_s=3.0) == works
@@ -80,7 +80,7 @@ def test_vtc_charges_generated_tokens_twice_as_they_come():
     assert core.rule.balances["a"] == 70.0
 
 
-def test_dlpm_takes_the_longest_prefix_among_tenants_not_in_deficit():
+def test_dlpm_takes_the_longest_prefix_without_deficit():
     works = [Work(n, 0.0, tenant=t) for n, t in ((5000, "a"), (5000, "a"), (3000, "b"))]
     rule, memory = rule_of("dlpm", works)
     memory.cached = {works[0]: (10, 0), works[1]: (400, 300), works[2]: (5, 0)}
@@ -119,7 +119,7 @@ def test_hrrn_is_first_come_first_served_above_128_waiting():
     assert admitted(rule, memory, 1.0, slots=1) == works[-1:]
 
 
-def test_cap1_goes_past_misfits_with_one_high_ratio_request_at_a_time():
+def test_cap1_passes_misfits_with_one_high_ratio_request():
     loads = [Work(40, 0.0) for _ in range(2)]
     big, small = Work(90, 0.0), Work(10, 0.0)
     rule, memory = rule_of("cap1", [*loads, big, small], blocks=100)
@@ -133,7 +133,7 @@ def test_cap1_goes_past_misfits_with_one_high_ratio_request_at_a_time():
     assert admitted(rule, memory, 1.0) == [loads[1]]
 
 
-def test_greedy_takes_the_smallest_footprint_first_and_starves_the_large():
+def test_greedy_takes_the_smallest_and_starves_the_large():
     works = [Work(n, 0.0) for n in (90, 30, 20, 60)]
     rule, memory = rule_of("greedy", works, blocks=100)
     assert admitted(rule, memory) == [works[2], works[1]]
@@ -169,7 +169,7 @@ class TestAll:
         rule.landed(works[1], 1.0)
         assert admitted(rule, memory, 1.0) == works[:1]
 
-    def test_a_misfit_waits_until_memory_changes_and_how_long_is_noted(self, name):
+    def test_misfit_waits_until_memory_changes_and_is_timed(self, name):
         work = Work(50, 0.0)
         rule, memory = rule_of(name, [work], blocks=40)
         assert not admitted(rule, memory) and not admitted(rule, memory, 1.0)

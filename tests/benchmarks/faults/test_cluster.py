@@ -75,7 +75,7 @@ def test_a_clock_jumps_for_one_process_alone(tmp_path):
     assert 3600 <= ahead <= 3610 and 0 <= back <= 10
 
 
-def test_a_full_disk_refuses_files_and_folders_below_it_and_nothing_else(tmp_path):
+def test_full_disk_refuses_files_and_folders_below_it_alone(tmp_path):
     code = (
         "import errno, os, pathlib\n"
         f"base = pathlib.Path({str(tmp_path)!r})\n"

@@ -93,7 +93,7 @@ async def test_nobody_there_is_noted_too():
     assert not seen.ok and seen.status == 0 and seen.error == "ClientConnectorError"
 
 
-async def test_clients_send_until_they_settle_and_what_they_send_is_the_seeds(served):
+async def test_clients_send_what_the_seed_says_until_they_settle(served):
     endpoint, url = served
     sent = []
     for _ in range(2):

@@ -48,7 +48,7 @@ def test_a_stream_that_had_not_begun_counts_as_lost():
     assert found.lost == 1 and not found.kept
 
 
-def test_only_what_was_open_at_that_moment_may_be_lost_with_its_way_out():
+def test_only_open_requests_may_be_lost_with_their_way_out():
     fault = Fault("decider", "its way out", make=None, may_lose_open=True)
     assert evaluate(fault, [*GOOD, whole(9.8, status=500)], 10.0, After()).kept
     assert not evaluate(fault, [*GOOD, whole(10.2, status=500)], 10.0, After()).kept
@@ -166,7 +166,7 @@ async def test_nothing_may_outlive_a_cluster_whose_head_is_killed(monkeypatch, l
     assert found.orphans == tuple(left)
 
 
-async def test_what_ends_the_cluster_is_tried_last_and_what_cannot_be_tried_has_failed(monkeypatch):
+async def test_faults_that_end_the_cluster_come_last_untried_ones_fail(monkeypatch):
     tried = []
 
     async def fails(target, fault, mix, seed, turn):
@@ -180,7 +180,7 @@ async def test_what_ends_the_cluster_is_tried_last_and_what_cannot_be_tried_has_
     assert [one.failed for one in found] == [("not tried: not now",)] * 2
 
 
-def test_an_emulated_fault_is_refused_on_other_engines_and_an_unknown_one_with_all_names():
+def test_fault_is_refused_on_other_engines_and_when_unknown():
     cluster = DyingCluster([])
     cluster.nodes = lambda: [{"node": "a", "worker": "w", "engine": "vllm"}]
     with pytest.raises(FaultsError, match="needs engines of kind emulated, not vllm"):

@@ -72,7 +72,7 @@ def test_answers_and_reports_of_a_prompt_come_together(served):
     assert played.load_s == 0.25 and played.steps == [(40, 0.5), (1, 0.5), (1, 0.5)]
 
 
-def test_the_device_is_emptied_once_all_that_was_computed_is_stored(served):
+def test_evict_empties_the_device_once_all_is_stored(served):
     llm = Scripted()
     one = served(llm)
     one.play([list(range(40)), list(range(64))])
@@ -88,7 +88,7 @@ def test_a_block_that_never_reaches_host_memory_is_told(served):
     assert not one.evict()
 
 
-def test_what_decodes_beside_a_burst_begins_before_it_and_is_broken_off(served):
+def test_beside_request_begins_before_a_burst_and_is_broken_off(served):
     llm = Scripted()
     played = served(llm).play([list(range(40))], 2, beside=[1, 2, 3])
     assert played.beside is not None and len(played.beside.tokens) >= 8

@@ -77,7 +77,7 @@ def test_how_a_rung_ended_follows_from_its_rows(rows, code, ended, why):
 # -- the whole ------------------------------------------------------------------------------------
 
 
-def test_a_climb_leaves_one_json_and_one_page_labelled_as_what_they_are(tmp_path, monkeypatch):
+def test_climb_leaves_one_labelled_json_and_page(tmp_path, monkeypatch):
     def rung(name, argv, out, bound_s):
         command = argv(name, out / "rows")
         assert command[:3] == [sys.executable, "-m", "benchmarks.hardware.ladder"]

@@ -40,7 +40,7 @@ def test_ttft_is_held_against_a_fit_that_did_not_see_it():
     assert row["predicted_error"] == pytest.approx(0.104 / 1.104 - 1, abs=0.005)
 
 
-def test_an_engine_that_was_ended_early_has_no_fit_and_keeps_its_rows():
+def test_engine_ended_early_has_no_fit_and_keeps_its_rows():
     rows = predicted(cells(1e-4, 1e-6)[:3])
     assert [r["kind"] for r in rows] == ["engine", "ttft", "ttft", "unfitted"]
     assert "measure" in sentences(rows)[0]

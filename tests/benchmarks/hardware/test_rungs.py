@@ -41,7 +41,7 @@ def answer(*logprobs, tokens=None, cached=0):
 # -- comparing ------------------------------------------------------------------------------------
 
 
-def test_what_came_from_host_memory_is_held_against_noise_and_another_prompt():
+def test_compare_holds_host_loads_against_noise_and_a_control():
     fresh = answer({1: -0.50, 2: -1.00})
     device = answer({1: -0.51, 2: -1.00})
     other = answer({2: -0.20, 3: -3.00})
@@ -72,7 +72,7 @@ def test_a_prompt_comes_back_from_host_memory_as_it_was(bench):
     assert row["tokens"] == 72 and row["cached_tokens"] == 64
 
 
-def test_a_host_tier_that_hands_back_wrong_keys_and_values_is_seen(bench, monkeypatch):
+def test_host_tier_that_returns_wrong_kv_is_seen(bench, monkeypatch):
     class Spoilt(TorchServed):
         def evict(self):
             complete = super().evict()
@@ -87,7 +87,7 @@ def test_a_host_tier_that_hands_back_wrong_keys_and_values_is_seen(bench, monkey
 # -- the grid, the burst --------------------------------------------------------------------------
 
 
-def test_the_grid_has_every_cell_from_host_memory_and_from_the_device(bench):
+def test_grid_has_every_cell_from_host_and_device(bench):
     about, *cells = rungs.ttft(bench, "torch")
     assert about["kind"] == "engine" and about["serial_share"] == pytest.approx(1 / 3)
     assert [(c["cached"], c["new"]) for c in cells] == [
@@ -178,7 +178,7 @@ def test_copies_are_measured_by_size_layout_and_way(bench):
         list(rungs.rates(bench, "pinned"))
 
 
-def test_what_an_engine_measured_of_itself_is_drawn_as_the_host_tier_that_it_is():
+def test_engine_measurement_is_drawn_as_its_host_tier():
     row = {"blocks": 4, "bytes": 4096, "seconds": 2e-6, "bytes_per_s": 2e9, "spread": 0.1,
            "beside_bytes_per_s": 1e9}  # fmt: skip
     found = {"hbm_bytes_per_s": 5e9, "gemm": [{"tokens": 16, "flops_per_s": 1e9}],

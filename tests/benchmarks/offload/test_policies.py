@@ -33,7 +33,7 @@ def test_loading_kv_takes_every_full_block_at_every_step():
     assert found.predicted_s(found.way("host-kv")) == pytest.approx(expected)
 
 
-def test_kvprs_split_is_its_share_of_the_full_blocks_and_what_the_engine_is_given():
+def test_kvpr_split_is_its_share_of_full_blocks_as_the_engines():
     found = policies()
     way, share = found.way("kvpr-paper"), activation_share(found.rates)
     assert abs(found.activations(way, 263) - 256 * share) <= 16
@@ -74,6 +74,6 @@ def test_a_policy_that_is_not_there(name):
         policies().way(name)
 
 
-def test_no_activations_are_kept_where_they_are_no_smaller_than_kv():
+def test_activations_no_smaller_than_kv_are_not_kept():
     size = arena_size(setting("cpu-small"), Group("llama-small", (PrefixCell(1024, 32),)))
     assert size.act_host == 0 and size.kv_host >= 66

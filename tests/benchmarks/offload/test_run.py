@@ -133,7 +133,7 @@ def test_what_the_cpu_attends_to_does_not_cross_the_link(result):
     assert found["cpu-50"]["bytes_h2d"] == found["host-kv"]["bytes_h2d"] / 2
 
 
-def test_a_prefix_is_loaded_in_whole_or_not_at_all_as_its_plan_says(result):
+def test_prefix_is_loaded_as_its_plan_says(result):
     found = rows(result, "prefix-ttft")
     whole = 64 * 3 * 2 * 64 * 4
     for policy, share in (
@@ -143,14 +143,14 @@ def test_a_prefix_is_loaded_in_whole_or_not_at_all_as_its_plan_says(result):
     assert [policy for policy, row in found.items() if row["chosen"]] == ["auto"]
 
 
-def test_activations_instead_of_kv_hold_twice_the_requests_in_the_same_memory(result):
+def test_activations_hold_twice_the_requests_in_like_memory(result):
     # Two contexts of 33 tokens are 10 blocks of KV: three prompts of 3; and 20 of activations.
     found = rows(result, "capacity")
     assert (found["host-kv"]["held"], found["hybrid-100"]["held"]) == (3, 6)
     assert found["hybrid-100"]["batch"] == 8
 
 
-def test_sparse_ways_are_measured_against_an_lru_cache_of_the_same_share(result):
+def test_sparse_ways_are_measured_against_lru_of_their_share(result):
     found = rows(result, "sparse-seconds")
     assert list(found) == ["exact", "clo 1/8", "lru 1/8"]
     # Two layers of three, two heads, two sequences of 256 tokens, an eighth chosen; 16 elements.
@@ -169,7 +169,7 @@ def test_sparse_ways_are_measured_against_an_lru_cache_of_the_same_share(result)
     )
 
 
-def test_what_sparse_ways_cost_in_answers_stands_beside_exact_attention(result):
+def test_sparse_answers_stand_beside_exact_attention(result):
     found = rows(result, "sparse-answers")
     assert found["exact"]["perplexity_loss"] == 0.0 and found["exact"]["tokens_scored"] == 2 * 5
     # All tokens chosen: nothing is lost. Half of them: something is, either way.
@@ -181,7 +181,7 @@ def test_what_sparse_ways_cost_in_answers_stands_beside_exact_attention(result):
     assert half["found"] is None
 
 
-def test_a_choice_of_blocks_is_the_best_by_their_means_and_lies_in_its_places():
+def test_lru_choice_is_the_best_blocks_by_means_in_place():
     cell = SparseCell(1, 64, 5, (0.5,))
     with (
         sparse_rig(setting("smallest"), Group("llama-tiny", (cell,)), cell) as made,
@@ -198,7 +198,7 @@ def test_a_choice_of_blocks_is_the_best_by_their_means_and_lies_in_its_places():
                 assert torch.equal(slots.store[layer][0, :, head, at : at + 8], want)
 
 
-def test_a_trained_model_that_was_not_fetched_leaves_its_cells_out(monkeypatch, tmp_path):
+def test_trained_model_not_fetched_leaves_its_cells_out(monkeypatch, tmp_path):
     monkeypatch.setenv("KAPPA_HOME", str(tmp_path))
     done = Run([setting("clo-cpu")], 5).run()
     assert "smollm2-135m is not here" in done["left_out"][0]["why"] and not done["rows"]
@@ -227,7 +227,7 @@ def test_the_command_prints_a_table_and_json_alone():
         (["--setting", "smallest", "--only", "nothing"], "no cell has any of nothing"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_starts(arguments, words):
+def test_offload_refuses_what_it_cannot_measure(arguments, words):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert words in done.stderr and done.stdout == ""
@@ -245,7 +245,7 @@ def test_an_unsteady_machine_leaves_the_group_out_by_name(monkeypatch):
     assert "R² 0.4" in facts["left_out"][0]["why"] and not facts["rows"]
 
 
-def test_a_machine_without_a_line_for_the_cpus_attention_leaves_its_ways_out(monkeypatch):
+def test_machine_without_an_attention_line_leaves_its_ways_out(monkeypatch):
     def without(forward, settings):
         return {**measured(forward, settings), "attend": None}
 

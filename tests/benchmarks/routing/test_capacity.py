@@ -52,7 +52,7 @@ def run(rate_rps, met=0.9, ttft_met=1.0, tpot_met=1.0):
     }  # fmt: skip
 
 
-def test_a_row_has_the_two_rates_that_enclose_the_capacity_and_what_is_missed_next():
+def test_row_has_rates_around_the_capacity_and_what_misses_next():
     held, failed = [run(10.0), run(10.0, 0.95)], [run(11.0, tpot_met=0.8), run(11.0, ttft_met=0.9)]
     row = capacity.summary(("small", "azure"), "ttft", held, failed)
     assert (row["capacity_rps"], row["high"], row["seeds"]) == (10.0, 11.0, 2)
@@ -98,7 +98,7 @@ def test_ours_is_compared_with_the_best_policy_that_is_not_ours():
     assert found["peer"] == "llm_d" and found["ratio"] == pytest.approx(0.9)
 
 
-def test_our_rule_is_compared_on_the_same_nodes_and_with_the_others_as_they_come():
+def test_our_rule_is_compared_on_like_nodes_and_on_stock_ones():
     rates = {"priced": 9.0, "llm_d": 10.0, "priced@fair": 14.0, "llm_d@fair": 12.0}
     rows = [
         {"trace": "a", "cluster": "small", "policy": policy, "capacity_rps": rps}

@@ -66,7 +66,7 @@ def test_use_is_of_the_larger_of_both_objectives(play):
     assert regret.use(replace(outcome, limits=limits)) == pytest.approx(np.full(REQUESTS, 2.0))
 
 
-def test_what_is_left_is_counted_against_the_best_plan_of_each_seed():
+def test_left_counts_against_the_best_plan_of_each_seed():
     rows = [
         {"policy": "priced", "seed": 0, "met": 0.8, "plan_met": 0.85},
         {"policy": "priced", "seed": 1, "met": 0.9, "plan_met": 0.95},

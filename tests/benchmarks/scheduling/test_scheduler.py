@@ -104,7 +104,7 @@ def test_skips_are_later_requests_admitted_earlier():
     assert report.max_skips([never, *others]) == 5
 
 
-def test_service_of_tenants_is_compared_while_both_have_requests_waiting():
+def test_fairness_compares_tenants_while_both_wait():
     # Both wait until 4; a holds 6 of 10 blocks from 0 to 4, b 2 of them.
     requests = [
         served(request("a", blocks=6), 0.0, 0.0, 4.0),

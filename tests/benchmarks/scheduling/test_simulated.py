@@ -32,7 +32,7 @@ def test_a_row_for_every_policy_with_the_figures_of_the_contract(mixed):
             assert 0 < quantiles["p50"] <= quantiles["p99"] <= row["makespan_s"]
 
 
-def test_offloaded_requests_that_wait_for_the_link_hold_up_fresh_ones_only_in_stock_order(mixed):
+def test_offloaded_requests_hold_up_fresh_ones_in_stock_order(mixed):
     stock, fair = mixed["fcfs", "free"]["ttft_s"], mixed["fair", "free"]["ttft_s"]
     assert fair["fresh"]["p50"] < stock["fresh"]["p50"] / 2
     assert fair["offloaded"]["p50"] < stock["offloaded"]["p50"] * 1.2
@@ -53,6 +53,6 @@ def test_runs_are_the_same_each_time_and_differ_by_seed():
     assert one == again and one[0] != one[1]
 
 
-def test_tenants_that_wait_at_the_same_time_get_a_gap_and_an_index():
+def test_tenants_waiting_together_get_a_gap_and_an_index():
     (row,) = scheduler_sim.runs_of("vtc", mix.Setting("heavy_light", "x1", "free"), 1)
     assert row["service_gap"] > 0 and 0.9 < row["jain"] <= 1

@@ -19,13 +19,13 @@ def traffic(seed=1, documents=0):
     return made
 
 
-def test_shapes_are_those_of_the_recorded_sessions_in_their_bounds():
+def test_shapes_are_the_recorded_sessions_within_bounds():
     assert len(SHAPES.prefixes) == 48
     assert min(SHAPES.prefixes) >= 1400 and max(SHAPES.prefixes) <= 5000
     assert min(SHAPES.growths) >= 30 and max(SHAPES.growths) <= 900
 
 
-def test_the_same_seed_makes_the_same_traffic_and_another_shares_nothing():
+def test_traffic_repeats_for_a_seed_and_shares_nothing_else():
     def acts(seed):
         made = traffic(seed, documents=3)
         return [made.next_act({}, 50) for _ in range(20)]

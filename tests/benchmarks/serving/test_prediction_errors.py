@@ -159,7 +159,7 @@ def node(name, at_s, *, busy=0.0, steps=0, overruns=0, dropped=0):
     return {"worker": name, "node": name, "totals": totals}
 
 
-def test_load_is_the_mean_of_busy_shares_over_each_workers_own_time():
+def test_load_is_the_mean_of_busy_shares_by_workers_time():
     used = usage(
         [node("a", 10.0, dropped=2), node("b", 11.0, busy=5.0, steps=10)],
         [

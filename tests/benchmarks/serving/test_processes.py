@@ -28,7 +28,7 @@ def test_a_process_is_known_by_its_title(title, role):
     assert role_of(title) == role
 
 
-def test_a_systems_processes_are_those_below_its_child_and_nobody_elses():
+def test_cpu_by_role_counts_processes_below_a_child_alone():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert set(cpu_by_role(child.pid)) == {"other"}

@@ -39,7 +39,7 @@ def test_a_load_takes_its_tokens_and_none_takes_nothing():
     assert law.of_load(0) == 0.0 and law.of_load(1000) == pytest.approx(0.012)
 
 
-def test_a_tier_gives_up_what_was_used_longest_ago_and_ends_before_beginnings():
+def test_tier_evicts_the_oldest_and_ends_before_beginnings():
     tier = LruTier(4)
     tier.keep([1, 2, 3])
     tier.keep([7, 8])
@@ -60,14 +60,14 @@ def turn(tokens, key="s"):
     return turn_of(0.0, tokens, 5, stream_ids(key_of(key), 0, 40), 64)
 
 
-def test_prompts_share_their_beginning_where_their_blocks_are_the_same():
+def test_prompts_share_their_beginning_as_far_as_their_blocks():
     short, long = prompt_of(turn(200), 64), prompt_of(turn(500), 64)
     assert (len(short), len(long)) == (800, 2000)
     assert long[: 3 * BLOCK_BYTES] == short[: 3 * BLOCK_BYTES]
     assert prompt_of(turn(200, "other"), 64)[:BLOCK_BYTES] != short[:BLOCK_BYTES]
 
 
-def test_ids_share_their_beginning_where_their_blocks_are_the_same_and_for_one_salt():
+def test_ids_share_their_beginning_by_blocks_and_salt():
     short, long = (ids_of(turn(tokens), 64, 16, salt=7) for tokens in (200, 500))
     assert (len(short), len(long)) == (12, 31)  # 200 and 500 tokens over 16
     assert short.tolist()[:12] == long.tolist()[:12] and len(set(long.tolist())) > 20
@@ -131,7 +131,7 @@ async def test_a_stream_names_its_server_and_ends_as_openai_has_it(server):
     ]
 
 
-async def test_agents_wait_for_their_answers_and_send_what_was_asked_for(server):
+async def test_agents_wait_for_answers_and_send_what_is_wanted(server):
     turns = tuple(turn(100 + 64 * k) for k in range(4))
     workload = Workload("made up", 64, (SessionShape("s", turns),), "made up")
     load = RouteLoad(requests=10, agents=3, output=2, pause=0.0, most=10_000)
@@ -166,7 +166,7 @@ async def test_real_servers_get_ids_and_the_name_of_the_conversation(monkeypatch
     assert len({body["user"] for body in bodies}) == 2
 
 
-async def test_the_open_loop_sends_each_request_once_and_says_when_its_first_token_came(server):
+async def test_open_loop_sends_each_once_and_times_first_tokens(server):
     load = ProxyLoad(rate=200.0, size=1000, output=4)
     records = await asyncio.wait_for(send(str(server.make_url("/")), 20, load), 60)
     assert [r.error for r in records] == [""] * 20 and all(ttft_s(r) > 0 for r in records)

@@ -65,7 +65,7 @@ def test_prompts_differ_from_their_first_word_on():
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_the_stock_engine_stands_where_ours_does_with_the_same_limits(monkeypatch, gpus):
+def test_stock_engine_has_our_place_and_limits(monkeypatch, gpus):
     import ray.serve.llm
 
     made = []
@@ -99,7 +99,7 @@ def test_direct_streaming_has_no_ingress_to_configure(monkeypatch):
     assert list(made[0]) == ["llm_configs"]
 
 
-def test_a_conversation_opens_with_a_users_last_word_and_is_as_long_as_its_name_says():
+def test_opening_ends_with_a_user_and_has_its_names_length():
     messages = opening("8k", Random(1))
     assert [one["role"] for one in messages] == ["user", "assistant"] * 2 + ["user"]
     assert 8_000 <= sum(len(one["content"].split()) for one in messages) < 8_100
@@ -132,7 +132,7 @@ def test_a_model_and_an_engine_get_room_for_a_long_conversation(tmp_path, monkey
     assert roomy.model.source == str(tmp_path / "copies" / "model")
 
 
-def test_conversations_grow_by_their_answers_and_are_measured_apart():
+def test_conversations_grow_by_answers_and_are_measured_apart():
     asked = []
 
     async def chat(request):

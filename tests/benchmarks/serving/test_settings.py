@@ -15,7 +15,7 @@ def test_without_options_it_is_the_demo_on_a_free_port():
     assert not any(pool.paced for pool in bench_settings(None, None, True).all_pools)
 
 
-def test_a_model_alone_is_served_by_two_unlike_nodes_of_this_machine():
+def test_model_alone_runs_on_two_unlike_nodes_of_this_machine():
     settings = bench_settings(None, "smollm2-135m", True)
     assert (settings.model.id, settings.model.source) == ("smollm2-135m", "smollm2-135m")
     one, other = (pool.engine_settings(settings.engine) for pool in settings.all_pools)

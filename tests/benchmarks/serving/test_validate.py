@@ -64,7 +64,7 @@ def alone(*lengths, after_s=1.0):
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_the_same_seed_makes_the_same_scripts_and_another_salt_shares_no_token_block(name):
+def test_scripts_repeat_for_a_seed_and_share_no_block_else(name):
     first, again, other = made(name), made(name), made(name, salt=salt_of("run", 2))
     assert digest(first) == digest(again) == digest(other)
     for a, b, c in zip(first, again, other, strict=True):
@@ -180,7 +180,7 @@ async def played_at_a_cluster(lengths):
         return await play(client, alone(*lengths, after_s=0.0)), seen
 
 
-async def test_turns_go_out_in_order_with_what_the_router_reported_of_them():
+async def test_turns_go_out_in_order_with_the_routers_report():
     played, seen = await played_at_a_cluster((50, 70))
     assert [len(body["prompt"]) for body in seen] == [50, 70]
     assert all(body["allowed_token_ids"] == [FORCED_TOKEN] for body in seen)
@@ -248,7 +248,7 @@ def test_saturation_is_less_than_what_arrives_then():
     assert 0 < saturation_sessions_per_s(make, MIRROR, 10.0) < rates[-1]
 
 
-def test_nodes_that_are_not_paced_are_mirrored_as_they_were_measured():
+def test_unpaced_nodes_are_mirrored_as_measured():
     real = ClusterSettings(
         pools=(
             {"name": "whole", "profile": "pcie", "engine": {"host_bytes": 1 << 20}},

@@ -103,7 +103,7 @@ def test_arms_are_options_of_dynamos_frontend(tmp_path):
         frontend_options("kv:scale", tmp_path)
 
 
-def test_a_load_is_the_same_for_a_seed_and_shares_no_tokens_with_another():
+def test_load_repeats_for_a_seed_and_shares_no_tokens_else():
     load = HarnessLoad("miniswe", requests=30, rate=5.0)
     first, again, other = load.sessions(1), load.sessions(1), load.sessions(2)
     assert sum(len(s.requests) for s in first) >= 30
@@ -113,7 +113,7 @@ def test_a_load_is_the_same_for_a_seed_and_shares_no_tokens_with_another():
     assert not (prompts[0][:64] == prompts[2][:64]).all()
 
 
-def test_aiperf_gets_every_body_as_it_is_with_arrivals_and_pauses():
+def test_aiperf_trace_keeps_bodies_arrivals_and_pauses():
     load = HarnessLoad("miniswe", requests=30, rate=5.0)
     sessions = load.sessions(1)
     bodies = bodies_of(sessions, load.output)
@@ -124,7 +124,7 @@ def test_aiperf_gets_every_body_as_it_is_with_arrivals_and_pauses():
     assert second["session_id"] == first["session_id"] and 0 <= second["delay"] <= 500
 
 
-def test_of_aiperfs_records_those_without_a_token_and_those_missing_failed():
+def test_aiperf_records_without_a_token_or_missing_failed():
     def record(name, start_ns, metrics, **more):
         times = {"request_start_ns": start_ns, "request_end_ns": start_ns + 10**9}
         metrics = {k: {"value": v, "unit": "?"} for k, v in metrics.items()}
@@ -174,7 +174,7 @@ def test_the_summary_pairs_ours_with_each_arm_by_seed():
     assert (kv["requests"], kv["failed"], kv["seeds"]) == (20, 2, [1, 2])
 
 
-def test_the_tuned_arm_is_the_least_mean_of_the_tuning_runs_that_failed_nothing():
+def test_tuned_arm_is_the_least_mean_of_runs_without_failures():
     def row(arm, mean, seed=TUNING_SEED, failed=None, cluster="unlike"):
         return {
             "trace": "miniswe", "cluster": cluster, "arm": arm, "seed": seed,
