@@ -27,8 +27,8 @@ from deploy.commands.console import Json, command, machine
 
 __all__ = [
     "Column", "Interval", "Json", "alternate", "append_line", "command", "finite", "half_width",
-    "machine", "names", "note", "numbers", "paired", "publish", "quantile", "quartiles", "read_lines",
-    "result", "rows_table", "save_json", "spread", "table", "usage_errors",
+    "machine", "names", "note", "numbers", "paired", "publish", "quantile", "quartiles",
+    "read_lines", "result", "rows_table", "save_json", "spread", "table", "usage_errors",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -139,7 +139,9 @@ def rows_table(
     left: Sequence[str] = (),
 ) -> Table:
     """As `table`, of rows and columns by heading; what a row has not is a dash."""
-    return table(title, list(columns), ([_cell(r, c) for c in columns.values()] for r in rows), left)
+    return table(
+        title, list(columns), ([_cell(r, c) for c in columns.values()] for r in rows), left
+    )
 
 
 def _cell(row: Mapping[str, Any], column: Column) -> str:

@@ -286,9 +286,7 @@ class Node:
     def _start_run(self, most: int) -> None:
         decoding = self._decoding
         model = self.model
-        self._run = DecodeRun(
-            model.step, decoding.requests, decoding.context_tokens, model.factors
-        )
+        self._run = DecodeRun(model.step, decoding.requests, decoding.context_tokens, model.factors)
         self._run_steps = min(self._run_limit(), most)
         self._run_factor = self._noise.factor() * self.slow
         self._cut = False

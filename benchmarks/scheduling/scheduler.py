@@ -101,9 +101,7 @@ def scheduler(
     publish(facts, show, json_output=json_output, remark="paced" if facts["paced"] else "")
 
 
-def _serving(
-    model: str | None, unpaced: bool, dilation: float
-) -> tuple[str | None, bool, float]:
+def _serving(model: str | None, unpaced: bool, dilation: float) -> tuple[str | None, bool, float]:
     """Fields of a `Serving`."""
     source = model and bench_model(bench_settings(None, model, unpaced)).source
     return source, not unpaced, 0.0 if unpaced else dilation

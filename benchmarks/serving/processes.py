@@ -12,7 +12,8 @@ import psutil
 
 # By what stands in a process' title or command, the first that fits.
 _ROLES = (
-    ("deploy.cli", "kappa route"), ("KappaDecider", "decider"), ("LLMRouter", "stock router"), ("OpenAiIngress", "stock ingress"),
+    ("deploy.cli", "kappa route"), ("KappaDecider", "decider"), ("LLMRouter", "stock router"),
+    ("OpenAiIngress", "stock ingress"),
     ("ServeReplica:kappa:", "replica"), ("ServeReplica:stock", "stock replica"),
     ("ProxyActor", "proxy"), ("(?i)haproxy", "haproxy"), ("ServeController", "ray"),
     ("VLLM::|spawn_main", "engine"), ("vllm", "vllm"), ("envoy", "envoy"), ("ray", "ray"),

@@ -4,8 +4,8 @@
 
 First line of stdin: {"port", "upstream", "ours": None or what `Ours` takes}. Requests go on as
 they came, in our arm with the header that `--router-mode direct` obeys. Any further line is
-answered with what our router expected and what came; it ends with its standard input. What nodes hold it learns from Dynamo's own KV events;
-how fast they are, from when first tokens come.
+answered with what our router expected and what came; it ends with its standard input. What nodes
+hold it learns from Dynamo's own KV events; how fast they are, from when first tokens come.
 """
 
 from __future__ import annotations

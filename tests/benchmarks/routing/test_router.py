@@ -28,9 +28,7 @@ def test_one_json_object_with_a_row_per_length_nodes_and_input(monkeypatch):
 
 
 @pytest.mark.ray
-def test_peer_rows_leave_out_a_peer_that_cannot_be_made(
-    tmp_path, monkeypatch, capsys
-):
+def test_peer_rows_leave_out_a_peer_that_cannot_be_made(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("PIP_NO_INDEX", "UV_NO_INDEX", "UV_OFFLINE"):
         monkeypatch.setenv(name, "1")
