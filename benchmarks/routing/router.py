@@ -258,7 +258,7 @@ def peer_rows(lengths: tuple[int, ...] = LENGTHS, repeats: int = 200) -> list[Ro
             continue
         for row in json.loads(timed.stdout.splitlines()[-1]):
             name = row.get("router", "")
-            us = np.array(row["ns"]) / 1e3
+            us = [ns / 1e3 for ns in row["ns"]]
             found.append({
                 "peer": f"ray_{name}" if name else "dynamo",
                 "version": version("ray") if name else DYNAMO_VERSION,
