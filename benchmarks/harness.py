@@ -128,8 +128,9 @@ def table(
 
 
 Column = str | Callable[[Mapping[str, Any]], str]
-"""What stands in a column: a row's key, dots before inner ones, a format behind a colon (`ms`:
-seconds as milliseconds), as in ttft_s.p50:.3g; or what makes it of the row."""
+"""What stands in a column: a row's key, dots before inner ones, a format behind a colon, as in
+ttft_s.p50:.3g (`ms`: seconds as milliseconds, one decimal below 100); or what makes it of the row.
+"""
 
 
 def rows_table(
@@ -153,7 +154,7 @@ def _cell(row: Mapping[str, Any], column: Column) -> str:
         found = None if found is None else found.get(key)
     if found is None:
         return "-"
-    return f"{1e3 * found:.0f}" if form == "ms" else format(found, form)
+    return f"{1e3 * found:.{0 if found >= 0.1 else 1}f}" if form == "ms" else format(found, form)
 
 
 def note(text: str) -> None:

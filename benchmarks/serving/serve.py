@@ -29,6 +29,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.harness import (
+    Column,
     Json,
     names,
     note,
@@ -36,7 +37,7 @@ from benchmarks.harness import (
     publish,
     quantile,
     result,
-    table,
+    rows_table,
     usage_errors,
 )
 from benchmarks.serving.processes import cpu_by_role, own_cpu_s
@@ -107,24 +108,25 @@ def serve(
     publish(facts, lambda console: show(facts, console), json_output=json_output)
 
 
+def _roles(row: Mapping[str, Any]) -> str:
+    cpu_ms = row.get("cpu_ms", {}).items()  # earlier results have none
+    return " ".join(f"{role} {ms:.1f}" for role, ms in cpu_ms if ms >= _SHOWN_MS)
+
+
+_SHOWN: dict[str, Column] = {
+    "prompt": "prompt", "clients": "concurrency", "system": "system", "TTFT p50": "ttft_s.p50:ms",
+    "p99": "ttft_s.p99:ms", "spread": "ttft_s.spread:.0%",
+    "first event p50": "first_event_s.p50:ms", "less the engine": "beyond_engine_s:ms",
+    "req/s": "rps.median:.1f",
+    "CPU-ms": lambda row: f"{sum(row.get('cpu_ms', {}).values()):.1f}", "by role": _roles,
+    "client's": "client_ms:.1f",
+}  # fmt: skip
+
+
 def show(facts: Row, console: Console) -> None:
     """A row per system and point, and ours over the others."""
-    rows = [
-        (
-            row["prompt"], str(row["concurrency"]), row["system"],
-            f"{1e3 * row['ttft_s']['p50']:.0f}", f"{1e3 * row['ttft_s']['p99']:.0f}",
-            f"{100 * row['ttft_s']['spread']:.0f} %", f"{1e3 * row['first_event_s']['p50']:.0f}",
-            _ms(row.get("beyond_engine_s")), f"{row['rps']['median']:.1f}",
-            *_cpu_shown(row.get("cpu_ms", {})), f"{row.get('client_ms', 0.0):.1f}",
-        )
-        for row in facts["rows"]
-    ]  # fmt: skip
-    columns = (
-        "prompt", "clients", "system", "TTFT p50", "p99", "spread", "first event p50",
-        "less the engine", "req/s", "CPU-ms", "by role", "client's",
-    )  # fmt: skip
     title = "Streamed chats, unpaced, one replica each; ms at the client"
-    console.print(table(title, columns, rows, left=("system",)))
+    console.print(rows_table(title, _SHOWN, facts["rows"], left=("system",)))
     for ratio in facts["ratio_p50"]:
         console.print(
             f"{ratio['prompt']}, {ratio['concurrency']} clients: ours / {ratio['against']}: "
@@ -132,16 +134,6 @@ def show(facts: Row, console: Console) -> None:
             + (f", CPU {ratio['cpu']:.2f}" if "cpu" in ratio else ""),
             highlight=False,
         )
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.1f}"
-
-
-def _cpu_shown(cpu_ms: Mapping[str, float]) -> tuple[str, str]:
-    """The sum, and the roles with the most; earlier results have none."""
-    roles = " ".join(f"{role} {ms:.1f}" for role, ms in cpu_ms.items() if ms >= _SHOWN_MS)
-    return f"{sum(cpu_ms.values()):.1f}", roles
 
 
 @dataclass(frozen=True, slots=True)

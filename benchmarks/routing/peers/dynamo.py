@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.harness import (
+    Column,
     Json,
     append_line,
     names,
@@ -31,9 +33,9 @@ from benchmarks.harness import (
     publish,
     read_lines,
     result,
-    table,
+    rows_table,
     usage_errors,
-)  # fmt: skip
+)
 from benchmarks.routing.peers.dynamo_aiperf import AIPERF, aiperf, trace_of
 from benchmarks.routing.peers.dynamo_cluster import (
     BLOCK_TOKENS,
@@ -401,21 +403,17 @@ def show(facts: Mapping[str, Any], console: Console) -> None:
     """A row per trace and arm."""
     console.print(facts["header"], highlight=False)
 
-    def cell(line: Row, key: str) -> str:
+    def cell(line: Mapping[str, Any], key: str) -> str:
         if "ours_over_it" not in line:
             return ""
         found = line["ours_over_it"][key]
         interval = f" [{found['low']:.2f}, {found['high']:.2f}]" if found["count"] > 1 else ""
         return f"{found['mean']:.2f}{interval}"
 
-    lines = [
-        (line["trace"], line["arm"], str(line["requests"]), str(line["failed"]),
-         *(f"{1e3 * line['ttft_s'][k]:.0f}" for k in FIGURES), f"{line['cached']:.2f}",
-         *(cell(line, k) for k in FIGURES))
-        for line in facts["rows"]
-    ]  # fmt: skip
-    columns = (
-        "trace", "arm", "requests", "failed", "p50 ms", "p99 ms", "mean ms", "cached",
-        "ours/it p50", "p99", "mean",
-    )  # fmt: skip
-    console.print(table("TTFT, wall time; geometric means over seeds", columns, lines, ("arm",)))
+    columns: dict[str, Column] = {
+        "trace": "trace", "arm": "arm", "requests": "requests", "failed": "failed",
+        **{f"{k} ms": f"ttft_s.{k}:ms" for k in FIGURES}, "cached": "cached:.2f",
+        **{f"ours/it {k}": partial(cell, key=k) for k in FIGURES},
+    }  # fmt: skip
+    title = "TTFT, wall time; geometric means over seeds"
+    console.print(rows_table(title, columns, facts["rows"], ("arm",)))
