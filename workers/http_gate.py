@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from kappa.asgi import Message, Receive, body_of, replayed
 from kappa.protocol import (
     ERROR_EVENT,
     GIVE_UP_PATH,
@@ -41,8 +42,6 @@ from workers.request_metadata import tenant_of
 log = structlog.get_logger(__name__)
 
 Scope = dict[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -127,7 +126,8 @@ class WorkerGate:
             await _answer(send, 503, _LEAVES, retry=RETRY_ELSEWHERE)
             return
         try:
-            body = await _body(receive)
+            too_large = _BodyError(413, f"a body has at most {MAX_BODY_BYTES} bytes")
+            body = await body_of(receive, MAX_BODY_BYTES, too_large)
             if body is None:
                 return
             sets = _json_object(headers.get(TO_BODY_HEADER.encode(), b""))
@@ -155,7 +155,7 @@ class WorkerGate:
         try:
             async with given_up:
                 self._answering.add(given_up)
-                await self._app(scope, _replayed(body, receive), reply)
+                await self._app(scope, replayed(body, receive), reply)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -287,36 +287,6 @@ class _GateReply:
     async def _instead(self, retry: str) -> None:
         self._replaced = True
         await _answer(self._send, 503, _BROKE, retry=retry, anthropic=self._anthropic)
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, then what the server tells (that the client left)."""
-    sent = False
-
-    async def replay() -> Message:
-        nonlocal sent
-        if not sent:
-            sent = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await receive()
-
-    return replay
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """The whole body; None if the client left. Raises _BodyError 413."""
-    parts, size_bytes, more = list[bytes](), 0, True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        part = message.get("body", b"")
-        size_bytes += len(part)
-        if size_bytes > MAX_BODY_BYTES:
-            raise _BodyError(413, f"a body has at most {MAX_BODY_BYTES} bytes")
-        parts.append(part)
-        more = message.get("more_body", False)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _json_object(header: bytes) -> Mapping[str, Any]:

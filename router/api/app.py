@@ -1,9 +1,9 @@
 """The application around the endpoints: who may ask, how much, in what size; its errors.
 
 One middleware stands before every endpoint and refuses a request before more is spent on it: its
-id, its headers, its key and role, its tenant's limits, and only then its body. It buffers no
-stream. What is logged of a request or a crash never holds a text of the client's: codes,
-parameters, and places in the code.
+id, its key and role, its tenant's limits, and only then its body. Envoy has bounded its headers and
+its time. It buffers no stream. Logs of a request or a crash never hold a text of the client's:
+codes, parameters, and places in the code.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kappa.asgi import body_of, replayed
 from kappa.keys import KeysUnreadableError, read_digests
 from kappa.protocol import MAX_TENANTS
 from router.api import errors
@@ -67,8 +68,6 @@ class Access:
     keys_file: str | None = None
     keys_check_s: float = 2.0
     max_body_bytes: int = 4 << 20
-    max_headers: int = 100
-    max_header_bytes: int = 32 << 10
     body_timeout_s: float = 30.0
     max_outstanding_bodies: int = 512
     open_metrics: bool = True
@@ -267,14 +266,7 @@ class Gate:
     async def _admit(
         self, scope: Scope, headers: dict[bytes, bytes], inbound: Inbound, reply: _Reply
     ) -> None:
-        """Find out whose the request is and enter it; raises ApiError 401, 403, 429 or 431."""
-        count, most = len(scope["headers"]), self._access.max_headers
-        if count > most:
-            raise errors.HEADERS_TOO_LARGE(what=f"{count} headers", limit=most)
-        size_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
-        most = self._access.max_header_bytes
-        if size_bytes > most:
-            raise errors.HEADERS_TOO_LARGE(what=f"{size_bytes} bytes of headers", limit=most)
+        """Find the tenant of the request and enter it; raises ApiError 401, 403 or 429."""
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
         bearer, api_key = (
             headers.get(name.encode(), b"").decode("latin-1") for name in KEY_HEADERS
@@ -299,7 +291,8 @@ class Gate:
         """The whole body; None if the client left.
 
         Only so many are awaited at a time, shared among tenants, or among addresses where there are
-        no keys: each holds one of the decider's slots. Raises ApiError 408, 413 or 429.
+        no keys: each holds one of the decider's slots. Envoy ends one that does not come in time.
+        Raises ApiError 413 or 429.
         """
         holder, who = object(), f"tenant {tenant.name}"
         if scope["method"] not in ("GET", "HEAD"):
@@ -307,27 +300,16 @@ class Gate:
                 tenant, who = Tenant((scope.get("client") or ("",))[0]), "this address"
             if not self._outstanding.take(holder, tenant):
                 raise errors.BODIES_OUTSTANDING(limit=self._access.max_outstanding_bodies, who=who)
-        timeout_s, most_bytes = self._access.body_timeout_s, self._access.max_body_bytes
+        most_bytes = self._access.max_body_bytes
         if scope["path"] in (*_OPEN_PATHS, _METRICS_PATH):
             most_bytes = 0  # Anybody may ask there, and nobody has anything to say.
-        body, more = bytearray(), True
+        too_large = errors.BODY_TOO_LARGE(limit_bytes=most_bytes)
         try:
             if _declared_bytes(headers) > most_bytes:
-                raise errors.BODY_TOO_LARGE(limit_bytes=most_bytes)
-            async with asyncio.timeout(timeout_s):
-                while more:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return None
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > most_bytes:
-                        raise errors.BODY_TOO_LARGE(limit_bytes=most_bytes)
-        except TimeoutError:
-            raise errors.BODY_TOO_SLOW(limit_s=timeout_s) from None
+                raise too_large
+            return await body_of(receive, most_bytes, too_large)
         finally:
             self._outstanding.leave(holder)
-        return bytes(body)
 
     async def _serve(self, scope: Scope, receive: Receive, body: bytes, reply: _Reply) -> None:
         """Have the request answered, whatever is raised on the way.
@@ -335,17 +317,8 @@ class Gate:
         Starlette would answer an exception, too, but then raise it again, and the server would
         close a connection that its client believes to be good.
         """
-        sent = False
-
-        async def replay() -> Message:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
-            return await receive()
-
         try:
-            await self._app(scope, replay, reply)
+            await self._app(scope, replayed(body, receive), reply)
         except Exception as error:
             if reply.status:
                 raise
