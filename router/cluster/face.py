@@ -15,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kappa.protocol import PROFILE_PATH
-from router.api import bodies, errors, status
+from router.api import errors, status
 from router.api.face import Face
 from router.api.reading import read
 from router.api.render import PromptRenderer, Tokenizing
@@ -23,6 +23,7 @@ from router.api.request_path import RequestPath
 from router.api.start import DeciderSettings, LiveStart
 from router.api.tenants import Places
 from router.cluster.ports import WorkerPorts
+from router.cluster.reading import counted_message, either
 from router.live.deciders import Deciders
 from router.live.records import DecisionRecord
 from router.policy import policy_named
@@ -59,12 +60,12 @@ class ClusterFace(Face):
         self._telemetry = Telemetry(record_of)
         self._tracing = None
         if settings.observing.otlp_endpoint is not None:
-            # Half a second of imports that nobody needs without a collector.
+            # Half a second of imports that only a collector needs.
             from router.tracing import Tracing
 
             self._tracing = Tracing(settings.observing, record_of)
             self._telemetry.on_end = self._tracing.ended
-        # Without keys nobody can be told from another.
+        # Without keys tenants cannot be told apart.
         places = Places(settings.router.max_queue, shared=bool(settings.tenants.by_digest))
         self._path = RequestPath(
             settings.router, Tokenizing(renderers), places, self._telemetry, self._live,
@@ -86,7 +87,7 @@ class ClusterFace(Face):
 
     async def count_tokens(self, request: Request) -> Response:
         """The tokens of an Anthropic message's prompt; nothing is run or reserved."""
-        chat = await read(await request.body(), bodies.counted_message)
+        chat = await read(await request.body(), counted_message)
         routed = await self._path.to_explain(chat, request)
         if routed.token_ids is None:
             raise errors.UNSUPPORTED_PROMPT()
@@ -97,7 +98,7 @@ class ClusterFace(Face):
         return JSONResponse({"nodes": status.nodes(self._live())})
 
     async def profile(self) -> Response:
-        """Measure every worker's machine anew, one after the other, and show the nodes."""
+        """Measure every worker's machine again, one after the other, and show the nodes."""
         for worker in list(self._live().router.workers):
             try:
                 answer = await self._ports.ask(worker, PROFILE_PATH, _PROFILE_TIMEOUT_S, b"")
@@ -110,7 +111,7 @@ class ClusterFace(Face):
 
     async def route(self, request: Request) -> Response:
         """What would be decided for a chat or completion body; nothing is run or reserved."""
-        body = await read(await request.body(), bodies.either)
+        body = await read(await request.body(), either)
         routed = await self._path.to_explain(body, request)
         return self.explained(routed, request)
 
@@ -136,11 +137,11 @@ class ClusterFace(Face):
             raise RuntimeError(f"this decider must be replaced: {fault}")
 
     async def _wake_router(self) -> None:
-        """Ray makes a handle's router at its first call; until then nobody posts announcements."""
+        """Ray makes a handle's router, which posts announcements, at its first call."""
         for handle in self._pools.values():
             try:
-                # Whatever it answers, of plain values: what is of a class of Ray Serve LLM's would
-                # have this process import all of vLLM.
+                # Any method with an answer of plain values will do: a class of Ray Serve LLM's
+                # would have this process import all of vLLM.
                 await asyncio.wait_for(handle.record_routing_stats.remote(), _WAKE_TIMEOUT_S)
             except Exception as error:
                 log.warning("workers_not_reached", error=repr(error))

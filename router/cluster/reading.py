@@ -1,8 +1,8 @@
 """Bodies as a decision needs them, and what a worker's gate is to change of the bytes that go on.
 
-A body goes to its worker as its client sent it. What the allow-lists drop of it, and what they
-change, is said beside it (`TO_DROP_HEADER`, `TO_BODY_HEADER`), so that no engine and no chat
-template sees more than the allow-lists let through.
+A body goes to its worker as its client sent it. Fields that the allow-lists drop or change are
+named beside it (`TO_DROP_HEADER`, `TO_BODY_HEADER`), so that no engine and no chat template sees
+more than the allow-lists let through.
 """
 
 from __future__ import annotations
@@ -62,3 +62,16 @@ def taken(path: str, body: bytes) -> Taken:
     kept = {name: value for name, value in api.check(data).items() if value is not None}
     sets = {name: value for name, value in kept.items() if value != data[name]}
     return Taken(api.make(kept), Changes(sets, tuple(data.keys() - kept.keys())))
+
+
+def either(body: bytes) -> RequestBody:
+    """A chat or a completion, by its own look, that is only explained; raises ApiError 400."""
+    data = errors.json_object(body, CHAT_FIELDS.read | COMPLETION_FIELDS.read)
+    api = "/v1/chat/completions" if "messages" in data else "/v1/completions"
+    return _APIS[api].make(_APIS[api].check(data))
+
+
+def counted_message(body: bytes) -> RequestBody:
+    """A message of which only the tokens are wanted, as a chat; raises ApiError 400."""
+    data = errors.json_object(body, messages.FIELDS.read)
+    return RequestBody.chat(checked_chat(messages.to_chat(data, counted=True)))
