@@ -58,7 +58,7 @@ def hands_over(
         here: the best worker that decodes, as if it computed the prompt itself.
         there: the best prefill worker.
         to: the announcement of `here`.
-        tokens: whose KV would be handed over.
+        tokens: how many tokens' KV would be handed over.
     """
     if here.bound != COMPUTE or here.counts.new_tokens < network.min_new_tokens:
         return False
@@ -81,7 +81,7 @@ class PrefillElsewhere:
         """The request as it is to be decided; its body says where its KV is, if it was handed over.
 
         Raises:
-            ApiError: a prefill worker died of it, or may have, so that nobody else may have it.
+            ApiError: the request may have killed a prefill worker, so that no other may have it.
                 Whatever else fails here is only logged and counted.
         """
         workers = {name: state.announcement for name, state in live.router.workers.items()}

@@ -2,7 +2,7 @@
 
 Envoy's `ext_authz` asks under `ADMIT` and `DECIDE`, Lua under `AGAIN`; it tells under `FIRST` and
 `TAIL`. A raw protocol, since an HTTP library would cost more than a decision. Only Envoy can reach
-the socket, whose folder is private; what is malformed all the same closes the connection. An Envoy
+the socket, since its folder is private; a malformed question closes its connection. An Envoy
 that gives a question up closes its connection, too: the decision is cancelled.
 """
 
@@ -174,7 +174,7 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _begun(self, data: bytes) -> bytes:
-        """Take the head of a question, as far as it is there; what is left."""
+        """Take the head of a question, as far as it is there; returns the bytes behind it."""
         data = self._unread + data
         end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
         if end < 0 and len(data) >= MAX_HEAD_BYTES:
@@ -190,7 +190,7 @@ class _Connection(asyncio.Protocol):
         return self._body(data[end + 4 :])
 
     def _body(self, data: bytes) -> bytes:
-        """Take the body, as far as it is there, and ask once it is whole; what is left."""
+        """Take the body, as far as it is there, and ask once it is whole; returns the rest."""
         part = data[: self._missing_bytes]
         self._missing_bytes -= len(part)
         if part:

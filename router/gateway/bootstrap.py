@@ -2,7 +2,7 @@
 
 A request's way: names that only we may set are taken off it; its path is one of the listed or 404;
 the decider is asked about its head if its body is large or of unknown length, then about the whole
-of it; it goes to the first server of the decider's list that takes it; its end is told to the
+request; it goes to the first server of the decider's list that takes it; its end is told to the
 decider. `process` writes it, has Envoy check it and starts Envoy with it.
 """
 
@@ -156,7 +156,7 @@ def _manager(spec: GatewaySpec) -> Json:
             "initial_stream_window_size": _BUFFER_BYTES,
             "initial_connection_window_size": 4 * _BUFFER_BYTES,
         },
-        # No path may become another on the way: what is not listed as it came is not there.
+        # No path may become another on the way: one that is not listed as it came is a 404.
         "normalize_path": False,
         "merge_slashes": False,
         "path_with_escaped_slashes_action": "KEEP_UNCHANGED",
@@ -342,8 +342,8 @@ def _decided(spec: GatewaySpec, path: str) -> list[Json]:
 
 
 def _to_servers(retry_on: str, *, hedged: bool = False) -> Json:
-    """Retries follow the list, as far as `again.lua` is told that they may. hedged: what is late is
-    asked about while it goes on; whichever attempt answers first is the client's."""
+    """Retries follow the list, as far as `again.lua` is told that they may. hedged: Envoy asks
+    about a late attempt while it goes on; whichever attempt answers first is the client's."""
     hedge = {"hedge_policy": {"hedge_on_per_try_timeout": True}} if hedged else {}
     return {
         **hedge,

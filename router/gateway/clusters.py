@@ -70,7 +70,7 @@ def clusters(spec: GatewaySpec, away: str) -> list[Json]:
         _servers(spec, away),
         _any_of(spec, DECIDER, [one.decider_socket for one in slots], _by_the_admitter()),
         _any_of(spec, FACE, [one.face_socket for one in slots], _least_asked()),
-        # Each by itself, for what is one decider's alone.
+        # Each decider by itself, for questions that no other can answer.
         *(_local(spec, of_slot(DECIDER, one), [one.decider_socket]) for one in slots),
         *(_local(spec, of_slot(EVENTS, one), [one.events_socket], grpc=True) for one in slots),
     ]
@@ -137,7 +137,7 @@ def _local(spec: GatewaySpec, name: str, sockets: Sequence[Path], *, grpc: bool 
 
 
 def _breakers(spec: GatewaySpec) -> Json:
-    """As many as clients may have: what is too much the decider says, or the overload manager."""
+    """As many as clients may have: the decider or the overload manager refuses more."""
     most = spec.bounds.connections
     return {
         "thresholds": [
@@ -246,7 +246,7 @@ def _transport(spec: GatewaySpec) -> Json:
 
 
 def _attempt_filters(spec: GatewaySpec, away: str) -> list[Json]:
-    """What is done for each attempt, once its server is chosen."""
+    """The filters of each attempt, once its server is chosen."""
     answer_s = spec.bounds.decide_s if spec.foreign else spec.bounds.silent_s
     again = lua(
         "again", "again.lua", AGAIN=AGAIN, ANSWER_MS=round(answer_s * 1000), AWAY=away,

@@ -2,7 +2,7 @@
 
 Whatever may refuse it stands in the order of its cost. No byte of an answer comes here; what became
 of a request is heard from Envoy (`router.gateway.flights`). One decider serves one event loop, and
-both commands: what is particular to their servers is its `Scene`.
+both commands: its `Scene` is all that differs between their servers.
 """
 
 from __future__ import annotations
@@ -47,19 +47,21 @@ _LEAST_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class DeciderRule:
-    """max_queue: requests open at a time; max_body_bytes, body_s: of one request's body, and until
-    it is there; first_byte_s: a streamed answer that has not begun by then is sought elsewhere,
-    another within answer_s; unheard_s: a request of which Envoy says nothing for so long is over;
-    foreign: the servers tell nothing, so Envoy tells how answers end. late_s: of others, what has
-    not begun by then is asked about, and goes on meanwhile."""
+    """What a decider holds requests to."""
 
+    # Requests open at a time.
     max_queue: int = 4096
+    # Of one request's body, and until it is there.
     max_body_bytes: int = 64 << 20
     body_s: float = 30.0
+    # A streamed answer that has not begun by then is sought elsewhere, another within `answer_s`.
     first_byte_s: float = 60.0
     answer_s: float = 600.0
+    # A request is over when Envoy has said nothing about it for this long.
     unheard_s: float = 180.0
+    # The servers tell nothing, so Envoy tells how answers end.
     foreign: bool = True
+    # Envoy asks about an answer of our own workers that has not begun by then, which goes on.
     late_s: float = 5.0
 
 
@@ -72,7 +74,7 @@ class _Coming:
 
 
 class Decider(Generic[F]):
-    """Decides; what becomes of it, its `flights` hear."""
+    """Decides about requests; its `flights` hear how they end."""
 
     def __init__(self, scene: Scene[F], door: Door, rule: DeciderRule) -> None:
         self._scene, self._door, self._rule, self._live = scene, door, rule, scene.live
@@ -140,7 +142,7 @@ class Decider(Generic[F]):
     # -- bodies that are to come --------------------------------------------------------------
 
     def _admit(self, inquiry: Inquiry, request_id: str, tenant: Tenant, now_s: float) -> Go:
-        """Let a large body come, if there is room: nothing of it has been read yet."""
+        """Let a large body come, if there is room; none of its bytes have been read yet."""
         most, text = self._rule.max_body_bytes, inquiry.headers.get("content-length", "")
         declared = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
         if declared is not None and declared > most:

@@ -24,8 +24,7 @@ _KIND = TYPES + "config.endpoint.v3.ClusterLoadAssignment"
 
 
 def shared_addresses(endpoints: Iterable[ServerEndpoint]) -> list[str]:
-    """What is wrong with servers that have an address in common, of which only the first is
-    reached."""
+    """A complaint about each server that has an earlier one's address and so is not reached."""
     first: dict[str, str] = {}
     return [
         f"{one.worker} and {first[one.address]} have the address {one.address}: servers behind one "

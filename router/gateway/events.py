@@ -2,7 +2,7 @@
 
 Envoy sends entries some milliseconds after the fact, many in one message. The log of requests has
 the name `REQUESTS`, that of failed attempts `ATTEMPTS`; both hold `TO_ID_HEADER`, without which
-nobody decided about a request, and it is of no interest here.
+no decider saw the request, and it is of no interest here.
 """
 
 from __future__ import annotations
@@ -30,60 +30,52 @@ log = structlog.get_logger(__name__)
 _SERVICE, _METHOD = "envoy.service.accesslog.v3.AccessLogService", "StreamAccessLogs"
 _MAX_MESSAGE_BYTES = 16 << 20
 
-# Envoy's response flags, by what they say.
-_UNREACHED = frozenset((
-    "upstream_connection_failure", "no_healthy_upstream", "upstream_overflow",
-    "dns_resolution_failure",
-))  # fmt: skip
-_BROKEN = frozenset((
-    "upstream_connection_termination", "upstream_remote_reset", "upstream_protocol_error",
-))  # fmt: skip
-_LATE = frozenset((
-    "upstream_request_timeout", "stream_idle_timeout", "duration_timeout",
-    "upstream_max_stream_duration_reached",
-))  # fmt: skip
-_GONE = frozenset((
-    "downstream_connection_termination", "downstream_remote_reset", "downstream_protocol_error",
-))  # fmt: skip
+
+class _Flagged:
+    """Whether Envoy set one of these response flags."""
+
+    def __init__(self, flags: str) -> None:
+        self._flags = frozenset(flags.split())
+
+    def __get__(self, end: StreamEnd, kind: type) -> bool:
+        return not self._flags.isdisjoint(end.flags)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """How a request ended, or one attempt at a server.
-
-    status: 0 if no answer began; flags: Envoy's response flags, by their names in protobuf;
-    sent_bytes: of the answer's body; first_s: from the request to the first byte of the last
-    server's answer, None if there was none; upstream: address of the last server, empty if none was
-    tried; attempts: servers tried.
-    """
+    """How a request ended, or one attempt at a server."""
 
     request_id: str
+    # 0 if no answer began.
     status: int
+    # Envoy's response flags, by their names in protobuf.
     flags: frozenset[str] = frozenset()
+    # Of the answer's body.
     sent_bytes: int = 0
     duration_s: float = 0.0
+    # From the request to the first byte of the last server's answer; None if there was none.
     first_s: float | None = None
+    # Address of the last server; empty if none was tried.
     upstream: str = ""
+    # Servers tried.
     attempts: int = 1
 
-    @property
-    def unreached(self) -> bool:
-        """The last server never saw the request."""
-        return not _UNREACHED.isdisjoint(self.flags)
-
-    @property
-    def broken(self) -> bool:
-        """The connection to the server broke after it had some of the request."""
-        return not _BROKEN.isdisjoint(self.flags)
-
-    @property
-    def late(self) -> bool:
-        """Nothing came for longer than it may take."""
-        return not _LATE.isdisjoint(self.flags)
-
-    @property
-    def client_gone(self) -> bool:
-        return not _GONE.isdisjoint(self.flags)
+    # The last server never saw the request.
+    unreached = _Flagged(
+        "upstream_connection_failure no_healthy_upstream upstream_overflow dns_resolution_failure"
+    )
+    # The connection to the server broke after it had some of the request.
+    broken = _Flagged(
+        "upstream_connection_termination upstream_remote_reset upstream_protocol_error"
+    )
+    # Nothing came for longer than it may take.
+    late = _Flagged(
+        "upstream_request_timeout stream_idle_timeout duration_timeout "
+        "upstream_max_stream_duration_reached"
+    )
+    client_gone = _Flagged(
+        "downstream_connection_termination downstream_remote_reset downstream_protocol_error"
+    )
 
 
 class Ends:

@@ -1,7 +1,7 @@
-"""What is in flight through Envoy: from the decider's answer to the end that Envoy logs.
+"""Requests in flight through Envoy: from the decider's answer to the end that Envoy logs.
 
 Each ends exactly once: by its entry in the log, because its client left as it was decided, or
-because nothing was heard of it for too long. On the way a server may fail it, and Envoy asks
+because Envoy said nothing about it for too long. On the way a server may fail it, and Envoy asks
 whether the next may be tried.
 """
 
@@ -44,7 +44,7 @@ _TAIL_S = 0.25
 _REPORT_S = 2.0
 _SWEEP_S = 10.0
 _CUT_S = 1.0
-# Why a worker is given up that nobody takes for dead; and its client's own patience.
+# Why a worker that is not dead is given up; and its client's own patience.
 _UNWELL, _OVERDUE = (SILENT, STALLED), "deadline"
 
 
@@ -106,7 +106,7 @@ class Aloft(Generic[F]):
     def outcome(self, end: StreamEnd | None) -> str:
         """How it ended, or an attempt at it, as `LiveRouter.release` names it.
 
-        What never reached a server is no fault of it, nor what failed at the present balancer.
+        A request that never reached a server, or failed at the present balancer, is not its fault.
         Failures of paths that are only passed say nothing of a server: a tenant chooses them.
         """
         if self.ended_as:
@@ -183,8 +183,8 @@ class Flights(Generic[F]):
     async def again(self, request_id: str, attempt: int) -> Verdict:
         """Whether a request that a server has failed may go to the next of its list.
 
-        What may have killed an engine by itself goes to no other; nor does what must not be done
-        twice, once it reached a server. What is only late stays where it is until that is lost.
+        A request that may have killed an engine by itself goes to no other; nor does one that must
+        not be done twice, once it reached a server. A late one stays until its server is lost.
         """
         aloft = self._aloft.get(request_id)
         if aloft is None or attempt < 2:
@@ -336,7 +336,7 @@ class Flights(Generic[F]):
             self._end(aloft.request_id)
 
     async def sweep(self) -> None:
-        """End what is not heard of any more, until cancelled."""
+        """End requests that Envoy says nothing about any more, until cancelled."""
         while True:
             await asyncio.sleep(min(_SWEEP_S, self._unheard_s / 2))
             self._unheard_since(time.monotonic() - self._unheard_s)

@@ -76,7 +76,7 @@ def _taken(spec: GatewaySpec) -> tuple[DeciderSlot, Lock] | None:
 async def running(
     tasks: Mapping[str, Callable[[], Awaitable[None]]], restarted: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Run tasks, by name, again where they fail; `restarted` hears of it."""
+    """Run tasks, by name, again where they fail; `restarted` is told their names."""
     started = [
         asyncio.create_task(supervised(name, task, restarted, "")) for name, task in tasks.items()
     ]
@@ -85,6 +85,4 @@ async def running(
     finally:
         for task in started:
             task.cancel()
-        for task in started:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*started, return_exceptions=True)

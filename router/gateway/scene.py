@@ -66,7 +66,7 @@ F = TypeVar("F", bound=SceneFlight)
 
 
 class Scene(Protocol[F]):
-    """Servers, and what is particular to them."""
+    """Servers, and how they differ from others."""
 
     @property
     def live(self) -> LiveRouter: ...
@@ -82,7 +82,7 @@ class Scene(Protocol[F]):
         ...
 
     async def read(self, asked: Asked) -> Reading:
-        """Read what is asked; may wait. Raises ApiError."""
+        """Read a request; may wait. Raises ApiError."""
         ...
 
     def decide(self, request: RouteRequest, tenant: str) -> F:

@@ -71,6 +71,16 @@ class Bounds:
     heap_bytes: int = 1 << 30
 
 
+class _Inside:
+    """A file's path inside its owner's folder; name: a format of the owner's fields."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: DeciderSlot | GatewaySpec, kind: type) -> Path:
+        return owner.folder / self._name.format(owner)
+
+
 @dataclass(frozen=True, slots=True)
 class DeciderSlot:
     """Where one of a front door's deciders is reached: a place that a process takes for as long as
@@ -79,50 +89,52 @@ class DeciderSlot:
     folder: Path
     number: int
 
-    @property
-    def decider_socket(self) -> Path:
-        """The decider's: `authz` over HTTP/1.1, first bytes and tails."""
-        return self.folder / f"decider-{self.number}.sock"
-
-    @property
-    def face_socket(self) -> Path:
-        """Of the application that answers `GatewaySpec.own`."""
-        return self.folder / f"face-{self.number}.sock"
-
-    @property
-    def events_socket(self) -> Path:
-        """Of the gRPC service that hears how the requests ended that were decided here."""
-        return self.folder / f"events-{self.number}.sock"
-
-    @property
-    def lock_file(self) -> Path:
-        """Held by the decider that has it."""
-        return self.folder / f"decider-{self.number}.lock"
+    # The decider's: `authz` over HTTP/1.1, first bytes and tails.
+    decider_socket = _Inside("decider-{0.number}.sock")
+    # Of the application that answers `GatewaySpec.own`.
+    face_socket = _Inside("face-{0.number}.sock")
+    # Of the gRPC service that hears how the requests ended that were decided here.
+    events_socket = _Inside("events-{0.number}.sock")
+    # Held by the decider that has it.
+    lock_file = _Inside("decider-{0.number}.lock")
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySpec:
-    """One front door. folder: private to it (mode 0700), with everything that it reads and writes;
-    its path must leave room for a socket's name in 107 bytes. decided: paths about which the
-    decider is asked, exact. own: paths of ours, exact; one that ends in / stands for one or two
-    segments that follow. foreign: the servers are somebody else's, so Envoy itself tells the
-    decider of first bytes and tails. from_header: of their answers, which says whom they are from;
-    empty: none does. decider_away: what becomes of decided paths while none is there. ca: by
-    which the certificates of servers with TLS are verified; without it they cannot be reached.
-    deciders: how many there may be at a time."""
+    """One front door."""
 
+    # Private to it (mode 0700), with all that it reads and writes; its path must leave room for a
+    # socket's name in 107 bytes.
     folder: Path
     host: str
     port: int
+    # Paths about which the decider is asked, exact.
     decided: tuple[str, ...]
+    # Our own paths, exact; one that ends in / stands for one or two segments that follow.
     own: tuple[str, ...]
     tls: Tls | None = None
+    # The servers are somebody else's, so Envoy itself tells the decider of first bytes and tails.
     foreign: bool = False
+    # The header of their answers that names the server; empty: none does.
     from_header: str = ""
+    # What becomes of decided paths while no decider is there.
     decider_away: Literal["refuse", "least_request"] = "refuse"
+    # Verifies the certificates of servers with TLS; without it they cannot be reached.
     ca: Path | None = None
     bounds: Bounds = field(default_factory=Bounds)
+    # How many there may be at a time.
     deciders: int = 1
+
+    # Of Envoy's administration interface, for this user alone.
+    admin_socket = _Inside("admin.sock")
+    # Envoy's configuration.
+    bootstrap_file = _Inside("envoy.json")
+    # Which certificate and key Envoy shows.
+    certificate_file = _Inside("certificate.json")
+    # Where `endpoints` writes and Envoy watches, in a folder of its own.
+    endpoints_file = _Inside("endpoints/endpoints.json")
+    # Held by the decider that writes `endpoints_file` for all.
+    writer_lock_file = _Inside("endpoints.lock")
 
     @property
     def scheme(self) -> str:
@@ -139,52 +151,29 @@ class GatewaySpec:
         """A place for each decider."""
         return tuple(DeciderSlot(self.folder, number) for number in range(self.deciders))
 
-    @property
-    def admin_socket(self) -> Path:
-        """Of Envoy's administration interface, for this user alone."""
-        return self.folder / "admin.sock"
-
-    @property
-    def bootstrap_file(self) -> Path:
-        """Envoy's configuration."""
-        return self.folder / "envoy.json"
-
-    @property
-    def certificate_file(self) -> Path:
-        """Which certificate and key Envoy shows."""
-        return self.folder / "certificate.json"
-
-    @property
-    def endpoints_file(self) -> Path:
-        """Where `endpoints` writes and Envoy watches, in a folder of its own."""
-        return self.folder / "endpoints" / "endpoints.json"
-
-    @property
-    def writer_lock_file(self) -> Path:
-        """Held by the decider that writes `endpoints_file` for all."""
-        return self.folder / "endpoints.lock"
-
 
 @dataclass(frozen=True, slots=True)
 class ServerEndpoint:
     """A server as Envoy reaches it. All servers are in one cluster, so that a request may go on to
     any other of its list, whatever its scheme, prefix or key.
 
-    host: an IP address; names are resolved before (`endpoints.Resolver`). name: the host's name, in
-    `host`, SNI and certificate; empty: `host`. draining: it gets no new request; begun answers go
-    on. open: requests about which nobody could be asked may go there (`decider_away`). secret: of a
-    worker of ours. prefix, key: of a foreign server, put before the client's path
-    and sent in the place of its key. No other server sees them.
+    No other server sees its secret, prefix and key.
     """
 
     worker: str
+    # An IP address; names are resolved before (`endpoints.Resolver`).
     host: str
     port: int
+    # The host's name, in `host`, SNI and certificate; empty: `host`.
     name: str = ""
     tls: bool = False
+    # It gets no new request; begun answers go on.
     draining: bool = False
+    # Requests may go there while no decider can be asked (`decider_away`).
     open: bool = True
+    # Of one of our own workers.
     secret: str = ""
+    # Of a foreign server: put before the client's path, and sent in the place of its key.
     prefix: str = ""
     key: str = ""
 
