@@ -28,7 +28,7 @@ import numpy as np
 
 from kappa.incremental_tokenizer import Ids
 from router.api import errors
-from router.api.fair_queue import FairQueue
+from router.api.fair_turns import FairTurns
 from router.api.request_body import RequestBody
 from router.api.tenants import Tenant
 from router.api.tokenizer import PromptTokenizer, PromptTooLong, unpacked
@@ -323,28 +323,17 @@ def _is_light(body: RequestBody, body_bytes: int) -> bool:
 
 
 class TokenizingLane:
-    """Runs `width` pieces of work at a time in threads of its own; the queue says who is next."""
+    """Runs `width` pieces of work at a time in threads of its own, in turns."""
 
     def __init__(self, name: str, width: int = 1) -> None:
         self._threads = ThreadPoolExecutor(width, thread_name_prefix=name)
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
-        self._free = width
+        self._turns = FairTurns(width)
 
     async def run(self, tenant: Tenant, cost: int, work: Callable[[], T]) -> T:
         """The result of `work`, or what it raises. Cancelled while it waits, it leaves the queue;
         cancelled later, the work goes on to its end, and only then comes the next."""
-        loop = asyncio.get_running_loop()
-        admission: asyncio.Future[None] = loop.create_future()
-        self._queue.put(admission, tenant.name, tenant.weight, max(cost, 1))
-        self._next()
-        try:
-            await admission
-        except asyncio.CancelledError:
-            self._queue.drop(admission, tenant.name)
-            if admission.done() and not admission.cancelled():
-                self._over()
-            raise
-        job = loop.run_in_executor(self._threads, work)
+        await self._turns.take(tenant, cost)
+        job = asyncio.get_running_loop().run_in_executor(self._threads, work)
         job.add_done_callback(self._done)
         return await asyncio.shield(job)
 
@@ -356,18 +345,7 @@ class TokenizingLane:
         # Nobody may be left to take note of what it raised.
         if not job.cancelled():
             job.exception()
-        self._over()
-
-    def _over(self) -> None:
-        self._free += 1
-        self._next()
-
-    def _next(self) -> None:
-        """Admit who is next, if a thread is free."""
-        while self._free and (admission := self._queue.take()) is not None:
-            if not admission.cancelled():
-                self._free -= 1
-                admission.set_result(None)
+        self._turns.leave()
 
 
 # -- the process ------------------------------------------------------------------------------

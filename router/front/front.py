@@ -27,6 +27,7 @@ from kappa.protocol import Admission, Announcement
 from kappa.settings.front import FrontSettings
 from router.api import errors
 from router.api.errors import ApiError
+from router.api.fair_turns import FairTurns
 from router.api.metadata import CONVERSATION_KEYS
 from router.api.reading import read
 from router.api.start import DeciderSettings, member_rule, router_config
@@ -35,7 +36,6 @@ from router.decision import Decision, NoWorkerError, RouteRequest
 from router.front.backend import TOKENIZED_FIELDS, Backend
 from router.front.facts import Usage
 from router.front.rollout import FrontRollout
-from router.front.turns import TokenizingTurns
 from router.history import BLOCK_TOKENS, BYTES_PER_TOKEN, PROMPT_FIELDS, Sent, prompt_tokens
 from router.index.prefix_hash import salt_of
 from router.journal import CacheBlocks
@@ -123,7 +123,7 @@ class Front:
         self.settings = settings
         self.backends: dict[str, Backend] = {}
         self._registry, self._warned = ReplicaRegistry(), False
-        self._conversations, self._turns = Conversations(), TokenizingTurns(_TOKENIZED_AT_ONCE)
+        self._conversations, self._turns = Conversations(), FairTurns(_TOKENIZED_AT_ONCE)
         # Events are about token ids; without them text will do.
         self._by_ids = any(one.events for one in settings.backends)
         self._block_tokens = settings.block_tokens if self._by_ids else BLOCK_TOKENS
@@ -248,10 +248,11 @@ class Front:
         if able:
             chosen = min(able, key=lambda one: self.live.router.in_flight_on(one.worker))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.probe.timeout_s):
-                    wanted.tokens = await self._turns.run(
-                        tenant, len(body), lambda: chosen.tokens(data)
-                    )
+                async with (
+                    asyncio.timeout(self.settings.probe.timeout_s),
+                    self._turns.turn(tenant, len(body)),
+                ):
+                    wanted.tokens = await chosen.tokens(data)
         return wanted
 
     def request(self, request_id: str, wanted: Wanted) -> RouteRequest:

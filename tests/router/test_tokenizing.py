@@ -114,10 +114,10 @@ def begin():
     """`await begin(name, ...)`: tasks of one lane, whose work ends as `begin.gate` lets it."""
     lane, gate = TokenizingLane("test"), Gate()
 
-    async def make(*names, tenant=ALICE, cost=1):
+    async def make(*names):
         tasks = []
         for name in names:
-            tasks.append(asyncio.create_task(lane.run(tenant, cost, gate(name))))
+            tasks.append(asyncio.create_task(lane.run(ALICE, 1, gate(name))))
             await asyncio.sleep(0)
         return tasks
 
@@ -127,37 +127,12 @@ def begin():
     lane.close()
 
 
-async def test_another_tenants_small_work_passes_what_waits(begin):
-    tasks = await begin("a0", "a1", "a2", cost=1000)
-    tasks += await begin("b", tenant=BOB)
-    begin.gate.may_end.release(4)
-    assert await asyncio.gather(*tasks) == ["a0", "a1", "a2", "b"]
-    assert begin.gate.begun == ["a0", "b", "a1", "a2"]
-
-
 async def test_work_that_fails_lets_the_next_one_begin(begin):
     bad, good = await begin("bad", "good")
     begin.gate.may_end.release(2)
     with pytest.raises(ValueError, match="bad"):
         await bad
     assert await good == "good"
-
-
-async def test_who_leaves_while_it_waits_is_taken_out_of_the_queue(begin):
-    first, left, last = await begin("1", "2", "3")
-    left.cancel()
-    begin.gate.may_end.release(2)
-    assert (await first, await last) == ("1", "3")
-    assert left.cancelled() and begin.gate.begun == ["1", "3"]
-
-
-async def test_who_leaves_as_it_is_admitted_passes_its_place_on(begin):
-    first, left, last = await begin("1", "2", "3")
-    first.add_done_callback(lambda _: left.cancel())
-    begin.gate.may_end.release()
-    assert await first == "1"
-    begin.gate.may_end.release(2)
-    assert await last == "3"
 
 
 async def test_what_was_begun_for_one_who_left_ends_before_the_next(begin):

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from router.api.fair_turns import FairTurns
 from router.api.tenants import Tenant
-from router.front.turns import TokenizingTurns
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 
@@ -25,10 +25,11 @@ class Work:
         self.done[name] = asyncio.get_running_loop().create_future()
 
         async def work():
-            self.begun.append(name)
-            return await self.done[name]
+            async with self.turns.turn(tenant, 1):
+                self.begun.append(name)
+                return await self.done[name]
 
-        self.tasks[name] = asyncio.create_task(self.turns.run(tenant, 1, work))
+        self.tasks[name] = asyncio.create_task(work())
 
     async def finish(self, name):
         self.done[name].set_result(name)
@@ -37,7 +38,7 @@ class Work:
 
 
 async def test_turns_let_so_many_run_at_a_time():
-    work = Work(TokenizingTurns(2))
+    work = Work(FairTurns(2))
     for name in "abc":
         work.start(name)
     await settled()
@@ -53,18 +54,18 @@ async def test_turns_let_so_many_run_at_a_time():
 
 
 async def test_turns_go_round_among_tenants():
-    work = Work(TokenizingTurns(1))
+    work = Work(FairTurns(1))
     for name in ("a1", "a2", "a3", "a4"):
         work.start(name)
     work.start("b1", BOB)
     await settled()
-    for name in ("a1", "a2"):
+    for name in ("a1", "b1"):
         await work.finish(name)
-    assert work.begun == ["a1", "a2", "b1"]
+    assert work.begun == ["a1", "b1", "a2"]
 
 
 async def test_turns_pass_on_when_one_fails_or_leaves():
-    work = Work(TokenizingTurns(1))
+    work = Work(FairTurns(1))
     for name in "abcd":
         work.start(name)
     await settled()
