@@ -34,12 +34,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _EVENTS: dict[str, type] = {
     cls.__name__: cls for cls in (BlocksStored, BlocksRemoved, TierCleared, WorkerReset, WorkerGone)
 }
-_REQUEST_FIELDS = (
-    "request_id", "max_tokens", "salt", "exclude", "retry", "handed_tokens", "prompt_tokens",
-)  # fmt: skip
-_LATER_FIELDS, _PLAIN = ("model", "tenant", "weight", "priority"), RouteRequest("")
-# Calls whose name in the log, by which recorded logs have them, is another.
-_LOGGED_AS = {"invalidate": "void"}
+_REQUEST_FIELDS = tuple(n for n in RouteRequest.__dataclass_fields__ if n != "prefix_hashes")
+# Calls that older logs have by another name.
+_FORMERLY = {"void": "invalidate"}
 
 
 def _noted(method: F) -> F:
@@ -57,9 +54,7 @@ def _noted(method: F) -> F:
         if "events" in given:
             given["events"] = list(given["events"])
         entry = {name: _FORMS[name][0](v) if name in _FORMS else v for name, v in given.items()}
-        if not entry.get("to", True):  # as logs have it that were written before
-            del entry["to"]
-        entry = {"call": _LOGGED_AS.get(call, call), **entry}
+        entry = {"call": call, **entry}
         if call == "route":
             entry["decided"] = {}
         try:
@@ -97,11 +92,7 @@ class RecordedRouter(Router):
     backlogs_s = _noted(Router.backlogs_s)
 
 
-_CALLS = {
-    _LOGGED_AS.get(name, name): name
-    for name, method in vars(RecordedRouter).items()
-    if hasattr(method, "__wrapped__")
-}
+_CALLS = {name for name, method in vars(RecordedRouter).items() if hasattr(method, "__wrapped__")}
 
 
 def decided(decision: Decision) -> Entry:
@@ -128,11 +119,12 @@ def replay(entries: Iterable[Mapping[str, Any]], router: Router) -> list[tuple[A
     for entry in entries:
         given = dict(entry)
         call, then = given.pop("call"), given.pop("decided", None)
+        call = _FORMERLY.get(call, call)
         if call not in _CALLS:
             raise ValueError(f"unknown call {call!r} in a router log")
         given = {name: _FORMS[name][1](v) if name in _FORMS else v for name, v in given.items()}
         try:
-            answer = getattr(router, _CALLS[call])(**given)
+            answer = getattr(router, call)(**given)
         except NoWorkerError:
             answer = None
         if call == "route":
@@ -146,26 +138,17 @@ def replay(entries: Iterable[Mapping[str, Any]], router: Router) -> list[tuple[A
 def _request_out(request: RouteRequest) -> Entry:
     fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     tokens = None if request.token_ids is None else [int(t) for t in request.token_ids]
-    # As logs have it that were written before there were several models, or standings.
-    named = {name: getattr(request, name) for name in _LATER_FIELDS}
-    model = {name: value for name, value in named.items() if value != getattr(_PLAIN, name)}
-    return {**fields, **model, "token_ids": tokens, "exclude": sorted(request.exclude)}
+    return {**fields, "token_ids": tokens, "exclude": sorted(request.exclude)}
 
 
 def _request_in(data: Mapping[str, Any]) -> RouteRequest:
-    fields = {name: data[name] for name in (*_REQUEST_FIELDS, *_LATER_FIELDS) if name in data}
     tokens = data["token_ids"]
     ids = None if tokens is None else np.asarray(tokens, dtype=np.int64)
-    return RouteRequest(**{**fields, "token_ids": ids, "exclude": frozenset(data["exclude"])})
+    return RouteRequest(**{**data, "token_ids": ids, "exclude": frozenset(data["exclude"])})
 
 
 def _event_out(event: KVEvent) -> Entry:
-    # As logs have it that were written before there were ranks and cache groups.
-    fields = {
-        name: getattr(event, name)
-        for name, field in event.__dataclass_fields__.items()
-        if getattr(event, name) is not field.default
-    }
+    fields = {name: getattr(event, name) for name in event.__dataclass_fields__}
     if isinstance(event, BlocksStored):
         fields["token_ids"] = [int(t) for t in event.token_ids]
         fields["parent_engine_hash"] = _hash_out(event.parent_engine_hash)
