@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import time
@@ -51,7 +50,6 @@ log = structlog.get_logger(__name__)
 
 # Of what a worker puts into a body, which comes in a header.
 _MOST_SET_BYTES = 1000 << 10
-_LOOK_S, _LOOK_AGAIN_S = 10.0, 1.0
 _HEALTH_S = 2.0
 
 
@@ -156,11 +154,8 @@ class ClusterScene(KnownServers):
         request.api.finish(error.code or "error", error.status)
 
     def others(self, flight: ClusterFlight, request: RouteRequest) -> Sequence[str]:
-        """By their price, those that seem to fail last."""
-        blocked, priced = self.live.members.blocked(), flight.decision.priced
-        ttfts_s = dict(zip(priced.workers, priced.ttft_s.tolist(), strict=True))
-        able = ttfts_s.keys() & self.endpoints.keys() - request.exclude - blocked.gone
-        return sorted(able, key=lambda worker: (worker in blocked.failing, ttfts_s[worker]))
+        """Those that were priced."""
+        return self.by_price(flight.decision.priced.workers, self.live, flight.decision, request)
 
     def headers(self, flight: ClusterFlight) -> Mapping[str, str]:
         """What the worker's gate does to the body, and shows of the decision. ApiError 400 if the
@@ -245,29 +240,19 @@ class ClusterScene(KnownServers):
         """Have Envoy know the workers as they come and go, until cancelled. Of several deciders one
         writes them down, and the next when its process has ended."""
         file, envoy = EndpointsFile(self._spec.endpoints_file), Gateway(self._spec)
-        turn = Lock(self._spec.writer_lock_file)
+        turn, changed = Lock(self._spec.writer_lock_file), self.live.changed
         try:
-            await self._follow(file, envoy, turn)
+            while not self.live.router.workers:
+                # Those that an earlier decider wrote down are better than none.
+                changed.clear()
+                await changed.wait()
+            await self.keep_known(
+                self._found, changed, envoy, lambda: file if turn.take() else None
+            )
         finally:
             turn.release()
 
-    async def _follow(self, file: EndpointsFile, envoy: Gateway, turn: Lock) -> None:
-        changed = self.live.changed
-        while not self.live.router.workers:
-            # Those that an earlier decider wrote down are better than none.
-            changed.clear()
-            await changed.wait()
-        while True:
-            changed.clear()
-            found = {one.worker: one for one in self._found()}
-            kept = {n: one for n, one in self.endpoints.items() if found.get(n) == one}
-            await self.become(found, kept, envoy, file if turn.take() else None)
-            with contextlib.suppress(TimeoutError):
-                missing = found.keys() - self.endpoints.keys()
-                async with asyncio.timeout(_LOOK_AGAIN_S if missing else _LOOK_S):
-                    await changed.wait()
-
-    def _found(self) -> list[ServerEndpoint]:
+    async def _found(self) -> list[ServerEndpoint]:
         found = []
         for name, state in self.live.router.workers.items():
             host, _, port = state.announcement.http.rpartition(":")

@@ -213,6 +213,10 @@ class Front:
                     )
         return ""
 
+    def usable(self) -> set[str]:
+        """Servers that may get requests."""
+        return {name for name, one in self.backends.items() if one.usable}
+
     def serving(self, model: str) -> frozenset[str]:
         """Servers that list the model; of no model, all."""
         return frozenset(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from urllib.parse import urlsplit
 
 import structlog
@@ -35,7 +35,6 @@ PASSED_PATHS = (
 # The most that one sound or image comes to, of which a body that is not JSON is.
 _MEDIA_TOKENS = 16_384
 _OF_IDS = re.compile(rb'"(?:prompt|input)"\s*:\s*\[[\s\[]*[0-9]')
-_RESOLVE_S = 10.0
 
 
 class FrontScene(KnownServers):
@@ -55,8 +54,8 @@ class FrontScene(KnownServers):
         return self.front.live
 
     async def read(self, asked: Asked) -> Reading:
-        """As `Front.read`. Raises ApiError 404 for a model that nobody serves, 400 for what would
-        hide how many tokens an answer has."""
+        """As `Front.read`. Raises ApiError 404 for a model that no server has, 400 for fields that
+        would hide how many tokens an answer has."""
         front, body = self.front, asked.body
         wanted = await front.read(asked.path, body, asked.tenant)
         if wanted.merged:
@@ -69,7 +68,7 @@ class FrontScene(KnownServers):
             wanted.bound = min(len(body), _MEDIA_TOKENS)
         wanted.session = asked.headers.get(SESSION_HEADER) or wanted.session
         request = front.request(asked.request_id, wanted)
-        usable = {name for name, one in front.backends.items() if one.usable}
+        usable = front.usable()
         await self.first_known(lambda: usable - request.exclude)
         away = frozenset(front.backends) - self.endpoints.keys()
         return Reading(
@@ -83,23 +82,13 @@ class FrontScene(KnownServers):
         return self.front.decide(request, tenant)
 
     def refused(self, request: RouteRequest, error: ApiError) -> None:
-        """Nothing is kept of it."""
+        """Nothing to forget."""
 
     def others(self, flight: Flying, request: RouteRequest) -> Sequence[str]:
-        """By their price, those that seem to fail last."""
+        """Those that are usable; none if a balancer chooses."""
         if flight.via:
             return ()
-        blocked, priced = self.live.members.blocked(), flight.decision.priced
-        ttfts_s = dict(zip(priced.workers, priced.ttft_s.tolist(), strict=True))
-        backends = self.front.backends
-        usable = {name for name in self.endpoints if name in backends and backends[name].usable}
-        able = usable - request.exclude - blocked.gone
-
-        def price(worker: str) -> tuple[bool, float, int]:
-            ttft_s = ttfts_s.get(worker, float("inf"))
-            return worker in blocked.failing, ttft_s, self.live.router.in_flight_on(worker)
-
-        return sorted(able, key=price)
+        return self.by_price(self.front.usable(), self.live, flight.decision, request)
 
     def headers(self, flight: Flying) -> Mapping[str, str]:
         """None: servers know nothing of us."""
@@ -140,18 +129,9 @@ class FrontScene(KnownServers):
     async def follow(self, gateway: Gateway) -> None:
         """Have Envoy know the servers as they come and go, until cancelled."""
         file, resolver = EndpointsFile(gateway.spec.endpoints_file), Resolver()
-        changed = self.front.changed
-        while True:
-            changed.clear()
-            found = {one.worker: one for one in await self._found(resolver)}
-            known = {one.address for one in found.values()}
-            kept = {name: one for name, one in self.endpoints.items() if one.address in known}
-            await self.become(found, kept, gateway, file)
-            try:
-                async with asyncio.timeout(_RESOLVE_S):
-                    await changed.wait()
-            except TimeoutError:
-                continue
+        await self.keep_known(
+            partial(self._found, resolver), self.front.changed, gateway, lambda: file
+        )
 
     def take(self, endpoints: dict[str, ServerEndpoint]) -> None:
         """Envoy knows these."""

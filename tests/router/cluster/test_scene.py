@@ -55,7 +55,7 @@ async def deciding(serve, tmp_path):
         spec = GatewaySpec(tmp_path, "127.0.0.1", 1, (CHAT,), ())
         scene = ClusterScene(path, TransferSettings(), spec, "secret")
         made.append(scene)
-        scene.take({one.worker: one for one in scene._found()})
+        scene.take({one.worker: one for one in await scene._found()})
         door = Door(Access(**own))
         decider = Decider(scene, door, DeciderRule(foreign=False))
 
