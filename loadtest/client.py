@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from kappa.checks import http_parts
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 from workload.replay import Prompt
 
 PROBE_S = 10.0
@@ -308,7 +308,7 @@ def error_message(error: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of others without what a journal cannot hold, or a terminal would obey."""
+    """Text of others without what a record cannot hold, or a terminal would obey."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

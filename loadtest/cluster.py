@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from loadtest.client import NETWORK_ERRORS, PROBE_S, EndpointError, base_url, bearer, detail_of
-from loadtest.journal import RequestDecision
+from loadtest.run_folder import RequestDecision
 
 _EOS_OWNERS = ("vllm", "sglang")
 # What a cluster of ours remembers; router/live/live_router.py.

@@ -15,8 +15,8 @@ import polars as pl
 from numpy.typing import ArrayLike
 
 from loadtest.explain import why_slow, why_slow_tokens
-from loadtest.journal import ERROR_KINDS
 from loadtest.results import BASES, PARTS, TOKENS, Floats, Objective
+from loadtest.run_folder import ERROR_KINDS
 
 _EXAMPLES = 3
 _BINS, _FIRST_BIN_S = 240, 0.25

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 import polars as pl
 
-from loadtest import journal
+from loadtest import run_folder
 from loadtest.explain import seconds
 from loadtest.figures import figures
 from loadtest.results import PARTS, objective_of, table_of
@@ -39,27 +39,27 @@ def write_report(folder: Path) -> dict[str, Any]:
     """Write the three files into `folder`; returns the summary.
 
     Raises:
-        journal.JournalError: a file that cannot be read or written; names it, and the line.
+        run_folder.RunFolderError: a file that cannot be read or written; names it, and the line.
     """
-    run = journal.read_run(folder)
+    run = run_folder.read_run(folder)
     try:
         objective = objective_of(run)
     except (ValueError, TypeError) as error:
-        raise journal.JournalError(f"{folder / journal.RUN}: {error}") from None
-    is_cut, options = journal.was_cut(folder), run.get(journal.OPTIONS) or {}
+        raise run_folder.RunFolderError(f"{folder / run_folder.RUN}: {error}") from None
+    is_cut, options = run_folder.was_cut(folder), run.get(run_folder.OPTIONS) or {}
     # Sessions that came when others had ended have no rate of their own.
     is_closed = options.get("closed") is not None
     is_closed = is_closed or str(options.get("arrivals")).startswith("closed")
-    table = table_of(journal.read_records(folder), objective)
+    table = table_of(run_folder.read_records(folder), objective)
     summary = figures(table, objective, is_closed)
     summary |= {"note": " ".join(_notes(run, summary, is_cut)), "run": run}
-    with journal.file_errors(folder, "the report cannot be written: "):
+    with run_folder.file_errors(folder, "the report cannot be written: "):
         part = folder / f".{PARQUET}.part"
         table.write_parquet(part)
         part.replace(folder / PARQUET)
         text = json.dumps(summary, indent=1, allow_nan=False)
-        journal.write_whole(folder / SUMMARY, f"{text}\n".encode())
-        journal.write_whole(folder / REPORT, _page(summary, drawn(table, summary)).encode())
+        run_folder.write_whole(folder / SUMMARY, f"{text}\n".encode())
+        run_folder.write_whole(folder / REPORT, _page(summary, drawn(table, summary)).encode())
     return summary
 
 

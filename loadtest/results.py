@@ -25,7 +25,7 @@ from kappa.cost import step_model
 from kappa.hardware import NodeProfile
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 
 Floats = NDArray[np.float64]
 
@@ -84,7 +84,7 @@ def table_of(records: Iterable[RequestRecord], objective: Objective) -> pl.DataF
     rest = iter(records)
     pieces = [pl.DataFrame(schema=SCHEMA)]
     while batch := list(islice(rest, _BATCH)):
-        # A journal is JSON, where 2.0 may be written as 2 and the other way round.
+        # A record is JSON, where 2.0 may be written as 2 and the other way round.
         rows = pl.DataFrame(map(_row, batch), schema={**_RECORDED, **_REPORTED}, strict=False)
         pieces.append(objective.evaluated(_split(_timed(rows))).select(list(SCHEMA)))
     return pl.concat(pieces)

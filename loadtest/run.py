@@ -1,7 +1,7 @@
-"""One load test from its first request to its last: endpoint, prompts, journal, decisions, stop.
+"""One load test from its first request to its last: endpoint, prompts, folder, decisions, stop.
 
 Ctrl-C, or SIGTERM, stops sending and gives streams a short time to end; a second one ends them now.
-Either way what was done is in the journal, from which the report is made. Called by `kappa replay`.
+Either way what was done is in the folder, from which the report is made. Called by `kappa replay`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from loadtest.client import Endpoint, EndpointSettings
 from loadtest.cluster import Decisions
 from loadtest.feeder import Feeder
-from loadtest.journal import Journal
+from loadtest.run_folder import RunFolder
 from loadtest.runner import Counts, Runner, RunSettings
 from workload.replay import ReplaySession
 
 # So many signals, and nothing is waited for any more.
 _IN_A_HURRY = 2
-# Files besides streams: the journal, the event loop's own, the interpreter's.
+# Files besides streams: the folder's, the event loop's own, the interpreter's.
 _OTHER_FILES = 256
 # The thread that makes prompts gives way to the event loop after this.
 _SWITCH_S = 0.0005
@@ -52,22 +52,24 @@ async def play(
     endpoint: EndpointSettings,
     settings: RunSettings,
     sessions: Iterator[ReplaySession],
-    journal: Journal,
+    run_folder: RunFolder,
     counts: Counts,
 ) -> Played:
-    """Send all sessions, in order of arrival, less what the open journal says was answered; its
+    """Send all sessions, in order of arrival, less what the open folder says was answered; its
     `elapsed_s` is where the clock of this part begins. Brings `counts` up to date meanwhile."""
-    with quick_process(), Feeder(sessions, endpoint.prepare, journal.done) as feeder:
-        begin_s = time.monotonic() - journal.elapsed_s
+    with quick_process(), Feeder(sessions, endpoint.prepare, run_folder.done) as feeder:
+        begin_s = time.monotonic() - run_folder.elapsed_s
         async with Endpoint(endpoint, lambda: time.monotonic() - begin_s) as client:
             # Nothing is fetched from endpoints whose answers do not carry our headers.
-            decisions = Decisions(client.decisions, journal.write)
-            runner = Runner(client, settings, journal.write, counts, decisions, journal.elapsed_s)
+            decisions = Decisions(client.decisions, run_folder.write)
+            runner = Runner(
+                client, settings, run_folder.write, counts, decisions, run_folder.elapsed_s
+            )
             signals: list[bool] = []
             stops: list[Callable[[], object]] = [runner.stop, lambda: signals.append(True)]
             with _stopping(stops):
                 await feeder.prime()
-                begin_s, cpu_s = time.monotonic() - journal.elapsed_s, time.process_time()
+                begin_s, cpu_s = time.monotonic() - run_folder.elapsed_s, time.process_time()
                 follow = asyncio.create_task(decisions.follow())
                 try:
                     await runner.run(feeder)
@@ -76,7 +78,7 @@ async def play(
                     with suppress(asyncio.CancelledError):
                         await follow
                 was_stopped = bool(signals)
-                elapsed_s = client.now_s() - journal.elapsed_s
+                elapsed_s = client.now_s() - run_folder.elapsed_s
                 cpu_share = (time.process_time() - cpu_s) / max(elapsed_s, 1e-9)
                 # The records are complete without: whoever is in a hurry need not wait.
                 if len(signals) < _IN_A_HURRY:

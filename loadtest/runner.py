@@ -19,7 +19,7 @@ import numpy as np
 from loadtest.client import Endpoint, Prepared
 from loadtest.cluster import Decisions
 from loadtest.feeder import Fed, Feeder, NotMade
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 from workload.replay import Request
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import msgspec
 
 from loadtest.client import Endpoint, EndpointError, EndpointSettings
 from loadtest.cluster import survey
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 from workload.sessions import Session, as_messages
 
 Message = dict[str, str]

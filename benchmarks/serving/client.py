@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from loadtest.client import Endpoint, EndpointSettings, Prepared
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 
 MAX_OVERRUN_SHARE = 0.05
 """Steps that may overrun their pace before a run is invalid."""

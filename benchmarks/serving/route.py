@@ -33,7 +33,7 @@ from deploy.commands.route_report import facts_of
 from kappa.host import free_port
 from kappa.settings.front import load_front_settings
 from loadtest.client import Endpoint, EndpointSettings, Prepared
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 from router.journal import read_journal
 from workload.catalogue import workload_named
 from workload.replay import expand

@@ -29,7 +29,7 @@ from benchmarks.serving.processes import cpu_by_role
 from benchmarks.serving.route import EMULATED, HOST, front, process, ready
 from kappa.host import free_port
 from loadtest.client import Endpoint, EndpointSettings, Prepared
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 
 _DOWN_S = 5.0
 _ROUNDS = 5

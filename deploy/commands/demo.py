@@ -33,7 +33,7 @@ from deploy.commands.console import (
 from deploy.commands.serve import Config, Policy, running, settings_or_exit
 from kappa.slo import TTFT_FLOOR_S
 from loadtest.client import EndpointError
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 from loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
 from workload.sessions import demo_sessions_path, read_sessions
 

@@ -24,9 +24,9 @@ from rich.console import Console
 from deploy.commands import console
 from loadtest.client import EndpointError, EndpointSettings
 from loadtest.cluster import Surveyed, survey
-from loadtest.journal import OPTIONS, Journal, JournalError, locked, read_run
 from loadtest.options import LoadOptions
 from loadtest.run import Played, play, showing, streams_allowed
+from loadtest.run_folder import OPTIONS, RunFolder, RunFolderError, locked, read_run
 from loadtest.runner import Counts, RunSettings
 from workload.replay import ReplaySession
 
@@ -74,20 +74,20 @@ def replay(
         with ExitStack() as stack:
             if resume is None:
                 run = _run(options, surveyed, settings.in_flight) | {"objective": objective}
-                journal = Journal.create(folder, run)
+                run_folder = RunFolder.create(folder, run)
                 stack.enter_context(locked(folder))
             else:
                 stack.enter_context(locked(folder))
-                journal = Journal.resume(folder, asdict(options))
-                objective = objective or journal.run.get("objective") or {}
-                journal.note(objective=objective, interrupted=False, end=None)
+                run_folder = RunFolder.resume(folder, asdict(options))
+                objective = objective or run_folder.run.get("objective") or {}
+                run_folder.note(objective=objective, interrupted=False, end=None)
             lock = stack.pop_all()
     with lock:
         endpoint = options.endpoint(surveyed, keys)
         try:
-            played = _play(journal, endpoint, settings, traffic, options.requests)
+            played = _play(run_folder, endpoint, settings, traffic, options.requests)
             figures = _report(folder, json_output)
-        except (OSError, JournalError) as error:
+        except (OSError, RunFolderError) as error:
             console.warn(f"no report: {error}")
             raise typer.Exit(1) from None
     if played is None:
@@ -138,7 +138,7 @@ def _ready(
 
 
 def _play(
-    journal: Journal,
+    run_folder: RunFolder,
     endpoint: EndpointSettings,
     settings: RunSettings,
     traffic: Iterator[ReplaySession],
@@ -149,19 +149,19 @@ def _play(
     played = None
     try:
         with showing(counts, total, Console(stderr=True)):
-            played = asyncio.run(play(endpoint, settings, traffic, journal, counts))
+            played = asyncio.run(play(endpoint, settings, traffic, run_folder, counts))
     except (OSError, ValueError) as error:
         console.warn(f"the run could not go on: {error}")
     finally:
-        journal.close()
+        run_folder.close()
     client = counts.to_dict()
-    client["held_back"] += (journal.run.get("client") or {}).get("held_back", 0)
+    client["held_back"] += (run_folder.run.get("client") or {}).get("held_back", 0)
     if played is not None:
         client |= {
             "cpu_share": played.client_cpu_share, "elapsed_s": played.elapsed_s,
             "decisions_untold": played.decisions_missing,
         }  # fmt: skip
-    journal.note(
+    run_folder.note(
         interrupted=played is None or played.was_stopped,
         end=datetime.now(UTC).isoformat(timespec="seconds"),
         client=client,

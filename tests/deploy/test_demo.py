@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from deploy.cli import app as cli
 from deploy.commands.demo import shortcomings, summary, title, to_dict, worth
 from loadtest.client import EndpointError
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 from loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
 from workload.sessions import Session, Turn, demo_sessions_path, read_sessions
 

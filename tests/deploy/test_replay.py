@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from deploy.commands.replay import replay
 from kappa.hardware import CATALOGUE
-from loadtest.journal import RequestRecord, locked, read_records
+from loadtest.run_folder import RequestRecord, locked, read_records
 from tests.loadtest.rude_endpoint import rude
 
 _RUN = "import typer; from deploy.commands.replay import replay; typer.run(replay)"

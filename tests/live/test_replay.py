@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from loadtest.journal import read_records
+from loadtest.run_folder import read_records
 
 pytestmark = pytest.mark.live
 

@@ -24,7 +24,7 @@ from loadtest.client import (
     base_url,
 )
 from loadtest.cluster import Surveyed, survey
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 from tests.loadtest.rude_endpoint import Rude, rude
 
 

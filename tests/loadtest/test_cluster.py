@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from loadtest.cluster import Decisions
-from loadtest.journal import RequestDecision
+from loadtest.run_folder import RequestDecision
 
 
 class Cluster:

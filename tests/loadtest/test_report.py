@@ -7,8 +7,8 @@ import polars as pl
 import pytest
 
 from loadtest import report
-from loadtest.journal import JournalError
 from loadtest.report import slowest_lines, write_report
+from loadtest.run_folder import RunFolderError
 from tests.loadtest.replay_records import failed, foreign, many, reported
 
 
@@ -182,7 +182,7 @@ def test_decisions_of_a_killed_run_are_used_and_left_where_they_are(tmp_path, no
 )
 def test_a_bad_line_is_named_with_its_file(tmp_path, line, message):
     folder = written(tmp_path, [reported()], tail=line + "\n")
-    with pytest.raises(JournalError, match=rf"records\.jsonl:2: .*{re.escape(message)}"):
+    with pytest.raises(RunFolderError, match=rf"records\.jsonl:2: .*{re.escape(message)}"):
         write_report(folder)
     assert not (folder / "report.html").exists()
 
@@ -194,5 +194,5 @@ def test_a_bad_line_is_named_with_its_file(tmp_path, line, message):
 def test_a_bad_run_file_is_named(tmp_path, run, message):
     if run is not None:
         (tmp_path / "run.json").write_text(run)
-    with pytest.raises(JournalError, match=message):
+    with pytest.raises(RunFolderError, match=message):
         write_report(tmp_path)

@@ -1,4 +1,4 @@
-"""A whole run in one process: records, decisions and clock come together in the journal."""
+"""A whole run in one process: records, decisions and clock come together in its folder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from aiohttp import web
 from rich.console import Console
 
 from loadtest.client import EndpointSettings
-from loadtest.journal import OPTIONS, Journal, RequestRecord, read_records
 from loadtest.run import play, quick_process, showing, streams_allowed
+from loadtest.run_folder import OPTIONS, RequestRecord, RunFolder, read_records
 from loadtest.runner import Counts, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 
 
 async def played(
-    server: Rude, journal: Journal, *prompts: str
+    server: Rude, run_folder: RunFolder, *prompts: str
 ) -> dict[tuple[str, int], RequestRecord]:
     sessions = iter([session(f"s{n}", prompt) for n, prompt in enumerate(prompts)])
     endpoint = EndpointSettings(server.url, "m")
-    await play(endpoint, RunSettings(closed=1), sessions, journal, Counts())
-    journal.close()
-    return {(record.session, record.turn): record for record in read_records(journal.folder)}
+    await play(endpoint, RunSettings(closed=1), sessions, run_folder, Counts())
+    run_folder.close()
+    return {(record.session, record.turn): record for record in read_records(run_folder.folder)}
 
 
 async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path) -> None:
@@ -44,21 +44,21 @@ async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path
 
     async with rude({"/v1/decisions": decisions}) as server:
         # The first answer has none of our headers, so nothing is fetched of it.
-        records = await played(server, Journal.create(tmp_path, {}), "well a", "ours b")
+        records = await played(server, RunFolder.create(tmp_path, {}), "well a", "ours b")
     assert records["s0", 0].predicted is None
     assert records["s1", 0].predicted == {"load_s": 0.5, "compute_s": 0.1}
     assert records["s1", 0].actual == {"new_tokens": 6, "queue_s": 0.2, "compute_s": 0.3}
     assert fetched
     async with rude({"/v1/decisions": decisions}) as server:
         fetched.clear()
-        await played(server, Journal.create(tmp_path / "foreign", {}), "well a")
+        await played(server, RunFolder.create(tmp_path / "foreign", {}), "well a")
     assert fetched == []
 
 
 async def test_a_run_that_goes_on_keeps_its_clock(tmp_path: Path) -> None:
-    journal = Journal.create(tmp_path, {OPTIONS: {}})
-    journal.write(RequestRecord("s0", 0, ended_s=1000.0))
-    resumed = Journal.resume(tmp_path, {})
+    run_folder = RunFolder.create(tmp_path, {OPTIONS: {}})
+    run_folder.write(RequestRecord("s0", 0, ended_s=1000.0))
+    resumed = RunFolder.resume(tmp_path, {})
     async with rude() as server:
         records = await played(server, resumed, "well a", "well b")
     assert server.received == ["b"]
@@ -91,13 +91,13 @@ async def test_ctrl_c_ends_the_wait_for_decisions_but_not_the_run(tmp_path: Path
         fetched.append(os.kill(os.getpid(), signal.SIGINT))
         return web.json_response({"decisions": []})
 
-    journal = Journal.create(tmp_path, {})
+    run_folder = RunFolder.create(tmp_path, {})
     async with rude({"/v1/decisions": decisions}) as server:
         outcome = await play(
             EndpointSettings(server.url, "m"), RunSettings(), iter([session("s", "ours a")]),
-            journal, Counts(),
+            run_folder, Counts(),
         )  # fmt: skip
-    journal.close()
+    run_folder.close()
     assert len(fetched) == 1
     assert (outcome.was_stopped, outcome.decisions_missing) == (False, 1)
     assert [record.error for record in read_records(tmp_path)] == [""]

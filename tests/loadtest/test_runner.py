@@ -12,8 +12,8 @@ import pytest
 
 from loadtest.client import Endpoint, EndpointSettings
 from loadtest.feeder import Feeder
-from loadtest.journal import RequestRecord
 from loadtest.options import bounded
+from loadtest.run_folder import RequestRecord
 from loadtest.runner import Counts, Runner, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 from workload.replay import ReplaySession

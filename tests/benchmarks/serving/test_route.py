@@ -20,7 +20,7 @@ from benchmarks.serving.route_backend import (
 )
 from benchmarks.serving.route_proxy import ProxyLoad, loads_of, losses, send, ttft_s
 from kappa.settings.base import SettingsError
-from loadtest.journal import RequestRecord
+from loadtest.run_folder import RequestRecord
 from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 FAST = EmulatedLaw(token_s=1e-7, pair_s=0, decode_s=0, step_s=1e-4, load_s=0, load_token_s=0)

@@ -41,7 +41,7 @@ ERROR_KINDS: Mapping[str, str] = {
 """Kinds of errors that `RequestRecord.error` may hold besides the empty string."""
 
 
-class JournalError(ValueError):
+class RunFolderError(ValueError):
     """The folder cannot be used so; the message says which file, why and what to do."""
 
 
@@ -108,7 +108,7 @@ class RequestDecision(msgspec.Struct):
 # -- writing --------------------------------------------------------------------------------------
 
 
-class Journal:
+class RunFolder:
     """The open files of one run, from `create` or `resume`.
 
     done: turns already answered, by session; elapsed_s: when the last of them ended, in seconds
@@ -122,34 +122,34 @@ class Journal:
         self._files: dict[str, int] = {}
 
     @classmethod
-    def create(cls, folder: Path, run: dict[str, Any]) -> Journal:
+    def create(cls, folder: Path, run: dict[str, Any]) -> RunFolder:
         """Begin a run in a folder that holds none.
 
         Raises:
-            JournalError: it does, or cannot be written.
+            RunFolderError: it does, or cannot be written.
         """
         with file_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / RUN).exists() or (folder / RECORDS).exists():
-                raise JournalError(
+                raise RunFolderError(
                     f"{folder} holds a run already: give another --out, or --resume {folder}"
                 )
-            journal = cls(folder, run)
-            journal.note()
-            return journal
+            opened = cls(folder, run)
+            opened.note()
+            return opened
 
     @classmethod
-    def resume(cls, folder: Path, options: Mapping[str, Any]) -> Journal:
+    def resume(cls, folder: Path, options: Mapping[str, Any]) -> RunFolder:
         """Go on with the run in `folder`, without half a line and requests that were stopped.
 
         Raises:
-            JournalError: there is none, it is damaged, or its options were others.
+            RunFolderError: there is none, it is damaged, or its options were others.
         """
-        journal = cls(folder, read_run(folder))
-        before = journal.run.get(OPTIONS) or {}
+        opened = cls(folder, read_run(folder))
+        before = opened.run.get(OPTIONS) or {}
         for name in sorted({*before, *options}):
             if before.get(name) != options.get(name):
-                raise JournalError(
+                raise RunFolderError(
                     f"{folder} is a run with {name} {before.get(name)!r}, not "
                     f"{options.get(name)!r}: resume it with the same options, or begin another "
                     "with --out"
@@ -160,15 +160,15 @@ class Journal:
                 for record in read_records(folder):
                     if record.error == "cancelled":
                         continue
-                    done = journal.done.get(record.session, 0)
-                    journal.done[record.session] = max(done, record.turn + 1)
-                    journal.elapsed_s = max(journal.elapsed_s, record.ended_s)
+                    done = opened.done.get(record.session, 0)
+                    opened.done[record.session] = max(done, record.turn + 1)
+                    opened.elapsed_s = max(opened.elapsed_s, record.ended_s)
                     file.write(msgspec.json.encode(record) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, folder / RECORDS)
             (folder / DECISIONS).unlink(missing_ok=True)
-        return journal
+        return opened
 
     def write(self, entry: RequestRecord | RequestDecision) -> None:
         """Append with one write: a line is in the file or it is not. A full disk is an OSError."""
@@ -201,7 +201,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep a folder for one run at a time; the system lets go of it however the process ends.
 
     Raises:
-        JournalError: another run writes into it, or it is none.
+        RunFolderError: another run writes into it, or it is none.
     """
     with file_errors(folder):
         os.scandir(folder).close()  # of a folder that is none a lock would make a file
@@ -211,7 +211,7 @@ def locked(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a file system without locks
             free = lock.take()
         if not free:
-            raise JournalError(f"{folder}: another run is writing into it: wait for its end")
+            raise RunFolderError(f"{folder}: another run is writing into it: wait for its end")
         yield
     finally:
         lock.release()
@@ -231,18 +231,18 @@ def read_run(folder: Path) -> dict[str, Any]:
     """What run.json says.
 
     Raises:
-        JournalError: there is none, or it is damaged.
+        RunFolderError: there is none, or it is damaged.
     """
     path = folder / RUN
     if not path.exists():
-        raise JournalError(f"{folder} holds no run: there is no {RUN}")
+        raise RunFolderError(f"{folder} holds no run: there is no {RUN}")
     try:
         with file_errors(path):
             return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except msgspec.ValidationError as error:
-        raise JournalError(f"{path}: {error}") from None
+        raise RunFolderError(f"{path}: {error}") from None
     except msgspec.DecodeError as error:
-        raise JournalError(f"{path}: not JSON: {error}") from None
+        raise RunFolderError(f"{path}: not JSON: {error}") from None
 
 
 def read_records(folder: Path) -> Iterator[RequestRecord]:
@@ -252,7 +252,7 @@ def read_records(folder: Path) -> Iterator[RequestRecord]:
     they are looked up where they lie in their file: all of them are larger than memory should be.
 
     Raises:
-        JournalError: a line that is no record, naming file and line; or no leave to read.
+        RunFolderError: a line that is no record, naming file and line; or no leave to read.
     """
     decisions, places = folder / DECISIONS, {}
     for place, line, where in _lines(decisions):
@@ -280,11 +280,11 @@ def was_cut(folder: Path) -> bool:
 
 @contextmanager
 def file_errors(place: Path, doing: str = "") -> Iterator[None]:
-    """Turn an OSError into a JournalError that names the place."""
+    """Turn an OSError into a RunFolderError that names the place."""
     try:
         yield
     except OSError as error:
-        raise JournalError(f"{place}: {doing}{error.strerror or error}") from None
+        raise RunFolderError(f"{place}: {doing}{error.strerror or error}") from None
 
 
 _record = msgspec.json.Decoder(RequestRecord).decode
@@ -295,7 +295,7 @@ def _decoded(line: bytes, decode: Callable[[bytes], T], where: str) -> T:
     try:
         return decode(line)
     except (ValueError, TypeError) as error:
-        raise JournalError(f"{where}: not a record: {error}") from None
+        raise RunFolderError(f"{where}: not a record: {error}") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, str]]:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.journal import (
+from loadtest.run_folder import (
     DECISIONS,
     OPTIONS,
     RECORDS,
     RUN,
-    Journal,
-    JournalError,
     RequestDecision,
     RequestRecord,
+    RunFolder,
+    RunFolderError,
     locked,
     read_records,
     read_run,
@@ -25,8 +25,8 @@ from loadtest.journal import (
 OPTIONS_USED = {"workload": "w", "seed": 1}
 
 
-def begun(folder: Path) -> Journal:
-    return Journal.create(folder, {OPTIONS: OPTIONS_USED, "model": "m"})
+def begun(folder: Path) -> RunFolder:
+    return RunFolder.create(folder, {OPTIONS: OPTIONS_USED, "model": "m"})
 
 
 def lines(folder: Path) -> list[RequestRecord]:
@@ -37,13 +37,13 @@ def keys(folder: Path) -> list[tuple[str, int]]:
     return [(record.session, record.turn) for record in lines(folder)]
 
 
-def test_a_record_and_the_facts_of_a_run_are_on_disk_before_the_journal_is_closed(
+def test_records_and_facts_are_on_disk_before_the_folder_is_closed(
     tmp_path: Path,
 ) -> None:
-    journal = begun(tmp_path / "run")
+    run_folder = begun(tmp_path / "run")
     record = RequestRecord("s", 2, "red", gaps_s=[0.1, 0.2], error="cut", predicted={"load_s": 1.0})
-    journal.write(record)
-    journal.note(interrupted=True)
+    run_folder.write(record)
+    run_folder.note(interrupted=True)
     assert lines(tmp_path / "run") == [record]
     facts = {OPTIONS: OPTIONS_USED, "model": "m", "interrupted": True}
     assert json.loads((tmp_path / "run" / RUN).read_text()) == facts
@@ -51,13 +51,13 @@ def test_a_record_and_the_facts_of_a_run_are_on_disk_before_the_journal_is_close
 
 
 def test_a_run_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
-    journal = begun(tmp_path)
-    journal.write(RequestRecord("a", 0, ended_s=3.0))
-    journal.write(RequestRecord("a", 1, ended_s=5.0, error="429"))
-    journal.write(RequestRecord("b", 0, ended_s=9.0, error="cancelled"))
+    run_folder = begun(tmp_path)
+    run_folder.write(RequestRecord("a", 0, ended_s=3.0))
+    run_folder.write(RequestRecord("a", 1, ended_s=5.0, error="429"))
+    run_folder.write(RequestRecord("b", 0, ended_s=9.0, error="cancelled"))
     with (tmp_path / RECORDS).open("ab") as file:
         file.write(b'{"session":"c","tur')
-    resumed = Journal.resume(tmp_path, OPTIONS_USED)
+    resumed = RunFolder.resume(tmp_path, OPTIONS_USED)
     # What was stopped is sent again; what failed was answered.
     assert (resumed.done, resumed.elapsed_s) == ({"a": 2}, 5.0)
     resumed.write(RequestRecord("b", 0))
@@ -66,22 +66,22 @@ def test_a_run_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
 
 def test_what_cannot_go_on_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     begun(tmp_path).write(RequestRecord("a", 0, error="cancelled"))
-    with pytest.raises(JournalError, match="seed 1, not 2"):
-        Journal.resume(tmp_path, {**OPTIONS_USED, "seed": 2})
-    with pytest.raises(JournalError, match=f"--resume {tmp_path}"):
+    with pytest.raises(RunFolderError, match="seed 1, not 2"):
+        RunFolder.resume(tmp_path, {**OPTIONS_USED, "seed": 2})
+    with pytest.raises(RunFolderError, match=f"--resume {tmp_path}"):
         begun(tmp_path)
     assert len(lines(tmp_path)) == 1
 
 
 def test_a_folder_that_cannot_be_made_or_holds_no_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(JournalError, match=str(tmp_path / "file")):
+    with pytest.raises(RunFolderError, match=str(tmp_path / "file")):
         begun(tmp_path / "file")
-    with pytest.raises(JournalError, match="holds no run"):
-        Journal.resume(tmp_path, OPTIONS_USED)
+    with pytest.raises(RunFolderError, match="holds no run"):
+        RunFolder.resume(tmp_path, OPTIONS_USED)
     (tmp_path / RUN).write_text("{")
-    with pytest.raises(JournalError, match=r"run\.json: not JSON"):
-        Journal.resume(tmp_path, OPTIONS_USED)
+    with pytest.raises(RunFolderError, match=r"run\.json: not JSON"):
+        RunFolder.resume(tmp_path, OPTIONS_USED)
 
 
 @pytest.mark.parametrize(
@@ -89,68 +89,68 @@ def test_a_folder_that_cannot_be_made_or_holds_no_run(tmp_path: Path) -> None:
     [("{}", "not a record"), ('{"session":"s","turn":0,"x":1}', "unknown field `x`"), ("[", "")],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str) -> None:
-    journal = begun(tmp_path)
-    journal.write(RequestRecord("a", 0))
+    run_folder = begun(tmp_path)
+    run_folder.write(RequestRecord("a", 0))
     with (tmp_path / RECORDS).open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(JournalError, match=rf"records\.jsonl:2: .*{why}"):
-        Journal.resume(tmp_path, OPTIONS_USED)
+    with pytest.raises(RunFolderError, match=rf"records\.jsonl:2: .*{why}"):
+        RunFolder.resume(tmp_path, OPTIONS_USED)
 
 
 def test_a_damaged_decision_is_named(tmp_path: Path) -> None:
     begun(tmp_path).write(RequestDecision("r0", {}, {}))
     with (tmp_path / DECISIONS).open("a") as file:
         file.write('{"request_id":1}\n')
-    with pytest.raises(JournalError, match=r"decisions\.jsonl:2: "):
-        Journal.resume(tmp_path, OPTIONS_USED)
+    with pytest.raises(RunFolderError, match=r"decisions\.jsonl:2: "):
+        RunFolder.resume(tmp_path, OPTIONS_USED)
 
 
 def test_the_last_decision_of_a_request_is_found_on_its_record(tmp_path: Path) -> None:
-    journal = begun(tmp_path)
+    run_folder = begun(tmp_path)
     for number in range(3):
-        journal.write(RequestRecord("s", number, request_id=f"r{number}"))
-    journal.write(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": None}))
-    journal.write(RequestDecision("r0", {"load_s": 2.0}, {"new_tokens": 5}))
-    journal.write(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": 7}))
-    journal.close()
-    journal.close()
+        run_folder.write(RequestRecord("s", number, request_id=f"r{number}"))
+    run_folder.write(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": None}))
+    run_folder.write(RequestDecision("r0", {"load_s": 2.0}, {"new_tokens": 5}))
+    run_folder.write(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": 7}))
+    run_folder.close()
+    run_folder.close()
     assert [(record.predicted, record.actual) for record in lines(tmp_path)] == [
         ({"load_s": 2.0}, {"new_tokens": 5}), ({"load_s": 1.0}, {"new_tokens": 7}), (None, None),
     ]  # fmt: skip
 
 
 def test_decisions_of_a_killed_run_are_kept_when_it_goes_on(tmp_path: Path) -> None:
-    journal = begun(tmp_path)
-    journal.write(RequestRecord("s", 0, request_id="r0"))
-    journal.write(RequestDecision("r0", {}, {"new_tokens": 5}))
+    run_folder = begun(tmp_path)
+    run_folder.write(RequestRecord("s", 0, request_id="r0"))
+    run_folder.write(RequestDecision("r0", {}, {"new_tokens": 5}))
     with (tmp_path / DECISIONS).open("ab") as file:
         file.write(b'{"request_id":"r1"')
-    resumed = Journal.resume(tmp_path, OPTIONS_USED)
+    resumed = RunFolder.resume(tmp_path, OPTIONS_USED)
     resumed.write(RequestRecord("s", 1, request_id="r1"))
     resumed.write(RequestDecision("r1", {}, {"new_tokens": 6}))
     assert [record.actual for record in lines(tmp_path)] == [{"new_tokens": 5}, {"new_tokens": 6}]
 
 
 def test_half_a_line_on_a_full_disk_does_not_spoil_the_rest(tmp_path: Path) -> None:
-    journal = begun(tmp_path)
-    journal.write(RequestRecord("a", 0))
+    run_folder = begun(tmp_path)
+    run_folder.write(RequestRecord("a", 0))
     size = (tmp_path / RECORDS).stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard))
     try:
         with pytest.raises(OSError, match="only 20 of"):
-            journal.write(RequestRecord("b", 0))
+            run_folder.write(RequestRecord("b", 0))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    journal.write(RequestRecord("c", 0))  # a stream that ends later, when there is room again
+    run_folder.write(RequestRecord("c", 0))  # a stream that ends later, when there is room again
     assert keys(tmp_path) == [("a", 0), ("c", 0)]
 
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
-    refused = pytest.raises(JournalError, match="another run is writing")
+    refused = pytest.raises(RunFolderError, match="another run is writing")
     with locked(tmp_path), refused, locked(tmp_path):
         pass
     with locked(tmp_path):
         pass
-    with pytest.raises(JournalError, match="nowhere"), locked(tmp_path / "nowhere"):
+    with pytest.raises(RunFolderError, match="nowhere"), locked(tmp_path / "nowhere"):
         pass
