@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
@@ -72,6 +73,19 @@ def record_from(cls: type[T], data: Mapping[str, Any], what: str, remedy: str = 
         problem = f"lacks {missing}: {remedy or 'add them'}"
         raise ValueError(f"{what}: {problem}; known are {', '.join(names)}")
     return cls(**data)
+
+
+def steered_percent(mode: str) -> float:
+    """Percent of the conversations that ours steers in `shadow`, `canary:N` (0 < N < 100) or `on`;
+    ValueError for any other mode."""
+    percents = {"shadow": 0.0, "on": 100.0}
+    name, _, share = mode.partition(":")
+    with contextlib.suppress(ValueError):
+        if name == "canary" and 0 < float(share) < 100:
+            percents[mode] = float(share)
+    if mode not in percents:
+        raise ValueError(f"mode {mode!r}: give shadow, canary:N with 0 < N < 100 (percent), or on")
+    return percents[mode]
 
 
 def http_parts(url: str) -> SplitResult | None:

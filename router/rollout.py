@@ -2,61 +2,67 @@
 
 `shadow`: ours decides and writes down what it would have done, the present balancer steers.
 `canary:N`: ours steers N percent of the conversations, the present one the rest, with ours as a
-shadow. `on`: ours steers. Consulted for every request: by a cluster's decider, where the present
-balancer is Ray Serve's rule, and by `kappa route`, where it is emulated by one of `PRESENT` or is a
-real one in front of the same servers.
+shadow. `on`: ours steers. `kappa serve` and `kappa route` ask a `Rollout` about each request: the
+present balancer is Ray Serve's rule in a cluster; before foreign servers one of `PRESENT` emulates
+it, or a real one stands in front of the same servers.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from kappa.checks import steered_percent
 from router.decision import Choice, Estimates
 from router.policy import Policy, Stateless, least
 
-Mode = Literal["shadow", "canary", "on"]
 Arm = Literal["kappa", "ray", "present"]
 
 _STEPS = 10_000
 
 
+class Present(Policy, Protocol):
+    """The rule of a present balancer. arm: its name in metrics and records."""
+
+    arm: Arm
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A mode, the percentage of conversations that ours steers, and who steers the others."""
+    """How far our routing is trusted.
 
-    mode: Mode
-    percent: float = 0.0
-    other: Arm = "ray"
+    percent: of the conversations, those that ours steers. present: the rule that steers the others.
+    balancer: the url of a real balancer, which only its answers tell the choices of; until then its
+    requests are thought spread by `present`. Empty: `present` chooses itself.
+    """
+
+    percent: float
+    present: Present
+    balancer: str = ""
 
     @classmethod
-    def parse(cls, text: str, other: Arm = "ray") -> Rollout:
-        """Read `shadow`, `canary:N` (0 < N < 100) or `on`; ValueError for anything else."""
-        match text:
-            case "shadow":
-                return cls("shadow", other=other)
-            case "on":
-                return cls("on", 100.0, other)
-        name, _, share = text.partition(":")
-        try:
-            percent = float(share) if name == "canary" else -1.0
-        except ValueError:
-            percent = -1.0
-        if not 0 < percent < 100:
-            raise ValueError(
-                f"mode {text!r}: give shadow, canary:N with 0 < N < 100 (percent), or on"
-            )
-        return cls("canary", percent, other)
+    def parse(cls, mode: str, present: str = "ray") -> Rollout:
+        """Of a mode, by `steered_percent`; ValueError for any other. present: `ray`, one of
+        `PRESENT`, or the url of a real balancer."""
+        known: dict[str, Callable[[], Present]] = {**PRESENT, "ray": RayServe}
+        rule = known.get(present, LeastConnections)()
+        return cls(steered_percent(mode), rule, "" if present in known else present)
 
     def arm(self, conversation: str) -> Arm:
         """Who steers; the same for all requests of a conversation, whichever decider it meets."""
         # A client may name it by half of a surrogate pair, which JSON can hold.
         named = conversation.encode(errors="surrogatepass")
-        return "kappa" if _digest(named) % _STEPS < self.percent / 100 * _STEPS else self.other
+        ours = _digest(named) % _STEPS < self.percent / 100 * _STEPS
+        return "kappa" if ours else self.present.arm
+
+    def other(self, conversation: str) -> Present | None:
+        """The rule that steers a conversation; None where ours does."""
+        return None if self.arm(conversation) == "kappa" else self.present
 
 
 def _digest(named: bytes) -> int:
@@ -67,6 +73,7 @@ class RoundRobin(Stateless):
     """One worker after the other, as nginx does by default."""
 
     name = "round-robin"
+    arm: Arm = "present"
 
     def __init__(self) -> None:
         self._count = -1
@@ -96,6 +103,7 @@ class PrefixHash(Stateless):
     """
 
     name = "prefix-hash"
+    arm: Arm = "present"
 
     def choose(self, estimates: Estimates) -> Choice:
         hashes = estimates.prefix_hashes
@@ -105,7 +113,23 @@ class PrefixHash(Stateless):
         return Choice(weights.index(max(weights)), "hash_of_prefix")
 
 
-PRESENT: dict[str, Callable[[], Policy]] = {
+class RayServe(Stateless):
+    """Ray Serve's rule: of two workers drawn at random, the one with fewer requests in flight.
+
+    Over all workers of all pools, where Ray's own router sees those of one pool. The draw is made
+    from the time of the decision, so that it can be repeated.
+    """
+
+    name = "ray"
+    arm: Arm = "ray"
+
+    def choose(self, estimates: Estimates) -> Choice:
+        count, load = len(estimates), estimates.in_flight
+        drawn = random.Random(repr(estimates.now_s)).sample(range(count), min(count, 2))
+        return Choice(min(drawn, key=load.__getitem__), "shorter_of_two_queues")
+
+
+PRESENT: dict[str, Callable[[], Present]] = {
     kind.name: kind for kind in (RoundRobin, LeastConnections, PrefixHash)
 }
 """Emulated present balancers: name to a maker of a fresh one."""
@@ -140,21 +164,3 @@ class ShadowDecision:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with what follows from it."""
         return {**asdict(self), "agreed": self.agreed, "saving_s": self.saving_s}
-
-
-def ray_choice(workers: Sequence[str], in_flight: Callable[[str], int], request_id: str) -> str:
-    """Where Ray Serve's rule sends a request: of two workers drawn at random, to the one with fewer
-    requests in flight.
-
-    Over all workers of all pools, where Ray's own router sees those of one pool. The draw is made
-    from the request's id, so that it can be repeated. ValueError without workers.
-    """
-    if not workers:
-        raise ValueError("no workers to draw from")
-    digest = hashlib.blake2b(request_id.encode(), digest_size=16, person=b"ray choice").digest()
-    first = int.from_bytes(digest[:8]) % len(workers)
-    if len(workers) == 1:
-        return workers[0]
-    second = int.from_bytes(digest[8:]) % (len(workers) - 1)
-    second += second >= first
-    return min(workers[first], workers[second], key=in_flight)

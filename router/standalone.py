@@ -1,8 +1,8 @@
 """Routing with nothing but history: the drop-in for a plain Ray Serve LLM app.
 
-Stock replicas send no events, so prefixes are what was sent where (`router.history`), forgotten
-oldest first. A replica that announces its node (`workers.announcing`) is priced by that, any other
-as one node of the catalogue.
+Stock replicas send no events, so prefixes are what was sent where (`router.sent_prompts`),
+forgotten oldest first. A replica that announces its node (`workers.announcing`) is priced by that,
+any other as one node of the catalogue.
 
 Not every request is known to end: behind Ray's direct streaming Ray picks a replica, and hears no
 more of the request. Such a one counts until its predicted end. A replica that announces how many
@@ -25,10 +25,10 @@ from kappa.protocol import ANNOUNCEMENT_KEY, LOAD_KEY, Announcement, Arrival, Wo
 from kappa.shapes import model_shape
 from router.config import RouterConfig
 from router.decision import Decision, NoWorkerError, RouteRequest
-from router.history import BLOCK_TOKENS, CacheSize, announcement_of, prompt_tokens
 from router.index.prefix_hash import secret_from_seed
 from router.policy import policy_named
 from router.router import Router
+from router.sent_prompts import BLOCK_TOKENS, CacheSize, announcement_of, prompt_tokens
 
 _INDEX_BLOCKS = 200_000
 # Of a request that Ray will say the end of, if that gets lost.

@@ -15,7 +15,7 @@ from typing import Any
 
 from kappa.protocol import Admission, Spent
 from router.decision import Decision
-from router.live.records import DecisionRecord
+from router.live.decision_records import DecisionRecord
 
 KEPT = 4096
 """Timelines in memory, as many as decisions."""

@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kappa.logging import RateLimit
 from kappa.settings.routing import ObservingSettings
-from router.live.records import DecisionRecord
+from router.live.decision_records import DecisionRecord
 from router.telemetry import RequestTimeline, spans_of
 
 log = structlog.get_logger(__name__)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from kappa.protocol import Announcement
 from router.config import RouterConfig
-from router.journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.policy import Policy
+from router.rollout_journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.router import Router
 from simulator.clusters import NodeModel
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch

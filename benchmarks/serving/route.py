@@ -34,7 +34,7 @@ from kappa.host import free_port
 from kappa.settings.front import load_front_settings
 from loadtest.client import Endpoint, EndpointSettings, Prepared
 from loadtest.run_folder import RequestRecord
-from router.journal import read_journal
+from router.rollout_journal import read_journal
 from workload.catalogue import workload_named
 from workload.replay import expand
 from workload.shapes import TurnShape, Workload
@@ -213,8 +213,8 @@ def run_arm(
         "p50": quantile(ttft_s, 0.5), "mean": statistics.fmean(ttft_s),
         "p99": quantile(ttft_s, 0.99), "lasted_s": max(r.ended_s for r in records),
     }  # fmt: skip
-    lines = ((f"{n}", json.loads(line)) for n, line in enumerate(journal.open(), 1))
-    segments = read_journal(lines)
+    with journal.open(encoding="utf-8") as lines:
+        segments = read_journal(lines, str(journal))
     off = [abs(r.predicted_s / r.ttft_s - 1) for s in segments for r in s.requests]
     found["errors"] = [
         statistics.median(off[k : k + _BATCH]) for k in range(0, len(off), _BATCH)

@@ -15,7 +15,7 @@ import typer
 from deploy.commands.console import KEY_VARIABLES, ApiKey, Json, fail
 
 if TYPE_CHECKING:
-    from router.journal import RolloutSegment
+    from router.rollout_journal import RolloutSegment
     from simulator.counterfactual import Comparison
 
 _TIMEOUT_S = 60.0
@@ -31,15 +31,19 @@ def report(
     json_output: Json = False,
 ) -> None:
     """Say what turning kappa's routing on would save, in seconds, and how sure that is."""
-    from router.journal import read_journal
+    from router.rollout_journal import read_journal
 
     if (journal is None) == (url is None):
         fail("give a JOURNAL or --url, one of them", 2)
     try:
-        lines = _fetched(str(url), api_key) if journal is None else _read(journal)
-        segments = read_journal(lines)
+        if journal is None:
+            where = f"{str(url).rstrip('/')}/v1/journal"
+            segments = read_journal(_fetched(where, api_key), where)
+        else:
+            where = "standard input" if str(journal) == "-" else str(journal)
+            segments = read_journal(_read(journal), where)
         if not segments:
-            raise ValueError(f"{journal or url}: the journal is empty; send requests first")
+            raise ValueError(f"{where}: the journal is empty; send requests first")
         found = facts_of(segments)
     except (OSError, ValueError) as error:
         fail(str(error), 2)
@@ -138,41 +142,24 @@ def _advice(shown: dict[str, Any]) -> Iterator[str]:
         yield "Whether kappa is faster cannot be said yet: let more conversations come."
 
 
-def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read(path: Path) -> Iterator[str]:
     if str(path) == "-":
-        yield from _parsed("standard input", sys.stdin)
+        yield from sys.stdin
         return
     with path.open(encoding="utf-8") as file:
-        yield from _parsed(str(path), file)
+        yield from file
 
 
-def _fetched(url: str, key: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _fetched(where: str, key: str | None) -> Iterator[str]:
     import httpx
 
     key = key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    where = f"{url.rstrip('/')}/v1/journal"
     try:
         with httpx.stream("GET", where, headers=headers, timeout=_TIMEOUT_S) as answer:
             if answer.status_code != 200:
                 said = answer.read().decode(errors="replace")[:300]
                 raise ValueError(f"{where} answered {answer.status_code}: {said}")
-            yield from _parsed(where, answer.iter_lines())
+            yield from answer.iter_lines()
     except httpx.HTTPError as error:
         raise ValueError(f"{where}: {error or type(error).__name__}") from None
-
-
-def _parsed(where: str, lines: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Lines as objects; a last one that is being written is left out."""
-    damaged = ""
-    for number, line in enumerate(lines, start=1):
-        if damaged:
-            raise ValueError(f"{damaged}: not JSON; remove the line")
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            damaged = f"{where}:{number}"
-            continue
-        if not isinstance(entry, dict):
-            raise ValueError(f"{where}:{number}: not a line of a journal; remove it")
-        yield f"{where}:{number}", entry

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kappa.checks import http_parts
+from kappa.checks import http_parts, steered_percent
 from kappa.settings.base import Finite, Section
 from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 
@@ -78,7 +77,7 @@ class RouterSettings(Section):
     policy: PolicyName = "priced"
     mode: str = Field(
         "on",
-        description="who steers: ray, shadow (Ray's, ours watches), canary:N (percent), or on",
+        description="who steers: shadow (the others, ours watches), canary:N (percent), or on",
     )
     index_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
     max_body_bytes: int = Field(4 << 20, ge=1024)
@@ -104,13 +103,8 @@ class RouterSettings(Section):
     @field_validator("mode")
     @classmethod
     def _known_mode(cls, value: str) -> str:
-        name, _, share = value.partition(":")
-        with contextlib.suppress(ValueError):
-            if name == "canary" and 0 < float(share) < 100:
-                return value
-        if value in ("shadow", "on"):
-            return value
-        raise ValueError(f"mode {value!r}: give shadow, canary:N with 0 < N < 100 (percent), or on")
+        steered_percent(value)
+        return value
 
 
 LogFormat = Literal["console", "json"]

@@ -145,9 +145,8 @@ class RequestPath:
                 if late:
                     routed = replace(routed, exclude=routed.exclude | late)
                     explained = live.priced(routed)
-        if self.rollout.arm(f"{tenant} {request.conversation}") == "ray":
-            return live.route_as(routed, tenant, explained=explained)
-        return live.route(routed, tenant, explained)
+        present = self.rollout.other(f"{tenant} {request.conversation}")
+        return live.route(routed, tenant, explained, present)
 
 
 def engine_metadata(live: LiveRouter, decision: Decision, request: ApiRequest) -> Metadata:

@@ -15,8 +15,8 @@ from kappa.protocol import Announcement, Charge
 from router.api.tenants import Tenants
 from router.decision import Decision
 from router.live.charges import credits_s
+from router.live.decision_records import oldest_waits_s
 from router.live.live_router import LiveRouter
-from router.live.records import oldest_waits_s
 
 # Of a report: lists of requests, which are anybody's.
 _LISTS = (

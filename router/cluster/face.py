@@ -25,7 +25,7 @@ from router.api.tenants import Places
 from router.cluster.ports import WorkerPorts
 from router.cluster.reading import counted_message, either
 from router.live.deciders import Deciders
-from router.live.records import DecisionRecord
+from router.live.decision_records import DecisionRecord
 from router.policy import policy_named
 from router.telemetry import Telemetry
 

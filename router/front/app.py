@@ -16,6 +16,8 @@ from router.api.start import access_of, tenants_table
 from router.front.front import DECIDED_PATHS, Front
 from router.page.mount import add_page
 
+_JSON_LINES = "application/x-ndjson"
+
 
 def make_face_app(front: Front, door: Door) -> Starlette:
     """The application, of a front that runs; door: of the decider that stands beside."""
@@ -27,7 +29,7 @@ def make_face_app(front: Front, door: Door) -> Starlette:
 
 
 def own_routes(front: Front) -> list[Route]:
-    """What is answered here."""
+    """Paths that are answered here."""
     face = _Face(front)
     return [
         Route("/health", face.health),
@@ -88,7 +90,8 @@ class _Face(Face):
 
     async def journal(self, request: Request) -> Response:
         """The journal of the rollout, JSON lines; empty if none is written."""
-        return StreamingResponse(self._front.rollout.journal(), media_type="application/x-ndjson")
+        journal = self._front.journal
+        return StreamingResponse(journal.parts() if journal else (), media_type=_JSON_LINES)
 
     async def route(self, request: Request) -> Response:
         """What would be decided for a chat or completion body; nothing is sent or reserved.

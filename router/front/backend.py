@@ -25,7 +25,6 @@ from kappa.protocol import Admission, Announcement, LoadSample, WorkerReport
 from kappa.settings.front import BackendSettings, ProbeSettings
 from kappa.shapes import SHAPES, model_shape
 from router.front.facts import LoadFacts, ModelFacts, load_in, models_in
-from router.history import BLOCK_TOKENS, UNKNOWN_BLOCKS, CacheSize, SentBlocks, announcement_of
 from router.index.kv_events import (
     BlocksStored,
     CacheGroups,
@@ -35,6 +34,7 @@ from router.index.kv_events import (
 )
 from router.live.event_feed import EventFeed, FloodError
 from router.live.kv_subscriber import StreamListener
+from router.sent_prompts import BLOCK_TOKENS, UNKNOWN_BLOCKS, CacheSize, SentBlocks, announcement_of
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +96,7 @@ class Backend:
         return True
 
     def follow(self, listener: StreamListener) -> Backend:
-        """From now on `listener` hears what becomes of it."""
+        """Tell `listener` of this server from now on."""
         self._listener, self.synced = listener, True
         # Its cache groups stay what they are.
         for what in [what for what in self.events if not what.startswith("priced_")]:
@@ -105,7 +105,7 @@ class Backend:
         return self
 
     async def close(self) -> None:
-        """Nobody listens any more; it is probed on."""
+        """Tell no listener any more; probes go on."""
         self._listener, self.synced = None, False
 
     def admitted(self, admission: Admission) -> None:
@@ -137,7 +137,7 @@ class Backend:
             await asyncio.sleep(self._probe.every_s)
 
     async def _ask(self) -> None:
-        """One probe; raises what is wrong."""
+        """One probe; raises the server's fault."""
         status, _ = await self._get("/health")
         if status >= 500:
             raise ValueError(f"/health answered {status}")
@@ -200,7 +200,7 @@ class Backend:
         async with self._http.request(
             method, url, json=body, headers=headers, allow_redirects=False
         ) as answer:
-            # Until there is no more, or too much of it.
+            # Until there is no more, or too much.
             read = bytearray()
             while part := await answer.content.read(1 << 16):
                 read += part
@@ -335,7 +335,7 @@ class Backend:
 
 
 def _why(error: Exception) -> str:
-    """What of an error says what is wrong."""
+    """The part of an error that names the fault."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect: {error.strerror or error.os_error}"
     return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))

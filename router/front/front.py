@@ -2,16 +2,15 @@
 
 A request's body is read as far as routing needs it and never changed. The decision is the same
 core's as in a cluster; what a server holds is known from what was sent to it and from what its
-answers say of their prompts (`router.history`).
+answers say of their prompts (`router.sent_prompts`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
-from collections import OrderedDict
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 import numpy as np
 import structlog
 
@@ -34,16 +32,18 @@ from router.api.start import DeciderSettings, member_rule, router_config
 from router.api.tenants import EVERYBODY, Tenant
 from router.decision import Decision, NoWorkerError, RouteRequest
 from router.front.backend import TOKENIZED_FIELDS, Backend
+from router.front.conversations import Conversations, opening_of
 from router.front.facts import Usage
-from router.front.rollout import FrontRollout
-from router.history import BLOCK_TOKENS, BYTES_PER_TOKEN, PROMPT_FIELDS, Sent, prompt_tokens
+from router.front.journal import Journal
 from router.index.prefix_hash import salt_of
-from router.journal import CacheBlocks
 from router.live.kv_subscriber import StreamListener
 from router.live.live_router import LiveRouter
 from router.live.membership import Follower
 from router.live.replica_registry import ReplicaRegistry
 from router.live.supervised import supervised
+from router.rollout import Rollout
+from router.rollout_journal import CacheBlocks
+from router.sent_prompts import BLOCK_TOKENS, BYTES_PER_TOKEN, PROMPT_FIELDS, Sent, prompt_tokens
 
 log = structlog.get_logger(__name__)
 
@@ -58,27 +58,26 @@ _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
 # Prompts that servers tokenize for us.
 _TOKENIZED_AT_ONCE = 8
-# Characters, or token ids, of a text: that its conversation is known by, in steps of so many; and
-# how many texts are remembered.
-_OPENING, _STRIDE, _MOST_NAMES = 1024, 8, 1 << 16
-_FACTORS = np.random.default_rng(0).integers(1 << 64, size=_OPENING, dtype=np.uint64) | 1
 
 
 @dataclass(slots=True)
 class Wanted:
-    """A request's body as far as routing reads it; model: empty if it names none. tokens: the
-    prompt (`router.history`), None where there is none to be read; bound: the most that it is;
-    answers: to each prompt; merged: several tokens may come in one event; session: its
-    conversation, by the name that the client gives it, else by how it begins."""
+    """A request's body as far as routing reads it."""
 
+    # Empty if it names none.
     model: str = ""
     streamed: bool = False
+    # The prompt (`router.sent_prompts`); None where none can be read.
     tokens: np.ndarray | None = None
+    # Tokens that the prompt has at most.
     bound: int = 0
     max_tokens: int = 0
+    # Answers to all of its prompts together.
     answers: int = 1
+    # Several tokens may come in one event.
     merged: bool = False
     salt: str = ""
+    # Its conversation, by the client's own name for it, else by how it begins.
     session: str = ""
 
     @classmethod
@@ -104,13 +103,15 @@ class Wanted:
 
 @dataclass(slots=True)
 class Flying:
-    """A request at a server: the decision, and the blocks that it brings there; via: the present
-    balancer that it is sent to instead, which may choose another."""
+    """A request at a server."""
 
     decision: Decision
     backend: Backend
+    # Its name, the tenant's in front.
+    conversation: str
+    # The blocks that it brings there.
     sent: Sent | None = None
-    session: str = ""
+    # The present balancer that it is sent to instead, which may choose another server.
     via: str = ""
 
 
@@ -121,6 +122,8 @@ class Front:
 
     def __init__(self, settings: FrontSettings) -> None:
         self.settings = settings
+        self.rollout = Rollout.parse(settings.router.mode, settings.present)
+        self.journal: Journal | None = None
         self.backends: dict[str, Backend] = {}
         self._registry, self._warned = ReplicaRegistry(), False
         self._conversations, self._turns = Conversations(), FairTurns(_TOKENIZED_AT_ONCE)
@@ -142,7 +145,8 @@ class Front:
             router_config(decider), None, rule, registry=self._registry,
             counting=settings.observing.metrics, request_log=settings.observing.request_log,
         )  # fmt: skip
-        self.rollout = FrontRollout(settings, self.live, self._caches)
+        if settings.journal is not None:
+            self.journal = Journal(settings.journal, settings, self.live, self._caches)
         probe = settings.probe
         self._http = aiohttp.ClientSession(
             # uvicorn, and so vLLM, closes idle connections after 5 s.
@@ -167,10 +171,9 @@ class Front:
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        self.rollout.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.journal is not None:
+            self.journal.close()
         await self.live.close()
         await self._http.close()
 
@@ -260,7 +263,7 @@ class Front:
         return wanted
 
     def request(self, request_id: str, wanted: Wanted) -> RouteRequest:
-        """What the router decides about; raises ApiError 404 for a model that nobody serves."""
+        """The router's part of a request; raises ApiError 404 for a model that no server has."""
         serving = self.serving(wanted.model)
         if not serving and all(backend.known for backend in self.backends.values()):
             names = sorted({m.name for one in self.backends.values() for m in one.models})
@@ -277,9 +280,14 @@ class Front:
 
     def decide(self, request: RouteRequest, tenant: str = "") -> Flying:
         """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
-        decision, via = self.rollout.decide(request, tenant)
-        flying = Flying(decision, self.backends[decision.worker], session=request.session, via=via)
-        if not via:
+        conversation = f"{tenant} {request.session or request.request_id}"
+        present = self.rollout.other(conversation)
+        decision = self.live.route(request, tenant, present=present)
+        flying = Flying(decision, self.backends[decision.worker], conversation)
+        if present is not None:
+            # Where a real balancer is to choose, the server is a guess.
+            flying.via = self.rollout.balancer
+        if not flying.via:
             self._holds(flying)
         return flying
 
@@ -290,7 +298,7 @@ class Front:
             flying.sent = backend.sent.send(index, hashes)
 
     def answered(self, flying: Flying, request: RouteRequest, given: str) -> None:
-        """An answer through the present balancer begins; given: whose it is, as its head says."""
+        """An answer through the present balancer begins; given: the server that its head names."""
         named = given.removeprefix("http://").removeprefix("https://")
         worker = next(
             (name for name, one in self.backends.items()
@@ -343,7 +351,18 @@ class Front:
         """A request is over at its server (`LiveRouter.release`)."""
         if flying.sent is not None and flying.backend.sent is not None:
             flying.backend.sent.ended(flying.sent)
-        self.rollout.ended(flying.decision, flying.session, end)
+        live, request_id = self.live, flying.decision.request_id
+        flight, record = live.router.flights.get(request_id), live.records.get(request_id)
+        live.release(request_id, end)
+        # One that another attempt has replaced has a line of its own.
+        if self.journal is None or flight is None or record is None or not record.end:
+            return
+        decision = flying.decision
+        told = {
+            **record.to_dict(), "worker": decision.worker, "end_s": time.time(),
+            "prompt_tokens": decision.prompt_tokens, "output_tokens": flight.output_tokens,
+        }  # fmt: skip
+        self.journal.ended(told, flying.conversation, decision.priced.prefix_hashes)
 
     def _caches(self) -> dict[str, CacheBlocks]:
         return {
@@ -365,7 +384,7 @@ class Front:
         return list(cards.values())
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every server: where, whether it answers, what is wrong with it."""
+        """Every server: its url, whether it answers, and its fault if it has one."""
         return [
             {
                 "worker": name, "url": one.settings.url, "profile": one.settings.profile,
@@ -374,61 +393,6 @@ class Front:
             }
             for name, one in self.backends.items()
         ]  # fmt: skip
-
-
-class Conversations:
-    """Names of conversations: what the client calls one, else how it begins.
-
-    A chat begins with all up to its first question. A bare prompt has no such end: it is named
-    after the longest earlier one that it begins with, as far as its first 1,024 characters or ids.
-    """
-
-    def __init__(self) -> None:
-        self._names: OrderedDict[int, str] = OrderedDict()
-
-    def of(self, opening: str | list[int]) -> str:
-        """The name of a body's conversation, by its `opening_of`; empty where it has none."""
-        if isinstance(opening, str):
-            return opening
-        whole = opening[-1]
-        known = (self._names[one] for one in reversed(opening) if one in self._names)
-        self._names[whole] = name = next(known, f"{whole:016x}")
-        self._names.move_to_end(whole)
-        if len(self._names) > _MOST_NAMES:
-            self._names.popitem(last=False)
-        return name
-
-
-def opening_of(data: Mapping[str, Any]) -> str | list[int]:
-    """The name of a body's conversation, empty where it has no prompt that can be read; of a bare
-    prompt the names of all its beginnings, the longest last."""
-    named = next((data[key] for key in CONVERSATION_KEYS if isinstance(data.get(key), str)), "")
-    messages, prompt = data.get("messages", data.get("input")), data.get("prompt")
-    opening = messages if messages is not None else prompt
-    if named or not opening or not isinstance(opening, list | str):
-        return named
-    with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
-        if messages is None or isinstance(opening, str):
-            return _beginnings(opening[:_OPENING])
-        first = (i for i, one in enumerate(opening) if isinstance(one, dict) and _asks(one))
-        return _digest(opening[: next(first, 0) + 1])
-    return ""
-
-
-def _beginnings(opening: list[Any] | str) -> str | list[int]:
-    """Of a text or ids, by sums with random factors: a hundred digests would cost as much as the
-    whole rest of reading a short body."""
-    if len(opening) < _STRIDE:
-        return _digest(opening)
-    if not isinstance(opening, str) and any(type(one) is not int for one in opening):
-        opening = msgspec.json.encode(opening).decode()[:_OPENING]
-    if isinstance(opening, str):
-        values = np.frombuffer(opening.encode("utf-32-le", "surrogatepass"), "<u4")
-    else:
-        values = np.array(opening, dtype=np.int64)
-    sums = np.cumsum((values.astype(np.uint64) + 1) * _FACTORS[: len(values)])
-    beginnings: list[int] = sums[_STRIDE - 1 :: _STRIDE].tolist()
-    return beginnings
 
 
 def _parsed(
@@ -446,14 +410,6 @@ def _parsed(
     if "prompt" in fields and (by_text or isinstance(data.get("prompt"), list)):
         wanted.tokens = prompt_tokens(data)
     return data, wanted, opening_of(data)
-
-
-def _digest(part: Any) -> str:
-    return hashlib.blake2b(msgspec.json.encode(part), digest_size=8).hexdigest()
-
-
-def _asks(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "user"
 
 
 def _stem(root: str) -> str:

@@ -44,7 +44,7 @@ class FrontGateway:
 
 
 async def serve(settings: FrontSettings, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then end what is open; `ready` is called with the url. Raises
+    """Serve until SIGINT or SIGTERM, then end open requests; `ready` is called with the url. Raises
     EnvoyError."""
     loop, ordered = asyncio.get_running_loop(), asyncio.Event()
     for signalled in (signal.SIGINT, signal.SIGTERM):
@@ -63,7 +63,7 @@ async def serve(settings: FrontSettings, ready: Callable[[str], None]) -> None:
 
 @contextlib.asynccontextmanager
 async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
-    """Everything, from the first probe of a server to Envoy, which cuts what is open at the end.
+    """Everything, from the first probe of a server to Envoy, which cuts open requests at the end.
     Raises EnvoyError (`router.gateway.process`) if it cannot run."""
     door = Door(replace(access_of(settings), limit_all=True))
     async with contextlib.AsyncExitStack() as stack:

@@ -27,15 +27,15 @@ from router.decision import (
 )
 from router.live.charges import Charges
 from router.live.circuit_breaker import Blocked
+from router.live.decision_records import SENT_MARK, DecisionRecord, Records
 from router.live.membership import Membership, MembershipRule
 from router.live.metrics import RouterMetrics
 from router.live.record_file import RecordFile
-from router.live.records import SENT_MARK, DecisionRecord, Records
 from router.live.replica_registry import REGISTRY, ReplicaRegistry
 from router.live.suspects import Suspects
 from router.policy import Policy
 from router.recording import RecordedRouter
-from router.rollout import Arm, ShadowDecision, ray_choice
+from router.rollout import Arm, Present, ShadowDecision
 from router.router import Router
 
 log = structlog.get_logger(__name__)
@@ -116,10 +116,16 @@ class LiveRouter:
     # -- requests -----------------------------------------------------------------------------
 
     def route(
-        self, request: RouteRequest, tenant: str = "", explained: Explained | None = None
+        self,
+        request: RouteRequest,
+        tenant: str = "",
+        explained: Explained | None = None,
+        present: Present | None = None,
     ) -> Decision:
-        """Decide, reserve, count; explained: what `priced` said of it just now. Raises
-        `NoWorkerError`."""
+        """Decide, reserve, count. explained: what `priced` said of it just now. present: the rule
+        that steers instead of ours, which is written down beside it. Raises `NoWorkerError`."""
+        if present is not None:
+            return self._shadowed(request, tenant, explained, present)
         start_s = time.perf_counter()
         if explained is None:
             asked = self._asked(self.router.route, request)
@@ -157,23 +163,15 @@ class LiveRouter:
         one each of the same; what a worker reports must not be taken for the other's."""
         return f"{request_id}{SENT_MARK}{self._nonce}-{next(self._sent)}"
 
-    def route_as(
-        self, request: RouteRequest, tenant: str = "", present: Policy | None = None,
-        explained: Explained | None = None,
-    ) -> Decision:  # fmt: skip
-        """As `route`, by the present balancer's rule, Ray Serve's if none is given; what ours would
-        have done is written down beside it."""
+    def _shadowed(
+        self, request: RouteRequest, tenant: str, explained: Explained | None, present: Present
+    ) -> Decision:
         asked = explained or self.priced(request)
         ours, estimates = asked.decision, asked.decision.priced
-        workers = list(estimates.workers)
-        steered: Arm = "ray" if present is None else "present"
-        if present is None:
-            chosen = ray_choice(workers, self._in_flight, request.request_id)
-        else:
-            chosen = workers[present.choose(estimates).index]
+        chosen = estimates.workers[present.choose(estimates).index]
         decision = self.router.route(asked.request, asked.now_s, ours, chosen)
-        decision = replace(decision, reason=f"{steered}_rule")
-        self._noted(asked, decision, tenant, steered)
+        decision = replace(decision, reason=f"{present.arm}_rule")
+        self._noted(asked, decision, tenant, present.arm)
         shadow = ShadowDecision(
             ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s, decision.worker,
             decision.chosen.node.name, decision.chosen.ttft_s,
@@ -299,9 +297,6 @@ class LiveRouter:
         soonest_s = min(waits_s, default=_NO_WORKER_RETRY_S)
         return max(soonest_s, self.members.breakers.retry_after_s(now_s))
 
-    def _in_flight(self, worker: str) -> int:
-        return self.router.in_flight_on(worker) + self.router.remote_in_flight_on(worker)
-
     def _load(self) -> float:
         """Share of workers that have something to compute or load, as far as is known."""
         workers = self.router.workers.values()
@@ -335,7 +330,7 @@ class LiveRouter:
         self.metrics.forget_node(before)
 
     def worker_died(self, worker: str) -> None:
-        in_flight = self._in_flight(worker)
+        in_flight = sum(1 for _ in self.router.flights_on(worker))
         self.suspects.died(worker, self._node(worker), in_flight, self.now_s())
 
     def breaker_opened(self, worker: str, why: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import threading
 import time
 
 import numpy as np
@@ -225,6 +226,7 @@ async def test_a_full_disk_ends_the_record_and_nothing_else(
     await joined(live, registry, w)
     await until(lambda: live.members.synced)
     live.route(ask("before"))
+    await until(lambda: '"before"' in path.read_text())
     full_disk.append(errno.ENOSPC)
     live.route(ask("during"))
     for request_id in ("before", "during"):
@@ -233,11 +235,12 @@ async def test_a_full_disk_ends_the_record_and_nothing_else(
     w.step()
     await until(lambda: live.router.workers["w"].report.steps_total)
     await until(lambda: live.router.index.stats()["blocks"] == 2)
+    await until(lambda: sample(live, "kappa_record_dropped_total"))
     full_disk.clear()
     assert live.route(ask("after")).worker == "w"
     live.release("after", "done")
     assert live.router.reservations == 0 and live.members.get("w").subscriber.synced
-    assert sample(live, "kappa_record_dropped_total") >= 3
+    await until(lambda: sample(live, "kappa_record_dropped_total") >= 3)
     assert sample(live, 'kappa_task_restarts_total{task="feed"}') is None
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     told = [line["request"]["request_id"] for line in lines if line["call"] == "route"]
@@ -256,6 +259,31 @@ def test_a_record_ends_at_its_bound_with_a_whole_line_and_tightens_an_old_files_
     file.close()
     assert path.read_text() == '{}\n{"n": 1}\n'
     assert len(dropped) == 3 and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_closing_a_record_waits_for_what_its_thread_has_to_write(tmp_path):
+    path, dropped = tmp_path / "j", []
+    file = RecordFile(str(path), lambda: dropped.append(1))
+    for n in range(100):
+        file({"n": n})
+    file.close()
+    lines = [json.loads(line)["n"] for line in path.read_text().splitlines()]
+    assert lines == list(range(100)) and not dropped
+
+
+def test_a_disk_that_is_too_slow_ends_the_record(tmp_path, monkeypatch):
+    path, dropped, go_on, real = tmp_path / "j", [], threading.Event(), os.write
+    monkeypatch.setattr(router.live.record_file, "_WAITING_BYTES", 20)
+    monkeypatch.setattr(
+        router.live.record_file.os, "write", lambda *given: go_on.wait() and real(*given)
+    )
+    file = RecordFile(str(path), lambda: dropped.append(1))
+    for n in range(9):
+        file({"n": n})
+    assert dropped, "the caller did not wait"
+    go_on.set()
+    file.close()
+    assert len(path.read_text().splitlines()) + len(dropped) == 9
 
 
 def test_a_record_that_cannot_be_opened_keeps_nothing_from_starting(tmp_path):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from router.index.block_table import HolderSets
 from router.index.kv_events import BlocksRemoved, BlocksStored, TierCleared, WorkerGone, WorkerReset
-from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.lookup import Match
+from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.prefix_index import PrefixIndex
 from tests.router.building import match_all, match_worker
 

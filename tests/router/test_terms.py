@@ -15,7 +15,7 @@ from router.api.render import SHORT_BYTES
 from router.api.request import cache_salt
 from router.api.tenants import Allowance, Tenant
 from router.index.prefix_hash import salt_of
-from router.live.records import DecisionRecord
+from router.live.decision_records import DecisionRecord
 from tests.router.building import tenants_of
 from tests.router.scripted import (
     BODY,

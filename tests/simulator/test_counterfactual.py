@@ -7,9 +7,9 @@ import pytest
 
 from router.calibration import Calibration
 from router.config import RouterConfig
-from router.journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.policy import policy_named
 from router.rollout import PRESENT, RoundRobin
+from router.rollout_journal import JournaledRequest, JournaledWorker, RolloutSegment
 from router.router import Router
 from simulator import counterfactual as cf
 from simulator.decode import DecodeRun, step_parts

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from deploy.cli import app as kappa
 from kappa.settings.base import SettingsError
 from kappa.settings.front import load_front_settings
-from router.front.front import Conversations, opening_of
-from router.journal import read_journal
+from router.front.conversations import Conversations, opening_of
 from router.live import record_file
+from router.rollout_journal import read_journal
 from tests.router.front.conftest import chat, routing
 from tests.router.front.offering import FakeServer, serving
 
@@ -26,7 +26,7 @@ def lines_of(path):
 
 
 def segments_of(path):
-    return read_journal((f"{n}", line) for n, line in enumerate(lines_of(path), 1))
+    return read_journal(path.read_text().splitlines(), str(path))
 
 
 async def send(here, count, **headers):

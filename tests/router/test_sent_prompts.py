@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import history
-from router.history import CacheSize, SentBlocks, prompt_tokens
+from router import sent_prompts
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
+from router.sent_prompts import CacheSize, SentBlocks, prompt_tokens
 
 SIZE = 2
 
@@ -139,7 +139,7 @@ def test_a_cleared_engine_expects_nothing():
 
 
 def test_caches_are_forgotten_once_when_numbers_run_out(monkeypatch):
-    monkeypatch.setattr(history, "_LAST_NUMBER", 2)
+    monkeypatch.setattr(sent_prompts, "_LAST_NUMBER", 2)
     engine = Engine(device_blocks=10, host_blocks=10)
     for letter in "xyz":
         engine.done(letter, 3)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from kappa.protocol import Spent
+from router.live.decision_records import DecisionRecord, Records, oldest_waits_s
 from router.live.live_router import LiveRouter
-from router.live.records import DecisionRecord, Records, oldest_waits_s
 from tests.router.building import ask, router
 
 
