@@ -79,7 +79,7 @@ class RolloutSegment:
     failed: int = 0
 
 
-class _Seen(OrderedDict[int, UInt64s | None]):
+class _SeenBlocks(OrderedDict[int, UInt64s | None]):
     """Blocks that lines so far have, the latest; the reader keeps a prompt that each stands in.
 
     Writer and reader see the same lines and so remember the same blocks. Of a prompt's blocks each
@@ -115,7 +115,7 @@ class JournalWriter:
         self._start = {"mode": mode, "present": present, "policy": policy}
         self._router, self._caches, self._write = router, caches, write
         self._salt = hashlib.blake2b(repr(self._start).encode(), digest_size=8).digest()
-        self._described_s, self._described, self._seen = -math.inf, 0, _Seen()
+        self._described_s, self._described, self._seen = -math.inf, 0, _SeenBlocks()
 
     def describe(self, now_s: float) -> None:
         """Write what is known of the engines."""
@@ -168,7 +168,7 @@ def read_journal(lines: Iterable[str], where: str) -> list[RolloutSegment]:
         ValueError: names the line that cannot be read.
     """
     segments: list[RolloutSegment] = []
-    seen, cut = _Seen(), ""
+    seen, cut = _SeenBlocks(), ""
     for number, line in enumerate(lines, start=1):
         if cut:
             raise ValueError(f"{cut}: not JSON; remove the line")
@@ -183,7 +183,7 @@ def read_journal(lines: Iterable[str], where: str) -> list[RolloutSegment]:
                 if not segments or entry["first"]:
                     begun = (entry["mode"], entry["present"], entry["policy"])
                     segments.append(RolloutSegment(*begun))
-                    seen = _Seen()
+                    seen = _SeenBlocks()
                 known = msgspec.convert(entry["workers"], list[JournaledWorker])
                 segments[-1].workers.update({one.announcement.worker: one for one in known})
             elif not segments:
@@ -198,7 +198,7 @@ def read_journal(lines: Iterable[str], where: str) -> list[RolloutSegment]:
     return segments
 
 
-def _blocks(entry: Entry, seen: _Seen) -> UInt64s:
+def _blocks(entry: Entry, seen: _SeenBlocks) -> UInt64s:
     given = np.frombuffer(base64.b64decode(entry["blocks"]), dtype="<u8").astype(np.uint64)
     shared, names = entry["shared_blocks"], given.tolist()
     if shared:
