@@ -28,7 +28,7 @@ import numpy as np
 
 from kappa.incremental_tokenizer import Ids
 from router.api import errors
-from router.api.fair_turns import FairTurns
+from router.api.fair_queue import FairTurns
 from router.api.request_body import RequestBody
 from router.api.tenants import Tenant
 from router.api.tokenizer import PromptTokenizer, PromptTooLong, unpacked

@@ -25,7 +25,7 @@ from kappa.protocol import Admission, Announcement
 from kappa.settings.front import FrontSettings
 from router.api import errors
 from router.api.errors import ApiError
-from router.api.fair_turns import FairTurns
+from router.api.fair_queue import FairTurns
 from router.api.metadata import CONVERSATION_KEYS
 from router.api.reading import read
 from router.api.start import DeciderSettings, member_rule, router_config

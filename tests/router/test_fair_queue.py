@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.api.fair_turns import FairTurns
+from router.api.fair_queue import FairTurns
 from router.api.tenants import Tenant
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
