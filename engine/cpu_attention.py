@@ -18,10 +18,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.arena import Arena
 from engine.attention import Elsewhere, Partial, combine
-from engine.blocks import Ids, runs
+from engine.block_pool import Ids, runs
 from engine.config import ModelConfig
+from engine.kv_cache import Arena
 from engine.step import OnCpu
 from engine.transfer import WAIT_S, LinkMover, TransferFailed
 

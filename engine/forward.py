@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from engine import attention, layers
-from engine.arena import Arena
 from engine.cpu_attention import CpuAttention
+from engine.input_batch import build_step
+from engine.kv_cache import Arena
 from engine.step import DeviceStep, StepRow
-from engine.step_builder import build_step
 from engine.transfer import Event, LinkMover, TransferFailed
 from engine.weights import Weights
 

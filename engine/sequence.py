@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from engine.blocks import BlockError, Ids
-from engine.prefix import BlockKey, extend_keys
+from engine.block_pool import BlockError, Ids
+from engine.prefix_cache import BlockKey, extend_keys
 from engine.sampling import GREEDY, Sampling
 from engine.stats import Account
 from kappa.plans.load_plan import LoadPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.arena import ArenaSize
+from engine.kv_cache import ArenaSize
 from kappa.plans.planners import host_planners
 from scheduler.catalogue import FAIR
 from scheduler.config import FairConfig

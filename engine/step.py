@@ -2,7 +2,7 @@
 
 A `StepRow` is one sequence's part: the tokens to compute and, as spans of positions, the source of
 every token up to them: the device pool, a host block, an activation block, or this very step. A
-`DeviceStep` is all rows as index tensors, made by `engine.step_builder` and used by every layer.
+`DeviceStep` is all rows as index tensors, made by `engine.input_batch` and used by every layer.
 Attention reads the pool in whole blocks; all other keys and values meet in one buffer per layer:
 rows loaded from host, rows projected from activations, and the new tokens' rows.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockType, CopyRun, Ids, Place
+from engine.block_pool import BlockType, CopyRun, Ids, Place
 from kappa.plans.load_plan import Segment
 
 Wanted = Literal["last", "all"]

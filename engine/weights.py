@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.arena import ArenaTooLarge, free_host_bytes
 from engine.config import OPT_POSITION_OFFSET, ModelConfig
+from engine.kv_cache import ArenaTooLarge, free_host_bytes
 
 DTYPES = {
     "float64": torch.float64, "float32": torch.float32,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.blocks import runs
+from engine.block_pool import runs
 
 Ids = NDArray[np.int64]
 Table = NDArray[np.int8]

@@ -25,10 +25,10 @@ from benchmarks.hardware.device import Device, read_shape
 from benchmarks.vllm_engine import BareEngine, stats_in
 from deploy.app.model import Model
 from deploy.app.plan import worker_plan
-from engine.arena import Arena, ArenaSize
 from engine.config import read_config
 from engine.forward import Forward
-from engine.loop import Engine
+from engine.kv_cache import Arena, ArenaSize
+from engine.llm_engine import Engine
 from engine.sequence import EngineRequest
 from engine.settings import EngineOptions
 from engine.step import StepRow

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.app.smollm2 import folder_of
-from engine.arena import ArenaSize
 from engine.config import ModelConfig, read_config
+from engine.kv_cache import ArenaSize
 from engine.profile import ProfileSettings
 from kappa.plans.clo import CloConfig
 from kappa.settings.cluster import home

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.sparse.cache import PendingGather, SimilarityCache
-from engine.sparse.gather import Gather, pairs
+from engine.sparse.gather_kernel import Gather, pairs
 from engine.sparse.slots import Slots, View
 from kappa.plans.clo import HeadProfile
 

@@ -17,9 +17,9 @@ from functools import cache
 
 from benchmarks.offload.cells import DecodeCell
 from benchmarks.offload.rig import LINK, Arm, Rig, Sample
-from engine.arena import Arena, ArenaSize
 from engine.forward import Forward
-from engine.loop import Engine
+from engine.kv_cache import Arena, ArenaSize
+from engine.llm_engine import Engine
 from engine.sequence import EngineRequest, Sequence
 from engine.settings import EngineOptions
 from kappa.plans.decoding import (

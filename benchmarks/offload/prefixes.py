@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.offload.cells import PrefixCell
 from benchmarks.offload.rig import LINK, Arm, Rig, Sample
-from engine.blocks import BlockType, Ids, Place
+from engine.block_pool import BlockType, Ids, Place
 from engine.step import Pages, prompt_row
 from engine.transfer import Copies
 from kappa.plans.load_plan import LoadPlan

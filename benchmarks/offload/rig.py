@@ -20,10 +20,10 @@ import torch
 
 from benchmarks import harness
 from benchmarks.offload.cells import Group, Setting, arena_size, model, trained_folder
-from engine.arena import Arena, ArenaSize
-from engine.blocks import Ids
+from engine.block_pool import Ids
 from engine.config import ModelConfig
 from engine.forward import Forward
+from engine.kv_cache import Arena, ArenaSize
 from engine.profile import ProfileSettings, profile
 from engine.transfer import Copies, CpuMover, CudaMover, Direction, Event
 from engine.weights import DTYPES, Weights, load_weights, random_weights

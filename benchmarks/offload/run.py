@@ -25,8 +25,8 @@ from benchmarks.offload import policies, prefixes
 from benchmarks.offload.cells import Cell, DecodeCell, Group, PrefixCell, Setting, SparseCell
 from benchmarks.offload.rig import LINK, Arm, Sample, Unsteady, alternate, leaders, ratios, rig
 from benchmarks.offload.sparse import answer_rows, sparse_arms, sparse_rig, sparse_rows
-from engine.arena import ArenaTooLarge
-from engine.blocks import OutOfBlocks
+from engine.block_pool import OutOfBlocks
+from engine.kv_cache import ArenaTooLarge
 
 Row = dict[str, Any]
 

@@ -27,8 +27,8 @@ from benchmarks.harness import half_width, paired, quartiles
 from benchmarks.offload.cells import TEXT, Group, Setting, SparseCell, model, trained_folder
 from benchmarks.offload.lru import LruCache
 from benchmarks.offload.rig import Arm, Loaded, Sample, loaded, ratios
-from engine.arena import ArenaSize
-from engine.blocks import Ids
+from engine.block_pool import Ids
+from engine.kv_cache import ArenaSize
 from engine.sparse.cache import SimilarityCache
 from engine.sparse.forward import SparseForward
 from engine.sparse.serving import promote_from_device

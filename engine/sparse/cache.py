@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.sparse.gather import Gather, pairs
+from engine.sparse.gather_kernel import Gather, pairs
 from engine.sparse.slots import Slots, View
 from engine.transfer import Event
 from kappa.plans.clo import LEAST_SIMILARITY, HeadProfile, thresholds

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import OutOfBlocks
-from engine.prefix import BlockKey, PrefixPool
+from engine.block_pool import OutOfBlocks
+from engine.prefix_cache import BlockKey, PrefixPool
 from engine.sequence import Load, Sequence
 from engine.sparse.forward import SparseForward
-from engine.sparse.gather import Gather, pairs
+from engine.sparse.gather_kernel import Gather, pairs
 from engine.sparse.slots import Slot, Slots, to_device
 from engine.transfer import Event, TransferFailed
 from kappa.plans.clo import persistent_share, sparse_plan

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.arena import Arena, ArenaTooLarge, free_host_bytes
-from engine.blocks import Ids
+from engine.block_pool import Ids
 from engine.config import ModelConfig
+from engine.kv_cache import Arena, ArenaTooLarge, free_host_bytes
 from engine.sparse.codes import Hasher
 from engine.transfer import Event, LinkMover, TransferFailed
 from kappa.plans.clo import Persistent, SparseSettings

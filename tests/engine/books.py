@@ -1,9 +1,9 @@
 """Whether the books of an engine's blocks are right; `AssertionError` if they are not."""
 
-from engine.blocks import BlockPool
-from engine.loop import Engine
-from engine.memory import TieredMemory
-from engine.prefix import PrefixPool
+from engine.block_manager import BlockManager
+from engine.block_pool import BlockPool
+from engine.llm_engine import Engine
+from engine.prefix_cache import PrefixPool
 
 
 def check_pool(pool: BlockPool) -> None:
@@ -25,7 +25,7 @@ def check_cache(cache: PrefixPool) -> None:
     assert only_here == set(cache._idle), (only_here, set(cache._idle))
 
 
-def check_memory(memory: TieredMemory) -> None:
+def check_memory(memory: BlockManager) -> None:
     for pool in memory._arena.pools.values():
         check_pool(pool)
     for cache in (memory.device, *memory.host.values()):

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.arena import Arena, ArenaSize
 from engine.forward import Forward
-from engine.loop import Engine, Observer
+from engine.kv_cache import Arena, ArenaSize
+from engine.llm_engine import Engine, Observer
 from engine.sampling import GREEDY, Sampling
 from engine.sequence import EngineRequest, Output
 from engine.sequence import Sequence as Handle

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.arena import Arena, ArenaSize
-from engine.blocks import BlockType, Ids, Place
+from engine.block_pool import BlockType, Ids, Place
 from engine.config import read_config
 from engine.forward import Forward
+from engine.kv_cache import Arena, ArenaSize
 from engine.step import Pages, prompt_row
 from engine.transfer import LinkMover, mover_for
 from engine.weights import Weights, load_weights

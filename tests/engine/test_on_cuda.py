@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.arena import Arena, ArenaSize, ArenaTooLarge
-from engine.blocks import BlockType
+from engine.block_pool import BlockType
 from engine.cpu_attention import CpuAttention
+from engine.kv_cache import Arena, ArenaSize, ArenaTooLarge
 from engine.profile import ProfileSettings, elapsed_s, machine_peaks, profile
-from engine.sparse.gather import Gather, gather_rows, pairs
+from engine.sparse.gather_kernel import Gather, gather_rows, pairs
 from engine.step import prompt_row
 from engine.transfer import CudaMover, TransferFailed, mover_for
 from kappa.plans.clo import CloConfig, SparseSettings
@@ -29,7 +29,7 @@ from tests.engine.engines import (
     submit,
 )
 from tests.engine.rig import prompt, rig
-from tests.engine.test_arena import SHAPE
+from tests.engine.test_kv_cache import SHAPE
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.arena import Arena, ArenaSize
 from engine.config import read_config
 from engine.forward import Forward
+from engine.kv_cache import Arena, ArenaSize
 from engine.profile import ProfileSettings, cached_profile, device_name, profile, repeating
 from engine.transfer import Copies, CpuMover, Direction, TransferFailed
 from engine.weights import random_weights

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import weights as module
-from engine.arena import ArenaTooLarge
 from engine.config import read_config
+from engine.kv_cache import ArenaTooLarge
 from engine.weights import WeightError, load_weights, random_weights
 from tests.engine import hf
 

@@ -200,7 +200,7 @@ async def test_an_engine_that_fails_ends_its_requests_and_its_health(bench):
     def fails(rows):
         raise MemoryError("no more memory")
 
-    bench.engine._core.engine._computer.compute = fails
+    bench.engine._core.engine._runner.compute = fails
     answer = await bench.post("completions", prompt=[1, 2], stream=False)
     assert answer.status_code == 500 and "no more memory" not in answer.text
     with pytest.raises(RuntimeError, match="no more memory"):

@@ -159,15 +159,15 @@ async def test_an_own_engine_that_has_answered_is_healthy_however_long(own, cloc
 
 
 async def test_an_own_engine_that_hangs_fails_the_replicas_health(own, clock):
-    computer, begun, go_on = own.engine._core.engine._computer, Event(), Event()
-    compute = computer.compute
+    runner, begun, go_on = own.engine._core.engine._runner, Event(), Event()
+    compute = runner.compute
 
     def hangs(chunks):
         begun.set()
         assert go_on.wait(20)
         return compute(chunks)
 
-    computer.compute = hangs
+    runner.compute = hangs
     answer = asyncio.create_task(answers(own))
     try:
         assert await asyncio.to_thread(begun.wait, 20)

@@ -320,8 +320,8 @@ async def test_contexts_in_host_memory_are_answered_with_hugging_faces_logits(
         tmp_path, model, shape, limits=limits, planner=planner, act_share=share, approx="never"
     )
     async with running(bench):
-        computer, scores = bench.engine._core.engine._computer, {}
-        compute = computer.compute
+        runner, scores = bench.engine._core.engine._runner, {}
+        compute = runner.compute
 
         def recorded(chunks):
             logits = compute(chunks)
@@ -329,7 +329,7 @@ async def test_contexts_in_host_memory_are_answered_with_hugging_faces_logits(
                 scores.setdefault(one, {})[chunks[one].stop] = row
             return logits
 
-        computer.compute = recorded
+        runner.compute = recorded
         prompts = [np.random.default_rng(s).integers(3, 96, 150).tolist() for s in range(3)]
         answers = await asyncio.gather(
             *(completed(bench, each, f"r{i}", max_tokens=20) for i, each in enumerate(prompts))

@@ -30,9 +30,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import PrefillStats
 
-from engine.loop import Engine
+from engine.engine_thread import EngineThread
+from engine.llm_engine import Engine
 from engine.profile import machine_peaks
-from engine.runner import EngineRunner
 from engine.sampling import GREEDY
 from engine.sequence import EngineRequest, Output
 from engine.stats import Account
@@ -96,7 +96,7 @@ class OwnCore(EngineCoreClient):
     def __init__(self, built: Built) -> None:
         self.engine = built.engine
         self.words: Sequence[int] = ()
-        self.runner = EngineRunner(built.engine, built.reports.publish)
+        self.runner = EngineThread(built.engine, built.reports.publish)
         self._built: Built | None = built
         self._loop = asyncio.get_running_loop()
         self._submitted: dict[str, Future[int]] = {}

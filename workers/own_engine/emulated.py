@@ -16,8 +16,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.arena import Arena, ArenaSize
-from engine.loop import Engine
+from engine.kv_cache import Arena, ArenaSize
+from engine.llm_engine import Engine
 from engine.settings import EngineOptions
 from engine.step import Source, StepRow
 from engine.transfer import Copies, CpuMover, Direction, LinkMover

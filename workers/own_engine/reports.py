@@ -12,9 +12,9 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
-from engine.computing import Chunk
-from engine.loop import Engine
-from engine.prefix import CacheEvent, StoredBlocks
+from engine.llm_engine import Engine
+from engine.model_runner import Chunk
+from engine.prefix_cache import CacheEvent, StoredBlocks
 from engine.sequence import Sequence
 from kappa.cost import batch_work
 from workers.iteration_log import Iteration, IterationLog
@@ -54,7 +54,7 @@ class KvPublisher:
 
 
 class EngineReports:
-    """Follows one engine (`engine.loop.Observer`) and publishes its cache's changes.
+    """Follows one engine (`engine.llm_engine.Observer`) and publishes its cache's changes.
 
     log: file for JSON lines. blocks: that device and host hold: no more salts can matter at a time.
     paced: there is no link, so loads are known by their tokens alone, and stores take no time."""

@@ -15,10 +15,10 @@ import ray
 import structlog
 import torch
 
-from engine.arena import Arena, ArenaSize
 from engine.config import read_config
 from engine.forward import Forward
-from engine.loop import Engine
+from engine.kv_cache import Arena, ArenaSize
+from engine.llm_engine import Engine
 from engine.profile import cached_profile, machine_peaks
 from engine.settings import EngineOptions
 from engine.sparse.forward import SparseForward, sparse_forward

@@ -13,7 +13,7 @@ from benchmarks.offload.command import offload
 from benchmarks.offload.rig import Arm, MeteredMover, Sample, alternate, leaders, ratios
 from benchmarks.offload.run import Run, selected
 from benchmarks.offload.sparse import sparse_rig
-from engine.arena import ArenaTooLarge
+from engine.kv_cache import ArenaTooLarge
 from kappa.plans.rates import FORMAT
 
 app = typer.Typer()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import torch
 
-from engine.sparse.gather import gather_rows
+from engine.sparse.gather_kernel import gather_rows
 
 
 def main() -> None:

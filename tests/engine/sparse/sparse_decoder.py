@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import Ids
+from engine.block_pool import Ids
 from engine.forward import Forward
 from engine.sparse.cache import SimilarityCache
 from engine.sparse.forward import SparseForward, sparse_forward

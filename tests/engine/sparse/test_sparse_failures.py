@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from engine.sparse.gather import Gather
+from engine.sparse.gather_kernel import Gather
 from engine.transfer import TransferFailed
 from kappa.plans.clo import CloConfig, SparseSettings
 from tests.engine.engines import engine, evict_device, finish, generate, link_of, submit

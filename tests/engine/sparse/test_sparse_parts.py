@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.arena import ArenaTooLarge
-from engine.sparse import gather as gather_module
+from engine.kv_cache import ArenaTooLarge
+from engine.sparse import gather_kernel as gather_module
 from engine.sparse.cache import alike, cosines, replaced
 from engine.sparse.codes import Hasher, _bits_by_halves, popcount
 from engine.sparse.forward import sparse_forward
-from engine.sparse.gather import Gather, pairs
+from engine.sparse.gather_kernel import Gather, pairs
 from engine.transfer import CpuMover
 from kappa.plans.clo import CloConfig, SparseSettings
 from tests.engine.rig import rig

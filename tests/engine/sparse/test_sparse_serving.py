@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.arena import ArenaSize
+from engine.kv_cache import ArenaSize
 from kappa.hardware import node_profile
 from kappa.plans.clo import CloConfig, SparseSettings
 from kappa.plans.rates import rates_from_law

@@ -5,8 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.blocks import BlockPool, OutOfBlocks
-from engine.prefix import BlockKey, EventLog, PrefixPool, RemovedBlocks, StoredBlocks, extend_keys
+from engine.block_pool import BlockPool, OutOfBlocks
+from engine.prefix_cache import (
+    BlockKey,
+    EventLog,
+    PrefixPool,
+    RemovedBlocks,
+    StoredBlocks,
+    extend_keys,
+)
 from tests.engine.books import check_cache
 
 BLOCK = 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.arena import ArenaSize
+from engine.kv_cache import ArenaSize
 from engine.sequence import RequestRefused
 from tests.engine import hf
 from tests.engine.books import check_engine
@@ -42,7 +42,7 @@ SMALL = ArenaSize(16, 256, 48, 256, block_tokens=BLOCK)
 def run(made, *handles):
     """Until they are over; logits of every token of each, and most that ran at once."""
     scores = {handle: [] for handle in handles}
-    compute, together = made._computer.compute, 0
+    compute, together = made._runner.compute, 0
 
     def recorded(chunks):
         logits = compute(chunks)
@@ -51,7 +51,7 @@ def run(made, *handles):
                 scores[handle].append(row)
         return logits
 
-    made._computer.compute = recorded
+    made._runner.compute = recorded
     while made.busy:
         made.step()
         together = max(together, len(made.batcher.running))
@@ -125,7 +125,7 @@ def test_kvprs_split_moves_fewer_bytes_at_every_step() -> None:
             before = made.stats().link["h2d_bytes"]
             made.step()
             moved[planner] = made.stats().link["h2d_bytes"] - before
-            share = made._computer._share
+            share = made._runner._share
             finish(made)
             assert asked.tokens[33:] == expected(asked.tokens[:33], family="opt")
     whole = 8 * 2 * BLOCK * 64 * 3 * 8

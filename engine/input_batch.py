@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import Ids, runs
+from engine.block_pool import Ids, runs
 from engine.step import (
     COLUMN_OF,
     BufferPart,

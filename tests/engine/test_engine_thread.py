@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.prefix import CacheEvent, StoredBlocks
-from engine.runner import EngineRunner, EngineStopped
+from engine.engine_thread import EngineStopped, EngineThread
+from engine.prefix_cache import CacheEvent, StoredBlocks
 from engine.sampling import Sampling
 from engine.sequence import EngineRequest, Output, RequestRefused
 from tests.engine.books import check_memory
@@ -16,10 +16,10 @@ from tests.engine.engines import engine, expected, prompt
 
 
 @contextmanager
-def runner(publish=None, **settings) -> Iterator[EngineRunner]:
+def runner(publish=None, **settings) -> Iterator[EngineThread]:
     with engine(**settings) as made:
         before = set(threading.enumerate())  # other tests' servers among them
-        running = EngineRunner(made, publish)
+        running = EngineThread(made, publish)
         try:
             yield running
         finally:
@@ -28,11 +28,11 @@ def runner(publish=None, **settings) -> Iterator[EngineRunner]:
             assert "kappa-engine" not in names
 
 
-def stats(running: EngineRunner):
+def stats(running: EngineThread):
     return running.call(lambda made: made.stats().to_dict())
 
 
-async def stream(running: EngineRunner, request: EngineRequest) -> AsyncGenerator[Output, None]:
+async def stream(running: EngineThread, request: EngineRequest) -> AsyncGenerator[Output, None]:
     """What a request gets; who leaves withdraws it."""
     loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output]()
 
@@ -50,7 +50,7 @@ async def stream(running: EngineRunner, request: EngineRequest) -> AsyncGenerato
         running.withdraw(submitted)
 
 
-async def collect(running: EngineRunner, tokens: list[int], count: int = 6, **options) -> list[int]:
+async def collect(running: EngineThread, tokens: list[int], count: int = 6, **options) -> list[int]:
     outputs = [each async for each in stream(running, EngineRequest(tokens, count, **options))]
     if outputs[-1].finish_reason == "error":
         raise running.error or AssertionError("nothing failed")
@@ -124,13 +124,13 @@ async def test_stored_blocks_are_published_also_when_all_is_quiet() -> None:
 
 async def test_a_failed_iteration_ends_all_and_refuses_what_comes_later() -> None:
     with engine() as made:
-        running = EngineRunner(made)
-        run = made._computer.compute
+        running = EngineThread(made)
+        run = made._runner.compute
 
         def fails(rows):
             raise MemoryError("no more memory")
 
-        made._computer.compute = fails
+        made._runner.compute = fails
         waiting = [asyncio.create_task(collect(running, prompt(n))) for n in (5, 9)]
         for task in waiting:
             with pytest.raises(MemoryError):
@@ -139,7 +139,7 @@ async def test_a_failed_iteration_ends_all_and_refuses_what_comes_later() -> Non
             await collect(running, prompt(5))
         assert isinstance(running.error, MemoryError)
         running.stop(20)
-        made._computer.compute = run
+        made._runner.compute = run
         for request_id in list(made._live):
             made.abort(request_id)
 
@@ -170,7 +170,7 @@ async def test_changes_that_nobody_publishes_do_not_pile_up() -> None:
 async def test_stop_answers_everybody() -> None:
     outputs: list[Output] = []
     with engine() as made:
-        running = EngineRunner(made)
+        running = EngineThread(made)
         answer = running.submit(EngineRequest(prompt(9), 120), outputs.append)
         request_id = await asyncio.wrap_future(answer)
         running.stop(20)

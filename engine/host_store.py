@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Run
 from dataclasses import dataclass
 
-from engine.arena import Arena
-from engine.blocks import BlockType
-from engine.memory import TieredMemory
-from engine.prefix import BlockKey
+from engine.block_manager import BlockManager
+from engine.block_pool import BlockType
+from engine.kv_cache import Arena
+from engine.prefix_cache import BlockKey
 from engine.sequence import Sequence
 from engine.settings import EngineOptions
 from engine.transfer import WAIT_S, Event, LinkMover
@@ -58,7 +58,7 @@ class HostStore:
     """
 
     def __init__(
-        self, arena: Arena, mover: LinkMover, memory: TieredMemory, settings: EngineOptions
+        self, arena: Arena, mover: LinkMover, memory: BlockManager, settings: EngineOptions
     ) -> None:
         self.counters = StoreCounters()
         self.copied: Callable[[list[BlockKey], list[int], list[int]], None] | None = None

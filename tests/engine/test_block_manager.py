@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.memory import fit
+from engine.block_manager import fit
 from engine.sequence import EngineRequest, Sequence
 from kappa.plans.load_plan import LoadPlan, layout
 from scheduler.work import Quote

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.input_batch import build_step
 from engine.step import NoSuchBlock, Pages, Source, StepRow, TokenSpan, joined, prompt_row
-from engine.step_builder import build_step
 from kappa.plans.load_plan import layout
 
 BLOCK = 4

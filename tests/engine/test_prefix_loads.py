@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.arena import ArenaSize
-from engine.computing import Computer
+from engine.kv_cache import ArenaSize
+from engine.model_runner import ModelRunner
 from engine.transfer import WAIT_S, TransferFailed
 from tests.engine.engines import (
     BLOCK,
@@ -34,14 +34,14 @@ def decoding(made):
 @pytest.mark.parametrize("both_at_once", [False, True])
 def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypatch) -> None:
     computed = []
-    run = Computer._run
+    run = ModelRunner._run
 
     def counted(self, chunks):
         loads = [sequence.load for sequence in chunks if sequence.load is not None]
         computed.append(sum(load.plan.tokens("R") for load in loads))
         return run(self, chunks)
 
-    monkeypatch.setattr(Computer, "_run", counted)
+    monkeypatch.setattr(ModelRunner, "_run", counted)
     with engine(budget_tokens=18) as made:
         generate(made, LONG)
         generate(made, OTHER)

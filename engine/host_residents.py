@@ -13,15 +13,15 @@ from collections.abc import Sequence as Run
 
 import numpy as np
 
-from engine.blocks import BlockType
-from engine.prefix import BlockKey, PrefixPool
+from engine.block_pool import BlockType
+from engine.prefix_cache import BlockKey, PrefixPool
 from engine.sequence import HostResident, Sequence
 from engine.settings import EngineOptions
 from kappa.plans.load_plan import LoadPlan
 from scheduler.work import Quote
 
 
-class Residents:
+class HostResidents:
     """Those of one engine that run; `device` and `host` are its tiers."""
 
     def __init__(

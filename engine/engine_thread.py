@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from engine.loop import REST_S, Engine
-from engine.prefix import CacheEvent
+from engine.llm_engine import REST_S, Engine
+from engine.prefix_cache import CacheEvent
 from engine.sequence import EngineRequest, FinishReason, Output
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class EngineStopped(RuntimeError):
     """The engine's thread has ended: it was stopped, or failed."""
 
 
-class EngineRunner:
+class EngineThread:
     """Runs one engine, which nobody else uses from now on, until it is stopped. publish: given the
     changes of what can be found, in order, from the engine's thread."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-from engine.blocks import BlockPool, Place
+from engine.block_pool import BlockPool, Place
 
 _KEY_BYTES = 16
 # Changes kept for a publisher that does not come; what is beyond is lost.

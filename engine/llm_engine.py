@@ -1,10 +1,10 @@
 """The engine: requests in, tokens out, one iteration at a time.
 
 `Engine.step` is admit, run, account. What is computed next is decided by `scheduler.batching` and
-any of its rules over the real blocks (`engine.memory`); the model is behind `engine.computing`;
-prefixes come back by load plans, complete blocks go to host memory (`engine.store`). A load that
-fails is counted and its tokens are computed instead. One thread may use an engine at a time:
-`engine.runner` is for several.
+any of its rules over the real blocks (`engine.block_manager`); the model is behind
+`engine.model_runner`; prefixes come back by load plans, complete blocks go to host memory
+(`engine.host_store`). A load that fails is counted and its tokens are computed instead. One thread
+may use an engine at a time: `engine.engine_thread` is for several.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Protocol
 
 import torch
 
-from engine.computing import Chunk, Computer
+from engine.block_manager import BlockManager
 from engine.forward import ServedModel
-from engine.loads import Loads
-from engine.memory import TieredMemory
-from engine.prefix import CacheEvent
+from engine.host_store import HostStore
+from engine.model_runner import Chunk, ModelRunner
+from engine.prefix_cache import CacheEvent
+from engine.prefix_loads import PrefixLoads
 from engine.sampling import sample
 from engine.sequence import EngineRequest, FinishReason, Output, Sequence
 from engine.settings import EngineOptions
 from engine.sparse.forward import SparseForward
 from engine.sparse.serving import SPARSE, SparseServing
 from engine.stats import EngineStats
-from engine.store import HostStore
 from kappa.plans.planners import Planning
 from kappa.protocol import Charge
 from scheduler.batching import Batcher, Step
@@ -83,7 +83,7 @@ class Engine:
         self.planning = planning or Planning(self.arena.block_tokens)
         self.planning.check(settings.planner)
         settings.check_window(self.arena.size)
-        self.memory = memory = TieredMemory(self.arena, self.planning, settings, self._load_over)
+        self.memory = memory = BlockManager(self.arena, self.planning, settings, self._load_over)
         self.store = store = HostStore(self.arena, self.mover, memory, settings)
         rates = self.planning.rates
         link = None if rates is None else LinkRates(rates.load_token_s, rates.load.fixed_s)
@@ -92,9 +92,9 @@ class Engine:
         limit = step_limit(settings.scheduler, settings.fair, step)
         self.batcher = Batcher(memory, rule, settings.budget_tokens, settings.max_running, limit)
         self._stats = EngineStats()
-        self._loads = Loads(self.arena, self.mover, memory, self._stats)
+        self._loads = PrefixLoads(self.arena, self.mover, memory, self._stats)
         self._model = model
-        self._computer = Computer(model, self._loads, store, self.planning, settings)
+        self._runner = ModelRunner(model, self._loads, store, self.planning, settings)
         self._settings = settings
         self._clock, self._observer = clock, observer
         self._live: dict[int, Sequence] = {}
@@ -104,7 +104,7 @@ class Engine:
         if sparse is not None:
             caches = memory.device, memory.host["kv"]
             made = SparseServing(sparse, *caches, lambda key: not store.wants("kv", key))
-            self.sparse = memory.sparse = self._computer.sparse = made
+            self.sparse = memory.sparse = self._runner.sparse = made
             store.copied = made.store
 
     # -- from outside -------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Engine:
         decoding = list(self._decoding)
         chunks = {s: Chunk(len(s.tokens) - 1, len(s.tokens)) for s in decoding}
         chunks |= {_sequence(work): Chunk(start, start + n) for work, n, start in step.chunks}
-        logits = self._computer.compute(chunks)
+        logits = self._runner.compute(chunks)
         prefilled = [s for work in step.prefilled if (s := _sequence(work)) in logits]
         sampled = [*(s for s in decoding if s in logits), *prefilled]
         tokens: list[int] = []
@@ -319,7 +319,7 @@ class Engine:
 
     def _change_slots(self, sparse: SparseServing, now_s: float) -> None:
         """Who lost a slot is computed again, exactly; who may be computed sparsely gets one."""
-        for sequence in [one for one in self._computer.lost if one.finish_reason is None]:
+        for sequence in [one for one in self._runner.lost if one.finish_reason is None]:
             if sequence.load is not None:
                 self._loads.failed(sequence)
             sparse.expel(sequence)

@@ -2,12 +2,12 @@
 
 import torch
 
-from engine import store as module
-from engine.arena import Arena, ArenaSize
-from engine.memory import TieredMemory
-from engine.prefix import extend_keys
+from engine import host_store as module
+from engine.block_manager import BlockManager
+from engine.host_store import HostStore
+from engine.kv_cache import Arena, ArenaSize
+from engine.prefix_cache import extend_keys
 from engine.settings import EngineOptions
-from engine.store import HostStore
 from kappa.model import ModelShape
 from kappa.plans.planners import Planning
 from tests.engine.books import check_memory
@@ -24,7 +24,7 @@ class Rig:
         self.arena.kv_device.copy_(torch.rand(self.arena.kv_device.shape))
         self.link = Link()
         settings = EngineOptions()
-        self.memory = TieredMemory(self.arena, Planning(BLOCK), settings, lambda sequence: None)
+        self.memory = BlockManager(self.arena, Planning(BLOCK), settings, lambda sequence: None)
         self.device, self.host = self.memory.device, self.memory.host["kv"]
         self.store = HostStore(self.arena, self.link, self.memory, settings)
         self.keys = []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockPool, BlockType, Place, runs
+from engine.block_pool import BlockPool, BlockType, Place, runs
 from kappa.checks import check_at_least
 from kappa.host import cgroup_free, machine_free
 from kappa.model import ModelShape

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.blocks import BlockError, BlockPool, OutOfBlocks, runs
+from engine.block_pool import BlockError, BlockPool, OutOfBlocks, runs
 from engine.sequence import EngineRequest, Sequence
 from tests.engine.books import check_pool
 

@@ -1,7 +1,7 @@
 """Blocks by their ids alone: who uses each of a pool's, and which neighbours are copied at once.
 
 Every misuse (a block given back twice, one that nobody has) raises `BlockError` and is counted. The
-tensors behind the pools are in `engine.arena`.
+tensors behind the pools are in `engine.kv_cache`.
 """
 
 from __future__ import annotations

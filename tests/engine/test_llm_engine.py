@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.arena import ArenaSize
+from engine.kv_cache import ArenaSize
 from engine.sampling import Sampling
 from engine.sequence import RequestRefused
 from kappa.protocol import Charge

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.arena import Arena
-from engine.blocks import BlockType, OutOfBlocks
-from engine.prefix import EventLog, PrefixPool
-from engine.residents import Residents
+from engine.block_pool import BlockType, OutOfBlocks
+from engine.host_residents import HostResidents
+from engine.kv_cache import Arena
+from engine.prefix_cache import EventLog, PrefixPool
 from engine.sequence import HostResident, Load, Sequence
 from engine.settings import EngineOptions
 from engine.sparse.serving import SPARSE, SparseServing
@@ -24,7 +24,7 @@ from kappa.plans.planners import Cached, Planning, room_left
 from scheduler.work import Quote, Work
 
 
-class TieredMemory:
+class BlockManager:
     """Device and host tiers of one engine.
 
     Of `settings` count the planner, the budget of an iteration (more than which no plan recomputes
@@ -47,7 +47,7 @@ class TieredMemory:
             "kv": PrefixPool(arena.pools["kv", "host"], self.log, self._changed),
             "act": PrefixPool(arena.pools["act", "host"], self.log, self._changed),
         }
-        self.residents = Residents(self.device, self.host, settings)
+        self.residents = HostResidents(self.device, self.host, settings)
         self._arena, self._planning, self._settings = arena, planning, settings
         self._load_over = load_over
         self._most_recompute = settings.budget_tokens // arena.block_tokens * arena.block_tokens

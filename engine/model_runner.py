@@ -15,12 +15,12 @@ import numpy as np
 from torch import Tensor
 
 from engine.forward import ServedModel
-from engine.loads import Loads
+from engine.host_store import HostStore
+from engine.prefix_loads import PrefixLoads
 from engine.sequence import HostResident, Sequence
 from engine.settings import EngineOptions
 from engine.sparse.serving import SparseServing
 from engine.step import Pages, Source, StepRow, TokenSpan, held_spans, joined, plan_spans
-from engine.store import HostStore
 from engine.transfer import TransferFailed
 from kappa.plans.hybridserve import Blocks, pack
 from kappa.plans.planners import Planning
@@ -41,7 +41,7 @@ Chunks = dict[Sequence, Chunk]
 Logits = dict[Sequence, Tensor]
 
 
-class Computer:
+class ModelRunner:
     """Computes chunks: those of requests that have a sparse slot there, all others together.
 
     `loads` takes note of what arrived and what did not, `store` gives blocks to capture activations
@@ -53,7 +53,7 @@ class Computer:
     """
 
     def __init__(
-        self, model: ServedModel, loads: Loads, store: HostStore, planning: Planning,
+        self, model: ServedModel, loads: PrefixLoads, store: HostStore, planning: Planning,
         settings: EngineOptions,
     ) -> None:  # fmt: skip
         self._model, self._mover = model, model.mover

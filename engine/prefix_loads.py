@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.arena import Arena
-from engine.memory import TieredMemory
+from engine.block_manager import BlockManager
+from engine.kv_cache import Arena
 from engine.sequence import Sequence
 from engine.stats import EngineStats
 from engine.transfer import WAIT_S, Event, LinkMover, TransferFailed
 from kappa.plans.load_plan import LoadPlan
 
 
-class Loads:
+class PrefixLoads:
     """Loads of one engine: started, arrived and failed ones are counted in `stats`."""
 
     def __init__(
-        self, arena: Arena, mover: LinkMover, memory: TieredMemory, stats: EngineStats
+        self, arena: Arena, mover: LinkMover, memory: BlockManager, stats: EngineStats
     ) -> None:
         self._arena, self._mover, self._memory, self._stats = arena, mover, memory, stats
         # Those beside the iterations, in the order in which they end.
