@@ -163,7 +163,7 @@ class TierCache:
             copy = copy or run.copy
             same = run.copy == copy
             if run.pins == 1 and not run.children and run.start < start and same:
-                # Nobody else's: it just grows. The new ids begin with the old ones.
+                # No other sequence has it: it grows. The new ids begin with the old ones.
                 run.ids = ids
                 run.stop = stop
                 return run
@@ -173,7 +173,7 @@ class TierCache:
         return new
 
     def evict(self, blocks: int) -> list[Ids]:
-        """Drop at least `blocks` blocks if so many are evictable; returns the ids dropped."""
+        """Drop at least `blocks` blocks, if as many are evictable; returns the ids dropped."""
         dropped: list[Ids] = []
         runs = self._runs
         while blocks > 0 and (self._copies or self._idle):

@@ -213,9 +213,8 @@ def _supply(node: NodeClass, shape: ModelShape) -> tuple[float, float, float, fl
 def _by_size(turns: Turns) -> NDArray[np.int64]:
     """At most 60 clusters: quantiles of cached, new and output tokens."""
     label = np.zeros(len(turns), np.int64)
-    for values, buckets in (
-        (turns.cached_tokens, 5), (turns.new_tokens, 4), (turns.output_tokens, 3),
-    ):  # fmt: skip
+    sizes = ((turns.cached_tokens, 5), (turns.new_tokens, 4), (turns.output_tokens, 3))
+    for values, buckets in sizes:
         label = label * buckets + _quantile(values, buckets)
     return np.unique(label, return_inverse=True)[1].astype(np.int64)
 

@@ -34,18 +34,18 @@ class ClusterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """One node of a simulated cluster: its true speeds, and what the profile does not hold.
-
-    host_bytes, disk_bytes: KV capacity of its host tier, and of the disk behind it. watts: power at
-    full load. network_bytes_per_s: its network card, for KV fetched from a peer's host tier. load:
-    as `engine.load` in a cluster file.
-    """
+    """One node of a simulated cluster: its true speeds, and more than a profile holds."""
 
     profile: NodeProfile
+    # KV capacity of its host tier.
     host_bytes: float
+    # Power at full load.
     watts: float = 700.0
+    # Of its network card, for KV fetched from a peer's host tier.
     network_bytes_per_s: float = 25e9
+    # KV capacity of the disk behind the host tier.
     disk_bytes: float = 0.0
+    # As `engine.load` in a cluster file.
     load: Loading = "ahead"
 
     @property
@@ -71,7 +71,7 @@ class KVRoom:
 
 
 def kv_room(node: NodeSpec, shape: ModelShape, block_tokens: int) -> KVRoom:
-    """What the node holds: 90% of HBM less the weights, and its tiers behind, in whole blocks.
+    """Blocks that the node holds: 90% of HBM less the weights, and its tiers behind.
 
     Raises:
         ClusterError: the weights, or a single block beside them, do not fit; or of a disk its size
@@ -96,40 +96,38 @@ def kv_room(node: NodeSpec, shape: ModelShape, block_tokens: int) -> KVRoom:
 
 @dataclass(frozen=True, slots=True)
 class NodeModel:
-    """The true constants of a node.
-
-    load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides;
-    disk_block_s: what a block of a load takes besides that comes from disk. overlap: of a lone
-    request's load and prompt, how much of the shorter hides behind the longer.
-    rule: by name, as `scheduler.catalogue` has it; fair: its settings and the tenants' weights.
-    factors: of its steps, as `router.engine_queue.EngineSpeed` has them.
-    link_order, duplex: as `scheduler.link_order` has them. block_bytes, network_bytes_per_s: for KV
-    fetched from a peer.
-    """
+    """The true constants of a node."""
 
     step: StepModel
     block_tokens: int
     device_blocks: int
     host_blocks: int
+    # Link seconds of a block, and of each transfer besides.
     load_block_s: float
     store_block_s: float
     load_fixed_s: float
     budget_tokens: int = 8192
     max_running: int = 256
+    # By its name in `scheduler.catalogue`; and its settings with the tenants' weights.
     rule: str = "fcfs"
     fair: FairConfig = field(default_factory=FairConfig)
+    # As `scheduler.link_order` has them.
     link_order: str = "loads_first"
     duplex: str = "half"
+    # For KV fetched from a peer.
     block_bytes: float = 0.0
     network_bytes_per_s: float = 25e9
+    # Of its steps, as `router.engine_queue.EngineSpeed` has them.
     factors: tuple[float, ...] = ()
     disk_blocks: int = 0
+    # Seconds that a block of a load takes besides if it comes from disk.
     disk_block_s: float = 0.0
+    # The share of the shorter of a lone request's load and prompt that hides behind the longer.
     overlap: float = 0.0
 
     @property
     def link_rates(self) -> LinkRates:
-        """What the node's rule knows of its link."""
+        """The link's rates as the node's rule knows them."""
         return LinkRates(self.load_block_s / self.block_tokens, self.load_fixed_s)
 
 
@@ -274,7 +272,7 @@ _KEYS = {*_OWN_KEYS, *(f.name for f in fields(NodeProfile))}
 
 
 def _parse(data: object, where: str) -> tuple[NodeSpec, int]:
-    """A node and how many there are of it; ClusterError says what is wrong with it."""
+    """A node and its count; ClusterError names the faulty key."""
     if not isinstance(data, Mapping):
         raise ClusterError(f"{where}: expected a mapping, found {type(data).__name__}")
     where = f"{where} ({data.get('name', data.get('kind'))})"

@@ -1,10 +1,10 @@
-"""What another way of choosing would have made of recorded requests: the same arrivals, replayed.
+"""Counterfactual replay: recorded requests under another policy, with the same arrivals.
 
-Differences of predictions, request by request, say nothing of what another choice does to queues
-and caches. So a journal's requests are played twice through simulated engines with the constants
-that were learnt of the real ones: as they were sent, and as the other rule sends them. A
-conversation's next request comes as long after its last answer as it did. The first play is held
-against what was measured; by what it is off, quantile by quantile, both are corrected. Pure.
+Differences of predictions, request by request, do not show how another choice changes queues and
+caches. So a journal's requests are played twice through simulated engines with the constants that
+were learnt of the real ones: as they were sent, and as the other policy sends them. A
+conversation's next request comes as long after its last answer as it did. The first play is
+compared with the measurement, and both are corrected by its error, quantile by quantile. Pure.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Floats = NDArray[np.float64]
 
 LEAST_REQUESTS = 50
 _QUANTILES = 50
-_EARLY_SHARE = 5  # of the requests, the first fifth: caches as they were before are not known
+_EARLY_SHARE = 5  # the first fifth of the requests is left out: earlier caches are not known
 _RESAMPLES = 400
 _MOST_BLOCKS = 1 << 22
 _STEP_FLOOR_S = 1e-9
 
 
 class Figures(NamedTuple):
-    """Of TTFTs, seconds."""
+    """Statistics of TTFTs, in seconds."""
 
     p50: float
     mean: float
@@ -58,24 +58,23 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one way of choosing gave, and another would give or gave.
-
-    saved: of each figure. requests, conversations: that were measured. model_error: median of
-    |replayed / measured - 1| before correction, NaN where nothing was replayed; raw: seconds saved
-    without the correction.
-    """
+    """The measured figures of one policy, and those of another, replayed or measured."""
 
     measured: Figures
     other: Figures
+    # Of each figure.
     saved: tuple[Saving, Saving, Saving]
+    # That were measured.
     requests: int
     conversations: int
+    # Median of |replayed / measured - 1| before correction; NaN where nothing was replayed.
     model_error: float = math.nan
+    # Seconds saved of each figure, without the correction.
     raw: tuple[float, ...] = ()
 
 
 def counterfactual(segment: RolloutSegment, policy: Policy) -> Comparison:
-    """What `policy` would have made of a segment's requests.
+    """Compare `policy` with the measured choices for a segment's requests.
 
     Raises:
         ValueError: there are too few requests, or one went to an engine that is not described.
@@ -127,10 +126,10 @@ def _replayed(
 def traffic_of(
     requests: Sequence[JournaledRequest], block_tokens: int
 ) -> tuple[Traffic, list[int]]:
-    """Requests in the order of arrival as traffic, and which request stands at each of its places.
+    """Requests in the order of arrival as traffic, and the request at each of its places.
 
-    A request that came after its conversation's last answer waits for it in a replay, too; one that
-    came before comes when it came.
+    A request that came after its conversation's last answer waits for that in a replay, too; others
+    keep their time of arrival.
     """
     chains: list[list[int]] = []
     open_chains: dict[str, list[int]] = {}
@@ -148,12 +147,8 @@ def traffic_of(
         traffic.base.append(len(order))
         traffic.ids.append(rows[0].conversation)
         traffic.tenants.append("")
-        traffic.turns.append(
-            tuple(
-                _turn(rows, i, block_tokens, chain[i])
-                for i in range(len(rows))
-            )
-        )  # fmt: skip
+        turns = (_turn(rows, i, block_tokens, number) for i, number in enumerate(chain))
+        traffic.turns.append(tuple(turns))
         order += chain
     traffic.planned_s = np.array([requests[k].arrival_s - start_s for k in order])
     traffic.prompt_tokens = np.array([requests[k].prompt_tokens for k in order])
@@ -162,8 +157,8 @@ def traffic_of(
 
 
 def _turn(rows: Sequence[JournaledRequest], i: int, size: int, number: int) -> TurnShape:
-    """Turn `i` of a conversation. What its answer leaves is known from the next prompt, if that
-    holds it; otherwise nobody asks for it again."""
+    """Turn `i` of a conversation. The next prompt shows the blocks of its answer, if it holds them;
+    otherwise they are never used again."""
     row = rows[i]
     blocks = row.blocks[: row.prompt_tokens // size]
     kept = blocks
@@ -180,7 +175,7 @@ def _turn(rows: Sequence[JournaledRequest], i: int, size: int, number: int) -> T
 
 
 def node_model(worker: JournaledWorker) -> NodeModel:
-    """The engine as its learnt constants have it, in real seconds."""
+    """The engine by its learnt constants, in real seconds."""
     known, speed = worker.announcement, worker.speed
     size = known.block_tokens
     load_block_s = max(speed.load_token_s * size, _STEP_FLOOR_S)
@@ -193,7 +188,7 @@ def node_model(worker: JournaledWorker) -> NodeModel:
 
 
 def _announced(worker: JournaledWorker) -> Announcement:
-    """What the replay's router starts from: what the live one had learnt."""
+    """The announcement that the replay's router starts from: the constants that were learnt."""
     known, speed = worker.announcement, worker.speed
     rate = known.kv_bytes_per_token * speed.step.dilation / max(speed.load_token_s, _STEP_FLOOR_S)
     node = replace(known.node, h2d_bytes_per_s=rate, load_fixed_s=speed.load_fixed_s)
@@ -206,9 +201,9 @@ def _announced(worker: JournaledWorker) -> Announcement:
 def compared(
     measured_s: Floats, as_sent_s: Floats, otherwise_s: Floats, conversations: NDArray[np.str_]
 ) -> Comparison:
-    """A measured way of choosing against a replayed one; all shape (requests,).
+    """Compare a measured policy with a replayed one; all arrays have the shape (requests,).
 
-    as_sent_s: the measured one, replayed. The interval resamples conversations.
+    as_sent_s: a replay of the measured policy. The interval resamples conversations.
     """
     sure = ~np.isnan(measured_s + as_sent_s + otherwise_s)
     measured_s, as_sent_s, otherwise_s = (x[sure] for x in (measured_s, as_sent_s, otherwise_s))
@@ -230,7 +225,7 @@ def compared(
 
 
 def arms(requests: Sequence[JournaledRequest]) -> Comparison | None:
-    """What the present rule's arm gave against ours, measured; None where one arm has too few."""
+    """Compare the measured arms, the present policy's with ours; None if one has too few."""
     timed = [r for r in requests if not math.isnan(r.ttft_s)]
     theirs = [r for r in timed if r.steered != "kappa"]
     ours = [r for r in timed if r.steered == "kappa"]
@@ -262,7 +257,7 @@ def _figures_of(ttft_s: Floats, rows: NDArray[np.intp]) -> Floats:
 
 
 def corrected_by(replayed_s: Floats, measured_s: Floats, other_s: Floats) -> Floats:
-    """`other_s` as it would have been measured, were it off by as much as `replayed_s` is.
+    """Correct `other_s` by the error of `replayed_s` against `measured_s`.
 
     Quantiles of the replay are mapped to those of the measurement, on logarithms; beyond the ends
     the ratio at the end holds.

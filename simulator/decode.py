@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 
 from kappa import formulas
 from kappa.cost import StepModel, StepParts
-from simulator.memory import SimulatedJob
+from simulator.job import SimulatedJob
 
 
 def step_parts(
@@ -104,9 +104,6 @@ def _solve(base: float, slope: float, seconds: float) -> int:
 class Decoding:
     """`requests` decode, with `context_tokens` in the cache between them, at step `count`."""
 
-    __slots__ = ("_block_tokens", "_finish", "_grow", "_order", "context_tokens", "count",
-                 "requests")  # fmt: skip
-
     def __init__(self, block_tokens: int) -> None:
         self.requests = 0
         self.context_tokens = 0
@@ -117,7 +114,7 @@ class Decoding:
         self._grow: list[tuple[int, int, SimulatedJob]] = []
 
     def join(self, job: SimulatedJob, left: int) -> None:
-        """Its prompt is computed and `left` tokens are still to come."""
+        """Add a job with its prompt computed and `left` tokens to generate."""
         self._order += 1
         count, context = self.count, job.total_tokens
         job.joined_at = count
@@ -131,7 +128,7 @@ class Decoding:
         self.context_tokens += context
 
     def leave(self, job: SimulatedJob) -> None:
-        """It decodes no more; what it has generated is noted on it."""
+        """Remove a job, and note on it how many tokens it has generated."""
         steps = self.count - job.joined_at
         job.generated += steps
         self.requests -= 1
@@ -139,12 +136,12 @@ class Decoding:
         job.finish_at = job.grow_at = -1
 
     def advance(self, steps: int) -> None:
-        """So many steps have passed."""
+        """Count `steps` steps."""
         self.count += steps
         self.context_tokens += steps * self.requests
 
     def next_finished(self) -> SimulatedJob | None:
-        """One that is done by now; it has left."""
+        """Remove and return a job that is done by now."""
         finish = self._finish
         while finish and finish[0][0] <= self.count:
             at, _, job = heappop(finish)
@@ -154,7 +151,7 @@ class Decoding:
         return None
 
     def next_growing(self, count: int) -> SimulatedJob | None:
-        """One that needs a block for the steps up to `count`; `grown` says that it got it."""
+        """A job that needs a block for the steps up to `count`; call `grown` when it has it."""
         grow = self._grow
         while grow and grow[0][0] <= count:
             at, _, job = grow[0]
@@ -164,7 +161,7 @@ class Decoding:
         return None
 
     def grown(self, job: SimulatedJob) -> None:
-        """The first in line got its block, and will need another in so many steps."""
+        """Note that the first in line got its block, and when it will need another."""
         at, order, _ = heappop(self._grow)
         following = at + self._block_tokens
         job.grow_at = following if following < job.finish_at else -1

@@ -17,7 +17,7 @@ from router.index.prefix_index import PrefixIndex
 from router.router import Router
 from simulator.cache import Ids, TierCache
 from simulator.faults import TransientFault
-from simulator.memory import SimulatedJob
+from simulator.job import SimulatedJob
 from simulator.node import Node
 from workload.shapes import TurnShape
 
@@ -142,12 +142,10 @@ class RouterDispatch(Dispatcher):
             session=session,
         )
         timer, now_s = self._timer, now_s + self._clock_s
+        start_s = timer() if timer else 0.0
         try:
-            if timer is None:
-                decision = self._router.route(request, now_s)
-            else:
-                start_s = timer()
-                decision = self._router.route(request, now_s)
+            decision = self._router.route(request, now_s)
+            if timer:
                 self.decision_s.append(timer() - start_s)
         except NoWorkerError as error:
             self.retry_after_s = getattr(error, "retry_after_s", 0.0)
@@ -248,7 +246,7 @@ class RouterDispatch(Dispatcher):
 
 
 class FaultyStream:
-    """One node's stream of cache events whose batches are lost, come twice, or come late.
+    """One node's stream of cache events, with batches that are lost, come twice, or come late.
 
     The live router's cursor judges what arrives; what it calls a gap leads to a resync with what
     the node holds, as live. Every second batch is hit, so that each fault is followed by its
@@ -284,7 +282,7 @@ class FaultyStream:
         return applied
 
     def healed(self) -> None:
-        """The fault is over: what is still missing is found with the next number."""
+        """End the fault: batches still missing are noticed with the next number."""
         if self._cursor.expected != self._number:
             self._resync()
 

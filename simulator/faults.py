@@ -1,4 +1,4 @@
-"""What goes wrong in a run: noise, slow nodes, wrong profiles, failures. All of it seeded."""
+"""The faults of a run: noise, slow nodes, wrong profiles, failures; all from a seed."""
 
 from __future__ import annotations
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from scheduler.link_order import FULL, LOADS_FIRST, LinkOrder
 from simulator.cache import Ids
 from simulator.clusters import NodeModel
+from simulator.job import SimulatedJob
 from simulator.loop import Loop, Noise
-from simulator.memory import SimulatedJob
 
 STORE_BACKLOG_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """`blocks` for a job, or a store of `ids` up to `stop`; seconds: what is left of it."""
+    """A load of `blocks` for a job, or a store of `ids` up to `stop`, and its remaining time."""
 
     seconds: float
     blocks: int
@@ -33,12 +33,6 @@ class _Transfer:
 
 class LinkServer:
     """Serves one transfer at a time; loaded, stored: as `NodeLink` takes them."""
-
-    __slots__ = (
-        "_busy", "_end_s", "_loaded", "_loop", "_model", "_noise", "_order", "_queued_store_s",
-        "_start_s", "_stored", "_version", "busy_s", "load_blocks", "load_s", "slow",
-        "store_blocks", "store_s", "stores_dropped",
-    )  # fmt: skip
 
     def __init__(
         self,

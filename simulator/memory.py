@@ -1,70 +1,20 @@
-"""A request inside a simulated engine, and its node's blocks in both tiers.
+"""The blocks of a simulated node in all tiers: its engine's `scheduler.work.Memory`.
 
-The scheduler's `Memory`. A request's blocks are reserved when it is admitted; until its tokens are
-computed or loaded they are private, then others can find them (on the device at once, in the host
-tier when the store has landed, and then on disk, whose writing takes nobody's time). Blocks of a
-prefix that two requests brought in are counted once.
+A request's blocks are reserved when it is admitted; until its tokens are computed or loaded they
+are private, then others can find them: on the device at once, in the host tier when the store has
+landed, and then on disk, which is written in no time. Blocks of a prefix that two requests brought
+in are counted once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from router.index.kv_events import Tier
 from scheduler.work import Quote, Work
 from simulator.cache import Ids, PrefixRun, TierCache
-
-if TYPE_CHECKING:
-    from simulator.clusters import NodeModel
-
-
-class SimulatedJob(Work):
-    """A request sent to a node; a retried request is a new job.
-
-    key: the request's number in the traffic. prompt_tokens, output_tokens: its lengths. ids: its
-    blocks, prompt and output, as an engine holds them at the end. max_tokens: bound on its answer
-    that its client gave, which is all that a rule may know. The rest is the node's:
-    hashed blocks are in the device cache, private ones are held but not (yet) findable; of its load
-    disk_blocks are on disk alone.
-    """
-
-    __slots__ = (
-        "cached_tokens", "device_tokens", "disk_blocks", "disk_path", "finish_at", "first_s",
-        "generated", "grow_at", "hashed", "host_path", "ids", "joined_at", "key", "output_tokens",
-        "path", "private", "prompt_tokens", "stored",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        key: int,
-        prompt_tokens: int,
-        output_tokens: int,
-        ids: Ids,
-        arrival_s: float,
-        max_tokens: int | None = None,
-        tenant: str = "",
-        priority: int = 0,
-    ) -> None:
-        bound = output_tokens if max_tokens is None else max_tokens
-        super().__init__(prompt_tokens, arrival_s, bound, tenant, priority)
-        self.key = key
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.ids = ids
-        self.path: PrefixRun | None = None
-        self.host_path: PrefixRun | None = None
-        self.disk_path: PrefixRun | None = None
-        self.disk_blocks = 0
-        self.hashed = 0
-        self.private = 0
-        self.stored = 0
-        self.device_tokens = -1
-        self.cached_tokens = 0
-        self.first_s = -1.0
-        # Tokens generated before the last preemption, and the step counts at which it joined the
-        # decoding ones, will be done, and will need its next block.
-        self.generated = 0
-        self.joined_at = self.finish_at = self.grow_at = -1
+from simulator.clusters import NodeModel
+from simulator.job import SimulatedJob
 
 
 class CacheListener(Protocol):
@@ -81,11 +31,6 @@ class NodeMemory:
     `private` counts device blocks that requests hold and nobody else can find; `waited_for` are the
     requests whose loads are on their way.
     """
-
-    __slots__ = (
-        "_listener", "block_tokens", "capacity_blocks", "device", "disk", "disk_blocks", "host",
-        "host_blocks", "node", "private", "version", "waited_for",
-    )  # fmt: skip
 
     def __init__(self, node: int, model: NodeModel, listener: CacheListener | None) -> None:
         self.node, self._listener, self.block_tokens = node, listener, model.block_tokens
@@ -167,13 +112,13 @@ class NodeMemory:
     # -- what happens to a request ------------------------------------------------------------
 
     def arrived(self, job: SimulatedJob) -> None:
-        """It waits: what the host tier holds of it is wanted, others are evicted first."""
+        """Note that a waiting job wants its prefix in the tiers: evict others first."""
         usable = (job.total_tokens - 1) // self.block_tokens
         for tier in (self.host, self.disk):
             tier.touch(*tier.match(job.ids, usable))
 
     def landed(self, job: SimulatedJob) -> None:
-        """Its host blocks are on the device now."""
+        """Note that a job's host blocks are on the device."""
         _, stop = self._load_ended(job)
         self.computed(job, stop)
 
@@ -184,14 +129,14 @@ class NodeMemory:
         return self.waited_for.pop(job)
 
     def load_failed(self, job: SimulatedJob) -> None:
-        """Its host blocks did not arrive: they are computed."""
+        """Note that a job's host blocks did not arrive: they are computed."""
         start, stop = self._load_ended(job)
         lost = (stop - start) * self.block_tokens
         job.computed_tokens -= lost
         job.cached_tokens = max(job.cached_tokens - lost, 0)
 
     def computed(self, job: SimulatedJob, stop: int) -> None:
-        """Its first `stop` blocks are on the device: others can find them from now on."""
+        """Publish a job's first `stop` blocks, which are on the device."""
         device, ids, hashed = self.device, job.ids, job.hashed
         if stop <= hashed:
             return
@@ -208,7 +153,7 @@ class NodeMemory:
         self.version += 1
 
     def grow(self, job: SimulatedJob) -> bool:
-        """One more block for a decoding request; False if there is none."""
+        """Allocate one more block to a decoding job; False if there is none."""
         if self.available() < 1:
             return False
         self._make_room(1)
@@ -217,7 +162,7 @@ class NodeMemory:
         return True
 
     def release(self, job: SimulatedJob) -> None:
-        """It is done, or preempted: its own blocks are free, the findable ones stay as cache."""
+        """Free the private blocks of a finished or preempted job; published ones stay cached."""
         self.private -= job.private
         job.private = 0
         self.device.unpin(job.path)

@@ -20,28 +20,27 @@ from scheduler.catalogue import rule_named, step_limit
 from simulator.cache import Ids
 from simulator.clusters import NodeModel
 from simulator.decode import DecodeRun, Decoding, step_parts
+from simulator.job import SimulatedJob
 from simulator.link import NodeLink
 from simulator.loop import Loop, Noise
-from simulator.memory import CacheListener, NodeMemory, SimulatedJob
+from simulator.memory import CacheListener, NodeMemory
 
 _FOREVER = 1 << 60
 
 
 @dataclass(slots=True)
 class NodeTotals:
-    """What a node did since the start; survives its failures.
-
-    queued_steps, queued_tokens: iterations before which somebody waited, and their tokens. fill,
-    fill_steps: of the budget, over those with work at hand.
-    """
+    """Totals of a node since the start, its failures included."""
 
     steps: int = 0
     step_s: float = 0.0
     step_tokens: int = 0
     held_block_s: float = 0.0
     busy_s: float = 0.0
+    # Iterations before which a request waited, and their tokens.
     queued_steps: int = 0
     queued_tokens: int = 0
+    # Sum of the budget's fill over iterations with work at hand, and their number.
     fill: float = 0.0
     fill_steps: int = 0
     max_wait_s: float = 0.0
@@ -65,7 +64,7 @@ class NodeTotals:
 
 @dataclass(frozen=True, slots=True)
 class JobEvents:
-    """What is called as a job progresses."""
+    """Callbacks for the progress of jobs."""
 
     first_token: Callable[[SimulatedJob], object]
     finished: Callable[[SimulatedJob], object]
@@ -126,7 +125,7 @@ class Node:
         self._held_since_s = self._loop.now_s
         # Loads that landed during this iteration, and those known to have landed before it.
         self._landed: list[SimulatedJob] = []
-        # Alone when it was admitted, it loads by layers, for so long.
+        # A job that was alone when it was admitted loads by layers, for this many seconds.
         self._by_layer: tuple[SimulatedJob | None, float] = (None, 0.0)
         self._polled: list[SimulatedJob] = []
         self._version += 1
@@ -167,21 +166,21 @@ class Node:
         return lost
 
     def set_slow(self, factor: float) -> None:
-        """From now on everything takes `factor` times as long; what is under way does not."""
+        """Multiply the duration of steps and loads that begin from now on by `factor`."""
         self.slow = factor
         self.link.slow_down(factor)
         if self._run is not None:
             self._poke()
 
     def close(self) -> None:
-        """The run is over: complete the totals."""
+        """Complete the totals at the end of the run."""
         self._account_held()
         self.totals.add_scheduler(self.scheduler)
 
     # -- iterations ---------------------------------------------------------------------------
 
     def _poke(self) -> None:
-        """Something may fit now: plan at once if idle, else at the end of the current iteration."""
+        """Plan at once if idle, else at the end of the current iteration: something may fit now."""
         if self._run is None:
             if self._step is None:
                 self._plan()
@@ -199,7 +198,7 @@ class Node:
             self._loop.at(end_s, self._end_run, self._version)
 
     def _plan(self) -> None:
-        """The engine is between iterations: what next? An idle one polls until it knows all."""
+        """Plan the next iteration; an idle engine polls its loads until it knows of all."""
         self._learn_of_loads()
         self._plan_next()
         while self._polled and self._step is None and self._run is None:
@@ -236,9 +235,9 @@ class Node:
 
     def _start_step(self, step: Step) -> None:
         decoding, model = self._decoding, self.model
-        batch = ([(new, context) for _, new, context in step.chunks],
-                 decoding.requests, decoding.context_tokens)  # fmt: skip
-        new, held = batch_work(batch[0]), decode_work(*batch[1:])
+        chunks = [(new, context) for _, new, context in step.chunks]
+        batch = chunks, decoding.requests, decoding.context_tokens
+        new, held = batch_work(chunks), decode_work(*batch[1:])
         tokens = int(new.tokens + held.tokens)
         parts = step_parts(model.step, *batch, model.factors)
         seconds = parts.step_s * self._noise.factor() * self.slow
@@ -327,7 +326,7 @@ class Node:
     # -- decoding requests --------------------------------------------------------------------
 
     def _join(self, job: SimulatedJob) -> None:
-        """Its prompt is computed, and with it its next token."""
+        """Begin to decode a job: its prompt is computed, and with it its next token."""
         if job.first_s < 0:
             job.first_s = self._loop.now_s
             self._events.first_token(job)
@@ -357,19 +356,17 @@ class Node:
         self._events.finished(job)
 
     def _grow_upto(self, count: int) -> bool:
-        """Give blocks to those that need one for the steps up to `count`.
-
-        Returns False if requests had to be preempted for it.
-        """
+        """Allocate the blocks that jobs need for the steps up to `count`; False if one was
+        preempted."""
         decoding, memory = self._decoding, self.memory
-        calm = True
+        preempted = False
         while (job := decoding.next_growing(count)) is not None:
             if memory.grow(job):
                 decoding.grown(job)
             else:
-                calm = False
+                preempted = True
                 self._preempt()
-        return calm
+        return not preempted
 
     def _preempt(self) -> None:
         self._account_held()
@@ -397,7 +394,7 @@ class Node:
         self._poke()
 
     def _learn_of_loads(self) -> None:
-        """Between iterations: what had landed as the last one started is known now.
+        """Between iterations, take note of the loads that had landed as the last one started.
 
         vLLM's connector polls its transfers while an iteration runs, and the scheduler knows of
         them with that iteration's output: what lands during one iteration runs after the next.

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simulator.cache import Ids, PrefixRun
+from simulator.job import SimulatedJob
 from simulator.loop import Loop
-from simulator.memory import NodeMemory, SimulatedJob
+from simulator.memory import NodeMemory
 from simulator.node import Node
 
 
@@ -71,7 +72,7 @@ class PeerFetches:
             memory.host.unpin(path)
 
     def lost(self, node: int) -> list[SimulatedJob]:
-        """A node died, with all it had pinned; returns the jobs whose KV was on its way there."""
+        """Forget a dead node and its pins; returns the jobs whose KV was on its way there."""
         lost = list(self._waiting[node])
         self._waiting[node].clear()
         gone = self._nodes[node].memory
@@ -79,7 +80,7 @@ class PeerFetches:
         return lost
 
     def _start_next(self) -> None:
-        """Start what waits for no card in use and for no transfer ahead of it."""
+        """Start the transfers that wait for no card in use and no transfer ahead of them."""
         taken = self._in_use.copy()
         queue, self._queue = self._queue, []
         needless: list[_Fetch] = []

@@ -1,4 +1,4 @@
-"""The play itself: requests arrive, are sent to nodes, end, and bring on the next turn.
+"""The play of a run: requests arrive, are sent to nodes, end, and bring on the next turn.
 
 Every request ends exactly once, completed or rejected; if something would be left waiting for ever,
 the run raises instead. A request whose node dies is sent once more; lost twice, it is rejected.
@@ -14,8 +14,8 @@ import numpy as np
 from simulator.clusters import NodeModel
 from simulator.dispatch import Dispatcher, SimulatedRoute
 from simulator.faults import Failure, Faults, TransientFault
+from simulator.job import SimulatedJob
 from simulator.loop import Loop, Noise
-from simulator.memory import SimulatedJob
 from simulator.node import JobEvents, Node
 from simulator.peer_fetch import PeerFetches
 from simulator.traffic import Traffic
@@ -26,7 +26,7 @@ class SimulationError(RuntimeError):
 
 
 class Play:
-    """One run in the making. What is recorded of request k stands at place k of its lists."""
+    """One run, event by event. Its lists hold the record of request k at index k."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Play:
         ).tolist()
         self.nodes = self._make_nodes(models)
         self.fetches = PeerFetches(self._loop, self.nodes)
-        # What a client sets who sets one limit for all its requests.
+        # Of a client that sets one limit for all its requests.
         self._max_tokens = int(traffic.output_tokens.max()) if total else 1
         self._most = max(model.device_blocks * model.block_tokens for model in models)
 
@@ -126,7 +126,7 @@ class Play:
     # -- a request's life ---------------------------------------------------------------------
 
     def _start_next(self) -> None:
-        """The next session's first request is ahead: one at a time, as a short heap is faster."""
+        """Schedule the next session's first request: one at a time, as a short heap is faster."""
         following = next(self._starts, None)
         if following is not None:
             self._loop.at(following[0], self._start, following[1])
@@ -171,7 +171,7 @@ class Play:
             self.fetches.submit(job, route.node)
 
     def _comes_again(self, key: int) -> bool:
-        """A request was refused: whether its client will try again."""
+        """Whether the client of a refused request will try again."""
         now_s, clients = self._loop.now_s, self.traffic.clients
         tries = self._tries[key] = self._tries.get(key, 0) + 1
         self.refusals += 1
@@ -182,7 +182,7 @@ class Play:
         return True
 
     def _leave(self, key: int) -> None:
-        """Its client's patience is over: who still waits in an engine's queue leaves."""
+        """Drop a request that still waits in an engine's queue as its client's patience ends."""
         job = self._jobs.get(key)
         if job is not None and job.first_s < 0 and self.nodes[self.node[key]].leave(job):
             del self._jobs[key]
@@ -195,7 +195,7 @@ class Play:
         self._end(key)
 
     def _end(self, key: int) -> None:
-        """It is over: the session's next turn comes after its pause."""
+        """End a request: the session's next turn comes after its pause."""
         now_s = self._loop.now_s
         self._left -= 1
         self.end_s = now_s
@@ -230,7 +230,7 @@ class Play:
     # -- reports and faults -------------------------------------------------------------------
 
     def _report(self, _: None) -> None:
-        """Nodes that did something report."""
+        """Report the nodes that did something."""
         now_s = self._loop.now_s
         for node in self.nodes:
             link, spare = node.link, node.memory.spare_host_blocks

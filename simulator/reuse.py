@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,16 +95,22 @@ def _start_times(sessions: Sequence[SessionShape], rate_rps: float) -> Floats:
     )
 
 
-def _visits(
-    blocks: Sequence[NDArray[np.uint64]], stride: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64]]:
-    """(turn, place in its prompt, block id) of every `stride`-th block, the last of each run."""
+class _Visits(NamedTuple):
+    """Blocks of prompts: the turn, the place in its prompt, and the id of each."""
+
+    owner: NDArray[np.int64]
+    place: NDArray[np.int64]
+    ids: NDArray[np.uint64]
+
+
+def _visits(blocks: Sequence[NDArray[np.uint64]], stride: int) -> _Visits:
+    """Every `stride`-th block of each turn, the last of each run."""
     ids = [b[stride - 1 :: stride] for b in blocks]
     counts = np.array([len(i) for i in ids], np.int64)
     owner = np.repeat(np.arange(len(ids)), counts)
     starts = np.repeat(np.cumsum(counts) - counts, counts)
     place = (np.arange(len(owner)) - starts) * stride + stride - 1
-    return owner, place, np.concatenate(ids) if ids else np.zeros(0, np.uint64)
+    return _Visits(owner, place, np.concatenate(ids) if ids else np.zeros(0, np.uint64))
 
 
 def _since_last_use(

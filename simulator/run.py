@@ -40,37 +40,39 @@ _UNKNOWN = np.nan, ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """What to simulate.
-
-    policy: as `router.policy.policy_named` takes it, or a fresh one. load: fraction of the capacity
-    bound, or rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known.
-    warm: host tiers hold documents and histories at the start. faults: what goes wrong.
-    admission: the router rejects what would be late (off here, where policies are compared, and on
-    by default live). clients: what those do who are refused or wait. scheduler: the rule of every
-    node. calibrate: the router learns.
-    """
+    """One run: cluster, workload, policy, and the conditions of the run."""
 
     cluster: SimulatedCluster
     workload: Workload
     shape: ModelShape
+    # As `router.policy.policy_named` takes it, or a fresh policy.
     policy: str | Policy = "ttft"
+    # The rule of every node.
     scheduler: str = "fcfs"
+    # Fraction of the capacity bound, or requests a second: one of the two.
     load: float | None = None
     rate_rps: float | None = None
+    # The bound, if it is known.
     capacity_rps: float | None = None
     requests: int = 25_000
     seed: int = 0
+    # Host tiers hold documents and histories at the start.
     warm: bool = True
     faults: Faults = field(default_factory=Faults)
+    # The router rejects requests that would be late: off here, where policies are compared, and on
+    # by default live.
     admission: bool = False
+    # Behaviour of clients that are refused, or wait.
     clients: Clients = field(default_factory=Clients)
+    # The router learns.
     calibrate: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run, before any work.
+        """Refuse a run that is impossible, before any work.
 
         Raises:
-            ValueError: says what to give instead. ClusterError: names the node.
+            ValueError: says what to give instead.
+            ClusterError: names the node.
         """
         if (self.load is None) == (self.rate_rps is None):
             raise ValueError("give either load, a fraction of capacity, or rate_rps")
@@ -130,7 +132,8 @@ def simulate(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Nothing in a run refers to itself: looking for that takes up to a fifth of the time."""
+    """Switch the cyclic garbage collector off: a run has no cycles, and the search for them takes
+    up to a fifth of the time."""
     was = gc.isenabled()
     gc.disable()
     try:

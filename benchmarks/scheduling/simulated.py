@@ -17,8 +17,8 @@ from benchmarks.scheduling.report import Played, Row, Served, row_of
 from kappa.cost import StepModel
 from scheduler.link_order import FIFO, FULL, HALF, LOADS_FIRST
 from simulator.clusters import NodeModel
+from simulator.job import SimulatedJob
 from simulator.loop import Loop, Noise
-from simulator.memory import SimulatedJob
 from simulator.node import JobEvents, Node
 
 _NOISE = 0.03

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from scheduler.link_order import STORE_SHARE
+from simulator.job import SimulatedJob
 from simulator.link import STORE_BACKLOG_S, NodeLink
 from simulator.loop import Loop, Noise
-from simulator.memory import SimulatedJob
 
 IDS = np.arange(10_000, dtype=np.uint64)
 

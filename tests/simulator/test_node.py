@@ -8,8 +8,8 @@ import pytest
 from kappa.cost import StepModel
 from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import NodeModel
+from simulator.job import SimulatedJob
 from simulator.loop import Loop, Noise
-from simulator.memory import SimulatedJob
 from simulator.node import JobEvents, Node
 
 STEP = StepModel(token_s=1e-4, pair_s=1e-8, weights_s=5e-3, context_token_s=1e-7, fixed_s=1e-3)

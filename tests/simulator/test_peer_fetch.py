@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from simulator.job import SimulatedJob
 from simulator.loop import Loop
-from simulator.memory import NodeMemory, SimulatedJob
+from simulator.memory import NodeMemory
 from simulator.peer_fetch import PeerFetches
 
 SIZE = 16
