@@ -36,10 +36,14 @@ def attend(
     groups: list[Group], q: Tensor, pool: Tensor, rows: Tensor, config: ModelConfig,
     elsewhere: Elsewhere | None = None,
 ) -> Tensor:  # fmt: skip
-    """All of a step's queries (tokens, heads, head_dim): output (tokens, heads·head_dim).
+    """Attend from all of a step's queries (tokens, heads, head_dim).
 
-    pool, rows (n, kv_width): K and V of tokens on the device, and of those beside. elsewhere: is
-    waited for when all that is here has been asked for; groups say whether they have part in it.
+    Args:
+        pool, rows: K and V (n, kv_width) of tokens in the device pool, and in the step's buffer.
+        elsewhere: is waited for behind all attention here, for groups that have part in it.
+
+    Returns:
+        Output (tokens, heads·head_dim).
     """
     whole = len(groups) == 1 and groups[0].in_order
     mine = [q if whole else q.index_select(0, group.rows) for group in groups]
@@ -63,7 +67,7 @@ def attend(
 def _partials(
     group: Group, q: Tensor, pool: Tensor, rows: Tensor, config: ModelConfig
 ) -> list[Partial]:
-    """Attention of a group to each place; where there is but one, its log-sum-exp is not made."""
+    """Attention of a group to each place; where there is only one, without its log-sum-exp."""
     scale = config.head_dim**-0.5
     q = q.view(group.batch, group.queries, config.heads, config.head_dim).transpose(1, 2)
     results: list[Partial] = []
@@ -94,7 +98,7 @@ def _from_blocks(
     for rows in (part.k_rows, part.v_rows):
         held = halves.index_select(0, rows)
         if part.inside is not None:
-            # What nobody wrote may hold no number, and would spoil even what is masked.
+            # Rows that were never written may hold NaN, which would spoil even masked sums.
             ends = held.index_select(0, part.last)
             held.index_copy_(0, part.last, ends.where(part.inside[..., None, None], 0))
         held = held.view(batch, -1, config.kv_heads, config.head_dim)[:, : part.keys]
@@ -160,8 +164,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def combine(parts: Sequence[Partial]) -> Partial:
-    """One output from outputs with their log-sum-exp, and that of all together, in the precision of
-    the log-sum-exp; parts that saw nothing weigh nothing."""
+    """Merge outputs by their log-sum-exp, in its precision; parts that saw no key weigh nothing."""
     sums = torch.stack([lse for _, lse in parts])
     weights = torch.softmax(sums, dim=0)[..., None]
     merged = sum(w * out.to(w.dtype) for w, (out, _) in zip(weights, parts, strict=True))

@@ -1,14 +1,15 @@
-"""The blocks of one engine as its scheduler sees them: `scheduler.work.Memory` over real pools.
+"""The block manager: `scheduler.work.Memory` over an engine's block pools and prefix caches.
 
-A request's device blocks are taken when it is admitted; what it found is pinned, on the device and,
-where it is to be loaded, in host memory. Its blocks stay private until their content is there
-(`computed`), then others find them. How a cached prefix comes back is asked of the planner here,
-because a plan that recomputes loads less, and the scheduler must know.
+A request takes its device blocks when it is admitted, and pins the blocks of its prefix: on the
+device, and in host memory those that it will load. Its blocks stay private until their content is
+there (`computed`); then other requests find them. The planner is asked here how a cached prefix
+comes back, because a plan that recomputes loads less, and the scheduler must know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,43 +19,51 @@ from engine.kv_cache import Arena
 from engine.prefix_cache import EventLog, PrefixPool
 from engine.sequence import HostResident, Load, Sequence
 from engine.settings import EngineOptions
-from engine.sparse.serving import SPARSE, SparseServing
 from kappa.plans.load_plan import Kind, LoadPlan, Segment, bounded, from_runs, layout
 from kappa.plans.planners import Cached, Planning, room_left
 from scheduler.work import Quote, Work
+
+LoadOver = Callable[[Sequence], None]
+
+
+class Loading(NamedTuple):
+    """A prefix in host memory."""
+
+    # Blocks that host memory has, from the first on.
+    stop: int
+    # Of those among them that the device lacks, with its seconds.
+    plan: LoadPlan
 
 
 class BlockManager:
     """Device and host tiers of one engine.
 
-    Of `settings` count the planner, the budget of an iteration (more than which no plan recomputes
-    while it loads), and what "auto" lets a request take of the device. load_over: called for every
-    load that is over, however: others may have waited for it.
-
-    `device` holds KV; `host` may hold KV, activations, or both of a block. `log` has the changes of
-    what can be found. `version` rises whenever something may fit that did not before.
+    Args:
+        settings: the planner, the token budget of an iteration (no plan recomputes more while it
+            loads), and the share of the device that "auto" lets a request take.
+        load_over: called for every load that ends, well or not: others may have waited for it.
     """
 
     def __init__(
-        self, arena: Arena, planning: Planning, settings: EngineOptions,
-        load_over: Callable[[Sequence], None],
-    ) -> None:  # fmt: skip
+        self, arena: Arena, planning: Planning, settings: EngineOptions, load_over: LoadOver
+    ) -> None:
+        # Rises whenever something may fit that did not before.
         self.version = 0
         self.block_tokens = arena.block_tokens
+        # Changes of what the caches hold.
         self.log = EventLog(arena.block_tokens)
         self.device = PrefixPool(arena.pools["kv", "device"], self.log, self._changed)
+        # A block may be held as KV, as activations, or as both.
         self.host: dict[BlockType, PrefixPool] = {
             "kv": PrefixPool(arena.pools["kv", "host"], self.log, self._changed),
             "act": PrefixPool(arena.pools["act", "host"], self.log, self._changed),
         }
         self.residents = HostResidents(self.device, self.host, settings)
-        self._arena, self._planning, self._settings = arena, planning, settings
+        self.planning, self._arena, self._settings = planning, arena, settings
         self._load_over = load_over
         self._most_recompute = settings.budget_tokens // arena.block_tokens * arena.block_tokens
         self.room_tokens = int(settings.cpu_room_share * arena.size.kv_device) * arena.block_tokens
-        # Slots of requests that may be computed sparsely, if the engine has any.
-        self.sparse: SparseServing | None = None
-        # Blocks on their way to the device, for somebody.
+        # Blocks on their way to the device.
         self._loading: set[bytes] = set()
 
     def _changed(self) -> None:
@@ -72,32 +81,32 @@ class BlockManager:
         return self.device.available()
 
     def quote(self, work: Work) -> Quote | None:
-        """What admitting it takes; None while blocks that it needs are being loaded for another.
+        """What admitting a request takes; None while another request loads blocks that it needs.
 
         At least one token is computed, so a full hit gives its last block back.
         """
+        return self.quoted(work, self.look)
+
+    def quoted(self, work: Work, look: Callable[[Sequence], Quote | None]) -> Quote | None:
+        """The quote that `look` gives of a request, kept until something may have changed."""
         assert isinstance(work, Sequence)
         state = (self.version, work.total_tokens)
         if work.quoted is None or work.quoted[0] != state:
-            work.quoted = (state, self._look(work))
+            work.quoted = (state, look(work))
         quote: Quote | None = work.quoted[1]
         return quote
 
     def take(self, work: Work, quote: Quote) -> Quote | None:
-        """Reserve its blocks and pin what it found; None if they are not there after all."""
+        """Reserve a request's blocks and pin its prefix; None if the blocks are gone by now."""
         assert isinstance(work, Sequence)
         work.host_stop, work.quoted = 0, None
-        if self.sparse is not None and (slotted := self._sparse_plan(work)) is not None:
-            work.blocks, work.published, work.keeps = np.empty(0, np.int64), 0, None
-            work.load = self.sparse.reserve(work, slotted)
-            return self._sparse_quote(work, slotted)
         fresh = self.quote(work)
         if fresh is None:
             return None
         size = self.block_tokens
         if work.resides:
             stop = self._host_stop(work, 0, self._usable(work))
-            stays = self._planning.named(work.resides)(self._cached(work, 0, stop))
+            stays = self.planning.named(work.resides)(self._cached(work, 0, stop))
             self.arrived(work)
             return self.residents.take(work, fresh, stop, stays)
         there = fresh.device_tokens // size
@@ -111,7 +120,7 @@ class BlockManager:
             return None
         if plan is not None:
             stay = self.host["kv"].hold(work.keys[found:there])
-            on_cpu = self._planning.on_cpu(kept * size)
+            on_cpu = self.planning.on_cpu(kept * size)
             kv = np.array([*[-1] * found, *stay], np.int64)
             work.kept = HostResident(kv, np.full_like(kv, -1), plan, found * size + on_cpu)
         work.blocks = np.array([*held, *[-1] * kept, *private], np.int64)
@@ -125,23 +134,22 @@ class BlockManager:
     # -- what happens to a request ------------------------------------------------------------
 
     def arrived(self, sequence: Sequence) -> None:
-        """It waits: what the host tier holds of it is wanted, others are evicted first."""
+        """Note that a waiting request wants its prefix in host memory: evict others first."""
         for cache in self.host.values():
             cache.touch(sequence.keys)
 
     def computed(self, sequence: Sequence, tokens: int) -> None:
-        """Its first `tokens` tokens are on the device: others can find their full blocks."""
+        """Publish the full blocks of a request's first `tokens` tokens, which are computed."""
         start, stop = sequence.published, min(tokens // self.block_tokens, len(sequence.keys))
         if stop > start:
             self.device.publish(sequence.keys[start:stop], sequence.device_blocks(start, stop))
             sequence.published = stop
 
     def spare_others(self, sequence: Sequence) -> None:
-        """Others compute: load as KV alone what "auto" planned to compute while it loads, if that
-        were to hold them up for longer than a full iteration does. Then they need not wait at all.
-        """
-        load, rates = sequence.load, self._planning.rates
-        if load is None or rates is None or -1 in load.kv or sequence.slot is not None:
+        """Replace a plan of "auto" by plain KV, which loads beside others' iterations, if it would
+        hold them up for longer than a full iteration does."""
+        load, rates = sequence.load, self.planning.rates
+        if load is None or rates is None or -1 in load.kv or not load.plan.exact:
             return
         if (sequence.request.planner or self._settings.planner) != "auto":
             return
@@ -149,24 +157,23 @@ class BlockManager:
         if load.plan.kind != "load" and load.plan.ttft_s > most_s:
             cached = self._cached(sequence, load.start, load.stop)
             why = f"{load.plan.kind} would hold up others for more than {most_s:.3g} s"
-            load.plan = self._planning.priced(cached, layout(cached.cached), why)
+            load.plan = self.planning.priced(cached, layout(cached.cached), why)
 
     def grow(self, sequence: Sequence) -> bool:
-        """One more block for a request that decodes; False if there is none."""
+        """Allocate one more block to a request that decodes; False if there is none."""
         if self.available() < 1:
             return False
         sequence.blocks = np.append(sequence.blocks, self.device.take(1))
-        # Of one whose context lies in host memory, another block leaves for it.
+        # If its context lies in host memory, another of its blocks leaves for this one.
         sequence.grown_blocks += not sequence.resides
         return True
 
     def end_load(self, sequence: Sequence) -> Load:
-        """Its load is over, well or not: the host blocks may be evicted, others may try."""
+        """Take note that a load has ended, well or not, and release its host blocks."""
         load, sequence.load = sequence.load, None
         assert load is not None
-        self.host["kv"].release([block for block in load.kv if block >= 0])
-        self.host["act"].release([block for block in load.act if block >= 0])
-        if sequence.slot is None:
+        self._release_host(load)
+        if load.plan.exact:
             loaded = sequence.keys[load.start : load.stop]
             self._loading.difference_update(key.digest for key in loaded)
         self._changed()
@@ -174,23 +181,24 @@ class BlockManager:
         return load
 
     def release(self, sequence: Sequence) -> None:
-        """It is done, or preempted: its private blocks are unused, the findable ones stay."""
+        """Release the blocks of a finished or preempted request; published ones stay cached."""
         if sequence.load is not None:
             self.end_load(sequence)
         self.device.release(sequence.blocks[sequence.blocks >= 0].tolist())
         if (kept := sequence.kept) is not None:
-            self.host["kv"].release(kept.kv[kept.kv >= 0].tolist())
-            self.host["act"].release(kept.act[kept.act >= 0].tolist())
+            self._release_host(kept)
             sequence.kept = None
             self.residents.release(sequence)
         sequence.blocks, sequence.published = np.empty(0, np.int64), 0
 
+    def _release_host(self, held: Load | HostResident) -> None:
+        self.host["kv"].release([int(block) for block in held.kv if block >= 0])
+        self.host["act"].release([int(block) for block in held.act if block >= 0])
+
     # -- looking ------------------------------------------------------------------------------
 
-    def _look(self, sequence: Sequence) -> Quote | None:
-        slotted = self._sparse_plan(sequence)
-        if slotted is not None:
-            return self._sparse_quote(sequence, slotted)
+    def look(self, sequence: Sequence) -> Quote | None:
+        """As `quote`, looked up now."""
         size, keys, usable = self.block_tokens, sequence.keys, self._usable(sequence)
         if sequence.resides:
             return self.residents.quote(sequence, self._host_stop(sequence, 0, usable), usable)
@@ -215,15 +223,27 @@ class BlockManager:
         loaded = max(stop - there, 0) * size
         return Quote(blocks, there * size, loaded, found - idle, sequence.first_key, kept)
 
+    def loading(self, sequence: Sequence) -> Loading | None:
+        """How a prefix would be loaded; None if the device has all that host memory has."""
+        usable = self._usable(sequence)
+        stop = self._host_stop(sequence, 0, usable)
+        found, _ = self.device.prefix(sequence.keys, usable)
+        if stop <= found:
+            return None
+        cached = self._cached(sequence, found, stop)
+        # A plan that is cut at a budget has no seconds of its own.
+        segments = self._plan(sequence, cached).segments
+        return Loading(stop, self.planning.priced(cached, segments, ""))
+
     def _usable(self, sequence: Sequence) -> int:
-        """Full blocks behind which at least one token is computed."""
+        """Full blocks of a prefix that leave at least one token to compute."""
         return min((sequence.total_tokens - 1) // self.block_tokens, len(sequence.keys))
 
     def _host_stop(self, sequence: Sequence, start: int, usable: int) -> int:
         """Where the run of blocks ends that host memory has in some form, from `start` on.
 
-        Asked in every iteration for every request that waits, so it begins where it ended last
-        time, if that block is still there: ends of prefixes are evicted first. `take` looks at all.
+        It runs in every iteration for every waiting request, so it begins where it ended last time
+        if that block is still there: ends of prefixes are evicted first. `take` looks at all.
         """
         caches, keys = tuple(self.host.values()), sequence.keys
         index = min(sequence.host_stop, usable)
@@ -235,18 +255,15 @@ class BlockManager:
         return index
 
     def _cached(self, sequence: Sequence, start: int, stop: int) -> Cached:
-        """What a planner must know of loading blocks [start, stop); all have room on the device."""
+        """The planner's input for loading blocks [start, stop); all have room on the device."""
         size, wanted = self.block_tokens, sequence.keys[start:stop]
         held = self.host["act"].prefix(wanted, len(wanted))[0]
         new = sequence.total_tokens - stop * size
         return Cached((stop - start) * size, new, start * size, held * size)
 
     def _plan(self, sequence: Sequence, cached: Cached) -> LoadPlan:
-        planner = sequence.request.planner or self._settings.planner
-        if planner == SPARSE:
-            # It has to be loaded after all.
-            planner = self._settings.planner
-        plan = (self._planning.named(planner) if isinstance(planner, str) else planner)(cached)
+        planner = sequence.planner or self._settings.planner
+        plan = (self.planning.named(planner) if isinstance(planner, str) else planner)(cached)
         if plan.cached_tokens != cached.cached:
             raise ValueError(
                 f"the planner covers {plan.cached_tokens} of {cached.cached} cached tokens: "
@@ -256,35 +273,15 @@ class BlockManager:
 
     def _hold_load(self, sequence: Sequence, start: int, stop: int) -> None:
         keys = sequence.keys[start:stop]
-        # Planned for all that host memory has; what is beyond `stop` is computed like new tokens.
+        # Plan for all that host memory has; blocks beyond `stop` are computed like new tokens.
         end = self._host_stop(sequence, start, self._usable(sequence))
         plan = self._plan(sequence, self._cached(sequence, start, end))
         held = {type: cache.hold_found(keys) for type, cache in self.host.items()}
         segments = fit(plan, self.block_tokens, held["kv"], held["act"])
-        fitted = self._planning.priced(self._cached(sequence, start, stop), segments, plan.why)
+        fitted = self.planning.priced(self._cached(sequence, start, stop), segments, plan.why)
         sequence.load = Load(start, stop, fitted, held["kv"], held["act"])
         self._loading.update(key.digest for key in keys)
         self._changed()
-
-    def _sparse_plan(self, sequence: Sequence) -> LoadPlan | None:
-        """The plan that leaves a request's prefix in host memory, if that may be and should be."""
-        if self.sparse is None or not sequence.approx:
-            return None
-        size, usable = self.block_tokens, self._usable(sequence)
-        stop = self._host_stop(sequence, 0, usable)
-        found, _ = self.device.prefix(sequence.keys, usable)
-        if stop <= found:
-            return None
-        loading = self._cached(sequence, found, stop)
-        # As it would be executed: what is cut at a budget comes without its seconds.
-        exact = self._planning.priced(loading, self._plan(sequence, loading).segments, "")
-        cached = Cached(stop * size, sequence.total_tokens - stop * size)
-        return self.sparse.plan(sequence, cached, exact, self._planning.rates)
-
-    def _sparse_quote(self, sequence: Sequence, plan: LoadPlan) -> Quote:
-        """A slot instead of device blocks."""
-        blocks = -(-sequence.total_tokens // self.block_tokens)
-        return Quote(0, 0, plan.cached_tokens, 0, sequence.first_key, blocks)
 
 
 def loaded_tokens(plan: LoadPlan) -> int:

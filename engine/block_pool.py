@@ -1,7 +1,7 @@
-"""Blocks by their ids alone: who uses each of a pool's, and which neighbours are copied at once.
+"""Pools of blocks by id: reference counts, and which neighbours are copied at once.
 
-Every misuse (a block given back twice, one that nobody has) raises `BlockError` and is counted. The
-tensors behind the pools are in `engine.kv_cache`.
+Every misuse (a block given back twice, or shared while unused) raises `BlockError` and is counted.
+The tensors behind the pools are in `engine.kv_cache`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ class OutOfBlocks(Exception):
 
 
 class BlockError(ValueError):
-    """Blocks were used against the rules: the caller has a bug."""
+    """Misuse of blocks: the caller has a bug."""
 
 
 class BlockPool:
-    """The blocks of one type in one place, with a count of users for each.
+    """The blocks of one type in one place, with a reference count for each.
 
     Blocks are handed out in runs of consecutive ids where there are any, since consecutive blocks
-    are copied at once. unused: blocks that nobody uses; misused: `BlockError`s so far.
+    are copied at once.
     """
 
     def __init__(self, type: BlockType, place: Place, count: int, block_tokens: int) -> None:
         self.type, self.place, self.count, self.block_tokens = type, place, count, block_tokens
+        # Blocks without users, and `BlockError`s so far.
         self.unused, self.misused = count, 0
         self._refs = [0] * count
         # Unused ids as runs: sorted starts, and where each run ends.
@@ -45,11 +46,11 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks that somebody uses."""
+        """Blocks with a user."""
         return self.count - self.unused
 
     def refs(self, block: int) -> int:
-        """How many use a block, 0 if nobody does; `BlockError` if there is no such block."""
+        """Users of a block; `BlockError` if there is no such block."""
         if not 0 <= block < self.count:
             raise self._misuse(f"there is no block {block} among {self.count}")
         return self._refs[block]
@@ -76,7 +77,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more user of each; `BlockError`, and no change, if nobody uses one."""
+        """Add a user to each block; `BlockError`, and no change, if one is unused."""
         shared = list(blocks)
         for block in shared:
             if not self.refs(block):
@@ -85,8 +86,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """One user less of each; a block without users is unused. `BlockError`, and no change, if
-        one is given back more often than it is used."""
+        """Take a user from each block; `BlockError`, and no change, if one has fewer users."""
         freed = list(blocks)
         for block, times in Counter(freed).items():
             if times > (users := self.refs(block)):
@@ -133,12 +133,12 @@ class BlockPool:
 
 
 def runs(to: Sequence[int], of: Sequence[int]) -> list[CopyRun]:
-    """Pairs of blocks as few copies; `BlockError` for unequally many blocks."""
+    """Merge pairs of blocks into as few copies as possible; `BlockError` for unequal numbers."""
     if len(to) != len(of):
         raise BlockError(f"cannot copy {len(of)} blocks to {len(to)}")
     merged: list[CopyRun] = []
     first = source = count = 0
-    # Of a few hundred, numpy's calls alone would last longer.
+    # For a few hundred pairs, numpy's calls alone would last longer.
     for target, other in zip(to, of, strict=True):
         if count and target == first + count and other == source + count:
             count += 1

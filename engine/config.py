@@ -18,9 +18,7 @@ from kappa.model_config import shape_from_config
 from kappa.plans.architecture import architecture_from_config, rope_type
 
 FAMILIES = ("opt", "llama", "qwen2", "qwen3")
-_ACTIVATIONS = {
-    "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_new", "silu": "silu", "swish": "silu",
-}  # fmt: skip
+_ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "swish")
 # OPT's table of positions begins with two rows that no token uses.
 OPT_POSITION_OFFSET = 2
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -132,7 +130,7 @@ def read_config(source: Mapping[str, Any] | str | Path, name: str = "") -> Model
         embed=(data.get("word_embed_proj_dim") if opt else None) or shape.hidden,
         max_tokens=max_tokens,
         norm_eps=1e-5 if opt else float(data.get("rms_norm_eps") or 1e-6),
-        activation=_ACTIVATIONS[activation],
+        activation=activation,
         pre_norm=pre_norm,
         norm_affine=not opt or flag("layer_norm_elementwise_affine", True),
         final_norm=pre_norm and not (opt and flag("_remove_final_layer_norm")),

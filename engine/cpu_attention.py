@@ -40,8 +40,8 @@ T = TypeVar("T")
 class CpuWorker:
     """Computes jobs in order on one thread, with `threads` of torch's beneath it.
 
-    torch keeps its number of threads per thread that asks, so a bound set here is no bound
-    elsewhere. Waits are bounded; a job that fails fails whoever waits for it.
+    torch keeps its number of threads per calling thread, so this bound holds here alone. Waits are
+    bounded; the error of a job is raised where its result is waited for.
     """
 
     def __init__(self, threads: int) -> None:
@@ -52,25 +52,24 @@ class CpuWorker:
         self._pool = ThreadPoolExecutor(1, "kappa-cpu")
 
         def bound() -> None:
-            # A thread takes everybody's number when it first asks: that must not come later.
+            # A thread takes the process' number when it first asks: that must not come later.
             torch.get_num_threads()
             torch.set_num_threads(threads)
 
         with _setting:
             before = torch.get_num_threads()
             self._pool.submit(bound).result(WAIT_S)
-            # The number that threads begin with is everybody's: put it back.
+            # This has changed the process' number, with which threads begin: put it back.
             torch.set_num_threads(before)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Compute `job` when those before it are done, without gradients; `RuntimeError` if the
-        worker is stopped."""
+        """Compute `job` behind those before it, without gradients; `RuntimeError` if stopped."""
         future = self._pool.submit(torch.no_grad()(job))
         self._newest = future  # type: ignore[assignment]
         return future
 
     def settle(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until nothing is under way, well or not; `TransferFailed` if that takes longer."""
+        """Wait until no job is under way; `TransferFailed` if that takes longer."""
         newest, self._newest = self._newest, None
         if newest is not None and not newest.cancelled():
             try:
@@ -79,13 +78,13 @@ class CpuWorker:
                 raise TransferFailed(f"the CPU still computes after {timeout_s:g} s") from None
 
     def stop(self) -> None:
-        """What has not begun is dropped; the thread ends."""
+        """Drop jobs that have not begun, and end the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.settle()
 
 
 def result(future: Future[T], timeout_s: float = WAIT_S) -> T:
-    """What a job gave; `TransferFailed` if it failed, or did not end in time."""
+    """The result of a job; `TransferFailed` if it failed, or did not end in time."""
     try:
         return future.result(timeout_s)
     except NotInTime:
@@ -95,7 +94,7 @@ def result(future: Future[T], timeout_s: float = WAIT_S) -> T:
 
 
 class CpuAttention:
-    """Attends over the KV blocks of one arena's host memory, with so many threads at most.
+    """Attends to the KV blocks of one arena's host memory, with `threads` at most.
 
     `worker.stop` ends its thread.
     """
@@ -107,16 +106,16 @@ class CpuAttention:
         self._scratch = torch.empty(
             (_PIECE_BLOCKS, *arena.kv_block_shape), dtype=self._wide, device="cpu"
         )
-        # Where queries arrive, of every other layer; pinned for a GPU.
+        # Buffers of queries, used by layers in turn; pinned for a GPU.
         self._pinned = arena.device.type == "cuda"
         self._queries: list[Tensor] = [torch.empty(0), torch.empty(0)]
         self._turn = 0
 
     def begin(self, layer: int, on_cpu: OnCpu, q: Tensor, mover: LinkMover) -> Elsewhere:
-        """Start to attend. q (tokens, heads, d): of the whole step, on the device.
+        """Start to attend. q (tokens, heads, d): queries of the whole step, on the device.
 
-        What it returns waits for the CPU, and raises `TransferFailed` if that failed, or did not
-        end in time.
+        The function that it returns waits for the CPU, and raises `TransferFailed` if that failed
+        or did not end in time.
         """
         mine = q.index_select(0, on_cpu.rows)
         self._turn = 1 - self._turn
@@ -154,7 +153,7 @@ class CpuAttention:
     # -- on the worker's thread -----------------------------------------------------------------
 
     def attend(self, layer: int, blocks: Ids, q: Tensor) -> Partial:
-        """One sequence's queries (n, heads, d), which all see all of these blocks."""
+        """Attend from one sequence's queries (n, heads, d) to all of these blocks."""
         kv_heads, width, queries = self._config.kv_heads, self._config.head_dim, len(q)
         # The heads of a group share their keys: as more queries of one head, no key is repeated.
         folded = q.to(self._wide).view(queries, kv_heads, -1, width).transpose(0, 1)

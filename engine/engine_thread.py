@@ -1,8 +1,8 @@
-"""An engine on a thread of its own, for callers on others: asyncio servers above all.
+"""An engine on a thread of its own, for callers on other threads: asyncio servers above all.
 
-All calls go to the thread and are done between iterations, so the engine itself needs no locks.
-What a request gets is delivered from that thread. If an iteration fails, all requests end with
-"error", and later ones are refused with the cause. `stop` is bounded and leaves no thread behind.
+The thread makes all calls between iterations, so the engine itself needs no locks; it also delivers
+the outputs. If an iteration fails, all requests end with "error", and later ones are refused with
+the cause. `stop` is bounded and leaves no thread behind.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ class EngineStopped(RuntimeError):
 
 
 class EngineThread:
-    """Runs one engine, which nobody else uses from now on, until it is stopped. publish: given the
-    changes of what can be found, in order, from the engine's thread."""
+    """Runs one engine until it is stopped; the engine must not be used otherwise.
+
+    Args:
+        publish: called with the changes of the prefix caches, in order, on the engine's thread.
+    """
 
     def __init__(
         self, engine: Engine, publish: Callable[[list[CacheEvent]], None] | None = None
@@ -49,7 +52,7 @@ class EngineThread:
         self._thread.start()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Do something with the engine between iterations; its result, or what it raised.
+        """Call `function` with the engine between iterations; the future has its result or error.
 
         Raises (through the future):
             EngineStopped: the thread has ended.
@@ -86,8 +89,8 @@ class EngineThread:
         return self.call(submit)
 
     def withdraw(self, submitted: Future[int]) -> None:
-        """End a request, if `submit` has begun it by now or still does; nothing more is delivered.
-        submitted: as `submit` gave it."""
+        """End a request by the future that `submit` gave, even one that is not begun yet; nothing
+        more is delivered."""
 
         def end(done: Future[int]) -> None:
             if not done.cancelled() and done.exception() is None:
@@ -120,12 +123,12 @@ class EngineThread:
                         self._give(output)
                 if not engine.busy:
                     engine.store.rest(REST_S)
-                # Taken in any case, or they would pile up where nobody publishes them.
+                # Taken in any case, or they would pile up without a publisher.
                 if (events := engine.events()) and self._publish is not None:
                     self._publish(events)
         except BaseException as error:
             self.error = error
-        # Nobody is left waiting.
+        # Answer all calls that still wait.
         with self._gate:
             self._closed = True
         reason: FinishReason = "error" if self.error is not None else "abort"
@@ -137,7 +140,7 @@ class EngineThread:
         self._do_calls(idle=False)
 
     def _do_calls(self, idle: bool) -> None:
-        """Do what was called for; with nothing else to do, wait for a call."""
+        """Make the calls that wait; an idle engine waits for one."""
         with suppress(queue.Empty):
             if idle:
                 self._calls.get(timeout=_IDLE_S)()
@@ -145,7 +148,7 @@ class EngineThread:
                 self._calls.get_nowait()()
 
     def _give(self, output: Output) -> None:
-        """One caller that went away (its event loop closed), or fails, must not end the others."""
+        """Deliver an output; a caller that fails, or whose event loop is closed, ends no other."""
         over = output.finish_reason is not None
         deliver = (self._deliver.pop if over else self._deliver.get)(output.request_id, None)
         if deliver is not None:

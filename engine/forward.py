@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine import attention, layers
+from engine.block_pool import CopyRun
 from engine.cpu_attention import CpuAttention
 from engine.input_batch import build_step
 from engine.kv_cache import Arena
@@ -34,35 +35,32 @@ class RunningStep:
 
 @dataclass(slots=True)
 class Buffer:
-    """Where a layer's rows meet.
+    """Memory for the keys and values of one layer."""
 
-    rows: shape (n, kv_width): loaded, projected, new.
-    acts: loaded activations, as whole blocks.
-    landing: the loaded rows' memory, as whole blocks.
-    free: the end of the computation that used it last; kv, act: of the copies into it.
-    """
-
+    # (n, kv_width): loaded, projected, new.
     rows: Tensor
+    # Loaded activations, as whole blocks.
     acts: Tensor
+    # The memory of the loaded rows, as whole blocks.
     landing: Tensor
+    # The end of the last computation that used it, and of the copies into it.
     free: Event | None = None
     kv: Event | None = None
     act: Event | None = None
 
 
 class NoCpuAttention(ValueError):
-    """The CPU is to attend to host memory, and there are no threads for that."""
+    """A step has context that the CPU is to attend to, and the model has no threads for that."""
 
 
 class ServedModel(Protocol):
-    """What an engine drives: `Forward`, or what takes as long and computes nothing.
-
-    max_tokens: of a sequence. vocab: token ids are below.
-    """
+    """The model that an engine drives: `Forward`, or one that only takes as long."""
 
     arena: Arena
     mover: LinkMover
+    # Of a sequence.
     max_tokens: int
+    # Token ids are below it.
     vocab: int
 
     def compute(self, rows: Sequence[StepRow]) -> Tensor:
@@ -71,8 +69,11 @@ class ServedModel(Protocol):
 
 
 class Forward:
-    """A model over one arena, of its dtype and on its device, and one mover. cpu_threads: that may
-    attend to KV in host memory; 0: the CPU is not asked to."""
+    """The forward pass of a model over one arena, of its dtype and on its device.
+
+    Args:
+        cpu_threads: threads that attend to KV in host memory; 0: the CPU does not.
+    """
 
     def __init__(
         self, weights: Weights, arena: Arena, mover: LinkMover, cpu_threads: int = 0
@@ -86,7 +87,7 @@ class Forward:
             inverse, factor = layers.frequencies(config.rope, config.head_dim)
             self._rope = inverse.to(weights.device), factor
         self._buffers: list[Buffer] = []
-        # What passes used whose copies did not end in time.
+        # Buffers of passes whose copies did not end in time.
         self._stuck: list[object] = []
 
     def compute(self, rows: Sequence[StepRow]) -> Tensor:
@@ -94,13 +95,13 @@ class Forward:
 
         Raises:
             NoSuchBlock: a row names a block that its sequence does not have.
-            TransferFailed: a load failed. Blocks that the rows write hold anything; those that they
-                only read are as they were.
+            TransferFailed: a load failed. The content of blocks that the rows write is undefined;
+                blocks that they only read are as they were.
         """
         return self.run(self.build(rows))
 
     def build(self, rows: Sequence[StepRow]) -> DeviceStep:
-        """The step of these rows, on the device."""
+        """Build the step of these rows, on the device."""
         # Learned positions end; rotary ones do not.
         longest = max(row.length for row in rows)
         if not self.config.rope and longest > self.max_tokens:
@@ -111,7 +112,7 @@ class Forward:
 
     @torch.no_grad()
     def run(self, step: DeviceStep) -> Tensor:
-        """As `compute`, of rows that are a step already."""
+        """As `compute`, of a step that is built."""
         running, last = self._begin(step), self.config.layers - 1
         try:
             self._reserve(step.buffer_rows, step.loaded_act_blocks)
@@ -126,11 +127,11 @@ class Forward:
         return self._logits(running)
 
     def angles(self, positions: Tensor) -> layers.Angles:
-        """Of tokens at these positions; None where positions are learned."""
+        """Rotary angles of tokens at these positions; None where positions are learned."""
         return layers.angles(positions, *self._rope, self.weights.dtype) if self._rope else None
 
     def close(self) -> None:
-        """End the CPU's thread, if it has one. Nothing may be under way."""
+        """End the CPU's thread, if there is one; no computation may be under way."""
         if self.cpu is not None:
             self.cpu.worker.stop()
 
@@ -145,7 +146,7 @@ class Forward:
         return layers.logits(running.hidden[running.step.logit_rows], self.weights)
 
     def _reserve(self, rows: int, acts: int) -> None:
-        """Two buffers of so many rows and blocks of activations; kept from pass to pass."""
+        """Allocate two buffers of this many rows and blocks of activations, unless they suffice."""
         have = self._buffers[0] if self._buffers else None
         if have is not None:
             if len(have.rows) >= rows and len(have.acts) >= acts:
@@ -161,13 +162,13 @@ class Forward:
             buffer = torch.empty((rows, self.config.kv_width), dtype=dtype, device=device)
             loaded = torch.empty((acts, *self.arena.act_block_shape), dtype=dtype, device=device)
             landing = buffer[: rows // block_rows * block_rows].view(-1, *shape)
-            # New memory may still be in use by what was asked for before.
+            # New memory may still be in use by computation that was asked for before.
             self._buffers.append(Buffer(buffer, loaded, landing, free=self.mover.mark()))
 
     def _abandon(self) -> None:
-        """After a failure nothing may still be writing to buffers that the next pass uses.
+        """After a failure, wait until no copy writes to the buffers.
 
-        If copies do not end, what they use is kept, so that nobody else gets that memory.
+        If copies do not end, their buffers are kept, so that their memory is not used again.
         """
         old, self._buffers = self._buffers, []
         try:
@@ -181,20 +182,17 @@ class Forward:
     # -- a layer ------------------------------------------------------------------------------
 
     def _load(self, layer: int, step: DeviceStep, buffer: Buffer) -> None:
-        """Begin to copy what the step needs from host memory, behind the buffer's last use."""
-        arena = self.arena
-        buffer.act = buffer.kv = None
-        if step.act_runs:
-            acts = [(buffer.acts[t : t + n], arena.act_host[layer, s : s + n])
-                    for t, s, n in step.act_runs]  # fmt: skip
-            buffer.act = self.mover.h2d(acts, buffer.free)
-        if step.kv_runs:
-            rows = [(buffer.landing[t : t + n], arena.kv_host[layer, s : s + n])
-                    for t, s, n in step.kv_runs]  # fmt: skip
-            buffer.kv = self.mover.h2d(rows, buffer.free)
+        """Start the layer's loads from host memory, behind the buffer's last use."""
+
+        def load(target: Tensor, source: Tensor, runs: list[CopyRun]) -> Event | None:
+            copies = [(target[t : t + n], source[layer, s : s + n]) for t, s, n in runs]
+            return self.mover.h2d(copies, buffer.free) if copies else None
+
+        buffer.act = load(buffer.acts, self.arena.act_host, step.act_runs)
+        buffer.kv = load(buffer.landing, self.arena.kv_host, step.kv_runs)
 
     def _compute(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
-        """One layer."""
+        """Compute one layer."""
         step, config = running.step, self.config
         if step.act_tokens:
             self._project_acts(layer, running, buffer)
@@ -206,7 +204,7 @@ class Forward:
         layers.project_kv(a, tensors, config, running.angles, new)
         there = None
         if step.on_cpu is not None:
-            # Let the CPU begin with what it attends to where it lies.
+            # Let the CPU begin to attend to host memory.
             if self.cpu is None:
                 raise NoCpuAttention(
                     "a step has context that the CPU is to attend to, but this model has no "
@@ -216,8 +214,8 @@ class Forward:
         if buffer.kv is not None:
             self.mover.wait(buffer.kv)
         pool = self.arena.kv_device[layer].view(-1, config.kv_width)
-        # New and loaded tokens to the device blocks that their sequences have for them; and those
-        # few of a context that lie in device blocks to the many that do not.
+        # Copy new and loaded tokens to the device blocks of their sequences, and the few tokens of
+        # a context that lie in device blocks to the many that do not.
         if step.to_pool is not None:
             moved = buffer.rows.index_select(0, step.to_pool.source)
             pool.index_copy_(0, step.to_pool.target, moved)
@@ -232,7 +230,7 @@ class Forward:
         buffer.free = self.mover.mark()
 
     def _project_acts(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
-        """Keys and values of the step's activations, into the buffer."""
+        """Project keys and values of the step's activations, into the buffer."""
         step = running.step
         if buffer.act is not None:
             self.mover.wait(buffer.act)

@@ -22,7 +22,7 @@ from scheduler.work import Quote
 
 
 class HostResidents:
-    """Those of one engine that run; `device` and `host` are its tiers."""
+    """The running requests of one engine that keep their context in its host tier."""
 
     def __init__(
         self, device: PrefixPool, host: Mapping[BlockType, PrefixPool], settings: EngineOptions
@@ -38,9 +38,12 @@ class HostResidents:
         return iter(self._live)
 
     def quote(self, sequence: Sequence, stop: int, usable: int) -> Quote:
-        """What admitting it takes: the device's blocks for its first chunk; more than there are
-        while host memory lacks room for its prompt. stop: of its first `usable` blocks, those that
-        host memory has."""
+        """What admitting a request takes: device blocks for its first chunk; more than there are
+        while host memory lacks room for its prompt.
+
+        Args:
+            stop: how many of its first `usable` blocks host memory has.
+        """
         keys, size = sequence.keys, sequence.block_tokens
         there = max(stop, self._device.prefix(keys, usable)[0])
         idle = self._device.idle_of(keys[stop:there])
@@ -55,7 +58,7 @@ class HostResidents:
         )
 
     def take(self, sequence: Sequence, quote: Quote, stop: int, plan: LoadPlan) -> Quote | None:
-        """Reserve what was quoted; None if it is not there after all."""
+        """Reserve the blocks of a quote; None if they are gone by now."""
         if quote.blocks > self._device.available():
             return None
         keys, there = sequence.keys, quote.device_tokens // sequence.block_tokens
@@ -71,7 +74,7 @@ class HostResidents:
         return quote
 
     def leave(self, sequence: Sequence, stop: int) -> None:
-        """Its first `stop` blocks are in host memory: they need none on the device any more."""
+        """Free the device blocks of a request's first `stop` blocks: host memory has them."""
         kept = self._live[sequence]
         start = len(kept.kv)
         keys, here = sequence.keys[start:stop], sequence.blocks[start:stop]
@@ -81,15 +84,15 @@ class HostResidents:
         here[:] = -1
 
     def release(self, sequence: Sequence) -> None:
-        """It is done, or preempted; what it holds is let go by the memory."""
+        """Forget a finished or preempted request; the block manager releases its blocks."""
         self._live.pop(sequence, None)
 
     def _held(self, type: BlockType, keys: Run[BlockKey]) -> np.ndarray:
         return np.array(self._host[type].hold_found(keys), np.int64)
 
     def _lacks_room(self, found: Run[BlockKey], total: int) -> bool:
-        """Whether host memory has no room for a prompt of `total` blocks, beside what others were
-        promised and have not stored yet."""
+        """Whether host memory lacks room for a prompt of `total` blocks, beside the blocks promised
+        to others that they have not stored yet."""
         for type, cache in self._host.items():
             wanted = cache.idle_of(found) + self._settings.stored(type, len(found), total)
             for kept in self._live.values():

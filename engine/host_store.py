@@ -1,12 +1,11 @@
 """Full blocks copied to host memory beside the computation, and findable there when they are.
 
-A store holds its device and host blocks until its copy has ended; only then are they published.
-Where the host pool has nothing to evict, or too many stores are on their way, a block is not
-stored, and counted, nor are those behind it, which nobody could find: a later request computes them
-again. The settings say what is stored how: as KV, as activations, or as both. Activations are
-captured while they are computed, into blocks of their own: worth storing only if all tokens of the
-block are there, so capture begins where a block begins. A block that could not be captured (no
-room; found on the device) has its KV stored in any case.
+A store holds its device and host blocks until its copy has ended; only then are they published. A
+block is dropped, and counted, where the host pool has nothing to evict or too many stores are on
+their way; so are the blocks behind it, which no request could find. The settings say whether blocks
+are stored as KV, as activations, or as both. Activations are captured in blocks of their own while
+they are computed; they are of use only for all tokens of a block, so capture begins where a block
+begins. If a block could not be captured (no room; found on the device), its KV is stored.
 """
 
 from __future__ import annotations
@@ -30,14 +29,17 @@ MOST_PENDING_BLOCKS = 4096
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Blocks stored, and not: no host block to be had; the link too far behind; the block before
-    is not there; the copy failed; no room to capture activations."""
+    """Blocks stored, and not stored by reason."""
 
     stored: int = 0
+    # The host pool had nothing to evict.
     dropped_full: int = 0
+    # Too many blocks were on their way.
     dropped_late: int = 0
+    # The block before it is not in host memory.
     dropped_orphan: int = 0
     failed_stores: int = 0
+    # No device block to capture activations in.
     not_captured: int = 0
 
 
@@ -52,21 +54,19 @@ class _Store:
 
 
 class HostStore:
-    """Publishes and stores what becomes full in one engine.
-
-    `copied`, if set, gets KV blocks that are being copied: keys, device and host blocks.
-    """
+    """Publishes and stores the blocks of one engine that become full."""
 
     def __init__(
         self, arena: Arena, mover: LinkMover, memory: BlockManager, settings: EngineOptions
     ) -> None:
         self.counters = StoreCounters()
+        # Called with KV blocks that are being copied: keys, device and host blocks.
         self.copied: Callable[[list[BlockKey], list[int], list[int]], None] | None = None
         self._arena, self._mover, self._memory, self._settings = arena, mover, memory, settings
         self._acts = arena.pools["act", "device"]
         self._stores: deque[_Store] = deque()
         self._on_their_way: dict[BlockType, set[bytes]] = {"kv": set(), "act": set()}
-        # Being captured, by sequence and block index.
+        # Blocks that capture activations, by sequence and index of the block.
         self._captured: dict[Sequence, dict[int, int]] = {}
 
     def __len__(self) -> int:
@@ -74,11 +74,11 @@ class HostStore:
         return sum(len(digests) for digests in self._on_their_way.values())
 
     def wants(self, type: BlockType, key: BlockKey) -> bool:
-        """Whether the block is not in host memory yet, nor on its way there."""
+        """Whether a block is neither in host memory nor on its way there."""
         return not self._there(type, key.digest)
 
     def capture(self, sequence: Sequence, start: int, stop: int) -> dict[int, int]:
-        """Blocks, by index, that take the activations of tokens [start, stop) of a sequence."""
+        """Device blocks, by index, that take the activations of tokens [start, stop)."""
         if not self._settings.act_share:
             return {}
         size = self._arena.block_tokens
@@ -93,7 +93,7 @@ class HostStore:
         return dict(blocks)
 
     def computed(self, sequence: Sequence, tokens: int) -> None:
-        """KV of its first `tokens` tokens is in its blocks: publish and store what is full."""
+        """Publish and store the full blocks of a sequence's first `tokens` tokens."""
         self._memory.computed(sequence, tokens)
         keys, stop = sequence.keys, sequence.published
         captured = self._captured.get(sequence, {})
@@ -115,20 +115,19 @@ class HostStore:
         self.store("act", as_act, acts, front, both)
 
     def drop(self, sequence: Sequence) -> None:
-        """It computes no more, or from the start again."""
+        """Give up the blocks that capture activations of a sequence that stops computing."""
         self._acts.free(self._captured.pop(sequence, {}).values())
 
     def store(
         self, type: BlockType, keys: Run[BlockKey], device: Run[int], front: Run[BlockKey] = (),
         beside: Collection[bytes] = (),
     ) -> None:  # fmt: skip
-        """Start to store full blocks, in the order of their sequence; not those that are there or
-        on their way.
+        """Start to store full blocks, in the order of their sequence, that host memory lacks.
 
         Args:
-            device: where they lie; the caller's use of each ends when it is needed no more.
-            front: the sequence's blocks before the first of these, which are not evicted for it:
-                without them nobody would find it.
+            device: the device blocks; the caller's use of each ends when its copy has ended.
+            front: the sequence's blocks before these, which are not evicted for them: a prefix is
+                found from its start.
             beside: digests of blocks that are stored in another form at the same time.
         """
         if not keys:
@@ -156,7 +155,7 @@ class HostStore:
         self._on_their_way[type].update(key.digest for key in named)
 
     def poll(self) -> int:
-        """Publish what has arrived, in order; how many blocks."""
+        """Publish the blocks that have arrived, in order; returns their number."""
         published = 0
         while self._stores and self._stores[0].event.done():
             store = self._stores.popleft()
@@ -176,9 +175,8 @@ class HostStore:
         return published
 
     def make_room(self, blocks: int = 0) -> bool:
-        """Wait for blocks on their way to host memory, until one has left the device that may; and
-        until `blocks` more activations can be captured. False if none has: it has to be made
-        otherwise."""
+        """Wait for stores until a device block is free, and `blocks` more activations can be
+        captured; False if no device block was freed."""
         memory = self._memory
         before = memory.available()
         while self._stores and (memory.available() <= before or self._acts.unused < blocks):
@@ -189,25 +187,25 @@ class HostStore:
 
     @property
     def behind(self) -> bool:
-        """Whether so much is on its way that what an iteration computes might not be stored."""
+        """Whether an iteration's blocks might be dropped, so many are on their way."""
         settings, size = self._settings, self._arena.block_tokens
         blocks = settings.max_running + -(-settings.budget_tokens // size)
         few = settings.act_share > 0 and self._acts.unused < blocks
         return bool(self._stores) and (few or len(self) + blocks > MOST_PENDING_BLOCKS)
 
     def rest(self, timeout_s: float) -> bool:
-        """Wait at most so long for the oldest to end; False if there is none."""
+        """Wait at most `timeout_s` for the oldest store to end; False if there is none."""
         if self._stores:
             self._stores[0].event.ended(timeout_s)
         return bool(self._stores)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for all, and publish them; `TransferFailed` if they do not end in time."""
+        """Wait for all stores, and publish them; `TransferFailed` if they do not end in time."""
         self._mover.drain(timeout_s)
         self.poll()
 
     def _leave(self, sequence: Sequence) -> None:
-        """Blocks of it that host memory has by now leave the device, in order."""
+        """Free the device blocks of a sequence that host memory has by now, in order."""
         kept, keys = sequence.kept, sequence.keys
         assert kept is not None
         start = stop = len(kept.kv)
@@ -231,7 +229,7 @@ class HostStore:
             self._memory.device.release(device)
 
     def _as(self, sequence: Sequence, type: BlockType, index: int) -> bool:
-        """Whether that block of it is to be stored as such."""
+        """Whether block `index` of a sequence is to be stored as `type`."""
         if not self._settings.stores(type, index):
             return False
         return index >= len(sequence.keys) or self.wants(type, sequence.keys[index])
@@ -240,11 +238,11 @@ class HostStore:
         return digest in self._memory.host[type] or digest in self._on_their_way[type]
 
     def _in_host(self, digest: bytes | None) -> tuple[bool, bool]:
-        """Whether it is there, or on its way, as KV and as activations."""
+        """Whether a block is in host memory, or on its way there, as KV and as activations."""
         return self._there("kv", digest), self._there("act", digest)
 
     def _fitting(self, type: BlockType, keys: list[BlockKey], beside: Collection[bytes]) -> int:
-        """How many of the first of these can be stored; counts why not the others."""
+        """How many of these blocks, from the first on, can be stored; counts the others."""
         counters, wanted = self.counters, len(keys)
         digests: set[bytes | None] = {None, *beside}
         for index, key in enumerate(keys):

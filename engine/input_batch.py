@@ -1,9 +1,9 @@
-"""Makes a `DeviceStep` of the rows of an iteration: all of its index arrays, once, for all layers.
+"""The input batch of an iteration: builds the index tensors of a `DeviceStep` from its rows.
 
-A context in device blocks costs as much as its block table is long, whoever attends to it; arrays
-with an element per token are made only of what is computed, loaded or projected. Rows that decode
-from device blocks are handled together; Python loops run over the other rows, their spans, and
-groups. The arrays go to the device in a single copy, so that no layer waits for the host.
+They are built once for all layers. A context in device blocks costs as much as its block table is
+long; only tokens that are computed, loaded or projected have an element each. Rows that decode from
+device blocks are handled together; Python loops run over the other rows, their spans, and groups.
+The tensors go to the device in a single copy, so that no layer waits for the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NONE = np.empty(0, np.int64)
 
 
 def build_step(rows: Sequence[StepRow], block_tokens: int, device: torch.device) -> DeviceStep:
-    """The step that computes `rows` together; tokens and logits are in their order.
+    """Build the step that computes `rows` together; tokens and logits are in their order.
 
     Raises:
         NoSuchBlock: a token's source is a block that its sequence does not have; or no token of a
@@ -63,7 +63,7 @@ def build_step(rows: Sequence[StepRow], block_tokens: int, device: torch.device)
 
 
 def _tensors(one: Any) -> Iterator[tuple[Any, str]]:
-    """Everything in a step that holds a tensor, with the name of that."""
+    """Every dataclass of a step that holds a tensor, with the name of the tensor's field."""
     for each in fields(one):
         value = getattr(one, each.name)
         if isinstance(value, Tensor):
@@ -75,23 +75,23 @@ def _tensors(one: Any) -> Iterator[tuple[Any, str]]:
 
 @dataclass(slots=True)
 class _Queries:
-    """A run of one sequence's queries, from new token `first` on.
+    """A run of one sequence's queries, and the keys up to its last query, in order of position."""
 
-    blocks: of the device pool, which hold `keys` tokens before the last query; k, v: rows of the
-    buffer with the others; all in order of position, but for those that the CPU attends to.
-    """
-
+    # New tokens of the step: the first one's index, and how many.
     first: int
     count: int
+    # Device blocks, and how many keys they hold.
     blocks: Ids
     keys: int
+    # The other keys, as rows of K and of V in the buffer.
     k: Ids
     v: Ids
+    # Whether the CPU attends to part of the context.
     on_cpu: bool
 
     @property
-    def alike(self) -> tuple[int, ...]:
-        """Those with the same key are attended to together.
+    def batch_key(self) -> tuple[int, ...]:
+        """Runs of queries with equal keys are computed in one attention call.
 
         A single query (decoding) goes with others of a similar context, padded by less than half; a
         longer run with those of the same shape, so that causality needs no mask.
@@ -102,13 +102,14 @@ class _Queries:
 
 
 class _Builder:
-    """A step in the making. `first`: index in the step of each row's first new token."""
+    """Collects the pieces of a step's index arrays, row by row."""
 
     def __init__(self, rows: Sequence[StepRow], block_tokens: int) -> None:
         for index, row in enumerate(rows):
             if not len(row.tokens):
                 raise NoSuchBlock(f"sequence {index} of the step has no token to compute")
         self.rows, self.bt = rows, block_tokens
+        # The step's index of each row's first new token.
         self.first = np.cumsum([0, *(len(row.tokens) for row in rows)]).tolist()
         self.decodes: list[int] = []
         self.others: list[int] = []
@@ -133,7 +134,7 @@ class _Builder:
         }
         self.queries: list[_Queries] = []
         self.contexts: list[HostContext] = []
-        # Pieces of index arrays, by what they are of.
+        # Pieces of index arrays, by the array's name.
         self.pieces: dict[str, list[Ids]] = defaultdict(list)
 
     def step(self) -> DeviceStep:
@@ -141,10 +142,10 @@ class _Builder:
             self._add(index)
         if self.decodes:
             self._add_decodes()
-        alike: dict[tuple[int, ...], list[_Queries]] = defaultdict(list)
+        batches: dict[tuple[int, ...], list[_Queries]] = defaultdict(list)
         for one in self.queries:
-            alike[one.alike].append(one)
-        groups = [_group(alike[key], self.bt) for key in sorted(alike)]
+            batches[one.batch_key].append(one)
+        groups = [_group(batches[key], self.bt) for key in sorted(batches)]
         if len(groups) == 1:
             alone = groups[0].rows.numpy()
             groups[0].in_order = len(alone) == self.first[-1] and _is_range(alone)
@@ -187,7 +188,7 @@ class _Builder:
     # -- blocks -------------------------------------------------------------------------------
 
     def _ids_of(self, index: int, span: TokenSpan, source: Source) -> Ids:
-        """The id of each block of a span in the place of a source."""
+        """Ids of a span's blocks in the place of a source."""
         blocks = np.arange(span.start // self.bt, -(-span.stop // self.bt))
         found = self.rows[index].pages.of(source, blocks)
         if len(found) and found.min() < 0:
@@ -200,22 +201,22 @@ class _Builder:
         return found
 
     def _rows_of(self, blocks: Ids, span: TokenSpan, block_rows: int) -> Ids:
-        """The row of each token of a span, from the ids of its blocks."""
+        """Rows of a span's tokens, from the ids of its blocks."""
         at = np.arange(span.start, span.stop)
         return blocks[at // self.bt - span.start // self.bt] * block_rows + at % self.bt
 
     # -- rows in general ----------------------------------------------------------------------
 
     def _add(self, index: int) -> None:
-        """One row's queries, span by span: where each finds what comes before it."""
+        """Add one row's queries, span by span, with the keys that come before each."""
         row, bt, done = self.rows[index], self.bt, self.first[index]
         table = row.pages.column("kv", "device")
-        # Attention in two places costs more than to copy the few of the pool to the many beside.
+        # Attention in two places costs more than to copy a few keys of the pool to the buffer.
         tokens: Counter[Source] = Counter()
         for source, start, stop in row.spans:
             tokens[source] += stop - start
         pooled = 2 * tokens[Source.KV_DEVICE] >= row.length - tokens[Source.KV_CPU]
-        # What attention reads of it from the device pool, as it grows with its spans.
+        # Blocks and keys that attention reads from the device pool; they grow with the spans.
         blocks, keys, end = _NONE, 0, 0
         k, v, on_cpu = list[Ids](), list[Ids](), list[Ids]()
         self._next[Source.NEW] = self.act_tokens + done
@@ -265,14 +266,14 @@ class _Builder:
         return self._ids_of(index, span, Source.KV_CPU)
 
     def _pairs(self, source: Source, count: int) -> tuple[Ids, Ids]:
-        """The next rows of K and of V of a source, side by side."""
+        """Take the next rows of K and of V of a source in the buffer."""
         k = self.loaded_rows + 2 * (self._next[source] + np.arange(count))
         self._next[source] += count
         return k, k + 1
 
     def _place(self, index: int, span: TokenSpan) -> tuple[Ids, Ids]:
-        """Rows of K and V in the buffer of tokens that are loaded, projected or computed, which are
-        written to the device blocks that there are for them."""
+        """Rows of K and V in the buffer of tokens that are loaded, projected or computed; they are
+        also written to the device blocks that their sequence has for them."""
         source, bt, pages = span.source, self.bt, self.rows[index].pages
         positions = np.arange(span.start, span.stop)
         if source in self.loaded:
@@ -299,7 +300,7 @@ class _Builder:
         return k, v
 
     def _copy(self, index: int, span: TokenSpan) -> tuple[Ids, Ids]:
-        """Rows in the buffer for tokens of the pool that are copied there."""
+        """Copy tokens of the device pool to the buffer; their rows of K and V there."""
         k, v = self._pairs(Source.KV_DEVICE, span.stop - span.start)
         held = self._rows_of(self._ids_of(index, span, Source.KV_DEVICE), span, 2 * self.bt)
         self.pieces["copied"] += [k, v]
@@ -342,14 +343,14 @@ def _group(members: list[_Queries], block_tokens: int) -> Group:
     tokens = (np.array([one.first for one in members])[:, None] + np.arange(count)).ravel()
     parts: list[PoolPart | BufferPart] = []
     if members[0].keys:
-        # Whoever has fewer blocks than others here has several, and the first of them is full.
+        # A context that is padded here has several blocks, the first of which is full.
         table = ids(_padded([one.blocks for one in members], [one.blocks[0] for one in members]))
         counts = np.array([len(one.blocks) for one in members])
         last = np.arange(batch) * (len(table) // batch) + counts - 1
         keys, lengths = _lengths([one.keys for one in members])
         parts.append(PoolPart(block_tokens, 2 * table, 2 * table + 1, keys, ids(last), lengths))
     if len(members[0].k):
-        # Padding names a row that is there: what nobody wrote may hold no number.
+        # Padding repeats a row of the context: rows that were never written may hold NaN.
         k, v = ([one.k for one in members], [one.v for one in members])
         keys, lengths = _lengths([len(one.k) for one in members])
         k_rows, v_rows = (ids(_padded(rows, [rows[0][0]] * batch)) for rows in (k, v))
@@ -358,7 +359,7 @@ def _group(members: list[_Queries], block_tokens: int) -> Group:
 
 
 def _padded(rows: list[Ids], padding: list[int]) -> Ids:
-    """The rows one after the other, each filled up to the longest with its own padding."""
+    """The rows in one array, each filled up to the longest with its own padding."""
     full = np.empty((len(rows), max(map(len, rows))), np.int64)
     for line, mine, fill in zip(full, rows, padding, strict=True):
         line[: len(mine)] = mine
@@ -367,6 +368,6 @@ def _padded(rows: list[Ids], padding: list[int]) -> Ids:
 
 
 def _lengths(keys: list[int]) -> tuple[int, Tensor | None]:
-    """The longest, and all of them if they are unlike."""
+    """The greatest length, and all lengths if they differ."""
     most = max(keys)
     return most, ids(keys) if min(keys) != most else None

@@ -1,9 +1,10 @@
-"""The tensors behind the block pools: KV and activations, on the device and in host memory.
+"""The KV cache's memory: tensors behind the block pools, on the device and in host memory.
 
-Allocated once, when the engine starts. Layer-major, so that one layer of a run of consecutive
-blocks is one contiguous copy. Host tensors are pinned where the device is a GPU, by registering
-their pages: torch's own pinned allocator rounds up to a power of two. A size that is not there is
-refused before anything is allocated, with both numbers.
+An `Arena` holds blocks of KV and of activations, allocated once, when the engine starts. Tensors
+are layer-major, so that one layer of a run of consecutive blocks is one contiguous copy. Host
+tensors are pinned where the device is a GPU, by registering their pages: torch's own pinned
+allocator rounds up to a power of two. A size that does not fit the free memory is refused before
+anything is allocated, with both numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -30,7 +33,7 @@ class ArenaTooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ArenaSize:
-    """How many blocks of each kind. kv, act: type; device, host: place; 0: no such pool."""
+    """Blocks of KV and of activations on the device and in host memory; 0: no such pool."""
 
     kv_device: int
     kv_host: int = 0
@@ -64,17 +67,12 @@ class Arena:
         self.act_block_shape = (size.block_tokens, shape.hidden)
         self._registered: list[Tensor] = []
         self._refuse_too_large()
-        counts: dict[tuple[BlockType, Place], int] = {
-            ("kv", "device"): size.kv_device, ("kv", "host"): size.kv_host,
-            ("act", "device"): size.act_device, ("act", "host"): size.act_host,
-        }  # fmt: skip
-        self.pools = {name: BlockPool(*name, n, size.block_tokens) for name, n in counts.items()}
-        self.kv_device, self.act_device = (
-            torch.zeros((shape.layers, blocks, *each), dtype=dtype, device=self.device)
-            for blocks, each in (
-                (size.kv_device, self.kv_block_shape), (size.act_device, self.act_block_shape),
-            )
-        )  # fmt: skip
+        self.pools: dict[tuple[BlockType, Place], BlockPool] = {}
+        for type, place in product(get_args(BlockType), get_args(Place)):
+            blocks = getattr(size, f"{type}_{place}")
+            self.pools[type, place] = BlockPool(type, place, blocks, size.block_tokens)
+        self.kv_device = self._device_zeros((shape.layers, size.kv_device, *self.kv_block_shape))
+        self.act_device = self._device_zeros((shape.layers, size.act_device, *self.act_block_shape))
         self.kv_host = self._host_zeros((shape.layers, size.kv_host, *self.kv_block_shape))
         self.act_host = self._host_zeros((shape.layers, size.act_host, *self.act_block_shape))
 
@@ -103,16 +101,19 @@ class Arena:
         ]
 
     def close(self) -> None:
-        """Unpin the host tensors. No copy may be under way, nor the arena be used afterwards."""
+        """Unpin the host tensors, when no copy is under way; the arena must not be used again."""
         while self._registered:
-            # Before it is freed, or CUDA takes whatever comes there for pinned.
+            # Before it is freed: CUDA would take other memory at that address for pinned.
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
 
-    def _host_zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """Host memory, pinned where the device is a GPU, until `close`.
+    def _device_zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-        Zeros written, not promised: pages that are there cannot be missing in the middle of a
-        run, and memory that was never written may hold numbers that are none.
+    def _host_zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Allocate host memory, pinned until `close` where the device is a GPU.
+
+        Zeros are written, so that no page is missing in the middle of a run, and no block holds NaN
+        before it is written.
         """
         tensor = torch.empty(shape, dtype=self.dtype).fill_(0)
         if self.device.type == "cuda" and tensor.numel():
@@ -147,9 +148,8 @@ class Arena:
 
 
 def free_host_bytes() -> int:
-    """Host memory that can be had now: the kernel's estimate, within the control groups' limits.
-
-    Less a little that is left to the rest of the process.
+    """Host memory that can be allocated now: the kernel's estimate, within the control groups'
+    limits, less a little for the rest of the process.
 
     Raises:
         OSError: the kernel gives no estimate.

@@ -21,7 +21,7 @@ from engine.weights import Layer, Weights
 
 Angles = tuple[Tensor, Tensor] | None
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu, "silu": F.silu, "gelu": F.gelu,
+    "relu": F.relu, "silu": F.silu, "swish": F.silu, "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
 }  # fmt: skip
 

@@ -1,10 +1,10 @@
 """The engine: requests in, tokens out, one iteration at a time.
 
-`Engine.step` is admit, run, account. What is computed next is decided by `scheduler.batching` and
-any of its rules over the real blocks (`engine.block_manager`); the model is behind
-`engine.model_runner`; prefixes come back by load plans, complete blocks go to host memory
-(`engine.host_store`). A load that fails is counted and its tokens are computed instead. One thread
-may use an engine at a time: `engine.engine_thread` is for several.
+`Engine.step` admits, computes and accounts. `scheduler.batching` decides with one of its rules what
+is computed next, over the blocks of `engine.block_manager`; `engine.model_runner` computes it.
+Prefixes come back by load plans (`engine.prefix_loads`), full blocks go to host memory
+(`engine.host_store`). A load that fails is counted, and its tokens are computed instead. One thread
+may use an engine at a time; `engine.engine_thread` serves several.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
 from dataclasses import asdict
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from engine.approximate import ApproximateDecoder, MakeDecoder
 from engine.block_manager import BlockManager
 from engine.forward import ServedModel
 from engine.host_store import HostStore
-from engine.model_runner import Chunk, ModelRunner
+from engine.model_runner import Chunk, Chunks, Logits, ModelRunner
 from engine.prefix_cache import CacheEvent
 from engine.prefix_loads import PrefixLoads
 from engine.sampling import sample
 from engine.sequence import EngineRequest, FinishReason, Output, Sequence
 from engine.settings import EngineOptions
-from engine.sparse.forward import SparseForward
-from engine.sparse.serving import SPARSE, SparseServing
 from engine.stats import EngineStats
 from kappa.plans.planners import Planning
 from kappa.protocol import Charge
@@ -35,7 +34,7 @@ from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named, step_limit
 from scheduler.config import LinkRates
 from scheduler.fair import Fair
-from scheduler.work import Work
+from scheduler.work import Memory, Work
 
 # How long a step without work waits for a copy to end.
 REST_S = 0.002
@@ -45,7 +44,7 @@ class Observer(Protocol):
     """Follows what the engine does, on its thread; must not block."""
 
     def admitted(self, sequence: Sequence) -> None:
-        """A request got its blocks; its account says what was found, its `load` what comes."""
+        """A request got its blocks: its account says what was found, its `load` what comes."""
 
     def iterated(
         self, engine: Engine, seconds: float, chunks: Run[Chunk], prefilled: Run[Sequence]
@@ -53,19 +52,26 @@ class Observer(Protocol):
         """An iteration ended that computed these chunks, and the last ones of these prompts."""
 
 
+class _Iterated(NamedTuple):
+    """What `Observer.iterated` is given of an iteration."""
+
+    seconds: float
+    chunks: list[Chunk]
+    # Requests that have the last chunk of their prompt.
+    prefilled: list[Sequence]
+
+
 class Engine:
     """Continuous batching with chunked prefill over one model.
 
     Args:
-        model: with its blocks and its mover, which the engine does not stop.
-        settings: how to run.
-        planning: the planners; those that need no rates, if not given.
-        clock: seconds.
-        observer: follows what happens.
-        sparse: the model over sparse-decode slots, for requests that may be answered approximately.
+        model: the model, with its blocks and its mover, which the engine does not stop.
+        planning: the planners; by default those that need no rates.
+        clock: returns seconds.
+        approximate: makes the decoder of requests that may be answered approximately.
 
     Raises:
-        ValueError: a planner that there is none of; activations to store, and no blocks for them.
+        ValueError: the settings name an unknown planner, or store activations without blocks.
     """
 
     def __init__(
@@ -75,14 +81,13 @@ class Engine:
         planning: Planning | None = None,
         clock: Callable[[], float] = time.monotonic,
         observer: Observer | None = None,
-        sparse: SparseForward | None = None,
+        approximate: MakeDecoder | None = None,
     ) -> None:
         settings = settings or EngineOptions()
         self.arena, self.mover = model.arena, model.mover
-        settings.check_arena(self.arena.size)
         self.planning = planning or Planning(self.arena.block_tokens)
         self.planning.check(settings.planner)
-        settings.check_window(self.arena.size)
+        settings.check(self.arena.size)
         self.memory = memory = BlockManager(self.arena, self.planning, settings, self._load_over)
         self.store = store = HostStore(self.arena, self.mover, memory, settings)
         rates = self.planning.rates
@@ -90,7 +95,9 @@ class Engine:
         rule = rule_named(settings.scheduler, settings.fair, link)
         step = None if rates is None else rates.step
         limit = step_limit(settings.scheduler, settings.fair, step)
-        self.batcher = Batcher(memory, rule, settings.budget_tokens, settings.max_running, limit)
+        self.approximate = None if approximate is None else approximate(memory, store)
+        seen: Memory = memory if self.approximate is None else self.approximate
+        self.batcher = Batcher(seen, rule, settings.budget_tokens, settings.max_running, limit)
         self._stats = EngineStats()
         self._loads = PrefixLoads(self.arena, self.mover, memory, self._stats)
         self._model = model
@@ -100,29 +107,26 @@ class Engine:
         self._live: dict[int, Sequence] = {}
         self._decoding: dict[Sequence, None] = {}
         self._outputs: list[Output] = []
-        self.sparse: SparseServing | None = None
-        if sparse is not None:
-            caches = memory.device, memory.host["kv"]
-            made = SparseServing(sparse, *caches, lambda key: not store.wants("kv", key))
-            self.sparse = memory.sparse = self._runner.sparse = made
-            store.copied = made.store
 
     # -- from outside -------------------------------------------------------------------------
 
     def check(self, request: EngineRequest) -> tuple[str, int]:
-        """The planner by which the request's context is to lie in host memory ("": it is not), and
-        tokens that it may have, answer included. Changes nothing: may be called from any thread.
+        """Check a request; may be called from any thread.
+
+        Returns:
+            The planner that keeps its context in host memory ("" if none does), and how many tokens
+            it may have, answer included.
 
         Raises:
             RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
             ValueError: there is no such planner, or no slot for approximate answers.
         """
-        if request.approx and self.sparse is None:
+        if request.approx and self.approximate is None:
             raise ValueError(
                 "approximate answers were asked of an engine without slots for them: set "
                 "engine.approx"
             )
-        if not (request.approx and request.planner == SPARSE):
+        if not self._begins_in_slot(request):
             self.planning.check(request.planner)
         resides = self.planning.resides(
             request.planner or self._settings.planner, len(request.tokens), self.memory.room_tokens
@@ -138,22 +142,27 @@ class Engine:
         """Queue a request; its tokens come with the outputs of `step` under its `request_id`.
         Raises as `check` does."""
         resides, most = self.check(request)
-        max_tokens, size = (
-            min(request.max_tokens, most - len(request.tokens)),
-            self.arena.block_tokens,
-        )
+        max_tokens = min(request.max_tokens, most - len(request.tokens))
+        size = self.arena.block_tokens
         sequence = Sequence(self._stats.requests, request, self._clock(), max_tokens, size)
         sequence.resides = resides
+        if self._begins_in_slot(request):
+            sequence.planner = None  # Of its prefix, should it have to be loaded after all.
         self._stats.requests += 1
         self._live[sequence.request_id] = sequence
         self.memory.arrived(sequence)
         self.batcher.add(sequence, sequence.arrival_s)
         return sequence
 
+    def _begins_in_slot(self, request: EngineRequest) -> bool:
+        """Whether a request names the plan that leaves its prefix in host memory, to a slot."""
+        decoder = self.approximate
+        return decoder is not None and request.approx and request.planner == decoder.planner
+
     def abort(self, request_id: int) -> bool:
         """Forget a request wherever it is; False if it is over already.
 
-        Its blocks are free at once, or, if a load into them is under way, when that ends.
+        Its blocks are free at once, or when a load into them has ended.
         """
         sequence = self._live.pop(request_id, None)
         if sequence is None:
@@ -166,24 +175,24 @@ class Engine:
         return True
 
     def charge(self, elsewhere: Mapping[str, Charge], weights: Mapping[str, float]) -> None:
-        """What other engines charged each tenant so far, and their weights, if the rule cares."""
+        """Tell a fair rule what other engines charged each tenant so far, and tenants' weights."""
         if isinstance(rule := self.batcher.rule, Fair):
             rule.charged_elsewhere(elsewhere, weights, self._clock())
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do for a request, or to output."""
+        """Whether a request is unfinished, or an output not handed over."""
         return bool(self._live or len(self._loads) or self._outputs)
 
     def step(self) -> list[Output]:
-        """One iteration; what requests got by it. Waits a moment if all wait for copies."""
+        """Run one iteration and return its outputs; wait a moment if all wait for copies."""
         now_s = self._clock()
         self.store.poll()
         for sequence in self._loads.landed(now_s):
             self.batcher.landed(sequence, now_s)
             if sequence.finish_reason is not None:
                 self._leave(sequence, now_s)
-        admit = self._grow(now_s)
+        admit = self._allocate_blocks(now_s)
         context_tokens = sum(len(sequence.tokens) for sequence in self._decoding)
         step = self.batcher.step(now_s, len(self._decoding), admit, context_tokens)
         self._admitted(step, now_s)
@@ -195,13 +204,13 @@ class Engine:
             if not waited:
                 time.sleep(REST_S)
         outputs, self._outputs = self._outputs, []
-        # Only now: with the last outputs handed over, an engine that has answered all is idle.
+        # After the outputs are taken, so that an engine that has answered all is idle.
         if self._observer is not None and iterated is not None:
             self._observer.iterated(self, *iterated)
         return outputs
 
     def stats(self) -> EngineStats:
-        """What was done so far. The same object each time."""
+        """Counts so far; the same object each time."""
         self.mover.settle()
         stats, memory = self._stats, self.memory
         for way, link in self.mover.counters.items():
@@ -215,20 +224,19 @@ class Engine:
             "misused": sum(pool.misused for pool in self.arena.pools.values()),
         }
         stats.preemptions = self.batcher.preemptions
-        if self.sparse is not None:
-            stats.sparse = self.sparse.to_dict()
+        if self.approximate is not None:
+            stats.sparse = self.approximate.to_dict()
         return stats
 
     def events(self) -> list[CacheEvent]:
-        """What became findable where, and what left, since the last call."""
+        """Changes of the prefix caches since the last call."""
         return self.memory.log.take()
 
     # -- an iteration -------------------------------------------------------------------------
 
-    def _grow(self, now_s: float) -> bool:
-        """Blocks for each that needs some to decode, or for its next chunk; False if others had to
-        give up theirs."""
-        calm = True
+    def _allocate_blocks(self, now_s: float) -> bool:
+        """Allocate the blocks that running requests need next; False if a request was preempted."""
+        preempted = False
         if len(self.memory.residents) and self.store.behind:
             self.store.make_room(self._settings.capture_blocks(self.arena.block_tokens) // 2)
         for sequence in [*self._decoding, *map(_sequence, self.batcher.prefilling)]:
@@ -237,12 +245,12 @@ class Engine:
                     continue
                 if len(self.memory.residents) and self.store.make_room():
                     continue
-                calm = False
+                preempted = True
                 self._preempted(_sequence(self.batcher.preempt(now_s)))
-        return calm
+        return not preempted
 
     def _lacks_block(self, sequence: Sequence) -> bool:
-        """Whether the device has none for its latest token, or for all of its next chunk."""
+        """Whether a request needs a block for its latest token, or for its next chunk."""
         if sequence.slot is not None or sequence not in self.batcher.running:
             return False
         needed = len(sequence.tokens)
@@ -252,7 +260,7 @@ class Engine:
         return sequence.room_tokens < needed
 
     def _preempted(self, victim: Sequence) -> None:
-        """It is to be computed again up to its latest token, which then gives the next."""
+        """Free a victim's blocks: it is computed again up to its latest token."""
         self._decoding.pop(victim, None)
         victim.total_tokens = len(victim.tokens)
         victim.account.preemptions += 1
@@ -278,18 +286,18 @@ class Engine:
                 self._observer.admitted(sequence)
             if load is not None:
                 self._loads.start(sequence, now_s, others)
-        # One iteration's, and no more before it has begun.
+        # Land at most one iteration's worth of them.
         if not self.batcher.ready:
             for sequence in self._loads.due(self.batcher.budget_tokens):
                 self.batcher.landed(sequence, now_s)
 
-    def _iterate(self, step: Step) -> tuple[float, list[Chunk], list[Sequence]]:
-        """Compute a step; its seconds, its chunks, and the prompts that have their last one."""
+    def _iterate(self, step: Step) -> _Iterated:
+        """Compute a step, and append the tokens that it gives."""
         begin_s = self._clock()
         decoding = list(self._decoding)
         chunks = {s: Chunk(len(s.tokens) - 1, len(s.tokens)) for s in decoding}
         chunks |= {_sequence(work): Chunk(start, start + n) for work, n, start in step.chunks}
-        logits = self._runner.compute(chunks)
+        logits, lost = self._compute(chunks)
         prefilled = [s for work in step.prefilled if (s := _sequence(work)) in logits]
         sampled = [*(s for s in decoding if s in logits), *prefilled]
         tokens: list[int] = []
@@ -313,24 +321,37 @@ class Engine:
                 self.store.computed(sequence, chunk.stop)
         for sequence, token in zip(sampled, tokens, strict=True):
             self._append(sequence, token, end_s)
-        if self.sparse is not None:
-            self._change_slots(self.sparse, end_s)
-        return seconds, list(chunks.values()), prefilled
+        if self.approximate is not None:
+            self._change_slots(self.approximate, lost, end_s)
+        return _Iterated(seconds, list(chunks.values()), prefilled)
 
-    def _change_slots(self, sparse: SparseServing, now_s: float) -> None:
-        """Who lost a slot is computed again, exactly; who may be computed sparsely gets one."""
-        for sequence in [one for one in self._runner.lost if one.finish_reason is None]:
+    def _compute(self, chunks: Chunks) -> tuple[Logits, list[Sequence]]:
+        """Logits of each chunk's last token, and the requests whose slot failed."""
+        exact = {s: chunk for s, chunk in chunks.items() if s.slot is None}
+        logits = self._runner.compute(exact) if exact else {}
+        if self.approximate is None or len(exact) == len(chunks):
+            return logits, []
+        done = self.approximate.compute({s: c for s, c in chunks.items() if s.slot is not None})
+        for sequence, (seconds, size_bytes) in done.begun.items():
+            self._loads.arrived(sequence, seconds, size_bytes)
+        return logits | done.logits, done.lost
+
+    def _change_slots(
+        self, decoder: ApproximateDecoder, lost: list[Sequence], now_s: float
+    ) -> None:
+        """Requests that lost their slot are computed again, exactly; others are moved into one."""
+        for sequence in [one for one in lost if one.finish_reason is None]:
             if sequence.load is not None:
                 self._loads.failed(sequence)
-            sparse.expel(sequence)
+            decoder.expel(sequence)
             self._preempted(_sequence(self.batcher.preempt(now_s, sequence)))
-        for sequence in [one for one in list(self._decoding) if sparse.promote(one)]:
+        for sequence in [one for one in list(self._decoding) if decoder.promote(one)]:
             self.store.drop(sequence)
 
     # -- what happened to a request -----------------------------------------------------------
 
     def _append(self, sequence: Sequence, token: int, now_s: float) -> None:
-        """Its next token; it may be its last."""
+        """Append a request's next token, and end the request if it is the last."""
         account = sequence.account
         account.approximate_tokens += sequence.slot is not None
         if not sequence.output_tokens:
@@ -342,8 +363,8 @@ class Engine:
             reason = "stop"
         elif sequence.output_tokens >= sequence.max_tokens:
             reason = "length"
-        told = account if reason or sequence.output_tokens == 1 else None
-        self._outputs.append(Output(sequence.request_id, [token], reason, told))
+        shown = account if reason or sequence.output_tokens == 1 else None
+        self._outputs.append(Output(sequence.request_id, [token], reason, shown))
         if reason is not None:
             sequence.finish_reason = reason
             del self._live[sequence.request_id]
@@ -351,7 +372,7 @@ class Engine:
             self._leave(sequence, now_s)
 
     def _leave(self, sequence: Sequence, now_s: float) -> None:
-        """It is over: whatever holds it lets go."""
+        """Release everything that a finished or aborted request holds."""
         self._decoding.pop(sequence, None)
         end = self.batcher.abort if sequence.finish_reason == "abort" else self.batcher.finish
         end(sequence, sequence.output_tokens, now_s)
@@ -361,14 +382,14 @@ class Engine:
         self._stats.ended(sequence.account)
 
     def _load_over(self, sequence: Sequence) -> None:
-        """Some rules look again at those that waited for a load only when one has landed."""
+        """Tell the rule: some look again at requests that wait for a load only when one lands."""
         self.batcher.rule.landed(sequence, self._clock())
 
     def _free(self, sequence: Sequence) -> None:
         self.memory.release(sequence)
         self.store.drop(sequence)
-        if self.sparse is not None:
-            self.sparse.release(sequence)
+        if self.approximate is not None:
+            self.approximate.release(sequence)
 
 
 def _sequence(work: Work | None) -> Sequence:

@@ -1,10 +1,10 @@
-"""One iteration's chunks through the model, with the loads that belong to them.
+"""The model runner: one iteration's chunks through the model, with the loads that belong to them.
 
-Chunks and loads go through the model together. If a load fails, the chunks that wait for one go
-again, each for itself, so that only the prefix that does not arrive is computed from its tokens.
-What stays in host memory and does not cross the link is attended to there, all of it, if the CPU
-may, or else computed anew for that one step. What crosses at every step goes in mini-batches
-that the two buffers of a layer hold.
+Chunks and loads go through the model together. If a load fails, the chunks that wait for one run
+again one by one, so that only the prefix that does not arrive is computed from its tokens. If a
+context in host memory cannot cross the link, the CPU attends to all of it, or it is computed from
+its tokens for that step. Contexts that cross at every step go in mini-batches that the two buffers
+of a layer hold.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from engine.host_store import HostStore
 from engine.prefix_loads import PrefixLoads
 from engine.sequence import HostResident, Sequence
 from engine.settings import EngineOptions
-from engine.sparse.serving import SparseServing
 from engine.step import Pages, Source, StepRow, TokenSpan, held_spans, joined, plan_spans
 from engine.transfer import TransferFailed
 from kappa.plans.hybridserve import Blocks, pack
 from kappa.plans.planners import Planning
 
-# More queries of a sequence make attention on a CPU a matter of its FLOPs: what they need of host
-# memory crosses the link instead, layer by layer.
+# With more queries of a sequence, attention on a CPU is bound by its FLOPs: the KV that they need
+# crosses the link instead, layer by layer.
 _FEW_QUERIES = 4
 
 
 class Chunk(NamedTuple):
-    """Positions [start, stop) of a sequence that an iteration computes; one of them decodes."""
+    """Positions [start, stop) of a sequence that an iteration computes; decoding computes one."""
 
     start: int
     stop: int
@@ -42,14 +41,13 @@ Logits = dict[Sequence, Tensor]
 
 
 class ModelRunner:
-    """Computes chunks: those of requests that have a sparse slot there, all others together.
+    """Computes the chunks of an iteration together.
 
-    `loads` takes note of what arrived and what did not, `store` gives blocks to capture activations
-    in, `planning` says how much of a context comes from activations. Of `settings` count the budget
-    of a call, where a prefix has to be computed that did not arrive, and what crosses for a pass.
-
-    `sparse`: the slots of sparse decoding, if the engine has any. `lost`: requests whose slot
-    failed in the last call; some of them have logits all the same.
+    Args:
+        loads: is told which prefixes arrived and which did not.
+        store: gives blocks to capture activations in.
+        planning: says how much of a context comes from activations.
+        settings: the token budget, for prefixes that did not arrive, and the blocks of a pass.
     """
 
     def __init__(
@@ -59,25 +57,11 @@ class ModelRunner:
         self._model, self._mover = model, model.mover
         self._loads, self._store = loads, store
         self._planning, self._settings = planning, settings
-        # Of contexts that cross at every step, what comes from activations.
+        # The share of contexts that cross at every step that comes from activations.
         self._share = 0.0
-        self.sparse: SparseServing | None = None
-        self.lost: list[Sequence] = []
 
     def compute(self, chunks: Chunks) -> Logits:
         """Logits of each chunk's last token, with whatever loads belong to the chunks."""
-        self.lost = []
-        here = {s: chunk for s, chunk in chunks.items() if s.slot is None}
-        logits = self._compute(here) if here else {}
-        if self.sparse is not None and len(here) < len(chunks):
-            done = self.sparse.compute({s: c for s, c in chunks.items() if s.slot is not None})
-            for sequence, (seconds, size_bytes) in done.begun.items():
-                self._loads.arrived(sequence, seconds, size_bytes)
-            self.lost = done.lost
-            logits |= done.logits
-        return logits
-
-    def _compute(self, chunks: Chunks) -> Logits:
         loading = [sequence for sequence in chunks if sequence.load is not None]
         if not loading and all(sequence.kept is None for sequence in chunks):
             return self._run(chunks)
@@ -101,12 +85,12 @@ class ModelRunner:
         return logits
 
     def _one_by_one(self, chunks: Chunks) -> Logits:
-        """After a failure: so that only what does not arrive is computed instead."""
-        logits: Logits = {}
-        for sequence, chunk in list(chunks.items()):
+        """Compute again after a failure, so that only what does not arrive is recomputed."""
+        logits, others = Logits(), dict(chunks)
+        for sequence, chunk in chunks.items():
             if sequence.load is None and sequence.kept is None:
                 continue
-            del chunks[sequence]
+            del others[sequence]
             try:
                 logits |= self._run({sequence: chunk})
                 self._mover.mark().block()
@@ -114,17 +98,17 @@ class ModelRunner:
                     self._loads.arrived_together([sequence], 0.0)
             except TransferFailed:
                 logits |= self._without_link(sequence, chunk)
-        return logits | (self._run(chunks) if chunks else {})
+        return logits | (self._run(others) if others else {})
 
     def _without_link(self, sequence: Sequence, chunk: Chunk) -> Logits:
-        """A chunk whose part of the link failed: compute from tokens what its load should have
-        brought, then the chunk; the CPU attends to what should have crossed."""
+        """Compute a chunk whose transfers failed: its load's tokens are computed first, and the CPU
+        attends to the context that should have crossed."""
         load, kept = sequence.load, sequence.kept
         if kept is not None and kept.crosses:
             self._loads.stays(sequence)
             if kept.grows:
-                # Host memory still has it, and the link may be there for the next token.
-                row = self._row(sequence, *chunk, anew=True)
+                # Host memory still has it, and the link may work for the next token.
+                row = self._row(sequence, *chunk, recompute=True)
                 return {sequence: self._model.compute([row])[0]}
             kept.crosses = False
         if load is not None:
@@ -140,8 +124,8 @@ class ModelRunner:
         return {sequence: logits[index] for index, sequence in enumerate(chunks)}
 
     def _mini_batches(self, chunks: Chunks) -> list[Chunks]:
-        """Chunks that go through the model together: of contexts that cross, as much as the buffers
-        of a layer hold, projecting as long as loading takes (paper 003, Section 4.3.3)."""
+        """Chunks in mini-batches of crossing contexts that the buffers of a layer hold, and whose
+        projection takes as long as their load (paper 003, Section 4.3.3)."""
         most, rates = self._settings.pass_blocks, self._planning.rates
         blocks = {s: self._crossing(s.kept) for s in chunks if s.kept is not None and s.kept.grows}
         if sum(each.act + each.kv for each in blocks.values()) <= most or rates is None:
@@ -152,7 +136,7 @@ class ModelRunner:
             {sequences[i]: chunks[sequences[i]] for i in batch}
             for batch in pack(list(blocks.values()), caps, rates.project, rates.load)
         ]
-        # What has all it needs on the device goes with the first.
+        # Chunks with all their context on the device go with the first.
         batches[0] |= {s: chunk for s, chunk in chunks.items() if s not in blocks}
         return batches
 
@@ -164,12 +148,16 @@ class ModelRunner:
         projected = int((act & (first | ~kv)).sum())
         return Blocks(projected, kept.blocks - projected)
 
-    def _row(self, sequence: Sequence, start: int, stop: int, *, anew: bool = False) -> StepRow:
-        """A chunk as part of a step, with what is loaded in front of it; or `anew`, with all before
-        it computed from tokens, for this step alone."""
+    def _row(
+        self, sequence: Sequence, start: int, stop: int, *, recompute: bool = False
+    ) -> StepRow:
+        """A chunk as a row of a step, with the prefix that is loaded in front of it.
+
+        recompute: compute all tokens before it instead, for this step alone.
+        """
         size, pages = sequence.block_tokens, Pages(sequence.blocks)
-        if anew:
-            # Of what others may hold, nothing is written.
+        if recompute:
+            # Other sequences may hold the blocks before it: write to none of them.
             own = sequence.blocks.copy()
             own[: start // size] = -1
             pages = Pages(own)
@@ -192,7 +180,7 @@ class ModelRunner:
             spans += plan_spans(load.plan.segments, first)
             end = spans[-1].stop
         spans += [TokenSpan(Source.KV_DEVICE, end, start), TokenSpan(Source.NEW, start, stop)]
-        together = joined([TokenSpan(Source.NEW, 0, stop)] if anew else spans)
+        together = joined([TokenSpan(Source.NEW, 0, stop)] if recompute else spans)
         computed = [s for s in together if s.source is Source.NEW]
         tokens = [token for s in computed for token in sequence.tokens[s.start : s.stop]]
         return StepRow(tokens, together, pages)

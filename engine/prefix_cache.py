@@ -1,9 +1,9 @@
-"""Blocks found again by their prefix: a cache over one pool, least recently used out first.
+"""The prefix cache: a pool's blocks by the hash of their prefix, least recently used out first.
 
 A full block's key is a chained hash of all tokens up to its end (and of a salt), 128 bits of a
-cryptographic hash, so that equal keys mean equal tokens. A block in use is pinned; one that nobody
-uses any more stays findable until its room is needed. Changes are noted as plain events with token
-ids, for whoever publishes them. Blocks are published only when their content is there.
+cryptographic hash, so that equal keys mean equal tokens. A block in use is pinned; an unused one
+can be found until its room is needed. Blocks are published only when their content is there.
+Changes are noted as plain events with token ids.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from typing import NamedTuple
 from engine.block_pool import BlockPool, Place
 
 _KEY_BYTES = 16
-# Changes kept for a publisher that does not come; what is beyond is lost.
+# Changes kept until they are taken; more are lost.
 _MOST_EVENTS = 100_000
 
 
 class BlockKey(NamedTuple):
-    """Names a full block by all tokens up to its end.
-
-    digest: the name; parent: of the block before it, None at the start; tokens: of this block.
-    """
+    """The name of a full block, by all tokens up to its end."""
 
     digest: bytes
+    # Of the block before it; None at the start.
     parent: bytes | None
+    # Of this block.
     tokens: tuple[int, ...]
 
 
 def extend_keys(
     keys: list[BlockKey], tokens: Sequence[int], block_tokens: int, salt: str = ""
 ) -> None:
-    """Append to `keys` those of the full blocks of `tokens` that it lacks, at the cost of these."""
+    """Append to `keys` the keys that it lacks of the full blocks of `tokens`."""
     for index in range(len(keys), len(tokens) // block_tokens):
         parent = keys[-1].digest if keys else None
         block = tuple(tokens[index * block_tokens : (index + 1) * block_tokens])
@@ -47,14 +46,13 @@ def extend_keys(
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A run of consecutive blocks can be found in a place from now on.
-
-    parent: of the first one, None at the start of a sequence. tokens: of all, in order.
-    """
+    """A run of consecutive blocks can be found in a place from now on."""
 
     place: Place
     digests: tuple[bytes, ...]
+    # Of the first block; None at the start of a sequence.
     parent: bytes | None
+    # Of all blocks, in order.
     tokens: tuple[int, ...]
     block_tokens: int
 
@@ -71,7 +69,7 @@ CacheEvent = StoredBlocks | RemovedBlocks
 
 
 class EventLog:
-    """What can be found where, as changes since they were last taken.
+    """Changes of the prefix caches since they were last taken.
 
     A block of host memory may be held as KV and as activations: it is there as long as either is.
     """
@@ -82,12 +80,12 @@ class EventLog:
         self._events: list[CacheEvent] = []
 
     def take(self) -> list[CacheEvent]:
-        """The changes since last time, in order."""
+        """The changes since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def stored(self, place: Place, keys: Sequence[BlockKey]) -> None:
-        """Blocks were published: an event for each run of them in which each follows the last."""
+        """Note published blocks, with an event for each run in which each follows the last."""
         new: list[list[BlockKey]] = []
         for key in keys:
             copies = self._copies[place, key.digest] = self._copies.get((place, key.digest), 0) + 1
@@ -103,7 +101,7 @@ class EventLog:
             self._note(StoredBlocks(place, digests, run[0].parent, tokens, self._block_tokens))
 
     def removed(self, place: Place, digests: Iterable[bytes]) -> None:
-        """Blocks were evicted."""
+        """Note evicted blocks."""
         gone = []
         for digest in digests:
             self._copies[place, digest] -= 1
@@ -119,10 +117,13 @@ class EventLog:
 
 
 class PrefixPool:
-    """The blocks of one pool, which nobody else uses: private to who took them, until published
-    under a key. changed: called whenever something may fit, or be found, that was not before.
+    """The blocks of one pool: private to the request that took them until published under a key.
 
-    `len()`: blocks that can be found; `evicted` counts blocks whose room was needed.
+    `len()`: blocks that can be found.
+
+    Args:
+        pool: used by no other object.
+        changed: called whenever something may fit, or be found, that was not before.
     """
 
     def __init__(self, pool: BlockPool, log: EventLog, changed: Callable[[], None]) -> None:
@@ -130,7 +131,7 @@ class PrefixPool:
         self._log, self._changed = log, changed
         self._blocks: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
-        # Findable blocks that nobody uses, least recently used first.
+        # Blocks that can be found and have no user, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -141,7 +142,7 @@ class PrefixPool:
 
     @property
     def idle(self) -> int:
-        """Blocks that can be found and that nobody uses."""
+        """Blocks that can be found and have no user."""
         return len(self._idle)
 
     def available(self) -> int:
@@ -149,11 +150,11 @@ class PrefixPool:
         return self.pool.unused + len(self._idle)
 
     def find(self, key: BlockKey) -> int | None:
-        """The block published under `key`, if there is one. Not a use of it."""
+        """The block published under `key`, if there is one; this does not count as a use."""
         return self._blocks.get(key.digest)
 
     def prefix(self, keys: Sequence[BlockKey], stop: int) -> tuple[int, int]:
-        """How many of the first `stop` keys are there without a gap; and how many of them idle."""
+        """How many of the first `stop` keys are there without a gap, and how many of them idle."""
         idle, stop = 0, min(stop, len(keys))
         for index in range(stop):
             block = self._blocks.get(keys[index].digest)
@@ -163,7 +164,7 @@ class PrefixPool:
         return stop, idle
 
     def hold(self, keys: Iterable[BlockKey]) -> list[int]:
-        """One more user of each of these blocks; `KeyError`, and none held, if one is not there."""
+        """Add a user to the block of each key; `KeyError`, and no change, if one is not there."""
         blocks = [self._blocks[key.digest] for key in keys]
         self.pool.share(blocks)
         self._changed()
@@ -172,25 +173,25 @@ class PrefixPool:
         return blocks
 
     def hold_found(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Hold those of the keys that are there: the block of each, -1 where there is none."""
+        """Hold the blocks of the keys that are there; returns -1 for the others."""
         blocks = [self._blocks.get(key.digest, -1) for key in keys]
         self.hold(key for key, block in zip(keys, blocks, strict=True) if block >= 0)
         return blocks
 
     def idle_of(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these are there, and nobody uses them."""
+        """How many of these keys' blocks are idle."""
         return sum(self._blocks.get(key.digest) in self._idle for key in keys)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """These were of use, wherever they were used: evict others first."""
+        """Move these keys' idle blocks to the end of the line of eviction."""
         for key in reversed(keys):
             block = self._blocks.get(key.digest)
             if block is not None and block in self._idle:
                 self._idle.move_to_end(block)
 
     def take(self, n: int) -> list[int]:
-        """`n` private blocks with one user each; evicts idle ones if need be. `OutOfBlocks`, and no
-        change, if fewer are available."""
+        """Allocate `n` private blocks, evicting idle ones if need be; `OutOfBlocks`, and no change,
+        if fewer are available."""
         short = n - self.pool.unused
         if 0 < short <= len(self._idle):
             blocks = [self._idle.popitem(last=False)[0] for _ in range(short)]
@@ -204,7 +205,7 @@ class PrefixPool:
         return self.pool.allocate(n)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user less of each, in the order of the sequence, so that its end is evicted first;
+        """Take a user from each block, in the order of the sequence, whose end is evicted first;
         `BlockError`, and no change, if one was not in use."""
         self.pool.free(blocks)
         self._changed()
@@ -213,7 +214,7 @@ class PrefixPool:
                 self._idle[block] = None
 
     def publish(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> int:
-        """Others can find these blocks, which are in use and full, from now on; how many are new.
+        """Let full blocks, which are in use, be found by their keys; returns how many are new.
 
         A key that is there already keeps its block, and the other stays private.
         """

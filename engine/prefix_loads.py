@@ -18,17 +18,17 @@ from kappa.plans.load_plan import LoadPlan
 
 
 class PrefixLoads:
-    """Loads of one engine: started, arrived and failed ones are counted in `stats`."""
+    """Loads of one engine, counted in `stats` as they start, arrive and fail."""
 
     def __init__(
         self, arena: Arena, mover: LinkMover, memory: BlockManager, stats: EngineStats
     ) -> None:
         self._arena, self._mover, self._memory, self._stats = arena, mover, memory, stats
-        # Those beside the iterations, in the order in which they end.
+        # Loads beside the iterations, in the order in which they end.
         self._events: dict[Sequence, Event] = {}
         # When the last one ended, or the first of these began.
         self._progress_s = 0.0
-        # Those that wait for an iteration of their own.
+        # Requests whose load waits for an iteration.
         self._within: deque[Sequence] = deque()
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class PrefixLoads:
         return len(self._events)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        """Whether its blocks are being written to beside the iterations."""
+        """Whether a request's blocks are being written to beside the iterations."""
         return sequence in self._events
 
     def start(self, sequence: Sequence, now_s: float, others: bool) -> None:
@@ -103,13 +103,13 @@ class PrefixLoads:
         return ended
 
     def arrived_together(self, sequences: list[Sequence], seconds: float) -> None:
-        """Their prefixes came layer by layer in one iteration, in so many seconds of link."""
+        """Account for prefixes that came in one iteration, in `seconds` of the link for all."""
         sizes = [self._size_bytes(s.load.plan) for s in sequences if s.load is not None]
         for sequence, size_bytes in zip(sequences, sizes, strict=True):
             self.arrived(sequence, seconds * size_bytes / max(sum(sizes), 1), size_bytes)
 
     def arrived(self, sequence: Sequence, seconds: float, size_bytes: int) -> None:
-        """Its prefix came, in so many seconds of link and so many bytes."""
+        """Account for a prefix that came, in `seconds` of the link."""
         account, plan = sequence.account, self._memory.end_load(sequence).plan
         account.load_s += seconds
         account.load_bytes += size_bytes
@@ -122,7 +122,7 @@ class PrefixLoads:
         account.new_tokens -= plan.cached_tokens
 
     def failed(self, sequence: Sequence) -> None:
-        """Its prefix did not come, and will be computed."""
+        """Account for a prefix that did not come, and will be computed."""
         tokens = self._memory.end_load(sequence).plan.cached_tokens
         self._stats.failed_loads += 1
         self._stats.failed_load_tokens += tokens
@@ -131,13 +131,13 @@ class PrefixLoads:
             sequence.account.new_tokens -= tokens
 
     def stays(self, sequence: Sequence) -> None:
-        """What stays in host memory for it did not cross for a pass."""
+        """Count a pass in which a context in host memory did not cross the link."""
         assert sequence.kept is not None
         self._stats.failed_loads += 1
         self._stats.failed_load_tokens += sequence.kept.blocks * self._arena.block_tokens
 
     def rest(self, timeout_s: float) -> bool:
-        """Wait at most so long for the first to end; False if there is none."""
+        """Wait at most `timeout_s` for the first load to end; False if there is none."""
         for event in self._events.values():
             event.ended(timeout_s)
             return True

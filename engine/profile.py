@@ -1,13 +1,13 @@
-"""What a process measures of its machine and, if it is our engine's, of that engine.
+"""Measurements of a machine, and of our engine on it, as JSON.
 
-`machine_peaks`: contiguous copies and products of matrices. `profile`: what load plans are made of,
-with the engine's own weights, arena, mover and forward. Seconds to load n tokens' KV of a layer and
-to project n tokens' activations, each copy or product behind the one before as in a pass; grids of
-prefill steps, t_gpu(T, S), and of decoding steps over sequences and the context tokens of all of
-them; the link's bandwidth alone, while the device stores, and while the CPU computes; attention on
-the CPU, through the path that serves. That is JSON which `kappa.plans.measured.rates_from_measured`
-fits, or refuses. It runs before the engine serves: it needs the arena to itself, and writes over
-its blocks.
+`machine_peaks` measures contiguous copies and products of matrices. `profile` measures the rates
+that load plans are made from, with the engine's own weights, arena, mover and forward pass: seconds
+to load n tokens' KV of a layer and to project n tokens' activations, each copy or product behind
+the one before as in a pass; grids of prefill steps, t_gpu(T, S), and of decoding steps over
+sequences and the context tokens of all of them; the link's bandwidth alone, and while the CPU
+attends; attention on the CPU, through the path that serves. `rates_from_measured` of
+`kappa.plans.measured` fits, or refuses, its result. It runs before the engine serves, needs the
+arena to itself, and writes over its blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from kappa.plans.rates import FORMAT
 _PEAK_REPEATS = 5
 _GEMM_TOKENS = (16, 128, 512)
 _MEMORY_FACTOR = 2  # a copy reads once and writes once
-# An action that takes longer than this is stuck.
+_SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
+# An action that takes longer is stuck.
 _WAIT_S = 60.0
 
 Action = Callable[[], Any]
@@ -46,28 +47,26 @@ Action = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """What to measure.
+    """The sizes of a profile; those that the arena cannot hold are left out."""
 
-    tokens: sizes for the two lines, in tokens of one sequence; at least three, and those that the
-    arena cannot hold are left out. new_tokens, context_tokens: the grid's axes, cut likewise.
-    decode_sequences, decode_tokens: axes of the decoding steps: sequences, context tokens of all.
-    repeats: of each figure; the least counts, since what else runs on the machine only adds to it.
-    """
-
+    # Of the two lines, in tokens of one sequence; at least three must fit.
     tokens: tuple[int, ...] = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    # Axes of the grid of prefill steps.
     new_tokens: tuple[int, ...] = (1, 16, 64, 128, 256, 512, 1024, 2048)
     context_tokens: tuple[int, ...] = (0, 512, 2048, 8192)
+    # Axes of the grid of decoding steps: sequences, and context tokens of all of them.
     decode_sequences: tuple[int, ...] = (1, 4, 16, 64)
     decode_tokens: tuple[int, ...] = (0, 1024, 4096, 16384)
+    # Of each figure; the least counts, since other work on the machine only adds to it.
     repeats: int = 9
 
 
 def cached_profile(
     forward: Forward, folder: str | Path, settings: ProfileSettings | None = None
 ) -> dict[str, Any]:
-    """What an earlier run measured with the same device, model, dtype and settings; else measure.
+    """The stored profile of the same device, model, dtype and settings, or a new one.
 
-    A file that cannot be read counts as none, and is written over.
+    A file that cannot be read is written over.
     """
     settings = settings or ProfileSettings()
     stored = json.loads(json.dumps(asdict(settings)))  # as it looks once read back
@@ -89,7 +88,7 @@ def cached_profile(
 
 
 def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[str, Any]:
-    """Measure; blocks of the arena's pools hold anything afterwards.
+    """Measure an engine; the content of the arena's blocks is undefined afterwards.
 
     Raises:
         ValueError: blocks are in use, or the arena holds too few tokens for a line or a grid.
@@ -114,7 +113,7 @@ def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[s
 
 
 def machine_peaks(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure this process' device: with a GPU pinned copies, on a CPU memcpy between two buffers.
+    """Measure this process' device: pinned copies with a GPU, memcpy between buffers on a CPU.
 
     Args:
         request: `sizes_bytes` (list of transfer sizes), `hidden` and `intermediate` (the model's
@@ -159,8 +158,8 @@ def machine_peaks(request: Mapping[str, Any]) -> dict[str, Any]:
         flops = 2.0 * tokens * weights.numel()
         return {"tokens": tokens, **row(flops, lambda: x @ weights, "flops_per_s")}
 
-    rows = {"h2d": [copy(host, device, n) for n in sizes],
-            "d2h": [copy(device, host, n) for n in sizes]}  # fmt: skip
+    ways = {"h2d": (host, device), "d2h": (device, host)}
+    rows = {way: [copy(*ends, n) for n in sizes] for way, ends in ways.items()}
     gemm = [product(tokens) for tokens in _GEMM_TOKENS]
     memory = copy(device, device.clone(), largest)
     at = sizes.index(largest)  # smaller ones may stay within a cache
@@ -183,19 +182,18 @@ def device_name(device: torch.device) -> str:
 
 
 def _subject(forward: Forward) -> dict[str, Any]:
-    """What a profile is a profile of."""
+    """The subject of a profile: device, model and dtype."""
     config, weights = forward.config, forward.weights
     return {
         "format": FORMAT,
         "device": device_name(weights.device),
         "torch": torch.__version__,
         "model": config.shape.name,
-        "shape": [config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim,
-                  config.inner, config.vocab],
+        "shape": [getattr(config, name) for name in _SHAPE],
         "dtype": str(weights.dtype).removeprefix("torch."),
         "cpu_threads": 0 if forward.cpu is None else forward.cpu.worker.threads,
         "block_tokens": forward.arena.block_tokens,
-    }  # fmt: skip
+    }
 
 
 class _Profiler:
@@ -216,7 +214,7 @@ class _Profiler:
             )
 
     def line(self, action: Callable[[int], Action]) -> dict[str, list[float]]:
-        """{"tokens", "seconds"}: seconds of a layer.
+        """Measure {"tokens", "seconds"}, in seconds of a layer.
 
         Sizes take turns, so that a machine that slows down slows all of them.
         """
@@ -230,10 +228,10 @@ class _Profiler:
         return {"tokens": [float(n) for n in self.sizes], "seconds": least}
 
     def load_layers(self, tokens: int) -> Action:
-        """Bring n tokens' KV of every layer, one after the other.
+        """Load n tokens' KV of every layer, one layer after the other.
 
-        Each time other blocks, as many as there are: what a processor's cache has still got from
-        the last time would come too soon.
+        Each call takes other blocks, as far as there are any: blocks that are still in a
+        processor's cache would come too soon.
         """
         blocks = -(-tokens // self.arena.block_tokens)
         device, host = self.arena.kv_device, self.arena.kv_host
@@ -263,7 +261,7 @@ class _Profiler:
         return project
 
     def attend_layers(self, tokens: int) -> Action:
-        """One query's attention to n tokens in every layer; each time to other blocks, as loads."""
+        """Attend from one query to n tokens in every layer; to other blocks in each call."""
         forward, cpu, config = self.forward, self.forward.cpu, self.config
         assert cpu is not None
         q = torch.randn(1, config.heads, config.head_dim).to(self.device, self.weights.dtype)
@@ -280,7 +278,7 @@ class _Profiler:
         return attend
 
     def grid(self) -> dict[str, list[Any]]:
-        """t_gpu(T, S): a prefill of T tokens behind S that are on the device."""
+        """Measure t_gpu(T, S): a prefill of T tokens behind S that are on the device."""
         size = self.arena.block_tokens
         room = min(self.arena.size.kv_device * size, self.config.max_tokens)
         context = [s for s in self.settings.context_tokens if s + 1 < room]
@@ -291,7 +289,7 @@ class _Profiler:
                 f"the arena and the model hold {room} tokens: too few for a grid of "
                 f"{self.settings.new_tokens} by {self.settings.context_tokens}; give more blocks"
             )
-        # Keys and values of ordinary size: nothing that makes arithmetic slow.
+        # Keys and values of ordinary size: denormal numbers would make arithmetic slow.
         self.arena.kv_device.normal_()
 
         def step_s(count: int, behind: int) -> float:
@@ -304,7 +302,7 @@ class _Profiler:
         return {"new_tokens": new, "context_tokens": context, "seconds": seconds}
 
     def decode_grid(self) -> dict[str, Any]:
-        """{"decode": {"sequences", "resident_tokens", "seconds"}}; nothing, if there is no grid.
+        """Measure {"decode": {"sequences", "resident_tokens", "seconds"}}; {} without a grid.
 
         More context than the arena holds is read from the same blocks again. Where the model has no
         positions for so long a context, the row is continued by its last step; `measured` has how
@@ -330,7 +328,7 @@ class _Profiler:
         return {"decode": {**grid, "measured": measured}}
 
     def _decode_s(self, sequences: int, context: int) -> float:
-        """One new token of each sequence behind so many; blocks in turn, all of the arena."""
+        """Seconds of one new token of each sequence behind `context`; blocks take turns."""
         held = -(-(context + 1) // self.arena.block_tokens)
         tokens = np.arange(context + 1) % self.config.vocab
         rows = []
@@ -340,7 +338,7 @@ class _Profiler:
         return self._least_s(lambda: self.forward.compute(rows))
 
     def link_bytes_per_s(self) -> float:
-        """Bytes/s of the largest size, all layers."""
+        """The link's bytes/s for the largest size, all layers."""
         pairs = self._largest_load()
         size_bytes = sum(source.nbytes for _, source in pairs)
 
@@ -359,9 +357,8 @@ class _Profiler:
         return [(target[i, :blocks], source[i, :blocks]) for i in range(self.config.layers)]
 
     def attention(self) -> dict[str, Any]:
-        """{"attend": ...}: seconds of a layer by tokens, and what it and the link leave each other.
-
-        Nothing, where there are no threads for it.
+        """Measure {"attend": ...}: seconds of a layer by tokens, and the shares of their speed that
+        it and the link leave each other; {} without threads for it.
         """
         if self.forward.cpu is None:
             return {}
@@ -373,12 +370,9 @@ class _Profiler:
             beside_s = self._least_s(most)
         with repeating(most):
             link = self.link_bytes_per_s()
-        return {
-            "attend": {
-                **samples, "threads": self.forward.cpu.worker.threads, "h2d_bytes_per_s": link,
-                "share_while_loading": alone_s / beside_s,
-            }
-        }  # fmt: skip
+        threads, share = self.forward.cpu.worker.threads, alone_s / beside_s
+        beside = {"threads": threads, "h2d_bytes_per_s": link, "share_while_loading": share}
+        return {"attend": {**samples, **beside}}
 
     def _least_s(self, action: Action) -> float:
         action()
@@ -386,7 +380,7 @@ class _Profiler:
 
 
 def elapsed_s(action: Action, device: torch.device) -> float:
-    """Seconds until the device has done what the action gives it, and nothing else before."""
+    """Seconds until an idle device has done the work that `action` gives it."""
     finish(device)
     start_s = time.perf_counter()
     action()
@@ -395,17 +389,17 @@ def elapsed_s(action: Action, device: torch.device) -> float:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given; a CPU has."""
+    """Wait until a GPU has done its work; a CPU has when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
 def repeating(action: Action, threads: int = 1) -> Iterator[None]:
-    """Repeat `action` on that many threads until the block is left; each has done it once before.
+    """Repeat `action` on `threads` threads while the block runs; each has done it once before.
 
     Raises:
-        RuntimeError: the action failed or got stuck, so what was measured is not what it says.
+        RuntimeError: the action failed or got stuck, so the measurement beside it is void.
     """
     stop, ready = threading.Event(), threading.Semaphore(0)
     errors: list[BaseException] = []

@@ -53,13 +53,15 @@ def sample(
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature >= _COLDEST]
     if not drawn:
         return tokens
-    temperature, top_p, uniform = (
-        torch.tensor(values, device=logits.device)[:, None]
-        for values in (
-            [samplings[r].temperature for r in drawn], [samplings[r].top_p for r in drawn],
-            [rngs[r].random() for r in drawn],
-        )
-    )  # fmt: skip
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)[:, None]
+
+    temperature = column([samplings[row].temperature for row in drawn])
+    top_p, uniform = (
+        column([samplings[r].top_p for r in drawn]),
+        column([rngs[r].random() for r in drawn]),
+    )
     # In single precision at least: half has not the digits to add up a vocabulary.
     rows = logits[drawn].to(torch.promote_types(logits.dtype, torch.float32))
     likely, order = torch.softmax(rows / temperature, dim=-1).sort(dim=-1, descending=True)

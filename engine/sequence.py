@@ -1,6 +1,6 @@
-"""A request and what it is inside the engine: its tokens, its blocks, how it is to be loaded.
+"""A request inside the engine: its tokens, its blocks, and the load of its prefix.
 
-The scheduler sees a `Work`; the memory owns `blocks` and what lies behind it, the loop the rest.
+The scheduler sees a `Work`; the block manager owns blocks and loads, the engine the rest.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class RequestRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What is asked of an engine.
+    """A prompt, and how it is to be answered."""
 
-    tokens: of the prompt. max_tokens: of the answer at most; fewer where the context ends. tenant,
-    priority: for the scheduling rule. planner: of its load plan, instead of the engine's. salt:
-    requests of different salts share no blocks. name: the caller's, for whoever observes. approx:
-    it may be computed sparsely, which changes the answer.
-    """
-
+    # The prompt.
     tokens: Run[int]
+    # Bound on the answer, which is shorter where the context ends.
     max_tokens: int
     sampling: Sampling = GREEDY
     tenant: str = ""
+    # Lower classes go first.
     priority: int = 0
+    # Makes its load plan; None: the engine's planner does.
     planner: str | Planner | None = None
+    # Requests of different salts share no blocks.
     salt: str = ""
+    # The caller's name for it, for observers.
     name: str = ""
+    # It may be computed sparsely, which changes the answer.
     approx: bool = False
 
     def check(self, most: int, vocab: int) -> None:
-        """`RequestRefused` for no token, one outside the vocabulary, or more than can ever fit into
-        `most` tokens."""
+        """Raise `RequestRefused` for no token, one outside the vocabulary, or more than `most`."""
         tokens = self.tokens
         if not tokens or self.max_tokens < 1:
             raise RequestRefused(
@@ -68,15 +68,13 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class Load:
-    """A cached prefix that is to be brought back.
-
-    start, stop: blocks of the sequence. plan: over their tokens, from 0 at `start`. kv, act: the
-    host block of each, or -1 where the host does not hold it so; held until the load is over.
-    """
+    """A load of blocks [start, stop) of a sequence from host memory."""
 
     start: int
     stop: int
+    # Over the tokens of these blocks, from 0 at `start`.
     plan: LoadPlan
+    # The host block of each, -1 where host memory lacks that form; held until the load is over.
     kv: list[int]
     act: list[int]
     started_s: float = 0.0
@@ -84,50 +82,34 @@ class Load:
 
 @dataclass(slots=True)
 class HostResident:
-    """What of a request's context lies in host memory while it runs (kind C).
+    """The part of a running request's context that lies in host memory (kind C)."""
 
-    kv, act: the host block of each of its blocks so far; -1 where there is none in that form. Held
-    until the request is over. plan: of the whole prefix behind what the device had. cpu_tokens: the
-    first so many are left to the CPU as the request decodes, where they lie there as KV; the others
-    cross at every step, unless the link has failed it. grows: every block follows as soon as it is
-    stored, and room for the first `promised` of them was set aside. split: of what is there in both
-    forms, a planned share comes from activations.
-    """
-
+    # The host block of each of its blocks so far, -1 where host memory lacks that form; held until
+    # the request is over.
     kv: Ids
     act: Ids
+    # Of the whole prefix behind the part that the device had.
     plan: LoadPlan
+    # The CPU attends to this many first tokens as the request decodes, if they lie there as KV; the
+    # others cross at every step.
     cpu_tokens: int = 0
+    # False once the link has failed the request.
     crosses: bool = True
+    # Every block leaves the device as soon as it is stored; room in host memory was set aside for
+    # the first `promised` of them.
     grows: bool = False
     promised: int = 0
+    # A planned share of the blocks that are there in both forms comes from activations.
     split: bool = False
 
     @property
     def blocks(self) -> int:
-        """How many lie in host memory."""
+        """Blocks in host memory."""
         return int(((self.kv >= 0) | (self.act >= 0)).sum())
 
 
 class Sequence(Work):
-    """A request in the engine.
-
-    tokens: prompt and answer. keys: of its full blocks. blocks: its device blocks, each with
-    `block_tokens` tokens, -1 where one stays in host memory; some may stand ready behind its
-    tokens. load: set by the memory when it is admitted with something to load. kept: what stays in
-    host memory; keeps: what is to, as it was quoted: its plan, and blocks. resides: the planner by
-    which all of its context is to lie there; "": it does not. published, stored: how
-    many of its full blocks others can find on the device, and how many were given to the host
-    store. host_stop: where its run of blocks ended in host memory at the last look. quoted: what
-    admitting it takes, and the state of the caches for which that holds. slot: in which it is
-    computed sparsely; approx: it may still get one.
-    """
-
-    __slots__ = (
-        "account", "approx", "block_tokens", "blocks", "finish_reason", "host_stop", "keeps",
-        "kept", "keys", "load", "prompt_tokens", "published", "quoted", "request", "request_id",
-        "resides", "rng", "slot", "stored", "submitted_s", "tokens",
-    )  # fmt: skip
+    """A request in the engine."""
 
     def __init__(
         self, request_id: int, request: EngineRequest, arrival_s: float, max_tokens: int,
@@ -137,20 +119,32 @@ class Sequence(Work):
             len(request.tokens), arrival_s, max_tokens, request.tenant, request.priority
         )
         self.request_id, self.request, self.block_tokens = request_id, request, block_tokens
+        # Of prompt and answer.
         self.tokens = list(request.tokens)
         self.prompt_tokens = len(self.tokens)
-        # Some rules count a preempted request's waiting anew.
+        # Some rules count a preempted request's waiting from its preemption on.
         self.submitted_s = arrival_s
         self.rng = np.random.default_rng(request.sampling.seed)
-        self.approx = request.approx
+        # approx: it may (still) get a slot. planner: loads its prefix; None: the engine's does.
+        self.approx, self.planner = request.approx, request.planner
+        # Of its full blocks.
         self.keys: list[BlockKey] = []
+        # Its device blocks, -1 where one stays in host memory; some may stand ready behind its
+        # tokens.
         self.blocks: Ids = np.empty(0, np.int64)
+        # Set by the block manager when it is admitted with a prefix to load.
         self.load: Load | None = None
+        # What stays in host memory; and what is to, by its quote: the plan, and blocks.
         self.kept: HostResident | None = None
         self.keeps: tuple[LoadPlan, int] | None = None
+        # In which it is computed approximately.
         self.slot: int | None = None
+        # The planner that keeps all of its context in host memory; "": none does.
         self.resides = ""
+        # How many of its full blocks others can find on the device; how many were given to the host
+        # store; and where its run of blocks in host memory ended at the last look.
         self.published = self.stored = self.host_stop = 0
+        # What admitting it takes, and the state of the caches for which that holds.
         self.quoted: tuple[tuple[int, int], Any] | None = None
         self.account = Account()
         self.finish_reason: FinishReason | None = None
@@ -158,7 +152,7 @@ class Sequence(Work):
 
     @property
     def first_key(self) -> int:
-        """Its first full block as a number; 0 if it has none."""
+        """The key of its first full block as a number; 0 if it has none."""
         return int.from_bytes(self.keys[0].digest[:7]) + 1 if self.keys else 0
 
     @property
@@ -170,7 +164,7 @@ class Sequence(Work):
         return len(self.blocks) * self.block_tokens
 
     def append(self, token: int) -> None:
-        """Its next token, and the name of the block that is full with it."""
+        """Append its next token, and the key of the block that is full with it."""
         self.tokens.append(token)
         extend_keys(self.keys, self.tokens, self.block_tokens, self.request.salt)
 
@@ -186,10 +180,11 @@ class Sequence(Work):
 
 
 class Output(NamedTuple):
-    """What a request got in an iteration: at most one token; if it ended, why. account: its own, as
-    it is by then, with the first token and with the last."""
+    """What a request got in an iteration."""
 
     request_id: int
+    # At most one.
     tokens: list[int]
     finish_reason: FinishReason | None = None
+    # Its account by then, with the first token and with the last.
     account: Account | None = None

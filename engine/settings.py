@@ -15,40 +15,39 @@ _AHEAD_ITERATIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Settings of one engine.
+    """Settings of one engine."""
 
-    budget_tokens: of an iteration, decoding requests included; longer prompts are computed in
-    chunks. max_running: requests that compute. scheduler, fair: the rule by name, and its numbers.
-    planner: how cached prefixes come back, by name. act_share: of the blocks stored in host memory,
-    those whose activations are stored, spread evenly; keep_kv: their KV too. cpu_room_share: of the
-    device's blocks, what a request may take before "auto" leaves the front of its cached prefix in
-    host memory, where the CPU attends to it; only where the engine has threads for that; and before
-    "host-auto" leaves its context there. pass_blocks: of host memory, what crosses for one pass at
-    most, as the two buffers on the device hold a layer of it; more goes in mini-batches.
-    """
-
+    # Tokens of an iteration, decoding requests included; longer prompts are computed in chunks.
     budget_tokens: int = 2048
+    # Requests that compute at a time.
     max_running: int = 64
+    # The scheduling rule by name, and its settings.
     scheduler: str = FAIR
     fair: FairConfig | None = None
+    # How cached prefixes come back, by name.
     planner: str = "auto"
+    # The share of the blocks stored in host memory that are stored as activations, spread evenly;
+    # and whether their KV is stored too.
     act_share: float = 0.0
     keep_kv: bool = True
+    # The share of the device's blocks that a request may take. Beyond it "auto" leaves the front of
+    # a cached prefix in host memory, if the engine has threads that attend to it there, and
+    # "host-auto" the whole context.
     cpu_room_share: float = 0.5
+    # Host blocks that cross for one pass at most, as two buffers on the device hold a layer of
+    # them; more go in mini-batches.
     pass_blocks: int = 4096
 
-    def check_arena(self, size: ArenaSize) -> None:
-        """Raise `ValueError` if activations are to be stored and there are no blocks for them."""
+    def check(self, size: ArenaSize) -> None:
+        """Raise `ValueError` if activations are to be stored and there are no blocks for them, or
+        contexts are to lie in host memory and an iteration's chunk of one does not fit the device.
+        """
         if self.act_share and not (size.act_host and size.act_device):
             raise ValueError(
                 f"EngineOptions.act_share is {self.act_share}, but the arena has "
                 f"{size.act_device} device and {size.act_host} host blocks of "
                 "activations: give both, or act_share=0"
             )
-
-    def check_window(self, size: ArenaSize) -> None:
-        """Raise `ValueError` if contexts are to lie in host memory, and the device has no room for
-        a full iteration's chunk of one."""
         window = self.window_blocks(size.block_tokens)
         if host_planners(self.planner, self.act_share) and size.kv_device < window:
             raise ValueError(
@@ -62,7 +61,7 @@ class EngineOptions:
         return self.budget_tokens // block_tokens + 2
 
     def capture_blocks(self, block_tokens: int) -> int:
-        """Device blocks of activations that suffice: what iterations fill while stores empty it."""
+        """Device blocks of activations that iterations fill while stores empty them."""
         if not self.act_share:
             return 0
         return self.max_running + _AHEAD_ITERATIONS * -(-self.budget_tokens // block_tokens)
@@ -80,7 +79,7 @@ class EngineOptions:
         return act if type == "act" else stop - start - (0 if self.keep_kv else act)
 
     def most_blocks(self, size: ArenaSize) -> int:
-        """Of a sequence that lies in host memory whole."""
+        """Blocks of the longest sequence that fits host memory."""
         kv_share = 1.0 if self.keep_kv else 1.0 - self.act_share
         shares = (size.kv_host, kv_share), (size.act_host, self.act_share)
         return int(min(blocks / share for blocks, share in shares if share))

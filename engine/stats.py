@@ -1,4 +1,4 @@
-"""What a request took, and what an engine has done so far: counts, seconds and bytes."""
+"""The account of a request, and an engine's totals: counts, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -7,57 +7,53 @@ from typing import Any
 
 from kappa.plans.load_plan import LoadPlan
 
-_SOURCES = (
-    "device", "loaded", "activation", "recomputed", "sparse", "kept", "new", "output",
-    "approximate",
-)  # fmt: skip
 _SECONDS = ("queue", "load", "compute", "predicted_load", "predicted_compute")
 
 
 @dataclass(slots=True)
 class Account:
-    """What a request was predicted to take and what it took: seconds, and prompt tokens by source.
+    """Predicted and actual seconds of a request by the engine's clock, and tokens by source."""
 
-    Seconds are of the engine's clock. queue_s: until its first admission; load_s: from the start of
-    its load to its end; compute_s: iterations that computed its prompt; ttft_s: all until its first
-    token. predicted_*: of its load plan. Tokens: device (found there), loaded (as KV), activations
-    (KV projected from them), recomputed (were cached, computed all the same), sparse (stayed in
-    host memory, attended to in part), kept (stayed there, attended to whole), new; approximate: of
-    the answer, computed sparsely. plan, why: the kinds of its load plan, and what the planner saw.
-    """
-
+    # Until its first admission.
     queue_s: float = 0.0
+    # From the start of its load to its end.
     load_s: float = 0.0
+    # Iterations that computed its prompt.
     compute_s: float = 0.0
+    # From its submission to its first token, and to its end.
     ttft_s: float = 0.0
     total_s: float = 0.0
+    # Of its load plan.
     predicted_load_s: float = 0.0
     predicted_compute_s: float = 0.0
     predicted_ttft_s: float = 0.0
     load_bytes: int = 0
+    # Prompt tokens: found on the device; loaded as KV; projected from activations; recomputed
+    # though they were cached; left in host memory, and attended to in part, or whole.
     device_tokens: int = 0
     loaded_tokens: int = 0
     activation_tokens: int = 0
     recomputed_tokens: int = 0
     sparse_tokens: int = 0
     kept_tokens: int = 0
+    # Of the answer, computed sparsely.
     approximate_tokens: int = 0
+    # Prompt tokens that were not cached.
     new_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    # The kinds of its load plan, and the planner's reason.
     plan: str = ""
     why: str = ""
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed."""
-        return (
-            self.device_tokens + self.loaded_tokens + self.activation_tokens
-            + self.sparse_tokens + self.kept_tokens
-        )  # fmt: skip
+        brought = self.device_tokens + self.loaded_tokens + self.activation_tokens
+        return brought + self.sparse_tokens + self.kept_tokens
 
     def predicted(self, plan: LoadPlan) -> None:
-        """It was admitted, and this is how it is to get its prefix."""
+        """Add the load plan of an admission."""
         self.plan, self.why = (plan.kind if plan.segments else ""), plan.why
         self.predicted_load_s += plan.load_s
         self.predicted_compute_s += plan.compute_s
@@ -69,36 +65,37 @@ class Account:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine began.
-
-    gpu_s: seconds in iterations. failed_loads: that did not arrive, each followed by computing
-    what it should have brought. tokens, seconds: by source and kind as in `Account`, over all
-    requests that ended. link: bytes, seconds and failures of each direction. blocks: stored in
-    host memory, and not, by reason; evicted; misused, which is a bug. sparse: slots, look-ups and
-    hits (`engine.sparse.serving`), where there are slots.
-    """
+    """Totals since the engine began."""
 
     requests: int = 0
     finished: int = 0
     aborted: int = 0
     iterations: int = 0
+    # In iterations.
     gpu_s: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     preemptions: int = 0
     loads: int = 0
+    # Loads that did not arrive; their tokens were computed.
     failed_loads: int = 0
     failed_load_tokens: int = 0
+    # Of all requests that ended, by source and kind as in `Account`.
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    # Bytes, seconds and failures of each direction.
     link: dict[str, float] = field(default_factory=dict)
+    # Stored in host memory, and not stored by reason; evicted; misused, which is a bug.
     blocks: dict[str, int] = field(default_factory=dict)
+    # Slots, look-ups and hits, where there is an approximate decoder.
     sparse: dict[str, Any] = field(default_factory=dict)
 
     def ended(self, account: Account) -> None:
-        """Add what a request took."""
-        for name in _SOURCES:
-            self.tokens[name] = self.tokens.get(name, 0) + getattr(account, f"{name}_tokens")
+        """Add the account of a request that is over."""
+        for name, count in account.to_dict().items():
+            source = name.removesuffix("_tokens")
+            if source != name:
+                self.tokens[source] = self.tokens.get(source, 0) + count
         for name in _SECONDS:
             self.seconds[name] = self.seconds.get(name, 0.0) + getattr(account, f"{name}_s")
 

@@ -34,13 +34,13 @@ class NoSuchBlock(ValueError):
 
 
 class Source(IntEnum):
-    """Where a token's keys and values come from; of those where they lie, the nearest first."""
+    """Where a token's keys and values come from; the nearest place first."""
 
     NEW = 0  # computed in this step
     KV_DEVICE = 1
     KV_HOST = 2
     ACT_HOST = 3
-    KV_CPU = 4  # in host memory, where the CPU attends to it: only queries and results cross
+    KV_CPU = 4  # in host memory: the CPU attends to it, and only queries and results cross
 
 
 COLUMN_OF: dict[Source, tuple[BlockType, Place]] = {
@@ -53,10 +53,10 @@ _NO_BLOCKS: Ids = np.empty(0, np.int64)
 
 
 class Pages:
-    """Where one sequence's blocks lie: a column of block ids for each type and place.
+    """The block table of one sequence: a column of block ids for each type and place.
 
-    Block i holds tokens [i·block_tokens, (i+1)·block_tokens); -1, or behind a column's end: it is
-    not there.
+    Block i holds tokens [i·block_tokens, (i+1)·block_tokens). A column has -1 for, or ends before,
+    a block that is not in its place.
     """
 
     __slots__ = ("_columns",)
@@ -73,7 +73,7 @@ class Pages:
         return self._columns.get((type, place), _NO_BLOCKS)
 
     def put(self, start: int, type: BlockType, place: Place, ids: Ids | list[int]) -> None:
-        """Blocks from index `start` on lie there too; the column grows to hold them."""
+        """Set the ids of blocks from index `start` on; the column grows to hold them."""
         column = self.column(type, place)
         missing = start + len(ids) - len(column)
         if missing > 0:
@@ -106,16 +106,15 @@ class TokenSpan(NamedTuple):
 
 @dataclass(slots=True)
 class StepRow:
-    """One sequence's part of a step.
+    """One sequence's part of a step."""
 
-    tokens: ids of those to compute, in order of position. spans: of all positions from 0 to the
-    last one to compute. New tokens are written to the device blocks that `pages` names for them, of
-    KV and of activations. wanted: logits of the last or of all computed tokens.
-    """
-
+    # Ids of the tokens to compute, in order of position.
     tokens: Sequence[int] | Ids
+    # Cover all positions from 0 to the last one to compute.
     spans: tuple[TokenSpan, ...]
+    # New tokens are written to its device blocks, of KV and of activations.
     pages: Pages
+    # Logits of the last or of all computed tokens.
     wanted: Wanted = "last"
 
     @property
@@ -125,13 +124,13 @@ class StepRow:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is one token behind a context that is all in device blocks."""
+        """Whether one token is computed, behind a context that is all in device blocks."""
         alone = len(self.tokens) == 1 and len(self.spans) == 2
         return alone and self.spans[0].source is Source.KV_DEVICE
 
 
 def joined(spans: Iterable[TokenSpan]) -> tuple[TokenSpan, ...]:
-    """The spans without empty ones, neighbours of one source as one."""
+    """Drop empty spans, and merge neighbours of one source."""
     found: list[TokenSpan] = []
     for span in spans:
         if found and found[-1].source is span.source:
@@ -147,12 +146,14 @@ _NEAREST = (Source.KV_DEVICE, Source.KV_HOST, Source.ACT_HOST)
 def held_spans(
     pages: Pages, tokens: int, block_tokens: int, activations: int = 0, on_cpu: int = 0
 ) -> tuple[TokenSpan, ...]:
-    """Spans of tokens that are in their blocks: the nearest of those that a block has.
+    """Spans of tokens that are in their blocks, each from the nearest place that its block is in.
 
-    In order: KV on the device, KV in host memory, activations in host memory. activations: the
-    first so many tokens, in whole blocks, come from host activations where there are any, and no KV
-    on the device (KVPR's split). on_cpu: of the first so many, those that lie in host memory as KV
-    are left to the CPU.
+    The order is KV on the device, KV in host memory, activations in host memory.
+
+    Args:
+        activations: of this many first tokens, in whole blocks, those without KV on the device come
+            from host activations where there are any (KVPR's split).
+        on_cpu: of this many first tokens, those in host memory as KV are left to the CPU.
     """
     blocks = np.arange(-(-tokens // block_tokens))
     there = np.stack([pages.of(source, blocks) >= 0 for source in _NEAREST])
@@ -170,7 +171,7 @@ def held_spans(
 
 
 def plan_spans(segments: Sequence[Segment], start: int) -> list[TokenSpan]:
-    """The spans of a load plan whose first token is at position `start`.
+    """Spans of a load plan whose first token is at position `start`.
 
     Raises:
         PlanRefused: a segment that stays in host memory (C) or is attended to sparsely (S).
@@ -191,8 +192,8 @@ def prompt_row(
     tokens: Sequence[int] | Ids, pages: Pages, segments: Sequence[Segment] = (), start: int = 0,
     wanted: Wanted = "last",
 ) -> StepRow:  # fmt: skip
-    """A prompt of which the first `start` tokens are KV in device blocks; those of `segments` come
-    behind them, and the rest is computed.
+    """The row of a prompt: its first `start` tokens are KV in device blocks, `segments` follow, and
+    the rest is computed.
 
     Raises:
         PlanRefused: kinds that are not executed, or segments for more tokens than there are.
@@ -216,79 +217,76 @@ def prompt_row(
 
 @dataclass(slots=True)
 class HostContext:
-    """Host blocks of one sequence that the CPU attends to, and the queries that see all of them.
+    """Host blocks of one sequence that the CPU attends to, and the queries that see all of them."""
 
-    first, queries: of the new tokens that have any such context, in their order. blocks: full ones,
-    each once, in any order: all come before whatever is computed.
-    """
-
+    # Among the step's queries that have such a context: the first one's index, and how many.
     first: int
     queries: int
+    # Full blocks, each once, in any order: all come before the tokens that are computed.
     blocks: Ids
 
 
 @dataclass(slots=True)
 class OnCpu:
-    """What of a step the CPU attends to. rows: which of the step's tokens its queries are."""
+    """The contexts of a step that the CPU attends to."""
 
+    # Which of the step's tokens the queries are.
     rows: Tensor
     contexts: list[HostContext]
 
 
 @dataclass(slots=True)
 class BufferPart:
-    """Keys of a group of queries in the step's buffer: rows (batch·keys,) of K and of V.
+    """Keys of a group of queries in the step's buffer."""
 
-    lengths (batch,): keys of each query, visible (batch, keys): False behind those; None: all have
-    `keys` of them.
-    """
-
+    # Rows (batch·keys,) of the buffer.
     k_rows: Tensor
     v_rows: Tensor
     keys: int
+    # Keys of each query (batch,); None: all have `keys`.
     lengths: Tensor | None = None
+    # (batch, keys): False behind `lengths`.
     visible: Tensor | None = None
 
 
 @dataclass(slots=True)
 class PoolPart:
-    """Keys of a group of queries in the device pool, as whole blocks.
-
-    k_rows, v_rows (batch·most,): the blocks of each context in order, padded with a full one of it,
-    as rows of the pool in halves: a block's keys are half 2·block, its values the next. keys: of
-    the longest context. last (batch,): where in `k_rows` each one ends. lengths, visible: as of
-    `BufferPart`; inside (batch, block_tokens): False behind the end in a context's last block.
-    """
+    """Keys of a group of queries in the device pool, as whole blocks."""
 
     block_tokens: int
+    # Halves (batch·blocks,) of the pool's blocks, of each context in order and padded with one of
+    # its full blocks: a block's keys are half 2·block, its values half 2·block + 1.
     k_rows: Tensor
     v_rows: Tensor
+    # Of the longest context.
     keys: int
+    # Index in `k_rows` of each context's last block (batch,).
     last: Tensor
+    # As of `BufferPart`.
     lengths: Tensor | None = None
     visible: Tensor | None = None
+    # (batch, block_tokens): False behind the end of a context in its last block.
     inside: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Group:
-    """Queries attended to together. rows (batch·queries,): which of the step's tokens they are.
-
-    in_order: they are all of the step's tokens as they stand. on_cpu: part of the context of one
-    or more is attended to on the CPU.
-    """
+    """Queries of one attention call: `queries` of each of `batch` sequences."""
 
     batch: int
     queries: int
+    # Which of the step's tokens they are (batch·queries,).
     rows: Tensor
     parts: list[PoolPart | BufferPart]
+    # Whether the CPU attends to part of one context or more.
     on_cpu: bool = False
+    # Whether `rows` are all of the step's tokens in order.
     in_order: bool = False
 
 
 @dataclass(slots=True)
 class Scatter:
-    """Rows of one tensor that become rows of another."""
+    """Rows of one tensor that are copied to rows of another."""
 
     target: Tensor
     source: Tensor
@@ -298,10 +296,8 @@ class Scatter:
 class DeviceStep:
     """An iteration, ready to run on the device.
 
-    kv_runs, act_runs: (block of the buffer, host block, how many), the same for every layer.
-    act_rows: rows of the loaded activations to project, None for all in order.
-    Buffer rows: loaded, then K and V of each token from activations, then of each new one, then
-    those that `from_pool` copies from the device's blocks.
+    The buffer's rows are those loaded, then K and V of each token projected from activations, then
+    K and V of each new token, then those that `from_pool` copies from the device's blocks.
     """
 
     tokens: Tensor
@@ -309,10 +305,12 @@ class DeviceStep:
     logit_rows: Tensor
     groups: list[Group]
     act_positions: Tensor
+    # Rows of the loaded activations to project; None for all in order.
     act_rows: Tensor | None
     to_pool: Scatter | None
     to_act: Scatter | None
     from_pool: Scatter | None
+    # Copies of every layer: (block of the buffer, host block, how many).
     kv_runs: list[CopyRun]
     act_runs: list[CopyRun]
     loaded_rows: int

@@ -26,17 +26,17 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 
 # A copy that takes longer than this has failed.
 WAIT_S = 60.0
-# Ended copies are timed when somebody asks, and at the latest when so many are not.
+# Ended copies are timed on `settle`, and at the latest when this many are untimed.
 _UNTIMED_EVENTS = 256
 
 
 class TransferFailed(RuntimeError):
-    """A copy did not happen, or not in time: its target holds anything."""
+    """A copy failed, or did not end in time: the content of its target is undefined."""
 
 
 @dataclass(slots=True)
 class LinkCounters:
-    """What one direction did: bytes copied, seconds in which it copied, copies, and failures."""
+    """Totals of one direction: bytes copied, seconds in which it copied, copies, and failures."""
 
     copied_bytes: int = 0
     busy_s: float = 0.0
@@ -45,7 +45,7 @@ class LinkCounters:
 
 
 class Event(ABC):
-    """The end of what was started together."""
+    """The end of copies, or of computation, that were started together."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -53,11 +53,11 @@ class Event(ABC):
 
     @abstractmethod
     def error(self) -> BaseException | None:
-        """Why it failed; None as long as it has not."""
+        """Why it failed; None if it has not."""
 
     @abstractmethod
     def ended(self, timeout_s: float) -> bool:
-        """Wait, in this thread, at most so long; whether it has ended, well or not."""
+        """Wait, in this thread, at most `timeout_s`; whether it has ended, well or not."""
 
     def block(self, timeout_s: float = WAIT_S) -> None:
         """Wait, in this thread, for the end; `TransferFailed` if it failed or came too late."""
@@ -87,7 +87,7 @@ class LinkMover(ABC):
         return self._start("h2d", copies, after)
 
     def d2h(self, copies: Copies, after: Event | None = None) -> Event:
-        """Copy to the host what is computed by now; else like `h2d`."""
+        """Copy to the host, behind the computation asked for by now; else like `h2d`."""
         return self._start("d2h", copies, after or self.mark())
 
     @abstractmethod
@@ -96,25 +96,25 @@ class LinkMover(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """What this thread computes next comes after `event`; `TransferFailed` as `block`."""
+        """Let this thread's next computation come after `event`; `TransferFailed` as `block`."""
 
     @abstractmethod
     def drain(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until nothing is on its way; `TransferFailed` if something still is. Failed copies
-        are not raised again."""
+        """Wait until no copy is under way; `TransferFailed` if one still is. Failed copies are not
+        raised again."""
 
     def settle(self) -> None:  # noqa: B027 - a mover whose counters are always right
-        """Bring the counters up to what has ended."""
+        """Bring the counters up to date with copies that have ended."""
 
     @abstractmethod
     def stop(self, timeout_s: float = WAIT_S) -> None:
-        """End what runs beside the caller; what has not begun is dropped and fails."""
+        """Stop copying; copies that have not begun are dropped and fail."""
 
     @abstractmethod
     def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event: ...
 
     def _copy(self, direction: Direction, copies: Copies) -> None:
-        """Move the bytes. The only place where it happens; raise to fail."""
+        """Copy the bytes, here alone; raise to fail."""
         for target, source in copies:
             target.copy_(source, non_blocking=True)
 
@@ -189,7 +189,7 @@ class CudaMover(LinkMover):
         self.settle()
 
     def stop(self, timeout_s: float = WAIT_S) -> None:
-        """Nothing runs beside the caller but streams: let them end."""
+        """Let the streams end: there are no threads."""
         self.drain(timeout_s)
 
     def settle(self) -> None:
@@ -255,7 +255,7 @@ class CpuMover(LinkMover):
         self._newest: dict[Direction, Event] = {}
 
     def mark(self) -> Event:
-        """On the CPU, what was asked for is computed when the call returns."""
+        """On the CPU a computation has ended when its call returns."""
         return _CpuEvent(_NOTHING)
 
     def wait(self, event: Event) -> None:

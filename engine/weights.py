@@ -20,17 +20,14 @@ from torch import Tensor
 from engine.config import OPT_POSITION_OFFSET, ModelConfig
 from engine.kv_cache import ArenaTooLarge, free_host_bytes
 
-DTYPES = {
-    "float64": torch.float64, "float32": torch.float32,
-    "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
+_NAMES = ("float64", "float32", "bfloat16", "float16")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 # By the names that files have for them.
-_STORED = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-}  # fmt: skip
+_STORED = dict(zip(("F64", "F32", "BF16", "F16"), DTYPES.values(), strict=True))
 
 Spec = list[tuple[str, tuple[int, ...]]]
 """What one tensor of ours stacks row by row: names in the checkpoint, and their shapes."""
+MakeTensor = Callable[[int, str, Spec], Tensor]
 
 
 class WeightError(ValueError):
@@ -248,9 +245,8 @@ def load_weights(
 
 
 def _assembled(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device,
-    make: Callable[[int, str, Spec], Tensor],
-) -> Weights:  # fmt: skip
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, make: MakeTensor
+) -> Weights:
     """Weights of tensors that `make` makes, of a layer (-1: outside), a name and a spec."""
     specs, outside = layer_specs(config), outer_specs(config)
     if device.type == "cpu":

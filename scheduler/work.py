@@ -87,8 +87,10 @@ class Memory(Protocol):
     version: rises whenever something may fit that did not before. capacity_blocks: all of them.
     """
 
-    version: int
     block_tokens: int
+
+    @property
+    def version(self) -> int: ...
 
     @property
     def capacity_blocks(self) -> int: ...

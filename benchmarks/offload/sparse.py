@@ -84,7 +84,7 @@ class SparseRig(Loaded):
             replace(self.setting.clo, share=share), len(which), longest, chunk_tokens=1
         )
         settings = replace(settings, **_CLO.get(way, {"prefetch": False}))
-        slots = Slots(config, self.arena, self.mover, settings, persistent)
+        slots = Slots(self.forward, settings, persistent)
         kind = LruCache if way == LRU else SimilarityCache
         for slot, index in enumerate(which):
             blocks = self.host_blocks[index]

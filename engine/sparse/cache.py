@@ -1,15 +1,15 @@
-"""CLO's cache at work: look up, choose anew what missed, and have it gathered into its places.
+"""CLO's similarity cache: look up each head's choice, and gather what a missed head chooses.
 
-One look-up per layer and step: heads whose query is still like the one their choice was made for
-keep it; for the others label and choice are replaced. What is newly chosen takes the places of what
-is not chosen again: of all heads in one gather from host memory, straight to where attention reads.
-It is begun here and waited for by `arrived`, so that a layer computes in between. Nothing asks the
-device for an answer.
+There is one look-up per layer and step. Heads whose query is still like the one that their choice
+was made for (its label) keep the choice; for the others both are replaced. Newly chosen tokens take
+the places of tokens that are not chosen again, in one gather of all heads from host memory,
+straight to where attention reads. A gather begins here and is waited for by `arrived`, so that a
+layer computes in between. The host never waits for the device's answer.
 
-A choice are the k tokens of a context in host memory with the highest scores: by the keys
-themselves (`oracle_scores`), all of which are brought over the link, so that is for tests, for the
-CPU, and to judge others by; or by codes that are on the device (`code_scores`). Both work on pairs
-of a slot and a KV head, whose scores are summed over the queries of the head's group.
+A choice is the k tokens of a context in host memory with the highest scores: by the keys themselves
+(`oracle_scores`), which all cross the link, so that is for tests, for the CPU, and for comparison;
+or by codes on the device (`code_scores`). Both score pairs of a slot and a KV head, summed over the
+queries of the head's group.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ def cosines(queries: Tensor, labels: Tensor) -> Tensor:
 
 def alike(similarity: Tensor, importance: Tensor, tau: Tensor) -> Tensor:
     """Whether the mean of Eq. 10 over the last axis, the query heads of a group, is at least tau:
-    Σs / Σ(s / cosine) ≥ τ. All of importance 0: they are, as such heads' τ is -1."""
+    Σs / Σ(s / cosine) ≥ τ. It is where all importance is 0, as the τ of such heads is -1."""
     shares = (importance / similarity.clamp_min(LEAST_SIMILARITY)).sum(dim=-1)
     return importance.sum(dim=-1) >= tau * shares
 
 
 @dataclass(slots=True)
 class HeadQueries:
-    """Heads whose choice is to be made: pair i is slot `batch[i]` of the view, head `heads[i]` of
-    the layer's offloaded ones, with queries (pairs, queries, head_dim)."""
+    """Pairs of a slot and an offloaded KV head that make a choice."""
 
     layer: int
+    # Of each pair: the slot as an index of the view, and the head among the layer's offloaded ones.
     batch: Tensor
     heads: Tensor
+    # (pairs, queries, head_dim).
     queries: Tensor
 
 
@@ -88,15 +89,20 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class PendingGather:
-    """A gather under way, and what must live until it has ended."""
+    """A gather under way."""
 
     event: Event
+    # Its tensors must live until it has ended.
     kept: list[Gather]
 
 
 class SimilarityCache:
-    """The choices of all slots. heads: importance, which sets the thresholds; tau: thresholds
-    (layers, kv_heads) instead; above 1 every look-up misses."""
+    """The choices of all slots.
+
+    Args:
+        heads: importance, which sets the thresholds.
+        tau: thresholds (layers, kv_heads) instead; above 1 every look-up misses.
+    """
 
     def __init__(self, slots: Slots, heads: HeadProfile, tau: Tensor | None = None) -> None:
         config, settings, device = slots.config, slots.settings, slots.arena.device
@@ -117,7 +123,7 @@ class SimilarityCache:
             self._moved_rows = torch.zeros(1, dtype=torch.int64, device=device)
 
     def counts(self) -> CacheCounts:
-        """So far; waits for the device."""
+        """Counts so far; waits for the device."""
         moved = self._moved_bytes
         if self._moved_rows is not None:
             width = self.slots.config.head_dim * self.slots.arena.dtype.itemsize
@@ -125,9 +131,9 @@ class SimilarityCache:
         return CacheCounts(self._lookups, int(self._hits), moved)
 
     def look_up(self, layer: int, queries: Tensor, view: View) -> PendingGather | None:
-        """Begin to bring what a layer's heads need for these queries (batch·new, heads, d).
+        """Begin to gather what a layer's heads need for these queries (batch·new, heads, d).
 
-        None: nothing is chosen yet, or nothing is missing as far as the host knows.
+        Returns None if nothing is chosen yet, or nothing is missing as far as the host knows.
         """
         slots, offloaded = self.slots, self.slots.offloaded[layer]
         count = offloaded.shape[0]
@@ -140,7 +146,7 @@ class SimilarityCache:
         last = mine[:, -1]
         hits = self._hits_of(layer, last, view)
         wanted = ~hits
-        # Labels of what missed are those of now; choices are a step older.
+        # Heads that missed take these queries as labels.
         labels = view.of(slots.labels[layer])
         view.put(slots.labels[layer], torch.where(wanted[..., None, None], last, labels))
         if slots.settings.max_age:
@@ -148,7 +154,7 @@ class SimilarityCache:
             view.put(slots.ages[layer], torch.where(wanted, torch.ones_like(ages), ages))
         self._lookups += hits.numel()
         if hits.device.type == "cpu":
-            # Here the answer costs nothing, and nothing need be chosen for those that hit.
+            # Here the answer costs nothing, and heads that hit need no choice.
             batch, heads = wanted.nonzero(as_tuple=True)
             self._hits += hits.numel() - batch.shape[0]
             if not batch.shape[0]:
@@ -162,13 +168,13 @@ class SimilarityCache:
         # A slot whose choice is shorter than the longest one gets any tokens behind its own.
         chosen = scores.topk(view.chosen, dim=-1, sorted=view.inside is not None).indices
         best = chosen.new_empty((*hits.shape, view.chosen))
-        # Of heads that hit, what they have.
+        # Heads that hit keep their choice.
         best.copy_(view.of(slots.held[layer])[..., : view.chosen])
         best[batch, heads] = chosen
         return self._gather(layer, best, wanted, view)
 
     def arrived(self, pending: PendingGather | None) -> None:
-        """What is computed next comes after the gather.
+        """Let the next computation come after the gather.
 
         Raises:
             TransferFailed: it failed; the slots of the view are to be closed.
@@ -180,7 +186,7 @@ class SimilarityCache:
         """(batch, heads) bool, of queries (batch, heads, group, d)."""
         slots = self.slots
         if view.new > 1:
-            # A chunk's queries are not one that could be like another.
+            # A chunk has many queries: no single one to compare with a label.
             return torch.zeros(last.shape[:2], dtype=torch.bool, device=last.device)
         hits = self._similar(layer, last, view)
         if slots.settings.max_age:
@@ -195,8 +201,8 @@ class SimilarityCache:
         return alike(similarity, self._importance[layer], self._tau[layer])
 
     def _gather(self, layer: int, best: Tensor, wanted: Tensor, view: View) -> PendingGather:
-        """Of the positions (batch, heads, chosen) of heads that are wanted (batch, heads), those
-        that are not in place, to where others were."""
+        """Gather the missing positions among `best` (batch, heads, chosen) of wanted heads (batch,
+        heads), to the places of positions that are not chosen again."""
         slots = self.slots
         held = view.of(slots.held[layer])[..., : view.chosen]
         after, moved = replaced(held, best, wanted, view.inside, slots.settings.max_tokens)
@@ -226,22 +232,24 @@ class SimilarityCache:
 def replaced(
     held: Tensor, best: Tensor, wanted: Tensor, inside: Tensor | None, none: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions (batch, heads, places) once those of `best` are there, and which places got others.
+    """Positions (batch, heads, places) with those of `best` in place, and which places changed.
 
-    wanted (batch, heads): the rest stays as it is. inside (batch, places): places that there are.
-    none: of places that hold nothing, above every position.
+    Args:
+        wanted: heads (batch, heads) that change.
+        inside: places (batch, places) that there are; None: all.
+        none: the position of places that hold nothing, above every other.
     """
-    nobody = held.new_zeros((*wanted.shape, none + 1), dtype=torch.bool)
+    unset = held.new_zeros((*wanted.shape, none + 1), dtype=torch.bool)
     if inside is not None:
         best = best.where(inside[:, None], none)
-    chosen = nobody.scatter(2, best, True)
+    chosen = unset.scatter(2, best, True)
     chosen[..., none] = False
     free = ~chosen.gather(2, held) & wanted[..., None]
-    fresh = ~nobody.scatter(2, held, True).gather(2, best)
+    fresh = ~unset.scatter(2, held, True).gather(2, best)
     if inside is not None:
         free &= inside[:, None]
         fresh &= inside[:, None]
-    # The n-th that is new goes to the n-th place that is free: there are as many.
+    # The n-th new position goes to the n-th free place: there are as many.
     queue = held.new_zeros((*wanted.shape, held.shape[2] + 1))
     queue.scatter_(2, fresh.cumsum(dim=2) * fresh, best)
     return torch.where(free, queue.gather(2, free.cumsum(dim=2)), held), free

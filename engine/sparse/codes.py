@@ -14,12 +14,12 @@ from torch import Tensor
 
 WORD_BITS = 64
 _SEED = 0
-# Above so many queries per key, codes are multiplied as +1 and -1 rather than counted bit by bit.
+# With more queries per key, codes are multiplied as +1 and -1 rather than counted bit by bit.
 _COUNTED_QUERIES = 16
 
 
 class Hasher:
-    """Codes of vectors of `head_dim` elements, of `bits` (a multiple of 64) each."""
+    """Makes codes of `bits` bits (a multiple of 64) of vectors of `head_dim` elements."""
 
     def __init__(self, head_dim: int, bits: int, dtype: torch.dtype, device: torch.device) -> None:
         self.bits, self.words = bits, bits // WORD_BITS
@@ -57,7 +57,7 @@ class Hasher:
 
 
 def popcount(words: Tensor) -> Tensor:
-    """How many bits are set in each int64 word; by the processor's own instruction on a CPU."""
+    """Bits set in each int64 word; counted by the processor's own instruction on a CPU."""
     if words.device.type == "cpu":
         return torch.from_numpy(np.bitwise_count(words.numpy().view(np.uint64)))
     return _bits_by_halves(words)

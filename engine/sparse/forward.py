@@ -1,9 +1,9 @@
-"""A pass of sequences that decode sparsely: each layer attends to what its slots have.
+"""The forward pass of sequences that decode sparsely: each layer attends to its slots' tokens.
 
 At the start of a layer the next one's queries are predicted from the hidden states as they are
-(Eq. 5 of paper 004, with the norm, head norm and rotary embedding that it leaves out), and what
-they miss is on its way while this layer computes. Persistent heads attend to all tokens with their
-actual query. One new token per slot, or a chunk of one slot's prompt.
+(Eq. 5 of paper 004, with the norm, head norm and rotary embedding that it leaves out), and the
+tokens that they miss are gathered while this layer computes. Persistent heads attend to all tokens
+with their actual query. A pass computes one new token per slot, or a chunk of one slot's prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SparseForward:
     ) -> Tensor:
         """Compute `tokens` (batch, new) of the slots; logits (batch, vocabulary) of the last ones.
 
-        take_block: a host block, for when a slot's next one is full and no longer recent.
+        take_block: allocates a host block, for a block of a slot that is no longer recent.
 
         Raises:
             TransferFailed: a gather, or the copy of a block, failed: the slots are to be closed.
@@ -59,7 +59,7 @@ class SparseForward:
             layers.project_kv(a, layer, self.config, turn, kv)
             self.slots.write(index, view, kv)
             if not self._ahead or index == 0:
-                # Nobody came before the first layer to predict its queries.
+                # No layer comes before the first to predict its queries.
                 waiting = self.cache.look_up(index, queries, view)
             self.cache.arrived(waiting)
             attended = attend(self.slots, index, queries, view)
@@ -73,7 +73,7 @@ def sparse_forward(
     forward: Forward, settings: SparseSettings, *, persistent: Persistent | None = None,
     heads: HeadProfile | None = None, tau: Tensor | None = None,
 ) -> SparseForward:  # fmt: skip
-    """A model with slots of its own, beside `forward`'s blocks.
+    """Build a model with slots of its own, beside `forward`'s blocks.
 
     Args:
         persistent: KV heads of each layer that keep all KV on the device; by default all of the
@@ -84,12 +84,12 @@ def sparse_forward(
     config = forward.config
     if persistent is None:
         persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
-    slots = Slots(config, forward.arena, forward.mover, settings, persistent)
+    slots = Slots(forward, settings, persistent)
     return SparseForward(forward, SimilarityCache(slots, heads or equal_heads(config.shape), tau))
 
 
 def attend(slots: Slots, index: int, queries: Tensor, view: View) -> Tensor:
-    """Output (batch·new, heads·head_dim) of a layer's queries (batch·new, heads, head_dim)."""
+    """Attend from a layer's queries (batch·new, heads, head_dim): (batch·new, heads·head_dim)."""
     config, group, batch = slots.config, slots.layout.group, len(view.slots)
     # Heads that share keys become queries of one head: (batch, kv_heads, new·group, d).
     q = queries.view(batch, view.new, config.kv_heads, group, -1).transpose(1, 2).flatten(2, 3)

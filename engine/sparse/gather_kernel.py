@@ -1,11 +1,11 @@
-"""Rows gathered from host memory into their last place on the device, as a copy of a mover.
+"""A gather of rows from host memory straight to their places on the device, as a copy of a mover.
 
-On a GPU one Triton kernel reads pinned host memory: which rows is known to the device alone, so the
-host neither waits nor gathers. A program copies some rows of one head, and reads nothing for places
-that need none. Rows are of one key or value (256 bytes at 128 half-precision elements), read whole,
-so that the link carries full lines. On the CPU it is one plain copy of the rows that are needed, of
-all heads. `Gather` passes through `Mover.h2d` like any other copy: counted, ordered by
-events, failing or paced as the mover does.
+On a GPU one Triton kernel reads pinned host memory: only the device knows which rows, so the host
+neither waits nor gathers. A program copies some rows of one head, and reads nothing for places that
+need none. A row is one key or value (256 bytes at 128 half-precision elements), read whole, so that
+the link carries full lines. On the CPU it is one plain copy of the rows that are needed, of all
+heads. `Gather` passes through `Mover.h2d` like any other copy: counted, ordered by events, failing
+or paced as the mover does.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ _KERNEL: Any = None
 class Gather:
     """A copy of rows of `source` into `target`.
 
-    target (batch, heads, n, d), perhaps a view with strides; its last axis is dense. source (rows,
-    d): host memory. rows (batch, heads, n) int64: which row of `source` comes where; below 0: the
-    place is left as it is. Stands for a target in `Mover.h2d` (`shape`, `dtype`, `nbytes`,
-    `copy_`).
-
-    counted: of the bytes that a device alone knows of, as a tensor of one int64 that the kernel
-    adds rows to; None on the CPU, where `nbytes` says it.
+    It stands for a target in `Mover.h2d` (`shape`, `dtype`, `nbytes`, `copy_`).
     """
 
+    # (batch, heads, n, d), perhaps a view with strides; its last axis is dense.
     target: Tensor
+    # (rows, d), in host memory.
     source: Tensor
+    # The row of `source` for each place (batch, heads, n) int64; below 0 the place is left alone.
     rows: Tensor
+    # One int64 to which the kernel adds the rows that it copies, since only the device knows how
+    # many; None on the CPU, where `nbytes` says it.
     counted: Tensor | None = None
     # On the CPU: places that get a row, as indices.
     _picked: tuple[Tensor, ...] | None = field(default=None, repr=False)
 
     @classmethod
     def whole(cls, source: Tensor, rows: Tensor) -> Gather:
-        """All of these rows, into memory of their own."""
+        """A gather of all of these rows, into memory of their own."""
         target = source.new_empty((*rows.shape, source.shape[1]), device=rows.device)
         return cls(target, source, rows)
 
@@ -76,7 +75,7 @@ class Gather:
         return len(self._picked[0]) * self.target.shape[3] * self.target.dtype.itemsize
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
-        """Do it, on the current stream."""
+        """Copy the rows, on the current stream."""
         if self._picked is None:
             gather_rows(self.target, source, self.rows, self.counted)
         elif len(self._picked[0]):
@@ -89,7 +88,7 @@ def pairs(gathers: Sequence[Gather]) -> list[tuple[Tensor, Tensor]]:
 
 
 def gather_rows(target: Tensor, source: Tensor, rows: Tensor, counted: Tensor | None) -> None:
-    """Copy as a `Gather` of these says, by the kernel; source may lie on the device as well.
+    """Copy the rows of a `Gather` by the kernel; `source` may lie on the device as well.
 
     Raises:
         RuntimeError: there is no Triton here.
@@ -120,7 +119,7 @@ def _gather(
     target_batch, target_head, target_row, rows_batch, rows_head,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of one head."""
+    """The kernel: each program copies ROWS rows of one head."""
     which = tl.program_id(0)
     batch = (which // heads).to(tl.int64)
     head = (which % heads).to(tl.int64)

@@ -1,17 +1,17 @@
-"""Requests of an engine that may be answered approximately, and the slots that they decode in.
+"""Sparse decoding in an engine: which requests have a slot, and what is computed in it.
 
-Such a request is computed like any other until its first token; then it moves into a slot, its
-device blocks are free for others, and it decodes sparsely. A prefix that is in host memory need not
-be loaded at all (segment S): the request begins in a slot. KV computed so is nobody else's and is
-never published. Where there is no slot or no host block, or a copy fails, the request is computed
-exactly; how many of its tokens were approximate is in its account.
+A request that may be answered approximately is computed like any other until its first token; then
+it moves into a slot, its device blocks are free for others, and it decodes sparsely. A prefix in
+host memory need not be loaded at all (segment S): the request begins in a slot. KV computed in a
+slot is never published. Where there is no slot or no host block, or a copy fails, the request is
+computed exactly; its account says how many of its tokens were approximate.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.approximate import SlotPass
+from engine.block_manager import BlockManager
 from engine.block_pool import OutOfBlocks
-from engine.prefix_cache import BlockKey, PrefixPool
+from engine.host_store import HostStore
+from engine.prefix_cache import BlockKey
 from engine.sequence import Load, Sequence
 from engine.sparse.forward import SparseForward
 from engine.sparse.gather_kernel import Gather, pairs
@@ -28,53 +31,43 @@ from engine.sparse.slots import Slot, Slots, to_device
 from engine.transfer import Event, TransferFailed
 from kappa.plans.clo import persistent_share, sparse_plan
 from kappa.plans.load_plan import LoadPlan, Segment
-from kappa.plans.planners import Cached
-from kappa.plans.rates import PlanRates
+from scheduler.work import Quote, Work
 
-SPARSE = "sparse"
-"""The name of the plan that leaves a prefix in host memory."""
-# A prefix stays in host memory unasked only if that is predicted to be so much faster.
+# A prefix whose request does not name the plan stays in host memory only if TTFT is predicted to be
+# lower by this share.
 _LEAST_GAIN = 0.1
 
 
 @dataclass(slots=True)
 class SparseCounts:
-    """Requests that moved into a slot, that began in one, and that had to leave one; tokens that
-    were computed sparsely; passes that failed."""
+    """Totals since the engine began."""
 
+    # Requests that moved into a slot, that began in one, and that had to leave one.
     moved: int = 0
     begun: int = 0
     expelled: int = 0
+    # Tokens that were computed sparsely.
     tokens: int = 0
+    # Passes, and moves into a slot, that failed.
     failed: int = 0
 
 
-@dataclass(slots=True)
-class SparsePass:
-    """What a round of sparse passes gave: logits of each request's last token; those that cannot go
-    on in their slot; and of those that began, seconds of link and bytes."""
-
-    logits: dict[Sequence, Tensor] = field(default_factory=dict)
-    lost: list[Sequence] = field(default_factory=list)
-    begun: dict[Sequence, tuple[float, int]] = field(default_factory=dict)
-
-
 class SparseServing:
-    """The slots of one engine; who has which is `Sequence.slot`. device, host: caches of KV blocks;
-    stored: whether a block is in host memory, or on its way there."""
+    """An `engine.approximate.ApproximateDecoder`: the slots of one engine, over its blocks."""
 
-    def __init__(
-        self, sparse: SparseForward, device: PrefixPool, host: PrefixPool,
-        stored: Callable[[BlockKey], bool],
-    ) -> None:  # fmt: skip
+    planner = "sparse"
+
+    def __init__(self, sparse: SparseForward, blocks: BlockManager, store: HostStore) -> None:
         self.counts = SparseCounts()
         self.slots = slots = sparse.slots
-        self._sparse, self._device, self._host, self._stored = sparse, device, host, stored
-        self._block = slots.arena.block_tokens
+        self._sparse, self._blocks, self._store = sparse, blocks, store
+        self._device, self._host = blocks.device, blocks.host["kv"]
+        store.copied = self.hash_stored
+        self.block_tokens = blocks.block_tokens
         self._free = list(range(slots.settings.slots))
-        # Of those that begin in a slot: host blocks of their prefix, until it is opened.
+        # Host blocks of the prefixes of requests that begin in a slot, until it is opened.
         self._unopened: dict[Sequence, list[int]] = {}
-        # Whose codes were made for which host block.
+        # Digest of the key whose codes each host block has.
         self._coded: dict[int, bytes] = {}
         persistent = tuple(tuple(heads.tolist()) for heads in slots.persistent)
         self._persistent = persistent_share(slots.config.shape, persistent)
@@ -88,66 +81,89 @@ class SparseServing:
         cache = asdict(self._sparse.cache.counts())
         return {**asdict(self.counts), **cache, "slots": len(self)}
 
-    def store(self, keys: Iterable[BlockKey], device: list[int], host: list[int]) -> None:
-        """Full blocks are being copied to host memory: make their codes, while they are here."""
+    def hash_stored(self, keys: Iterable[BlockKey], device: list[int], host: list[int]) -> None:
+        """Make the codes of full blocks that are being copied to host memory from the device."""
         arena = self.slots.arena
         mine, named = (to_device(np.array(blocks), arena.device) for blocks in (device, host))
         for layer in range(self.slots.config.layers):
             self.slots.hash_blocks(layer, named, arena.kv_device[layer][mine, 0])
         self._coded.update(zip(host, (key.digest for key in keys), strict=True))
 
-    # -- a prefix that stays in host memory ---------------------------------------------------
+    # -- the scheduler's view: blocks, or a slot -----------------------------------------------
 
-    def plan(
-        self, sequence: Sequence, cached: Cached, exact: LoadPlan, rates: PlanRates | None
-    ) -> LoadPlan | None:
-        """The plan that leaves all of a prefix in host memory; None to load it, as `exact` says.
+    @property
+    def version(self) -> int:
+        """As the block manager's, which rises when a slot is given back, too."""
+        return self._blocks.version
+
+    @property
+    def capacity_blocks(self) -> int:
+        return self._blocks.capacity_blocks
+
+    def available(self) -> int:
+        return self._blocks.available()
+
+    def quote(self, work: Work) -> Quote | None:
+        return self._blocks.quoted(work, self._look)
+
+    def take(self, work: Work, quote: Quote) -> Quote | None:
+        assert isinstance(work, Sequence)
+        work.host_stop, work.quoted = 0, None
+        plan = self._plan(work)
+        if plan is None:
+            return self._blocks.take(work, quote)
+        keys = work.keys[: plan.cached_tokens // self.block_tokens]
+        work.blocks, work.published, work.keeps = np.empty(0, np.int64), 0, None
+        work.slot = heapq.heappop(self._free)
+        self._unopened[work] = self._host.hold(keys)
+        work.load = Load(0, len(keys), plan, self._host.hold(keys), [-1] * len(keys))
+        return self._quote(work, plan)
+
+    def _look(self, sequence: Sequence) -> Quote | None:
+        plan = self._plan(sequence)
+        return self._blocks.look(sequence) if plan is None else self._quote(sequence, plan)
+
+    def _quote(self, sequence: Sequence, plan: LoadPlan) -> Quote:
+        blocks = -(-sequence.total_tokens // self.block_tokens)
+        return Quote(0, 0, plan.cached_tokens, 0, sequence.first_key, blocks)
+
+    def _plan(self, sequence: Sequence) -> LoadPlan | None:
+        """The plan that leaves all of a prefix in host memory; None to load it.
 
         Only where a slot is free, the request will fit it, and host memory has each block as KV
         with its code; and only if it was asked for by name, or is predicted to be faster.
-
-        Args:
-            cached: the prefix from the sequence's start on, wherever it is found.
-            exact: what would be done otherwise.
-            rates: to predict with; None: by name only.
         """
-        slots, planner = self.slots, sequence.request.planner
-        named = planner == SPARSE
-        if not sequence.approx or not self._free or not self._fits(sequence, cached.cached):
+        loading = self._blocks.loading(sequence) if sequence.approx and self._free else None
+        if loading is None:
+            return None
+        slots, planner, rates = self.slots, sequence.request.planner, self._blocks.planning.rates
+        named, cached_tokens = planner == self.planner, loading.stop * self.block_tokens
+        if not self._fits(sequence, cached_tokens):
             return None
         if not named and (rates is None or planner not in (None, "auto")):
             return None
-        for key in sequence.keys[: cached.cached // self._block]:
+        for key in sequence.keys[: loading.stop]:
             block = self._host.find(key)
             if block is None or (slots.hasher and self._coded.get(block) != key.digest):
                 return None
         if rates is None:
-            segments = (Segment("S", 0, cached.cached),)
+            segments = (Segment("S", 0, cached_tokens),)
             return LoadPlan(segments, exact=False, why="as the request asked")
-        plan = sparse_plan(
-            rates, slots.settings.clo, self._persistent, cached.cached, cached.new,
-            slots.settings.chunk_tokens,
-        )  # fmt: skip
-        slow = plan.ttft_s > (1.0 - _LEAST_GAIN) * exact.ttft_s
-        # What is new, and long, would be attended to in part as well.
-        short = cached.cached < cached.new
+        new_tokens = sequence.total_tokens - cached_tokens
+        plan = sparse_plan(rates, slots.settings, self._persistent, cached_tokens, new_tokens)
+        slow = plan.ttft_s > (1.0 - _LEAST_GAIN) * loading.plan.ttft_s
+        # Many new tokens would be attended to in part as well.
+        short = cached_tokens < new_tokens
         return None if (slow or short) and not named else plan
-
-    def reserve(self, sequence: Sequence, plan: LoadPlan) -> Load:
-        """Take a slot for a request that begins in it; its load, with the host blocks held."""
-        keys = sequence.keys[: plan.cached_tokens // self._block]
-        sequence.slot = heapq.heappop(self._free)
-        self._unopened[sequence] = self._host.hold(keys)
-        return Load(0, len(keys), plan, self._host.hold(keys), [-1] * len(keys))
 
     # -- after its first token ----------------------------------------------------------------
 
     def promote(self, sequence: Sequence) -> bool:
         """Move a request that has its first token into a slot, if there is one and it is worth it.
 
-        Waits, by saying no, until the blocks that are on their way to host memory have arrived.
+        A request with blocks on their way to host memory is not moved before they have arrived.
         """
-        # Of what stays in host memory, the CPU attends to its part.
+        # The CPU attends to a context that stays in host memory.
         if not sequence.approx or sequence.slot is not None or sequence.kept is not None:
             return False
         # Its latest token is not computed yet.
@@ -156,10 +172,10 @@ class SparseServing:
         short = host_tokens <= self.slots.layout.sinks
         if not self._free or short or not self._fits(sequence, 0):
             return False
-        keys = sequence.keys[: host_tokens // self._block]
+        keys = sequence.keys[: host_tokens // self.block_tokens]
         found = [index for index, key in enumerate(keys) if self._host.find(key) is not None]
         missing = sorted(set(range(len(keys))) - set(found))
-        if any(self._stored(keys[index]) for index in missing):
+        if not all(self._store.wants("kv", keys[index]) for index in missing):
             return False
         # A host block for each key, held or taken.
         held = self._host.hold([keys[index] for index in found])
@@ -186,9 +202,9 @@ class SparseServing:
 
     # -- an iteration -------------------------------------------------------------------------
 
-    def compute(self, chunks: Mapping[Sequence, tuple[int, int]]) -> SparsePass:
-        """Compute positions [start, stop) of each; those that decode, one each, together."""
-        done = SparsePass()
+    def compute(self, chunks: Mapping[Sequence, tuple[int, int]]) -> SlotPass:
+        """Compute positions [start, stop) of each request; those that decode, together."""
+        done = SlotPass()
         single: dict[Sequence, int] = {}
         for sequence, (start, stop) in chunks.items():
             if stop - start == 1 and sequence not in self._unopened:
@@ -201,13 +217,13 @@ class SparseServing:
         return done
 
     def expel(self, sequence: Sequence) -> None:
-        """It gives its slot back and is not computed sparsely any more."""
+        """Take a request's slot for good: it is computed exactly from now on."""
         sequence.approx = False
         self.counts.expelled += 1
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """It is over, or begins again: its slot is free."""
+        """Free the slot, if any, of a request that is over, or begins again."""
         slot, sequence.slot = sequence.slot, None
         if slot is None:
             return
@@ -223,13 +239,13 @@ class SparseServing:
         return self.slots.states[sequence.slot]
 
     def _fits(self, sequence: Sequence, cached_tokens: int) -> bool:
-        """Whether a slot holds it to its end, and its prefix leaves something to choose from."""
+        """Whether a slot holds a request to its end, and its prefix has tokens to choose from."""
         slots, longest = self.slots, sequence.prompt_tokens + sequence.max_tokens
         leaves = not cached_tokens or slots.host_part(cached_tokens) > slots.layout.sinks
         return leaves and longest <= slots.settings.max_tokens
 
     def _take_blocks(self, count: int) -> list[int] | None:
-        """Host blocks for what is no longer recent, whose codes are nobody's; None: too few."""
+        """Allocate host blocks without codes, for tokens no longer recent; None: too few."""
         try:
             taken = self._host.take(count)
         except OutOfBlocks:
@@ -239,7 +255,7 @@ class SparseServing:
         return taken
 
     def _attempt(
-        self, done: SparsePass, sequences: list[Sequence], run: Callable[[], dict[Sequence, Tensor]]
+        self, done: SlotPass, sequences: list[Sequence], run: Callable[[], dict[Sequence, Tensor]]
     ) -> None:
         mover = self.slots.mover
         opening = [one for one in sequences if one in self._unopened]
@@ -256,11 +272,11 @@ class SparseServing:
         except TransferFailed:
             self.counts.failed += 1
             done.lost += sequences
-            # Gathers begun ahead must end before what they read and write is another's.
+            # Gathers begun ahead must end before their memory is used for other requests.
             mover.drain()
 
     def _single(self, at: Mapping[Sequence, int]) -> dict[Sequence, Tensor]:
-        """One token of each, together."""
+        """Compute one token of each request, together."""
         slots = {one: one.slot for one in at if one.slot is not None}
         order = sorted(slots, key=slots.__getitem__)
         tokens = [[one.tokens[at[one]]] for one in order]
@@ -299,8 +315,8 @@ def promote_from_device(
     slots: Slots, slot: int, tokens: int, device_blocks: list[int], host_blocks: list[int],
     missing: list[int],
 ) -> Event | None:  # fmt: skip
-    """Move a sequence of so many tokens from its device blocks into a slot: its resident tokens and
-    persistent heads are copied, its codes are made, the blocks that host memory lacks are sent.
+    """Move a sequence of `tokens` tokens from its device blocks into a slot: copy its resident
+    tokens and persistent heads, make its codes, send the blocks that host memory lacks.
 
     Args:
         device_blocks: of all its tokens, in order.
@@ -331,11 +347,11 @@ def promote_from_device(
 
 
 def begin_from_host(slots: Slots, slot: int, blocks: list[int]) -> None:
-    """A slot for a prefix of whole blocks that are in host memory, and stay there: the resident
-    tokens and persistent heads cross the link; codes were made when the blocks were stored.
+    """Open a slot for a prefix of whole blocks that stay in host memory: the resident tokens and
+    persistent heads cross the link; codes were made when the blocks were stored.
 
     Raises:
-        TransferFailed: what has to be on the device did not arrive; the slot is to be closed.
+        TransferFailed: they did not arrive; the slot is to be closed.
     """
     size, device = slots.arena.block_tokens, slots.arena.device
     tokens = len(blocks) * size
@@ -354,7 +370,7 @@ def begin_from_host(slots: Slots, slot: int, blocks: list[int]) -> None:
                 both = torch.stack((rows, rows + slots.value_step))
                 gathers.append(Gather.whole(slots.rows(layer), both))
                 landed.append((target, where))
-    # Behind the computation of which rows, and the last use of the memory that they land in.
+    # Behind the computation of the rows' indices, and the last use of the memory they land in.
     slots.mover.wait(slots.mover.h2d(pairs(gathers), slots.mover.mark()))
     for gather, (target, where) in zip(gathers, landed, strict=True):
         target[:, :, where] = gather.target

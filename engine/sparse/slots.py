@@ -1,10 +1,11 @@
-"""What a sequence that decodes sparsely has on the device: one slot of every layer's tensors.
+"""Slots: the memory of sequences that decode sparsely, in tensors of every layer.
 
-Per KV head that is offloaded: places for sinks, recent tokens (a ring) and the chosen ones; per
-persistent head: all tokens. All KV, in whole blocks, is in the arena's host blocks, which the
-slot's table names; the tokens behind the last of them are in the ring. A block leaves the ring when
-it is older than the recent tokens: it is copied to host memory, hashed, and its newest tokens take
-the places by which the choice has grown, so that at a share of 1 nothing is ever missing.
+A slot has, for each offloaded KV head, places for sinks, recent tokens (a ring) and the chosen
+tokens, and for each persistent head all tokens. All KV, in whole blocks, is in the arena's host
+blocks, which the slot's table names; the tokens behind the last of them are in the ring. A block
+leaves the ring when it is older than the recent tokens: it is copied to host memory and hashed, and
+its newest tokens take the places by which the choice has grown, so that at a share of 1 nothing is
+ever missing.
 """
 
 from __future__ import annotations
@@ -18,38 +19,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.block_pool import Ids
-from engine.config import ModelConfig
-from engine.kv_cache import Arena, ArenaTooLarge, free_host_bytes
+from engine.forward import Forward
+from engine.kv_cache import ArenaTooLarge, free_host_bytes
 from engine.sparse.codes import Hasher
-from engine.transfer import Event, LinkMover, TransferFailed
+from engine.transfer import Event, TransferFailed
 from kappa.plans.clo import Persistent, SparseSettings
 
 
 @dataclass(slots=True)
 class Slot:
-    """One sequence: tokens in it, how many of them are in host blocks, and how many are chosen.
-
-    blocks: host blocks of the first `host_tokens`. fresh: nothing was looked up yet. stuck: what is
-    no longer recent had no host block, or did not arrive there; it can take no more tokens.
-    """
+    """The sequence in one slot."""
 
     tokens: int = 0
+    # How many of them are in host blocks, and how many are chosen.
     host_tokens: int = 0
     chosen: int = 0
+    # Host blocks of the first `host_tokens`.
     blocks: list[int] = field(default_factory=list)
+    # Whether nothing was looked up yet.
     fresh: bool = True
+    # A block that left the ring had no host block, or did not arrive there: the slot can take no
+    # more tokens.
     stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a slot keeps which token: `sinks`, a `ring` of recent ones, behind them the chosen.
-
-    group: query heads per KV head.
-    """
+    """The places of a slot: sinks, a ring of recent tokens, and behind them the chosen ones."""
 
     sinks: int
     ring: int
+    # Query heads per KV head.
     group: int
 
     @property
@@ -63,7 +63,7 @@ class Layout:
         return torch.where(positions < self.sinks, positions, ring)
 
     def seen(self, positions: Ids, host: Ids, chosen: Ids) -> NDArray[np.bool_]:
-        """(batch, new, places used): what queries at positions (batch, new) may attend to.
+        """Which places (batch, new, places used) queries at positions (batch, new) may attend to.
 
         Args:
             host: tokens of each slot that have left its ring.
@@ -83,37 +83,38 @@ class Layout:
 
 @dataclass(slots=True)
 class View:
-    """A pass over some slots, `new` tokens each: what all of its layers share.
-
-    index (batch,): slots. positions (batch, new). places (batch, new): where new tokens go. seen
-    (batch, 1, new·group, places used), all_seen (…, tokens): what each query may attend to, of
-    places and of persistent heads. outside (batch, host tokens): what must not be chosen. chosen:
-    places of the longest choice; inside (batch, chosen): those of each slot, None where all are as
-    long. forced (batch,): slots that have looked nothing up.
-    """
+    """A pass over some slots, `new` tokens each: the tensors that its layers share."""
 
     slots: list[int]
     new: int
+    # The slots (batch,).
     index: Tensor
+    # Of new tokens (batch, new), and their places.
     positions: Tensor
     places: Tensor
+    # Keys that each query may attend to: places (batch, 1, new·group, places used), and of
+    # persistent heads tokens (batch, 1, new·group, tokens).
     seen: Tensor
     all_seen: Tensor
+    # (batch, host tokens): tokens that must not be chosen.
     outside: Tensor
+    # Host blocks of each slot (batch, blocks).
     table: Tensor
+    # Places of the longest choice; inside (batch, chosen): those of each slot, None: all of them.
     chosen: int
     inside: Tensor | None
+    # (batch,): slots that have looked nothing up; None if there is none.
     forced: Tensor | None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These slots of a tensor (slots, ...): as it stands where they are neighbours."""
+        """Rows of these slots of a tensor (slots, ...); a view where they are neighbours."""
         first, last = self.slots[0], self.slots[-1]
         if self.slots == list(range(first, last + 1)):
             return tensor[first : last + 1]
         return tensor.index_select(0, self.index)
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
-        """Values (batch, ...) to these slots of a tensor (slots, ...)."""
+        """Copy values (batch, ...) to these slots of a tensor (slots, ...)."""
         first, last = self.slots[0], self.slots[-1]
         if self.slots == list(range(first, last + 1)):
             tensor[first : last + 1].copy_(values)
@@ -122,7 +123,7 @@ class View:
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array there; the host does not wait for it, nor for what is computed before it."""
+    """Copy an array to the device; the host does not wait for the copy, nor for computation."""
     flat = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":
         flat = flat.pin_memory()
@@ -130,15 +131,19 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 class Slots:
-    """The slots of one engine over the host blocks of an arena; `persistent` KV heads of each layer
-    keep all KV on the device. `ArenaTooLarge`: they do not fit the memory that is free."""
+    """The slots of one engine over the host blocks of a model's arena.
 
-    def __init__(
-        self, config: ModelConfig, arena: Arena, mover: LinkMover, settings: SparseSettings,
-        persistent: Persistent,
-    ) -> None:  # fmt: skip
+    Args:
+        persistent: KV heads of each layer that keep all KV on the device.
+
+    Raises:
+        ArenaTooLarge: the slots do not fit the free memory.
+    """
+
+    def __init__(self, forward: Forward, settings: SparseSettings, persistent: Persistent) -> None:
+        self.config, self.arena, self.mover = forward.config, forward.arena, forward.mover
+        self.settings, config, arena = settings, self.config, self.arena
         every = set(range(config.kv_heads))
-        self.config, self.arena, self.mover, self.settings = config, arena, mover, settings
         clo, block, device = settings.clo, arena.block_tokens, arena.device
         ring = clo.recent_tokens + block - 1 + settings.chunk_tokens
         self.layout = Layout(clo.sink_tokens, ring, config.heads // config.kv_heads)
@@ -153,8 +158,8 @@ class Slots:
             [torch.tensor(sorted(heads), dtype=torch.int64, device=device) for heads in layers]
             for layers in (persistent, [every.difference(heads) for heads in persistent])
         )
-        # Of each layer: places, whose positions are in those of the choice (max_tokens: nobody's),
-        # all tokens of persistent heads, labels, ages, and codes.
+        # Of each layer: places; positions in those of the choice (max_tokens: none); all tokens of
+        # persistent heads; labels; ages; and codes.
         wanted = sum(tensor.nbytes for each in self._tensors("meta") for tensor in each)
         cuda = device.type == "cuda"
         free = torch.cuda.mem_get_info(device)[0] if cuda else free_host_bytes()
@@ -167,7 +172,8 @@ class Slots:
         self.store, self.held, self.full, self.labels, self.ages, self.codes = self._tensors(device)
         most_blocks = -(-settings.max_tokens // block)
         self.table = torch.zeros((settings.slots, most_blocks), dtype=torch.int64, device=device)
-        # Blocks on their way to host memory, with what they are copied from, and whose they are.
+        # Blocks on their way to host memory, with the tensors that they are copied from, and their
+        # slots.
         self._leaving: list[tuple[Event, list[Tensor], Slot]] = []
 
     def _tensors(self, device: torch.device | str) -> list[list[Tensor]]:
@@ -193,7 +199,7 @@ class Slots:
     # -- sizes --------------------------------------------------------------------------------
 
     def host_part(self, tokens: int) -> int:
-        """Of so many tokens those that are in host blocks: whole blocks behind the recent ones."""
+        """Of `tokens` tokens, how many are in host blocks: whole blocks before the recent ones."""
         block = self.arena.block_tokens
         return max(0, tokens - self.settings.clo.recent_tokens) // block * block
 
@@ -219,7 +225,7 @@ class Slots:
     # -- a sequence comes and goes --------------------------------------------------------------
 
     def prepare(self, slot: int, tokens: int, blocks: Sequence[int]) -> Slot:
-        """Take a slot for a sequence of so many tokens, whose first ones are in host `blocks`."""
+        """Take a slot for a sequence of `tokens` tokens, the first of them in host `blocks`."""
         host_tokens = self.host_part(tokens)
         chosen = self._chosen(tokens, host_tokens)
         state = self.states[slot] = Slot(tokens, host_tokens, chosen, list(blocks))
@@ -230,39 +236,41 @@ class Slots:
         return state
 
     def fill(self, slot: int, layer: int, positions: Tensor, kv: Tensor) -> None:
-        """Keys and values (2, n, kv_heads, head_dim) of resident tokens, into their places."""
+        """Copy keys and values (2, n, kv_heads, head_dim) of resident tokens to their places."""
         places = self.layout.place(positions)
         self.store[layer][slot][:, :, places] = kv[:, :, self.offloaded[layer]].transpose(1, 2)
 
     def fill_persistent(self, slot: int, layer: int, kv: Tensor) -> None:
-        """Keys and values (2, n, kv_heads, head_dim) of the first n tokens, of persistent heads."""
+        """Copy keys and values (2, n, kv_heads, head_dim) of the first n tokens for persistent
+        heads."""
         rows = kv[:, :, self.persistent[layer]].transpose(1, 2)
         self.full[layer][slot][:, :, : kv.shape[1]] = rows
 
     def hash_blocks(self, layer: int, blocks: Tensor, keys: Tensor) -> None:
-        """Codes of host blocks from their keys (blocks, block_tokens, kv_heads, head_dim)."""
+        """Make the codes of host blocks from their keys (blocks, block_tokens, kv_heads,
+        head_dim)."""
         heads = self.offloaded[layer]
         if self.hasher is not None and len(heads):
             codes = self.hasher.encode(keys[:, :, heads])
             self.codes[layer][blocks] = codes.transpose(1, 2)
 
     def close(self, slot: int) -> list[int]:
-        """Give a slot back; the host blocks that it named."""
+        """Give a slot back; returns its host blocks."""
         blocks, self.states[slot] = self.states[slot].blocks, Slot()
         return blocks
 
     # -- a pass -------------------------------------------------------------------------------
 
     def begin(self, slots: Sequence[int], new: int) -> View:
-        """A pass over `slots` with `new` tokens each, for which they have room.
+        """Begin a pass over `slots` with `new` tokens each, for which they have room.
 
-        Host arithmetic in numpy, once for all layers, sent to the device without waiting.
+        Host arithmetic is in numpy, once for all layers, and is sent to the device without waiting.
 
         Raises:
             TransferFailed: one of them is stuck: a block of it is not in host memory.
         """
-        # What is gathered from now on may be in blocks that have left: after those. One that did
-        # not arrive costs its own slot, whichever slots go on first.
+        # Gathers may read blocks that have left the ring: they come after those copies. A block
+        # that did not arrive costs its own slot alone, whichever slots go on first.
         leaving, self._leaving = self._leaving, []
         for event, _, state in leaving:
             try:
@@ -304,7 +312,7 @@ class Slots:
         )
 
     def write(self, layer: int, view: View, kv: Tensor) -> None:
-        """Keys and values (batch·new, 2·kv_width) of new tokens, into places and full caches."""
+        """Copy keys and values (batch·new, 2·kv_width) of new tokens to places and full caches."""
         shape = (len(view.slots), view.new, 2, self.config.kv_heads, self.config.head_dim)
         rows, at = kv.view(shape), view.index[:, None]
         offloaded, persistent = self.offloaded[layer], self.persistent[layer]
@@ -314,9 +322,9 @@ class Slots:
             self.full[layer][at, :, :, view.positions] = rows[:, :, :, persistent]
 
     def end(self, view: View, take_block: Callable[[], int | None]) -> None:
-        """The pass is over: slots are longer, and blocks that are no longer recent leave.
+        """End the pass: slots grow, and blocks that are no longer recent leave.
 
-        take_block: a host block; None where there is none: the slot is stuck.
+        take_block: allocates a host block; without one (None) the slot is stuck.
         """
         for slot in view.slots:
             state = self.states[slot]
@@ -338,7 +346,7 @@ class Slots:
         return min(self.settings.clo.chosen_tokens(tokens), most, self.most_chosen)
 
     def _leave(self, slot: int, state: Slot, block: int) -> None:
-        """The oldest block of the ring goes to host memory."""
+        """Send the oldest block of the ring to host memory."""
         size, arena, start = self.arena.block_tokens, self.arena, state.host_tokens
         stop = start + size
         # Where a chunk of many tokens made it grow by more, later blocks bring the rest.

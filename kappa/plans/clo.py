@@ -105,19 +105,19 @@ def thresholds(importance: Scores, eta: float, power: float) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class CloConfig:
-    """The numbers of the method; defaults are those of the paper.
+    """The parameters of the method; defaults are those of the paper."""
 
-    share: k over the context's tokens. sink_tokens, recent_tokens: always on the device. eta,
-    power: of Eq. 7-9; epsilon of Eq. 11. code_bits: of a hash code of a key; 0 where the retriever
-    needs none.
-    """
-
+    # k over the context's tokens.
     share: float = 0.1
+    # Tokens that are always on the device.
     sink_tokens: int = 4
     recent_tokens: int = 64
+    # Of Eq. 7-9.
     eta: float = 0.8
     power: float = 3.0
+    # Of Eq. 11.
     epsilon: float = 0.1
+    # Of a hash code of a key; 0 where the retriever needs none.
     code_bits: int = 256
 
     def chosen_tokens(self, context_tokens: int) -> int:
@@ -129,34 +129,34 @@ class CloConfig:
 
 @dataclass(frozen=True, slots=True)
 class SparseSettings:
-    """How an engine decodes sparsely.
+    """How an engine decodes sparsely."""
 
-    clo: the numbers of paper 004. slots: sequences that decode sparsely at a time; max_tokens: of
-    each at most. retriever: "oracle" scores keys themselves, "hash" their codes. prefetch: with the
-    query as the layer before predicts it, one layer ahead; else with the actual one, waited for.
-    max_age: steps after which a choice is made anew whatever its similarity; 0: never (the paper's
-    way). chunk_tokens: new tokens computed together behind a prefix that stays in host memory.
-    """
-
+    # The parameters of paper 004.
     clo: CloConfig = field(default_factory=CloConfig)
+    # Sequences that decode sparsely at a time, and the most tokens of each.
     slots: int = 4
     max_tokens: int = 8192
+    # "oracle" scores keys themselves, "hash" their codes.
     retriever: Literal["oracle", "hash"] = "hash"
+    # Look up one layer ahead, with the query that the layer before predicts; else with the actual
+    # query, and wait.
     prefetch: bool = True
+    # Steps after which a choice is replaced whatever its similarity; 0: never (as in the paper).
     max_age: int = 0
+    # New tokens computed together behind a prefix that stays in host memory.
     chunk_tokens: int = 128
 
 
 def head_bytes(shape: ModelShape, tokens: float) -> float:
-    """KV bytes of one KV head of one layer over so many tokens."""
+    """KV bytes of one KV head of one layer over `tokens` tokens."""
     return tokens * 2 * shape.head_dim * shape.kv_dtype_bytes
 
 
 def prefetchable_heads(
     shape: ModelShape, config: CloConfig, context_tokens: int, layer_s: float, link: float
 ) -> float:
-    """N_p of Eq. 12: heads of a layer whose choice crosses the link (bytes/s) while a layer of a
-    decoding step is computed: T_comp · B / mem_head; as printed it divides by B."""
+    """N_p of Eq. 12: how many heads' choices cross the link (bytes/s) while a layer of a decoding
+    step is computed: T_comp · B / mem_head; as printed it divides by B."""
     return layer_s * link / head_bytes(shape, max(1, config.chosen_tokens(context_tokens)))
 
 
@@ -175,8 +175,8 @@ def persistent_heads(
 
     Args:
         prefetchable: N_p; rounded down.
-        most_heads: so many fit device memory over all layers; the first layer's come first, then
-            those with the largest D. None: all fit.
+        most_heads: the heads of all layers that fit device memory; the first layer's come first,
+            then those with the largest D. None: all fit.
     """
     wanted = [(math.inf, 0, head) for head in range(shape.kv_heads)]
     if profile.similarity is not None:
@@ -205,25 +205,25 @@ def persistent_share(shape: ModelShape, persistent: Persistent) -> float:
 
 
 def layer_seconds(rates: PlanRates, config: CloConfig, batch: int, context_tokens: int) -> float:
-    """T_comp by a node's rates: a layer of a decoding step that attends to what is resident."""
+    """T_comp by a node's rates: a layer of a decoding step that attends to resident tokens."""
     resident = config.sink_tokens + config.recent_tokens + config.chosen_tokens(context_tokens)
     return rates.decode_gpu_s(batch, min(resident, context_tokens)) / rates.layers
 
 
 def sparse_plan(
-    rates: PlanRates, config: CloConfig, persistent: float, cached_tokens: int, new_tokens: int,
-    chunk_tokens: int,
-) -> LoadPlan:  # fmt: skip
+    rates: PlanRates, settings: SparseSettings, share: float, cached_tokens: int, new_tokens: int
+) -> LoadPlan:
     """A prefix that stays in host memory (one segment S): its choice is loaded for every chunk.
 
-    Seconds by the rates: sinks, recent tokens and persistent heads (a share of all) once, the
-    choice of the other heads with each chunk of new tokens; computing attends to what is resident.
+    Seconds by the rates: sinks, recent tokens and persistent heads (`share` of all) once, the
+    choice of the other heads with each chunk of new tokens; computing attends to resident tokens.
     """
+    config, chunk_tokens = settings.clo, settings.chunk_tokens
     chosen = config.chosen_tokens(cached_tokens)
     resident = min(config.sink_tokens + config.recent_tokens, cached_tokens)
-    once = (1.0 - persistent) * resident + persistent * cached_tokens
+    once = (1.0 - share) * resident + share * cached_tokens
     chunks = math.ceil(new_tokens / chunk_tokens)
-    crossing = once + chunks * (1.0 - persistent) * chosen
+    crossing = once + chunks * (1.0 - share) * chosen
     load_s = rates.load.seconds(crossing)
     seen = min(resident + chosen, cached_tokens)
     whole, rest = divmod(new_tokens, chunk_tokens)

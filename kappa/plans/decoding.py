@@ -148,7 +148,7 @@ def cpu_share(rates: PlanRates) -> float:
 
 
 def split_s(rates: PlanRates, batch: int, context_tokens: int, cpu_tokens: float) -> float:
-    """Seconds of a decoding step whose sequences each leave `cpu_tokens` of context to the CPU.
+    """Seconds of a decoding step of sequences that each leave `cpu_tokens` of context to the CPU.
 
     Loads run ahead of the layers; in each layer the CPU's share waits for the queries, and the
     output for the CPU: so the link alone, or device and CPU one after the other, whichever takes

@@ -19,19 +19,19 @@ from kappa.plans.rates import LineFit, PlanRates
 
 @dataclass(frozen=True, slots=True)
 class HostCache:
-    """What Algorithm 1 is given, of an engine whose weights and blocks are on the device. Seconds
-    are of one layer, bytes of all; lines are in blocks.
+    """The inputs of Algorithm 1, for an engine with weights and blocks on the device. Seconds are
+    of one layer, bytes of all; lines are in blocks."""
 
-    project: T_kv_gen, seconds to project n activation blocks. load: T_load_kv, to load n KV blocks.
-    forward_s: the rest of a layer's forward pass, which the paper leaves out. host_bytes: host
-    memory for blocks. kv_block_bytes, act_block_bytes: S_KV, S_ACT.
-    """
-
+    # T_kv_gen: seconds to project n activation blocks.
     project: LineFit
+    # T_load_kv: seconds to load n KV blocks.
     load: LineFit
+    # Host memory for blocks.
     host_bytes: float
+    # S_KV, S_ACT.
     kv_block_bytes: float
     act_block_bytes: float
+    # The rest of a layer's forward pass, which the paper leaves out.
     forward_s: float = 0.0
 
 
@@ -103,7 +103,7 @@ def allocate_corrected(cache: HostCache) -> Allocation:
 
 
 def priced(cache: HostCache, act_blocks: int) -> Allocation:
-    """The allocation with so many activation blocks and KV in the rest, and all its seconds."""
+    """The allocation with `act_blocks` activation blocks and KV in the rest, with its seconds."""
     kv = math.floor((cache.host_bytes - cache.act_block_bytes * act_blocks) / cache.kv_block_bytes)
     ratio = cache.act_block_bytes / cache.kv_block_bytes
     link_s = cache.load.seconds(ratio * act_blocks + kv)

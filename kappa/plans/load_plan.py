@@ -120,7 +120,7 @@ class LoadPlan:
 def layout(
     cached_tokens: int, *, recompute: int = 0, activations: int = 0, tail: bool = False
 ) -> tuple[Segment, ...]:
-    """Segments R, A, K in this order, or A, K, R with `tail`; what is neither R nor A is K."""
+    """Segments R, A, K in this order, or A, K, R with `tail`; other tokens are K."""
     loaded = cached_tokens - recompute - activations
     order: list[tuple[Kind, int]] = [("A", activations), ("K", loaded)]
     order.insert(2 if tail else 0, ("R", recompute))
@@ -146,11 +146,11 @@ def from_runs(runs: Iterable[tuple[Kind, int]]) -> tuple[Segment, ...]:
 
 
 def bounded(plan: LoadPlan, most_tokens: int) -> LoadPlan:
-    """The plan with no more than so many tokens recomputed at the front; those behind are loaded.
+    """The plan with `most_tokens` tokens at most recomputed at the front; the next ones are loaded.
 
     An engine computes such a front at once, with the request's first chunk: others wait for it, and
     it takes device memory. A tail, and a plan that recomputes all, are computed in chunks and stay
-    as they are. A plan that is changed has no seconds: price it anew.
+    as they are. A plan that is changed has no seconds: price it again.
     """
     first, *rest = plan.segments or (None,)
     if first is None or first.kind != "R" or first.tokens <= most_tokens or not rest:

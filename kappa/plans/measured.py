@@ -21,7 +21,7 @@ from kappa.checks import read_json_object
 from kappa.cost import StepModel, StepWork, chunk_work
 from kappa.plans.rates import FORMAT, ComputeGrid, LineFit, PlanRates
 
-# Huber: residuals beyond so many standard deviations count linearly; of no fewer than this.
+# Huber: residuals beyond this many standard deviations, each at least the second, count linearly.
 _HUBER = 1.5
 _LEAST_DEVIATION = 1e-4
 _ROUNDS = 20
@@ -110,7 +110,7 @@ def r_squared(measured: Floats, modelled: Floats) -> float:
 
 
 def _guesses(works: Sequence[StepWork[float]]) -> list[NDArray[np.bool_]]:
-    """Which steps compute for longer than they read: those of more than so many tokens."""
+    """Which steps may compute for longer than they read: those above some number of tokens."""
     tokens = np.asarray([work.tokens for work in works])
     return [tokens > bound for bound in (0.0, *np.unique(tokens)[:-1])]
 
@@ -140,8 +140,7 @@ def _fitted_steps(
 
 
 def _robust(columns: Floats) -> list[float]:
-    """Coefficients, none below zero, whose combination of the columns comes nearest to one in most
-    rows."""
+    """Coefficients, none below zero, with which the columns add up nearest to one in most rows."""
     weights = np.ones(len(columns))
     found = [0.0] * columns.shape[1]
     for _ in range(_ROUNDS):

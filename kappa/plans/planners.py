@@ -3,7 +3,7 @@
 Engine and router ask `Planning`: what is cached and new in, a load plan out. "auto" takes the
 earliest predicted first token; "kv" loads all as KV; "kvpr" splits as paper 000; "hybrid" takes
 activations wherever they are held (paper 003); "recompute" loads nothing; "tail" loads the front
-and computes the back anew where that is earlier, all that vLLM can be made to do; "cpu" leaves all
+and recomputes the back where that is earlier, all that vLLM can be made to do; "cpu" leaves all
 in host memory (C), as "auto" does with what exceeds a request's room on the device. Without rates,
 "auto" and "tail" load all, "kvpr" is refused, and no seconds are predicted. `alternatives` is what
 `kappa explain` prints.
@@ -136,17 +136,16 @@ def kappa_eff(rates: PlanRates, policy: Policy, new_tokens: float) -> float:
 
 
 class Cached(NamedTuple):
-    """A request whose prefix host memory has, in tokens.
+    """The tokens of a request with a prefix in host memory."""
 
-    cached: to bring back, behind `device` that are there; new: to compute behind them; held: of
-    the cached ones, how many from the front on have their activations in host memory. room: of
-    them, how many may take device memory; None: all.
-    """
-
+    # To bring back, behind `device` tokens that are on the device.
     cached: int
+    # To compute behind them.
     new: int
     device: int = 0
+    # How many of the cached ones, from the first on, have their activations in host memory.
     held: int = 0
+    # How many of the cached ones may take device memory; None: all.
     room: int | None = None
 
 
@@ -165,8 +164,8 @@ HOST_AUTO = "host-auto"
 
 
 def host_planners(planner: str, act_share: float) -> tuple[str, ...]:
-    """Planners that leave contexts in host memory and that a pool has whose own is `planner`, the
-    best one last. act_share: of the stored blocks, those with activations."""
+    """Planners that leave contexts in host memory, of a pool with the planner `planner`; the best
+    one last. act_share: the share of the stored blocks that have activations."""
     if not planner.startswith("host-"):
         return ()
     if planner == "host-hybrid":
@@ -176,8 +175,8 @@ def host_planners(planner: str, act_share: float) -> tuple[str, ...]:
 
 
 def room_left(room_tokens: int, device: int, new: int) -> int:
-    """Of cached tokens, how many may take device memory, where a request may take `room_tokens`
-    and has `device` tokens there and `new` ones to compute."""
+    """Cached tokens that may take device memory, where a request may take `room_tokens` and has
+    `device` tokens there and `new` ones to compute."""
     return max(0, room_tokens - device - new)
 
 
@@ -381,7 +380,7 @@ def alternatives(
 
 
 def decoding(rates: PlanRates, context_tokens: int, block_tokens: int = 16) -> dict[str, Any]:
-    """A decoding step behind so many tokens: on the device, and with all of them in host memory.
+    """A decoding step behind a context on the device, and with all of it in host memory.
 
     `cpu_share` is c, of those tokens; None with `refused` where the CPU is not to attend.
     """

@@ -140,38 +140,36 @@ def _cell(axis: tuple[float, ...], value: float) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class PlanRates:
-    """The rates of one model on one node.
-
-    `load` and `project` are seconds of n tokens over all layers: to bring their KV over the link,
-    and to project it from activations that are there. `step` and `grid` give a prefill step; the
-    grid, where there is one, overrides the cost model inside its edges. `overlap` is the share of
-    the shorter of link and gpu time that hides behind the longer: 0 loads before computing, 1 hides
-    it all; None means by layers, 1 - 1/layers, one layer's load being waited for and one layer's
-    computing being left over.
-
-    `attend` is seconds of the CPU, over all layers, to attend from one query to n tokens' KV in
-    host memory; None where it is not measured. While it does, `h2d_attending` of the link's
-    bandwidth remains, and `attend_loading` of its own while the link loads. `decode` is a measured
-    grid of decoding steps, its axes sequences and the context tokens of all of them.
-
-    `step.weights_s` reads all weights; of them `experts_s` are experts that a token leaves alone
-    with probability `expert_idle` each, so that a short step reads fewer.
-    """
+    """The rates of one model on one node."""
 
     name: str
     layers: int
+    # Of a token, over all layers.
     kv_bytes: float
     activation_bytes: float
+    # Seconds of n tokens over all layers: to load their KV over the link, and to project it from
+    # activations on the device.
     load: LineFit
     project: LineFit
+    # A prefill step: the cost model, which a measured grid overrides inside its edges.
     step: StepModel
     grid: ComputeGrid | None = None
+    # The share of the shorter of link and gpu time that hides behind the longer: 0 loads before
+    # computing, 1 hides it all. None: by layers, 1 - 1/layers, as one layer's load is waited for
+    # and one layer's computing is left over.
     overlap: float | None = None
+    # Of `step.weights_s`, which reads all weights, the part of experts; a token leaves each alone
+    # with probability `expert_idle`, so that a short step reads fewer.
     experts_s: float = 0.0
     expert_idle: float = 0.0
+    # Seconds of the CPU, over all layers, to attend from one query to n tokens' KV in host memory;
+    # None where it is not measured.
     attend: LineFit | None = None
+    # While it attends, the share of the link's bandwidth that remains; while the link loads, the
+    # share of the CPU's speed that remains.
     h2d_attending: float = 1.0
     attend_loading: float = 1.0
+    # Measured decoding steps; the axes are sequences, and the context tokens of all of them.
     decode: ComputeGrid | None = None
 
     def __post_init__(self) -> None:
@@ -245,7 +243,7 @@ class PlanRates:
         return self.experts_s * self.expert_idle**tokens if self.experts_s else 0.0
 
     def decode_gpu_s(self, batch: int, context_tokens: float) -> float:
-        """Gpu seconds of a decoding step of so many sequences with all keys and values there."""
+        """Gpu seconds of a decoding step of `batch` sequences with all KV on the device."""
 
         def modelled_s(sequences: float, resident_tokens: float) -> float:
             return self._step_s(decode_work(sequences, resident_tokens))
@@ -257,8 +255,8 @@ class PlanRates:
     def decode_s(
         self, batch: int, context_tokens: int, activations: float = 0.0
     ) -> tuple[float, float]:
-        """(link, gpu) seconds of a decoding step of `batch` sequences that brings all cached tokens
-        again: of each one's `context_tokens` so many from activations, the rest as KV.
+        """(link, gpu) seconds of a decoding step of `batch` sequences that loads all context again:
+        `activations` of each one's `context_tokens` from activations, the rest as KV.
         """
         loaded = context_tokens - activations + self.activation_ratio * activations
         gpu_s = self.decode_gpu_s(batch, context_tokens) + self.project.seconds(batch * activations)

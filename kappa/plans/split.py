@@ -107,7 +107,7 @@ class Costs:
         return self.ttft_s(self.load_s(split), self.compute_s(split))
 
     def pieces(self, *, tail: bool = False, activations: Poly = (0.0, 0.0, 0.0)) -> list[Poly]:
-        """Gpu seconds along a line, as the polynomials whose larger one holds.
+        """Gpu seconds along a line, as polynomials of which the larger one holds.
 
         activations: tokens from activations along the same line.
         """

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from engine.sequence import EngineRequest, Output
 from engine.sequence import Sequence as Handle
 from engine.settings import EngineOptions
 from engine.sparse.forward import sparse_forward
+from engine.sparse.serving import SparseServing
 from engine.transfer import Copies, CpuMover, Direction, mover_for
 from kappa.hardware import node_profile
 from kappa.plans.clo import SparseSettings
@@ -86,7 +87,8 @@ def engine(
             host=host_planners(settings.get("planner", ""), settings.get("act_share", 0.0)),
         ),
         observer=observer,
-        sparse=sparse_forward(forward, sparse, **(slots or {})) if sparse else None,
+        approximate=sparse
+        and partial(SparseServing, sparse_forward(forward, sparse, **(slots or {}))),
     )  # fmt: skip
     try:
         yield made

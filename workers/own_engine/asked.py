@@ -13,7 +13,7 @@ from engine.sequence import EngineRequest
 from kappa.protocol import APPROX_KEY
 from workers.request_metadata import DEFAULT_TENANT, plan_of, request_id_of, tenant_of
 
-# What means something here, or only to vLLM's front end; all else must be as if nobody had set it.
+# Fields with a meaning here, or only to vLLM's front end; all others must have their defaults.
 _KNOWN = frozenset((
     "n", "temperature", "top_p", "seed", "max_tokens", "ignore_eos", "extra_args",
     "stop", "stop_token_ids", "include_stop_str_in_output", "detokenize", "skip_special_tokens",
@@ -43,7 +43,7 @@ def refuse_unknown(params: SamplingParams, called: str) -> None:
 def engine_request(
     tokens: Sequence[int], params: SamplingParams, salt: str | None, priority: int
 ) -> EngineRequest:
-    """What is asked of the engine; tokens: of the prompt.
+    """The engine's request of a prompt and vLLM's parameters.
 
     Raises:
         ValueError: a number that sampling has no meaning for.

@@ -51,24 +51,26 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An engine before it runs. close: gives its memory back, when its thread has ended."""
+    """An engine before it runs."""
 
     engine: Engine
     reports: EngineReports
+    # Gives its memory back, when its thread has ended.
     close: Callable[[], None]
 
 
 @dataclass(slots=True)
 class _Served:
-    """What a request gets, in vLLM's shapes; words: instead of the engine's tokens, in turn."""
+    """Makes a request's outputs in vLLM's shapes."""
 
     request: EngineCoreRequest
     params: SamplingParams
+    # Replace the engine's tokens, in turn.
     words: Sequence[int]
     tokens: int = 0
 
     def output(self, given: Output) -> EngineCoreOutput:
-        """The next of it."""
+        """The next output."""
         tokens, before, over = given.tokens, self.tokens, given.finish_reason
         self.tokens += len(tokens)
         if self.words:
@@ -107,7 +109,7 @@ class OwnCore(EngineCoreClient):
     # -- requests -----------------------------------------------------------------------------
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Begin it. Not waited for, so that whoever leaves meanwhile is known to leave."""
+        """Begin a request without waiting, so that it can be aborted meanwhile."""
         params = request.sampling_params
         assert params is not None  # There is no task but to generate.
         asked = self.asked(request.prompt_token_ids, params, request.cache_salt, request.priority)
@@ -221,8 +223,8 @@ class FrontEnd(async_llm.AsyncLLM):
         return super().generate(prompt, sampling_params, request_id, **more)
 
     def check(self, tokens: Sequence[int] | None, params: SamplingParams) -> None:
-        """Raise `VLLMValidationError` for a prompt, or what is asked of its answer, that the engine
-        cannot serve: it names the field, or says what does not fit."""
+        """Raise `VLLMValidationError`, with the field or the misfit, for a prompt or parameters
+        that the engine cannot serve."""
         refuse_unknown(params, self._called)
         try:
             self.engine_core.engine.check(self.engine_core.asked(tokens, params, None, 0))

@@ -1,6 +1,6 @@
 """An engine that computes nothing: `engine: emulated`, for tests of a cluster on a small machine.
 Replica, router, Serve, HTTP and the engine's loop (scheduling, blocks, loads) are the real ones;
-tokens are made up, as late as the paced node would have had them (`kappa.cost`). Every answer says
+tokens are synthetic and timed by the cost model of the paced node (`kappa.cost`). Every answer says
 so in its text and its `system_fingerprint`. Never a default."""
 
 from __future__ import annotations
@@ -43,20 +43,23 @@ _LOOK_EVERY_S = 0.2
 
 
 class EngineFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """link_slower: a load lasts so many times as long as it should. loads_fail: none arrives.
-    hangs: no step ends. events: what happens to every second batch of KV events."""
+    """The faults of one worker."""
 
+    # The factor on the seconds of a load.
     link_slower: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    # No load arrives.
     loads_fail: bool = False
+    # No step ends.
     hangs: bool = False
+    # Befalls every second batch of KV events.
     events: Literal["", "lose", "repeat", "reorder"] = ""
 
 
 class FaultsFile:
-    """What is to go wrong in one worker, as the JSON file that `KAPPA_EMULATED_FAULTS` names says:
+    """The faults of one worker, from the JSON file that `KAPPA_EMULATED_FAULTS` names:
     `{"WORKER": {"link_slower": 10, "loads_fail": true, "events": "lose"}}`, with `*` for every
-    worker. Read again when it changes, a few times a second at most; a file that cannot be read is
-    no fault at all, and is logged."""
+    worker. It is read again when it changes, a few times a second at most. A file that cannot be
+    read means no fault, and is logged."""
 
     def __init__(self, path: str, worker: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._worker, self._clock = path, worker, clock
@@ -65,11 +68,11 @@ class FaultsFile:
 
     @classmethod
     def of_environment(cls, worker: str) -> FaultsFile:
-        """The file that the environment names, if it names one."""
+        """The file that the environment names, if any."""
         return cls(os.environ.get(ENV, ""), worker)
 
     def now(self) -> EngineFaults:
-        """What goes wrong at this moment."""
+        """The faults at this moment."""
         now_s, path = self._clock(), Path(self._path)
         if not self._path or now_s - self._looked_s < _LOOK_EVERY_S:
             return self._faults
@@ -162,7 +165,7 @@ class PacedLink(CpuMover):
 
 
 class PacedModel:
-    """An `engine.forward.Model` whose steps last as long as on the emulated node."""
+    """An `engine.forward.ServedModel` with steps that last as long as on the emulated node."""
 
     vocab = 1 << 62
 

@@ -1,4 +1,4 @@
-"""What an engine of ours reports: the messages that a vLLM engine's processes send over the stats
+"""The reports of an engine of ours: the messages that a vLLM engine's processes send over the stats
 channel, and vLLM's numbered KV event batches, so that report stream, router and metrics need not
 know which engine runs. Called from the engine's thread."""
 
@@ -20,7 +20,7 @@ from kappa.cost import batch_work
 from workers.iteration_log import Iteration, IterationLog
 from workers.stats_channel import StatsSender
 
-# At least so many first blocks of salted prompts are known by their salt.
+# The salts of at least this many prompts' first blocks are kept.
 _LEAST_SALTS = 1024
 _MEDIA = {"device": "GPU", "host": "CPU"}
 _TOPIC = b"kv"

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.llm_engine import Engine
 from engine.profile import cached_profile, machine_peaks
 from engine.settings import EngineOptions
 from engine.sparse.forward import SparseForward, sparse_forward
+from engine.sparse.serving import SparseServing
 from engine.transfer import mover_for
 from engine.weights import DTYPES, load_weights
 from kappa.hardware import NodeProfile
@@ -82,8 +84,10 @@ class TorchEngine(OwnEngine):
         blocks = limits.device_blocks + plan.host_blocks
         kv_events = KvPublisher(endpoints.kv_events)
         reports = EngineReports(endpoints.stats, kv_events, iterations, blocks)
-        sparse = _sparse(plan, forward, rates) if plan.approx != "never" else None
-        engine = Engine(forward, settings, planning, observer=reports, sparse=sparse)
+        approximate = None
+        if plan.approx != "never":
+            approximate = partial(SparseServing, _sparse(plan, forward, rates))
+        engine = Engine(forward, settings, planning, observer=reports, approximate=approximate)
 
         def close() -> None:
             forward.close()
@@ -149,8 +153,8 @@ def given_device(
 def host_blocks(
     shape: ModelShape, blocks: int, act_share: float, *, keep_kv: bool = True
 ) -> tuple[int, int]:
-    """Blocks of KV and of activations in the room of so many blocks of KV: a share of the stored
-    blocks is kept as activations, besides their KV or instead of it."""
+    """Blocks of KV and of activations in the room of `blocks` blocks of KV: `act_share` of the
+    stored blocks have activations, besides their KV or instead of it."""
     ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
     kv_share = 1.0 if keep_kv else 1.0 - act_share
     stored = blocks / (kv_share + act_share * ratio)

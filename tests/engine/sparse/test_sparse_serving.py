@@ -201,7 +201,7 @@ def test_who_leaves_early_leaves_nothing():
         for request in (decoding, waiting):
             made.abort(request.request_id)
         finish(made)
-        assert len(made.sparse) == 0
+        assert len(made.approximate) == 0
 
 
 def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():

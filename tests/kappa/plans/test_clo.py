@@ -13,6 +13,7 @@ from kappa.plans.clo import (
     FORMAT,
     CloConfig,
     HeadProfile,
+    SparseSettings,
     equal_heads,
     head_bytes,
     layer_seconds,
@@ -112,6 +113,7 @@ QWEN = model_shape("qwen2.5-14b")
 
 
 CLO = CloConfig()
+SPARSE = SparseSettings(CLO, chunk_tokens=128)
 
 
 FIRST = (tuple(range(8)), *[()] * 31)
@@ -176,14 +178,14 @@ def test_the_choice_is_a_share_rounded_up_and_never_more_than_there_is():
 
 def test_a_sparse_plan_moves_less_and_is_not_exact():
     rates = rates_from_law(LLAMA, node_profile("h100-pcie5"))
-    plan = sparse_plan(rates, CLO, persistent_share(LLAMA, FIRST), 32_768, 256, 128)
+    plan = sparse_plan(rates, SPARSE, persistent_share(LLAMA, FIRST), 32_768, 256)
     assert (plan.kind, plan.exact, plan.cached_tokens) == ("sparse", False, 32_768)
     whole = rates.load.seconds(32_768)
     # Two chunks of a tenth each, and a layer of 32.
     assert plan.load_s == pytest.approx((0.2 * 31 / 32 + 1 / 32) * whole, rel=0.05)
     assert plan.load_bytes == pytest.approx(plan.load_s / whole * 32_768 * 131_072, rel=0.01)
     assert plan.ttft_s < whole
-    one = sparse_plan(rates, CLO, 0.0, 32_768, 100, 128)
+    one = sparse_plan(rates, SPARSE, 0.0, 32_768, 100)
     assert one.load_s < plan.load_s
 
 
