@@ -8,7 +8,6 @@ came and went, and nothing of what they hold or compute: tests say that by `Work
 import asyncio
 import contextlib
 import json
-import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +21,6 @@ import router.cluster.replica
 import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.host import free_port
 from kappa.keys import digest_of
 from kappa.protocol import Announcement, EngineDiedError, WorkerReport
 from kappa.settings.routing import RouterSettings
@@ -34,9 +32,9 @@ from router.api.tenants import Tenants
 from router.cluster.paths import DECIDED, own_paths
 from router.cluster.replica import KappaDecider
 from router.decision import RouteRequest
-from router.gateway.process import Gateway
 from router.gateway.spec import Bounds, GatewaySpec
 from router.live.replica_registry import ReplicaRegistry
+from tests.router.envoys import lent
 from tests.router.stream_worker import until as until
 from workers.http_gate import WorkerGate
 from workers.http_port import WorkerPort
@@ -306,15 +304,9 @@ class Scene:
         self._monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
         settings = decider_settings(**changes)
         names = [name for model in settings.models for name in (model.name, *model.adapters)]
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-test-")))
-        spec = GatewaySpec(
-            folder,
-            "127.0.0.1",
-            free_port("127.0.0.1"),
-            DECIDED,
-            own_paths(names),
-            bounds=bounds or Bounds(silent_s=max(settings.router.request_timeout_s, 0.5)),
-        )
+        bounds = bounds or Bounds(silent_s=max(settings.router.request_timeout_s, 0.5))
+        wanted = GatewaySpec(Path(), "127.0.0.1", 0, DECIDED, own_paths(names), bounds=bounds)
+        spec = stack.enter_context(lent(wanted)).spec
         access = Access(settings.tenants, **{"max_body_bytes": 1 << 20, **(access or {})})
         engines = Scripted(script)
         if not isinstance(workers, dict):
@@ -328,7 +320,6 @@ class Scene:
             name: {**said, "http": said["http"] or made[name].port.endpoint}
             for name, said in workers.items()
         }
-        await stack.enter_async_context(Gateway(spec, threads=1))
         decider = Decider()
         renderers = {model.name: self._renderer for model in settings.models}
         await decider.open(renderers, settings, access, spec)

@@ -29,6 +29,7 @@ from router.cluster.paths import DECIDED, own_paths
 from router.gateway.process import Gateway
 from router.gateway.spec import Bounds, GatewaySpec
 from router.live.replica_registry import ReplicaRegistry
+from tests.router.envoys import lent
 from tests.router.scripted import SECRET, Decider
 from tests.router.stream_worker import until
 from tests.workers.emulation import emulated_plan, llm_config
@@ -138,13 +139,16 @@ async def clustered(renderer, monkeypatch, *nodes, access=None, bounds=None, dec
             folder, "127.0.0.1", free_port("127.0.0.1"), DECIDED, own_paths((MODEL,)),
             bounds=bounds or Bounds(), deciders=deciders,
         )  # fmt: skip
-        gateway = await stack.enter_async_context(Gateway(spec, threads=1))
+        if deciders > 1:
+            await stack.enter_async_context(Gateway(spec, threads=1))
+        else:
+            spec = stack.enter_context(lent(spec)).spec
         announced = {}
         for node in nodes:
             announced[node.name] = await node.open()
             stack.push_async_callback(node.close)
         registry.publish("d", announced)
-        here = SimpleNamespace(spec=spec, gateway=gateway, registry=registry, deciders=[])
+        here = SimpleNamespace(spec=spec, registry=registry, deciders=[])
 
         async def start():
             made = Decider()

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import aiohttp
 
 from kappa.settings.front import load_front_settings
-from router.front.gateway import opened
+from router.front import gateway
+from tests.router.envoys import lent
 
 QUICK = {"every_s": 0.05, "timeout_s": 1.0}
 
@@ -26,7 +28,8 @@ async def routing(*servers, ready=True, **sections):
         )
     ]
     given = {"probe": QUICK, **sections, "http": {"port": 0}}
-    async with opened(load_front_settings(None, backends=backends, **given)) as here:
+    settings = load_front_settings(None, backends=backends, **given)
+    async with _opened(settings) as here:
         front = here.front
         if ready:
             await until(lambda: front.live.choosable == len(backends))
@@ -36,6 +39,24 @@ async def routing(*servers, ready=True, **sections):
             flights = front.live.router.flights
             settled = partial(until, lambda: not flights)
             yield SimpleNamespace(url=here.url, front=front, http=http, settled=settled)
+
+
+@contextlib.asynccontextmanager
+async def _opened(settings):
+    """As `opened`, but its Envoy is lent."""
+    made, spec_of = [], gateway._spec_of
+
+    async with contextlib.AsyncExitStack() as stack:
+
+        def lent_spec(*given):
+            made.append(stack.enter_context(lent(spec_of(*given))))
+            return made[0].spec
+
+        with mock.patch.multiple(
+            gateway, _spec_of=lent_spec, Gateway=lambda spec: contextlib.nullcontext(made[0])
+        ):
+            here = await stack.enter_async_context(gateway.opened(settings))
+        yield here
 
 
 async def until(condition, within_s=20.0):

@@ -14,8 +14,9 @@ from typing import Any
 from kappa.host import free_port
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
 from router.gateway.endpoints import EndpointsFile
-from router.gateway.process import Gateway
+from router.gateway.process import Gateway, known_of
 from router.gateway.spec import AGAIN, SLOT_HEADER, Bounds, GatewaySpec, ServerEndpoint
+from tests.router.envoys import lent
 
 CHAT = "/v1/chat/completions"
 _WAIT_S = 10.0
@@ -240,38 +241,44 @@ async def open_door(
     servers: Sequence[Script | None] = (None,),
     endpoint: Callable[[int, ServerEndpoint], ServerEndpoint] = lambda at, made: made,
     bounds: Bounds | None = None,
+    own: bool = False,
     **more: Any,
 ) -> AsyncIterator[Door]:
     """One with so many servers, of which deciders know the first. endpoint: what each is to Envoy;
-    more: of its `GatewaySpec`, such as how many `deciders` it has."""
-    with tempfile.TemporaryDirectory(prefix="kd-") as folder:
+    own: its Envoy is nobody else's; more: of its `GatewaySpec`, such as how many `deciders` it
+    has."""
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kd-"))
         spec = GatewaySpec(
             Path(folder) / "door", "127.0.0.1", free_port("127.0.0.1"),
             decided=(CHAT, "/v1/messages"), own=("/", "/v1/nodes", "/v1/decisions/"),
             bounds=bounds or Bounds(), **more,
         )  # fmt: skip
-        spec.folder.mkdir(mode=0o700)
+        if own or spec.deciders > 1:
+            gateway = await stack.enter_async_context(Gateway(spec, threads=1))
+        else:
+            gateway = stack.enter_context(lent(spec))
+            spec = gateway.spec
         made = [Scripted(script) for script in servers]
         deciders = [Scripted(always={SLOT_HEADER: str(one.number)}) for one in spec.slots]
         faces = [Scripted(lambda heard: Answer(body=b"face")) for _ in spec.slots]
+        for one in (*deciders, *faces, *made):
+            stack.push_async_callback(one.close)
+        for slot, decider, face in zip(spec.slots, deciders, faces, strict=True):
+            await decider.listen(slot.decider_socket)
+            await face.listen(slot.face_socket)
+        for one in made:
+            await one.listen()
+        ends = [
+            endpoint(at, ServerEndpoint(f"w{at}", "127.0.0.1", one.port))
+            for at, one in enumerate(made)
+        ]
         file = EndpointsFile(spec.endpoints_file)
-        async with contextlib.AsyncExitStack() as stack:
-            for one in (*deciders, *faces, *made):
-                stack.push_async_callback(one.close)
-            for slot, decider, face in zip(spec.slots, deciders, faces, strict=True):
-                await decider.listen(slot.decider_socket)
-                await face.listen(slot.face_socket)
-            for one in made:
-                await one.listen()
-            ends = [
-                endpoint(at, ServerEndpoint(f"w{at}", "127.0.0.1", one.port))
-                for at, one in enumerate(made)
-            ]
-            file.write(ends)
-            gateway = await stack.enter_async_context(Gateway(spec, threads=1))
-            door = Door(spec, gateway, deciders, faces, made, file, ends)
-            door.send_to(0)
-            yield door
+        file.write(ends)
+        await known_of(gateway, frozenset(one.address for one in ends))
+        door = Door(spec, gateway, deciders, faces, made, file, ends)
+        door.send_to(0)
+        yield door
 
 
 __all__ = ["AGAIN", "CHAT", "Answer", "Door", "Got", "Heard", "Scripted", "open_door", "replace"]

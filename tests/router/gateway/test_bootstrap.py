@@ -170,7 +170,7 @@ async def test_connections_are_as_many_as_they_may_be():
 async def test_requests_are_refused_before_memory_ends():
     # An idle Envoy has some 10 MB, so a body that stands still passes this bound.
     half = HEAD + b"content-length: 60000000\r\n\r\n" + b"a" * 30_000_000
-    async with open_door(bounds=Bounds(heap_bytes=24 << 20)) as door, asyncio.timeout(30):
+    async with open_door(bounds=Bounds(heap_bytes=24 << 20), own=True) as door, asyncio.timeout(30):
         _, writer = await asyncio.open_connection("127.0.0.1", door.spec.port)
         writer.write(half)
         while (got := await door.ask()).status == 200:
@@ -220,7 +220,7 @@ async def test_a_large_body_is_not_read_before_it_is_admitted(chunked):
         raw = b"content-length: %d\r\n\r\n%s" % (len(body), body)
     admitted = asyncio.Event()
 
-    async with open_door() as door:
+    async with open_door(own=True) as door:
 
         async def decide(heard):
             await admitted.wait()
@@ -404,7 +404,7 @@ async def test_a_stream_that_goes_on_is_told(monkeypatch):
         await done.wait()
 
     async with (
-        open_door((lambda heard: Answer(chunks=slow()),)) as door,
+        open_door((lambda heard: Answer(chunks=slow()),), own=True) as door,
         Ends(door.spec.slots[0].events_socket, ended.put_nowait, print, going.put_nowait, int),
         asyncio.timeout(20),
     ):

@@ -163,7 +163,7 @@ async def test_a_folder_that_is_too_long_or_open_is_refused(spec, tmp_path):
 
 async def test_it_is_started_again_when_it_dies(monkeypatch):
     monkeypatch.setattr(process, "pause_s", lambda attempt: 0.01)
-    async with open_door() as door:
+    async with open_door(own=True) as door:
         os.kill(door.gateway.pid, signal.SIGKILL)
         async with asyncio.timeout(20):
             while door.gateway.restarts < 1:
@@ -173,7 +173,7 @@ async def test_it_is_started_again_when_it_dies(monkeypatch):
 
 async def test_it_is_given_up_when_it_dies_too_often(monkeypatch):
     monkeypatch.setattr(process, "pause_s", lambda attempt: 0.0)
-    async with open_door() as door:
+    async with open_door(own=True) as door:
         died = asyncio.create_task(door.gateway.died())
         async with asyncio.timeout(30):
             while not died.done():
@@ -186,7 +186,7 @@ async def test_it_is_given_up_when_it_dies_too_often(monkeypatch):
 
 
 async def test_who_waits_for_its_death_hears_of_a_stop():
-    async with open_door() as door:
+    async with open_door(own=True) as door:
         waiting, leaving = (asyncio.create_task(door.gateway.died()) for _ in range(2))
         await asyncio.sleep(0)
         leaving.cancel()
@@ -206,7 +206,7 @@ async def test_a_stop_lets_open_requests_end():
         await going_on.wait()
         yield b"ended"
 
-    async with open_door((lambda heard: Answer(chunks=slow()),)) as door:
+    async with open_door((lambda heard: Answer(chunks=slow()),), own=True) as door:
         asking = asyncio.create_task(door.ask())
         async with asyncio.timeout(10):
             while not door.servers[0].heard:
@@ -230,7 +230,7 @@ async def test_a_stop_waits_no_longer_than_it_may():
     async def never(heard):
         await asyncio.Event().wait()
 
-    async with open_door((never,)) as door:
+    async with open_door((never,), own=True) as door:
         asking = asyncio.create_task(door.ask())
         async with asyncio.timeout(10):
             while not door.servers[0].heard:
@@ -243,7 +243,7 @@ async def test_a_stop_waits_no_longer_than_it_may():
 async def test_what_envoy_says_is_in_our_log(monkeypatch):
     said = []
     monkeypatch.setattr(process.log, "warning", lambda event, **fields: said.append(fields["text"]))
-    async with open_door() as door:
+    async with open_door(own=True) as door:
         # It will not have half of a file.
         door.spec.endpoints_file.write_text("{")
         part = door.spec.endpoints_file.with_name("part")
