@@ -63,26 +63,6 @@ def test_what_the_engines_charged_comes_back_to_the_decider_and_no_rule_failed(i
     assert idle.metric("kappa_scheduler_rule_errors_total") == 0
 
 
-async def test_more_than_the_queue_holds_is_429_with_a_time_to_come_back(idle):
-    extra = 20
-    async with httpx.AsyncClient(base_url=idle.url, timeout=120.0) as client:
-        answers = await asyncio.gather(
-            *(
-                client.post("/v1/chat/completions", json=body(idle, f"Queue {i}", max_tokens=100))
-                for i in range(idle.max_queue + extra)
-            )
-        )
-    statuses = [answer.status_code for answer in answers]
-    assert set(statuses) == {200, 429}
-    # A hundred steps take seconds: all have arrived before the first of them has ended.
-    assert statuses.count(200) == idle.max_queue
-    for answer in answers:
-        if answer.status_code == 429:
-            assert int(answer.headers["retry-after"]) >= 1
-            assert answer.json()["error"]["code"] == "queue_full"
-            assert answer.json()["error"]["type"] == "rate_limit_error"
-
-
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "waiting"])
 def test_a_client_that_leaves_frees_its_reservation_and_its_engine(idle, stream):
     request = body(idle, f"Leaving early {stream}", max_tokens=_LONG, stream=stream)

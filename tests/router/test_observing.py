@@ -57,6 +57,7 @@ async def test_a_refused_request_has_an_account_without_a_decision(serve, monkey
     assert code(await here.ask(headers=headers), 503) == "no_worker"
     told = (await account(here, "refused")).json()
     assert told["timeline"]["status"] == 503 and "node" not in told
+    assert here.decider._telemetry.timeline("refused").end == "no_worker"
     assert [span["name"] for span in told["timeline"]["spans"]] == ["decider", "tokenize"]
     assert code(await account(here, "nobody"), 404) == "request_not_found"
 

@@ -26,7 +26,6 @@ from tests.router.scripted import (
     TEXTS,
     code,
     event,
-    overload,
     until,
     words,
 )
@@ -168,26 +167,22 @@ async def test_tokens_are_reserved_before_and_settled_after(cluster):
     assert len(here.engines.sent) == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
+async def test_every_prompt_and_answer_that_is_asked_for_counts(limited):
+    here, kind = await limited(), {"content-type": "application/json"}
+
+    async def chunks(asked):
+        yield json.dumps(asked).encode()
+
+    for path, asked in (
         (PATH, {**BODY, "max_tokens": 60, "n": 4}),
         (TEXTS, {"model": "m", "prompt": ["a", "b", "c", "d"], "max_tokens": 60}),
         (TEXTS, {"model": "m", "prompt": [[1, 2], [3, 4]], "n": 2, "max_tokens": 60}),
         (TEXTS, {"model": "m", "prompt": ["hello " * 400, "b"], "max_tokens": 1}),
-    ],
-)
-async def test_every_prompt_and_answer_that_is_asked_for_counts(limited, path, asked):
-    here = await limited()
-
-    async def chunks():
-        yield json.dumps(asked).encode()
-
-    kind = {"content-type": "application/json"}
-    whole = await here.client.post(path, json=asked)
-    chunked = await here.client.post(path, content=chunks(), headers=kind)
-    assert "content-length" not in chunked.request.headers
-    assert code(whole, 400) == code(chunked, 400) == "request_over_limit"
+    ):
+        whole = await here.client.post(path, json=asked)
+        chunked = await here.client.post(path, content=chunks(asked), headers=kind)
+        assert "content-length" not in chunked.request.headers
+        assert code(whole, 400) == code(chunked, 400) == "request_over_limit"
     assert here.engines.sent == [] and here.live.router.reservations == 0
 
 
@@ -290,14 +285,6 @@ async def test_what_passes_while_it_is_tokenized_never_reaches_an_engine(cluster
     monkeypatch.setattr(here.decider._path.tokenizing, "tokens", late)
     assert code(await here.ask(headers={DEADLINE: "50"}), 504) == "deadline_exceeded"
     assert here.engines.sent == [] and here.live.router.reservations == 0
-
-
-async def test_an_overloaded_cluster_says_so_early_and_when_to_come_back(cluster):
-    here = await cluster(admission=True)
-    overload(here.live)
-    answer = await here.ask()
-    assert code(answer, 429) == "overloaded" and int(answer.headers["retry-after"]) >= 1
-    assert here.engines.sent == []
 
 
 # -- what one tenant sends does not keep another's small request from its answer ------------------

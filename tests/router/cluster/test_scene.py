@@ -27,9 +27,8 @@ from router.gateway.authz import Go, Inquiry, Refuse
 from router.gateway.decider import Decider, DeciderRule
 from router.gateway.events import StreamEnd
 from router.gateway.spec import GatewaySpec
-from router.live.membership import ENGINE_DIED
 from tests.router.gateway.door import Scripted
-from tests.router.scripted import BODY, KEYS, OWN, announcement, overload, until
+from tests.router.scripted import BODY, KEYS, OWN, announcement, until
 from tests.router.test_failover import SOON, breaker, report, reporting
 
 pytestmark = pytest.mark.ray
@@ -128,20 +127,6 @@ async def test_a_request_that_ends_leaves_nothing_but_its_record(deciding):
     assert timeline.attempts[-1].first_token_s is not None
 
 
-async def test_a_refusal_ends_its_timeline(deciding):
-    here = await deciding()
-    verdict = await here.ask({"model": "none"})
-    assert verdict.status == 404
-    assert here.telemetry.timeline("r").end == "model_not_found"
-
-
-async def test_an_overloaded_cluster_refuses_with_a_time(deciding):
-    here = await deciding()
-    overload(here.live)
-    verdict = await here.ask()
-    assert verdict.status == 429 and int(verdict.headers["retry-after"]) > 0
-
-
 async def test_workers_that_envoy_does_not_know_are_not_chosen(deciding):
     here = await deciding()
     del here.scene.endpoints["a"]
@@ -230,24 +215,6 @@ async def test_a_second_attempt_after_the_deadline_is_refused(deciding, monkeypa
     here.flights.failed(StreamEnd("r", 504, upstream=here.scene.address(worker)))
     verdict = await here.flights.again("r", 2)
     assert isinstance(verdict, Refuse) and verdict.status == 504
-
-
-async def test_what_kills_two_engines_alone_is_refused(deciding, monkeypatch):
-    here = await deciding(ports(a="vllm", b="vllm", c="vllm"))
-
-    async def lives(worker):
-        here.live.members.failed(worker, ENGINE_DIED)
-        return False
-
-    monkeypatch.setattr(here.scene, "lives", lives)
-    for number in range(2):
-        go = await here.ask(request_id=f"r{number}")
-        at = go.upstream[ENDPOINT_HEADER].split(",")[0]
-        here.flights.ended(StreamEnd(f"r{number}", 503, upstream=at))
-        await until(lambda: not here.live.router.flights)
-        assert here.live.records[f"r{number}"].end == "worker_died"
-    verdict = await here.ask(request_id="again")
-    assert isinstance(verdict, Refuse) and verdict.status == 422
 
 
 async def test_tokens_are_those_that_a_worker_reports(deciding):
