@@ -19,10 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, detokenizer
 
 from kappa.incremental_tokenizer import IncrementalTokenizer
-from tests.workers.vllm.test_output_collector import ask, served
 from workers import generated
-from workers.http_gate import WorkerGate
-from workers.in_flight import InFlight
 from workers.tiny_model import SPECIAL_TOKENS, make_tiny_model
 from workers.vllm import incremental_prompts
 from workers.vllm.arguments import CPU_ENV
@@ -235,33 +232,3 @@ def test_other_decoders_begin_with_the_whole_prompt(renderer, decoder):
     detokenizer.FastIncrementalDetokenizer = STOCK
     incremental_prompts.install(other)
     assert detokenizer.FastIncrementalDetokenizer is STOCK
-
-
-# -- where it is used -----------------------------------------------------------------------------
-
-
-async def test_every_api_tokenizes_by_it(tmp_path, monkeypatch):
-    for name, value in CPU_ENV.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", STOCK)
-
-    async def healthy():
-        pass
-
-    said = []
-    talk = {"messages": [{"role": "user", "content": "one two"}]}
-    async with served(tmp_path) as (llm, app):
-        assert incremental_prompts.install(llm.renderer)
-        gate, hook = (
-            WorkerGate(app, "s", InFlight(0.0), healthy),
-            llm.renderer._tokenize_prompt_async,
-        )
-        ids = hook._ids
-        monkeypatch.setattr(hook, "_ids", lambda *given: said.append(given[1]) or ids(*given))
-        for path, fields in (
-            ("/v1/chat/completions", talk), ("/v1/completions", {"prompt": "one"}),
-            ("/v1/messages", talk), ("/v1/responses", {"input": "one two", "store": False}),
-        ):  # fmt: skip
-            said.clear()
-            await ask(llm, gate, path, **fields)
-            assert said == ["t"], path
