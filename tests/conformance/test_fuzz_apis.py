@@ -18,7 +18,7 @@ from tests.conformance.conftest import MODEL
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
-EXAMPLES = max(int(os.environ.get("KAPPA_FUZZ_REQUESTS", "1500")) // 5, 100)
+EXAMPLES = max(int(os.environ.get("KAPPA_FUZZ_REQUESTS", "400")) // 5, 100)
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 AS_JSON = {"content-type": "application/json"}
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}

@@ -26,7 +26,7 @@ from tests.conformance.conftest import MODEL
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 MARKER = "zqxsecretprompt"
-REQUESTS = int(os.environ.get("KAPPA_FUZZ_REQUESTS", "1500"))
+REQUESTS = int(os.environ.get("KAPPA_FUZZ_REQUESTS", "400"))
 SEED = int(os.environ.get("KAPPA_FUZZ_SEED", "20"))
 EXAMPLES = max(REQUESTS // 10, 100)
 _AT_ONCE = 16

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
-EXAMPLES = int(os.environ.get("KAPPA_OPENAPI_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("KAPPA_OPENAPI_EXAMPLES", "8"))
 _TIMEOUT_S = 30.0
 schemathesis.checks.load_all_checks()
 CHECKS = schemathesis.checks.CHECKS.get_by_names(
