@@ -1,6 +1,6 @@
 """One real cluster for all live tests: `kappa serve` in a process of its own, stopped politely.
 
-Its settings are small where a test must reach a limit (device cache, queue, body), and its paced
+Its settings are small where a test must reach a limit (device cache, body), and its paced
 nodes fast, so that the tests are. The numbers here are the ones that the tests use.
 """
 
@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.faults.cluster import launch, ready_line
 
-_STOP_S = 60.0
+_STOP_S = _RAY_S = 60.0
 _POLL_S = 0.2
 _IDLE_S = 60.0
 _HURTS = Path(__file__).with_name("test_failover.py")
@@ -35,8 +35,7 @@ engine:
   max_context_tokens: 6144
   tool_call_parser: hermes
 router:
-  admission: false  # bursts fill the queue to its bound
-  max_queue: 40
+  admission: false  # bursts are more than it lets in
   max_body_bytes: 131072
   record: {record}
 """
@@ -45,7 +44,6 @@ router:
 class Live:
     """A running cluster, and questions to ask it; model: its own, without adapters and others."""
 
-    max_queue = 40
     max_body_bytes = 131072
     max_context_tokens = 6144
 
@@ -142,6 +140,14 @@ def serving(folder, settings, *options):
         survivors = _stop(process)
     assert not survivors, f"these outlived the cluster: {survivors}\n{errors.read_text()[-4000:]}"
     assert process.returncode == 0, errors.read_text()[-4000:]
+
+
+def await_ray(process, log):
+    """Return once `ray start --block`, whose output is in `log`, says that its node runs."""
+    deadline = time.monotonic() + _RAY_S
+    while "Ray runtime started" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(_POLL_S)
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 import ipaddress
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -68,6 +70,21 @@ def test_every_port_but_the_replicas_grpc_is_on_loopback(live):
                 elsewhere.append((process.pid, name, connection.laddr))
     assert int(live.url.rsplit(":", 1)[1]) in ports and len(replicas) > 1
     assert sorted(pid for pid, *_ in elsewhere) == sorted(replicas), elsewhere
+
+
+def test_a_workers_port_is_for_deciders_alone(live):
+    listening = {
+        connection.laddr.port
+        for one in psutil.Process(live.pid).children(recursive=True)
+        if "KappaServer" in " ".join(one.cmdline())
+        for connection in one.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    statuses = set()
+    for port in listening:
+        with suppress(httpx.HTTPError):  # another protocol's
+            statuses.add(httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5).status_code)
+    assert statuses == {403}
 
 
 def test_rays_token_is_its_users_alone(live):

@@ -63,9 +63,9 @@ def shared(tmp_path_factory):
 def test_each_decider_answers_for_both(shared):
     before = shared.metric("kappa_decisions_total")
     with ThreadPoolExecutor(4) as pool:
-        names = [
-            one.headers["x-request-id"] for one in pool.map(lambda _: shared.post(), range(16))
-        ]
+        answers = list(pool.map(lambda _: shared.post(), range(16)))
+    names = [one.headers["x-request-id"] for one in answers]
+    assert {one.headers["x-kappa-engine"] for one in answers} == {"emulated"}
     for _ in range(3):
         assert shared.metric("kappa_decisions_total") == before + 16
         assert {*names} <= {one["request_id"] for one in shared.decisions()}

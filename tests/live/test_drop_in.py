@@ -26,12 +26,13 @@ import psutil
 import pytest
 
 from benchmarks.faults.cluster import first_line
-from tests.live.conftest import serving
+from tests.live.conftest import await_ray, serving
+from tests.turns import by_turns
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, by_turns(__file__)]
 
 _START_S = 480.0
-_STOP_S = _JOIN_S = 60.0
+_STOP_S = 60.0
 _HEARD_S = 30.0
 _SUBJECTS = ("rivers", "engines", "poems", "harbours", "proofs", "orchards")
 
@@ -140,10 +141,7 @@ def second_machine(plain_app: PlainApp, tmp_path_factory: pytest.TempPathFactory
             stdout=output, stderr=output,
         )  # fmt: skip
     try:
-        until_s = time.monotonic() + _JOIN_S
-        while "Ray runtime started" not in log.read_text() and time.monotonic() < until_s:
-            assert node.poll() is None, log.read_text()
-            time.sleep(0.2)
+        await_ray(node, log)
         yield
         assert node.poll() is None, log.read_text()
     finally:

@@ -31,8 +31,8 @@ MIX = Mix(clients=8, documents=16, words=200)
 # The controller last: started anew it may give workers other ranks, and with them other names than
 # their engines were told their faults by.
 QUICK = (
-    "worker_killed", "events_lost", "worker_clock_back", "decider_clock_forward",
-    "controller_killed",
+    "worker_killed", "events_lost", "worker_clock_back", "decider_killed",
+    "decider_clock_forward", "controller_killed",
 )  # fmt: skip
 STREAMS = int(os.environ.get("KAPPA_STREAMS", "200"))
 

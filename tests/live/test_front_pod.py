@@ -21,6 +21,7 @@ import yaml
 from deploy import front_pod
 from deploy.k8s import render
 from kappa.host import die_with_parent, free_port
+from tests.live.conftest import await_ray
 from tests.live.front_pod_app import FOLDER_ENV
 from tests.turns import by_turns
 
@@ -158,8 +159,8 @@ def pod():
     with tempfile.TemporaryDirectory(prefix="front-pod-") as folder:
         made = Pod(Path(folder))
         front_pod.prepare(made.mounted, made.front)
-        with made.ray():
-            time.sleep(5)
+        with made.ray() as head:
+            await_ray(head, made.folder / "ray.txt")
             made.deploy()
             yield made
 

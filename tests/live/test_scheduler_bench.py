@@ -6,9 +6,7 @@ pytestmark = [pytest.mark.live, pytest.mark.vllm]
 
 
 @pytest.mark.usefixtures("fresh_environment")
-@pytest.mark.parametrize(
-    ("policy", "paced"), [("fcfs_link", True), ("fair", True), ("fair", False)]
-)
+@pytest.mark.parametrize(("policy", "paced"), [("fcfs_link", True), ("fair", False)])
 async def test_answers_do_not_depend_on_where_a_prefix_came_from(policy, paced):
     """Paced, a shared link so slow that stores are dropped while prefixes are loaded."""
     from benchmarks.scheduling import mix

@@ -2,6 +2,7 @@
 
 import json
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -41,6 +42,37 @@ def ask(own, text, plan=None, approx=None, **fields):
         extra_headers={"x-kappa-plan": plan} if plan else {},
     )
     return raw.parse(), raw.headers
+
+
+SAID = [{"role": "user", "content": "hello"}]
+
+
+def test_every_api_is_answered_whole_and_in_pieces(own):
+    ask = {"model": own.model, "extra_body": {"ignore_eos": True}}
+    chats, texts = own.openai.chat.completions, own.openai.completions
+    raw = chats.with_raw_response.create(**ask, messages=SAID, max_tokens=6)
+    prompt_tokens = raw.parse().usage.prompt_tokens
+    assert raw.parse().usage.completion_tokens == 6 and "x-kappa-engine" not in raw.headers
+    text = texts.create(**ask, prompt="hello", max_tokens=6)
+    assert text.usage.completion_tokens == 6
+    assert list(texts.create(**ask, prompt="hello", max_tokens=6, stream=True))
+    ask.pop("extra_body")
+    response = own.openai.responses.create(**ask, input="hello", max_output_tokens=6)
+    assert response.usage.output_tokens <= 6
+    with own.openai.responses.stream(**ask, input="hello", max_output_tokens=6) as stream:
+        ends = [event.type for event in stream]
+    assert ends[-1] in ("response.completed", "response.incomplete")
+    client = anthropic.Anthropic(base_url=own.url, api_key="none", max_retries=0)
+    ask = {"model": own.model, "messages": SAID, "max_tokens": 6}
+    assert client.messages.create(**ask).usage.output_tokens <= 6
+    with client.messages.stream(**ask) as stream:
+        assert stream.get_final_message().usage.output_tokens <= 6
+    assert client.messages.count_tokens(model=own.model, messages=SAID).input_tokens > 0
+    record = own.decision(raw.headers["x-request-id"])
+    for told in (record["predicted"], record["actual"]):
+        sources = (told[f"{source}_tokens"] for source in ("device", "cached", "new"))
+        assert sum(sources) == prompt_tokens, "worker and decider tokenize alike"
+    own.wait_idle()
 
 
 def test_the_router_asks_the_engines_own_planner(own):

@@ -1,7 +1,9 @@
 """Real vLLM: one engine computes a prompt, another decodes it from the KV that was handed over, or
-takes what the other's host tier holds.
+takes what the other's host tier holds. Less than there is may be loaded, and what host memory lost
+comes back from disk.
 
-Both have our host tier, or both vLLM's own, as on GPUs, whose lowest calls are emulated.
+Both have our host tier, the second with a disk, or both vLLM's own, as on GPUs, whose lowest calls
+are emulated.
 """
 
 import random
@@ -19,6 +21,8 @@ pytestmark = [pytest.mark.live, pytest.mark.vllm]
 
 TOKENS = 700
 WHOLE = TOKENS // BLOCK * BLOCK
+# 122 blocks of host memory: five prompts.
+DISK = {"host_bytes": 2_000_000, "disk_bytes": 1 << 26}
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -27,9 +31,10 @@ def engines():
     """Two engines with peers of each kind of host tier."""
     made = {"own": [], "native": []}
     with tempfile.TemporaryDirectory(prefix="kappa-transfer-") as folder, ExitStack() as stack:
-        for kind in ("own", "own", "native", "native"):
+        for kind, more in (("own", {}), ("own", DISK), ("native", {}), ("native", {})):
             place = Path(tempfile.mkdtemp(dir=folder))
-            made[kind].append(TierEngine(place, peers=True, kind=kind))
+            more = {**more, "disk_dir": str(place)} if more else more
+            made[kind].append(TierEngine(place, peers=True, kind=kind, **more))
             stack.callback(made[kind][-1].close)
         yield made
         for engine in (*made["own"], *made["native"]):
@@ -46,9 +51,14 @@ def both_kinds(engines):
     return engines["own"][0], engines["native"][0]
 
 
-def prompt(seed):
+@pytest.fixture
+def with_disk(engines):
+    return engines["own"][1]
+
+
+def prompt(seed, tokens=TOKENS):
     rng = random.Random(seed)
-    return [rng.randrange(100, 4000) for _ in range(TOKENS)]
+    return [rng.randrange(100, 4000) for _ in range(tokens)]
 
 
 def given(engine, tokens):
@@ -86,6 +96,15 @@ def test_a_prompt_shorter_than_a_block_is_not_handed_over(pair):
     assert prefill.ask(prompt(5)[: BLOCK - 1], params=HAND_OVER, count=1)["params"] is None
 
 
+def warm(engine, tokens, least=None):
+    """Ask until the whole prompt comes from the host tier; its first and its last answer."""
+    least = len(tokens) // BLOCK * BLOCK if least is None else least
+    cold, deadline = engine.ask(tokens), time.monotonic() + 60.0
+    while (answer := engine.ask(tokens))["cached"] < least:
+        assert time.monotonic() < deadline
+    return cold, answer
+
+
 def told_of_a_load(engine, known, cold):
     """What is reported of the load of a prompt, once all of it comes from the host tier; its
     answers are as where it was computed."""
@@ -117,20 +136,10 @@ def test_vllms_own_tier_gives_back_what_it_stored_and_reports_it_as_ours_does(bo
 def test_less_than_there_is_may_be_loaded_from_vllms_own_tier(both_kinds):
     _, native = both_kinds
     known = prompt(7)
-    cold, deadline = native.ask(known), time.monotonic() + 60.0
-    while (whole := native.ask(known)["cached"]) < WHOLE:
-        assert time.monotonic() < deadline
+    cold, whole = warm(native, known)
     tail = native.ask(known, plan="tail")
-    assert 0 < tail["cached"] < whole and tail["cached"] % BLOCK == 0
+    assert 0 < tail["cached"] < whole["cached"] and tail["cached"] % BLOCK == 0
     assert tail["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
-
-
-def held(engine, tokens):
-    """Its answer to a prompt, once all of that is in its host tier."""
-    deadline = time.monotonic() + 60.0
-    while (answer := engine.ask(tokens))["cached"] < WHOLE:
-        assert time.monotonic() < deadline
-    return answer
 
 
 def from_peer(endpoint, start=0):
@@ -140,7 +149,7 @@ def from_peer(endpoint, start=0):
 def test_what_a_peer_holds_is_loaded_and_decodes_the_same(engines):
     giver, taker = engines["own"]
     known = prompt(11)
-    reference = held(giver, known)
+    _, reference = warm(giver, known)
     taker.reports()
     answer = taker.ask(known, params=from_peer(giver.peer))
     assert answer["cached"] == WHOLE
@@ -170,5 +179,64 @@ def test_a_prompt_of_another_tenant_is_not_to_be_had(pair):
     """Its salt makes other keys of the same tokens."""
     giver, taker = pair
     known = prompt(13)
-    held(giver, known)
+    warm(giver, known)
     assert taker.ask(known, salt="other", params=from_peer(giver.peer))["cached"] == 0
+
+
+# -- tails and the disk ----------------------------------------------------------------------------
+
+
+def test_the_back_of_a_hit_is_computed_where_that_is_faster_and_nothing_changes(with_disk):
+    known = prompt(21)
+    cold, whole = warm(with_disk, known)
+    with_disk.reports()
+    tail = with_disk.ask(known, plan="tail")
+    assert 0 < tail["cached"] < whole["cached"]
+    assert tail["cached"] % BLOCK == 0
+    assert tail["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
+    messages = with_disk.reports()["messages"]
+    (load,) = (m for m in messages if m["kind"] == "load")
+    assert load["tokens"] == tail["cached"]
+    (admitted,) = (m for m in messages if m["kind"] == "admit")
+    assert admitted["host_tokens"] == tail["cached"]
+    assert admitted["new_tokens"] == len(known) - tail["cached"]
+
+
+def test_what_was_computed_anew_is_still_there_to_load(with_disk):
+    known = prompt(22)
+    _, whole = warm(with_disk, known)
+    for plan in ("tail", "kv", "load=320", "kv"):
+        assert (with_disk.ask(known, plan=plan)["cached"] < whole["cached"]) == (plan != "kv")
+
+
+def test_a_prompt_that_is_there_to_its_last_token_is_answered(with_disk):
+    known = prompt(23, 10 * BLOCK)
+    cold, whole = warm(with_disk, known, 9 * BLOCK)
+    # vLLM counts the last token as cached, too, and computes it all the same.
+    assert whole["cached"] <= len(known)
+    assert whole["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
+
+
+def test_prompts_that_host_memory_evicted_come_back_from_disk_with_the_same_answer(with_disk):
+    seeds = range(30, 37)
+    with_disk.reports()
+    cold = {seed: with_disk.ask(prompt(seed)) for seed in seeds}
+    deadline = time.monotonic() + 60.0
+    written, blocks = 0, len(seeds) * WHOLE // BLOCK
+    while written < blocks:
+        assert time.monotonic() < deadline, "nothing more is written"
+        events = with_disk.reports()["events"]
+        written += sum(len(e["hashes"]) for e in events if e["medium"] == "STORAGE")
+    for seed in seeds:
+        again = with_disk.ask(prompt(seed))
+        assert again["cached"] == WHOLE
+        assert again["tokens"] == cold[seed]["tokens"]
+        assert again["logprob"] == pytest.approx(cold[seed]["logprob"], abs=1e-5)
+    messages = with_disk.reports()["messages"]
+    admitted = [m for m in messages if m["kind"] == "admit"]
+    loads = [m for m in messages if m["kind"] == "load"]
+    assert [m["host_tokens"] for m in admitted] == [WHOLE] * len(seeds)
+    # The first was longest unused: it is on disk whole, and other prompts in part.
+    assert admitted[0]["disk_tokens"] > 0
+    assert [m.get("disk_tokens", 0) for m in loads] == [m["disk_tokens"] for m in admitted]
+    assert not [m for m in messages if m["kind"] in ("store_dropped", "tier_failed")]
