@@ -132,7 +132,8 @@ def serving(folder, settings, *options):
     when ready."""
     config, errors = folder / "cluster.yaml", folder / "stderr.txt"
     config.write_text(settings)
-    process = launch(config, errors, {}, *options)
+    # Ray's agents report every ten seconds, for which tests of the metrics would wait.
+    process = launch(config, errors, {"RAY_metrics_report_interval_ms": "3000"}, *options)
     survivors = []
     try:
         yield {**ready_line(process, errors), "pid": process.pid}

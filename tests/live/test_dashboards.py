@@ -12,9 +12,9 @@ from dashboards import build, check
 from deploy.prometheus import PrometheusError, ray_targets
 from deploy.prometheus import prometheus as running_prometheus
 
-# Ray's agents report every ten seconds: two reports with traffic before them make a rate.
-TRAFFIC_S = 32.0
-RATE_WINDOW_S = 25.0
+# Ray's agents report every three seconds here: two reports with traffic before them make a rate.
+TRAFFIC_S = 15.0
+RATE_WINDOW_S = 12.0
 CLIENTS, CHATS, TURNS = 4, 4, 6
 
 
