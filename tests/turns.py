@@ -13,9 +13,9 @@ import pytest
 TURN, ALL = "KAPPA_TURN", "KAPPA_MORE_CLUSTERS"
 GROUPS = (
     ("test_torch_cluster", "test_front_pod"),
-    ("test_models",),
+    ("test_models", "test_own_engines"),
     ("test_faults", "test_deciders"),
-    ("test_drop_in",),
+    ("test_drop_in", "test_front_door"),
 )
 """Files of `tests/live`, without their suffix; the groups take about as long as each other."""
 
