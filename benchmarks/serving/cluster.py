@@ -24,7 +24,8 @@ import httpx
 
 from benchmarks.serving.stock import DIRECT_ENV, engine_limits
 from deploy.app.cluster import Cluster
-from deploy.app.model import Model, StartError, prepare_model
+from deploy.app.errors import StartError
+from deploy.app.model import Model, prepare_model
 from kappa.host import die_with_parent, free_port
 from kappa.settings.cluster import ClusterSettings
 

@@ -53,7 +53,8 @@ def bench_settings(
 def bench_model(settings: ClusterSettings) -> Model:
     """The model that is measured; one that cannot be had is a message and exit code 1."""
     # Imports transformers: only when it is wanted.
-    from deploy.app.model import StartError, prepare_model
+    from deploy.app.errors import StartError
+    from deploy.app.model import prepare_model
 
     try:
         return prepare_model(settings, note)

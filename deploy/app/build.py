@@ -13,9 +13,10 @@ from typing import Any
 
 import structlog
 
-from deploy.app.fits import contradictions
-from deploy.app.model import Model, PreflightError
+from deploy.app.errors import PreflightError
+from deploy.app.model import Model
 from deploy.app.plan import Deferred, pool_deployment
+from deploy.checks.settings import contradictions
 from kappa.keys import digest_of, new_key
 from kappa.settings.cluster import ClusterSettings
 from router.gateway.spec import GatewaySpec

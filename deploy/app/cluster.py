@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING
 import httpx
 
 from deploy.app.build import build_app, own_headers
-from deploy.app.machine import Machine
-from deploy.app.model import Model, PreflightError, StartError, model_here, prepare_models
-from deploy.app.preflight import all_problems
+from deploy.app.errors import PreflightError, StartError
+from deploy.app.model import Model, models_here, prepare_models
 from deploy.app.ray_cluster import APP, JoinedRay, OwnRay, check_port, machines, reachable
+from deploy.checks.facts import Facts
+from deploy.checks.findings import faults
+from deploy.checks.table import findings
 from kappa.settings.cluster import ClusterSettings
 
 if TYPE_CHECKING:
@@ -87,23 +89,16 @@ class Cluster:
             check_port(http.host, http.port)  # before seconds are spent on what cannot be reached
         foreseen = self._ray.foreseen()
         self._progress("preparing the model")
-        here: list[Model | None] = []
-        faults = []
-        for of_one in self.settings.by_model():
-            try:
-                here.append(model_here(of_one))
-            except StartError as error:
-                here.append(None)
-                faults.append(str(error))
-        self._check(here, foreseen, faults)
+        here, unread = zip(*models_here(self.settings), strict=True)
+        self._check(Facts(self.settings, here, [why for why in unread if why], foreseen))
         models = [model for model in here if model is not None]
         if len(models) < len(here):
             models = prepare_models(self.settings, self._progress)
-            self._check(models, foreseen)
+            self._check(Facts(self.settings, models, machines=foreseen))
         self._progress("joining Ray" if self._ray.joined else "starting Ray")
         self._ray.start(self.settings.log_level)
         if self._ray.joined:
-            self._check(models, machines())
+            self._check(Facts(self.settings, models, machines=machines()))
         self._ray.serve_on()
         # It needs no Ray, and half a second that nobody needs who has none.
         from deploy.app.front_door import FrontDoor
@@ -117,16 +112,9 @@ class Cluster:
         self._progress("warming up")
         self._warm_up()
 
-    def _check(
-        self,
-        models: Sequence[Model | None],
-        machines: Sequence[Machine],
-        faults: Sequence[str] = (),
-    ) -> None:
-        found = all_problems(self.settings, models, machines)
-        listed = [*faults, *(fault for of_pool in found.values() for fault in of_pool)]
-        if listed:
-            raise PreflightError("\n".join(listed))
+    def _check(self, facts: Facts) -> None:
+        if wrong := faults(findings("start", facts)):
+            raise PreflightError("\n".join(wrong))
 
     def _deploy(self, models: Sequence[Model], door: GatewaySpec) -> None:
         from ray import serve

@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from deploy.app.errors import StartError
 from deploy.app.machine import Machine
-from deploy.app.model import Model, StartError, model_here
+from deploy.app.model import Model, models_here
 from deploy.app.plan import pool_config, worker_demand, worker_plan
-from deploy.app.preflight import all_problems
 from deploy.app.ray_cluster import OwnRay
+from deploy.checks.facts import Facts
+from deploy.checks.findings import of_place
+from deploy.checks.table import findings
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.pools import PoolSettings
 from kappa.shapes import model_shape
@@ -30,18 +33,14 @@ def dry_run(settings: ClusterSettings, elsewhere: Sequence[Machine] = ()) -> dic
     elsewhere: other machines than this one; a folder that is not here is then no problem.
     """
     machines = elsewhere or OwnRay(sum(pool.most for pool in settings.all_pools)).foreseen()
-    wrong: list[str] = []
+    unread: list[str] = []
     notes: list[str] = []
     models: list[Model | None] = []
-    for of_one in settings.by_model():
-        model = None
-        try:
-            model = model_here(of_one)
-            if model is None:
-                source = of_one.model.source
-                notes.append(f"model.source {source!r} is not on disk: a start fetches it")
-        except StartError as error:
-            (notes if elsewhere else wrong).append(str(error))
+    for of_one, (model, why) in zip(settings.by_model(), models_here(settings), strict=True):
+        if why:
+            (notes if elsewhere else unread).append(why)
+        elif model is None:
+            notes.append(f"model.source {of_one.model.source!r} is not on disk: a start fetches it")
         if model is None and (model := _built_in(of_one)) is not None:
             notes.append(f"sizes are those of the built-in shape {model.shape.name}")
         elif model is None:
@@ -52,15 +51,15 @@ def dry_run(settings: ClusterSettings, elsewhere: Sequence[Machine] = ()) -> dic
         for machine in machines
         if machine.memory_bytes is None
     ]
-    found = all_problems(settings, models, machines)
+    found = findings("start", Facts(settings, models, unread, machines))
     return {
         "pools": [
-            _pool(of_one, pool, model, machines, found.get(pool.name, []))
+            _pool(of_one, pool, model, machines, of_place(found, pool.name))
             for of_one, model in zip(settings.by_model(), models, strict=True)
             for pool in of_one.all_pools
         ],
         "machines": [asdict(machine) for machine in machines],
-        "problems": wrong + found.get("", []),
+        "problems": of_place(found, ""),
         "notes": notes,
     }
 

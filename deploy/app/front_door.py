@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.app.model import StartError
+from deploy.app.errors import StartError
 from kappa.settings.cluster import ClusterSettings
 from router.cluster.paths import DECIDED, own_paths
 from router.gateway.process import EnvoyError, Gateway, spec_of

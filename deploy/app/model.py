@@ -1,18 +1,20 @@
 """The model that a cluster serves: found on disk, on the hub or the package index, or made here.
 
-`StartError` is what every step of a start raises that the user can mend.
+Faults that the user can mend are raised as `StartError`, as by every step of a start.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from deploy.app import smollm2
+from deploy.app.errors import PreflightError, StartError
 from kappa.model import ModelShape
 from kappa.model_config import shape_from_config, unlisted, with_stored_weights
 from kappa.settings.cluster import ClusterSettings, home
@@ -24,18 +26,6 @@ log = structlog.get_logger(__name__)
 # What a folder's name may begin with, and a name on the hub may not.
 _PLACES = ("/", ".", "~")
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-
-
-class StartError(RuntimeError):
-    """The cluster could not be started; the message says why and what to do."""
-
-    exit_code = 1
-
-
-class PreflightError(StartError):
-    """Found before anything was started: settings, model or machine are at fault."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +52,6 @@ def prepare_model(
     Raises:
         StartError: it cannot be had, or not be read.
     """
-    from deploy.app import smollm2
-
     if settings.model.source == smollm2.NAME:
         made = smollm2.smollm2(home() / "models", progress)
         return _read(str(made), settings, _made_here(made))
@@ -89,8 +77,6 @@ def model_here(settings: ClusterSettings) -> Model | None:
     Raises:
         PreflightError: it names a folder that is none, or that cannot be read.
     """
-    from deploy.app import smollm2
-
     source = settings.model.source
     if source is None:
         turns = (turn for s in read_sessions(demo_sessions_path()) for turn in s.turns)
@@ -109,6 +95,15 @@ def model_here(settings: ClusterSettings) -> Model | None:
         if source.startswith(_PLACES) or Path(source).exists():
             raise _unread(source, error) from None
         return None
+
+
+def models_here(settings: ClusterSettings) -> Iterator[tuple[Model | None, str]]:
+    """`model_here` of each model that is served, and why its folder cannot be read."""
+    for of_one in settings.by_model():
+        try:
+            yield model_here(of_one), ""
+        except StartError as error:
+            yield None, str(error)
 
 
 def _unread(source: str, error: Exception) -> PreflightError:

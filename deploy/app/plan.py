@@ -13,7 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
-from deploy.app.model import Model, StartError
+from deploy.app.errors import StartError
+from deploy.app.model import Model
 from deploy.app.parsers import parser_arguments
 from kappa.hardware import NodeProfile, node_profile
 from kappa.model import kv_bytes

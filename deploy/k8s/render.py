@@ -1,7 +1,7 @@
 """Renders every overlay with Kustomize and checks each: `./dev manifests`.
 
 `python -m deploy.k8s.render [--out FOLDER] [OVERLAY ...]` writes one YAML file for each overlay (to
-standard output without `--out`), after `deploy.k8s.checks` found no fault in it. To what Kustomize
+standard output without `--out`), after `deploy.checks` found no fault in it. To what Kustomize
 makes it adds Envoy's configuration, made from the application's `args`: a ConfigMap whose name
 says its content, so that pods of another configuration are other pods. Needs `kubectl` or
 `kustomize`; no cluster.
@@ -45,7 +45,7 @@ def render(folder: Path) -> str:
         RenderError: there is no Kustomize here, it refuses the overlay, or the overlay's `args` are
             no settings.
     """
-    from deploy.k8s.checks import settings_in
+    from deploy.checks.manifests import settings_in
 
     documents = [one for one in yaml.safe_load_all(_kustomized(folder)) if one]
     for document in [one for one in documents if one["kind"] == "RayService"]:
@@ -113,7 +113,9 @@ def _kustomized(folder: Path) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Render and check; 1 if anything is wrong."""
-    from deploy.k8s.checks import faults
+    from deploy.checks.facts import Facts
+    from deploy.checks.findings import faults
+    from deploy.checks.table import findings
 
     parser = argparse.ArgumentParser(prog="python -m deploy.k8s.render", description=__doc__)
     parser.add_argument("overlay", nargs="*", help="default: all of them")
@@ -129,7 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
         except RenderError as error:
             print(error, file=sys.stderr)
             return 1
-        found = faults(d for d in yaml.safe_load_all(text) if d)
+        documents = [document for document in yaml.safe_load_all(text) if document]
+        found = faults(findings("manifests", Facts(documents=documents)))
         for fault in found:
             print(f"{name}: {fault}", file=sys.stderr)
         failed = failed or bool(found)

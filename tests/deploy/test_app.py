@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from deploy.app.build import own_digests, own_headers
-from deploy.app.model import Model, StartError
+from deploy.app.errors import StartError
+from deploy.app.model import Model
 from deploy.app.plan import (
     Deferred,
     engine_scheduler,

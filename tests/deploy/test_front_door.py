@@ -6,8 +6,9 @@ import httpx
 import pytest
 
 from deploy.app.build import build_app
+from deploy.app.errors import StartError
 from deploy.app.front_door import FrontDoor, front_door_spec
-from deploy.app.model import Model, StartError
+from deploy.app.model import Model
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 from router.cluster.paths import DECIDED

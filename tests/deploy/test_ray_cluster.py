@@ -10,7 +10,8 @@ import pytest
 
 from deploy.app import ray_cluster
 from deploy.app.cluster import Cluster, set_environment
-from deploy.app.model import Model, StartError
+from deploy.app.errors import StartError
+from deploy.app.model import Model
 from deploy.app.ray_cluster import JoinedRay, OwnRay, reachable
 from kappa.host import free_port
 from kappa.settings.cluster import load_settings

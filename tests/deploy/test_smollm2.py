@@ -17,7 +17,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from safetensors.numpy import load_file
 
 from deploy.app import smollm2 as module
-from deploy.app.model import StartError, prepare_model
+from deploy.app.errors import StartError
+from deploy.app.model import prepare_model
 from deploy.app.smollm2 import convert, smollm2, tensor_name, unpermuted
 from kappa.model import kv_bytes_per_token
 from kappa.settings.cluster import load_settings

@@ -9,8 +9,12 @@ import pytest
 import yaml
 
 from deploy import front_pod
-from deploy.k8s import checks, render
-from deploy.k8s.pods import quantity
+from deploy.checks.facts import Facts
+from deploy.checks.findings import faults
+from deploy.checks.manifests import _without_files
+from deploy.checks.pods import quantity
+from deploy.checks.table import findings
+from deploy.k8s import render
 from deploy.serve_app import settings_of
 from router.gateway.process import find_envoy
 
@@ -36,6 +40,10 @@ def documents(folder):
     return (document for document in yaml.safe_load_all(render.render(folder)) if document)
 
 
+def faults_in(documents):
+    return faults(findings("manifests", Facts(documents=documents)))
+
+
 def one(documents, kind):
     return next(document for document in documents if document["kind"] == kind)
 
@@ -45,7 +53,7 @@ def ray_service(rendered):
     def changed(overlay, change):
         found = copy.deepcopy(one(rendered[overlay], "RayService"))
         change(found["spec"])
-        return checks.faults([found])
+        return faults_in([found])
 
     return changed
 
@@ -271,7 +279,7 @@ def test_only_the_head_that_scales_may_ask_kubernetes(rendered):
 def test_what_is_wrong_beside_the_rayservice_is_found(kind, change, message, rendered):
     found = copy.deepcopy(rendered["gpu-mixed"])
     change(one(found, kind)["spec"])
-    assert any(message in fault for fault in checks.faults(found)), kind
+    assert any(message in fault for fault in faults_in(found)), kind
 
 
 def pods(spec):
@@ -326,7 +334,7 @@ def test_four_gpus_of_a_pod_are_one_worker(rendered):
     _, made = spec["rayClusterConfig"]["workerGroupSpecs"]
     assert container(spec)["resources"]["limits"]["nvidia.com/gpu"] == "4"
     (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
-    (pool,) = settings_of(checks._without_files(application["args"])).all_pools
+    (pool,) = settings_of(_without_files(application["args"])).all_pools
     assert pool.placement.gpus == 4
     assert yaml.safe_load(made["rayStartParams"]["resources"]) == '{"pool-h100x4": 1}'
     assert made["template"]["metadata"]["labels"]["kappa-serve/pool"] == "h100x4"
@@ -367,7 +375,7 @@ def with_components(tmp_path):
 
 def test_huge_pages_can_be_added(with_components, rendered):
     found = with_components("huge-pages", args="http: {replicas: 2}")
-    assert checks.faults(found) == []
+    assert faults_in(found) == []
     before = one(rendered["gpu-mixed"], "RayService")["spec"]
     for number in range(3):
         limits = container(one(found, "RayService")["spec"], number)["resources"]["limits"]
@@ -378,7 +386,7 @@ def test_huge_pages_can_be_added(with_components, rendered):
 def test_fronts_speak_tls_with_the_pair_of_a_secret(with_components, tmp_path):
     pair = "{cert: /etc/kappa/tls/tls.crt, key: /etc/kappa/tls/tls.key}"
     found = with_components("tls", args=f"http: {{replicas: 2, tls: {pair}}}")
-    assert checks.faults(found) == []
+    assert faults_in(found) == []
     made = envoy(one(found, "RayService")["spec"])
     assert made["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     assert one(found, "ScrapeConfig")["spec"]["scheme"] == "HTTPS"

@@ -8,11 +8,13 @@ from structlog.testing import capture_logs
 
 from deploy.app.build import build_app
 from deploy.app.cluster import Cluster
-from deploy.app.fits import contradictions, misfits
+from deploy.app.errors import StartError
 from deploy.app.front_door import front_door_spec
 from deploy.app.machine import GpuFacts, Machine
-from deploy.app.model import Model, StartError
+from deploy.app.model import Model
 from deploy.app.plan import worker_demand, worker_plan
+from deploy.checks.places import misfits
+from deploy.checks.settings import contradictions
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import PoolSettings
 from kappa.shapes import model_shape

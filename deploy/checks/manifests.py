@@ -1,46 +1,47 @@
-"""Checks a rendered manifest without a cluster: schemas, and what our own settings demand of it.
+"""Whether rendered manifests hold what their schemas, and our settings in them, demand. No cluster.
 
-Built-in kinds against Kubernetes' schemas (strictly: an unknown field is a fault), the RayService
-against KubeRay's CRD and its pods against Kubernetes', the Serve configuration inside against Ray's
-schema, and its `args` against ours. Kinds of the Prometheus operator have no schema here; what they
-select is checked. Whether the pods can run what the settings demand, `deploy.k8s.pods` says. Called
-by `deploy.k8s.render` and the tests.
+Built-in kinds are checked against Kubernetes' schemas (strictly: an unknown field is a fault), the
+RayService against KubeRay's CRD and its pods against Kubernetes', the Serve configuration inside
+against Ray's schema, and its `args` against ours. Kinds of the Prometheus operator have no schema
+here; their selectors are checked. `deploy.checks.pods` says whether the pods can run the settings.
 """
 
 from __future__ import annotations
 
 import gzip
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from deploy.k8s.pods import unfit
+from deploy.checks.facts import Facts
+from deploy.checks.findings import Finding
+from deploy.checks.pods import unfit
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings
 
-CRD = Path(__file__).parent / "crd" / "ray.io_rayservices.yaml.gz"
+CRD = Path(__file__).parents[1] / "k8s" / "crd" / "ray.io_rayservices.yaml.gz"
 KUBERNETES = "1.32"
 IMPORT_PATH = "deploy.serve_app:app"
 
-Document = dict[str, Any]
+Document = Mapping[str, Any]
 
 
-def faults(documents: Iterable[Document]) -> list[str]:
-    """Everything that is wrong, one line each: kind, name, place and reason."""
-    found = []
-    all_documents = list(documents)
-    for document in all_documents:
+def schemas(facts: Facts) -> Iterator[Finding]:
+    """Each document against its kind's schema, a RayService against our settings, too."""
+    for document in facts.documents:
         kind = document.get("kind")
-        if kind in ("PrometheusRule", "ScrapeConfig", "ServiceMonitor"):
-            continue
-        check = _ray_service if kind == "RayService" else _built_in
-        where = f"{kind}/{document.get('metadata', {}).get('name')}"
-        found += [f"{where}: {fault}" for fault in check(document)]
-    return found + list(_selections(all_documents))
+        if kind not in ("PrometheusRule", "ScrapeConfig", "ServiceMonitor"):
+            check = _ray_service if kind == "RayService" else _built_in
+            yield from (_finding(document, fault) for fault in check(document))
+
+
+def _finding(document: Document, fault: str) -> Finding:
+    where = f"{document.get('kind')}/{document.get('metadata', {}).get('name')}"
+    return Finding("fail", f"{where}: {fault}", where=where)
 
 
 def _built_in(document: Document) -> Iterator[str]:
@@ -60,8 +61,9 @@ def _path(parts: Iterable[Any]) -> str:
     return ".".join(str(part) for part in parts) or "(top)"
 
 
-def _selections(documents: list[Document]) -> Iterator[str]:
+def selections(facts: Facts) -> Iterator[Finding]:
     """Services, monitors, policies and budgets that select nothing."""
+    documents = facts.documents
     pods = [
         template.get("metadata", {}).get("labels", {})
         for document in documents
@@ -80,7 +82,7 @@ def _selections(documents: list[Document]) -> Iterator[str]:
         selector = document["spec"].get(key) or {}
         labels = selector if document["kind"] == "Service" else selector["matchLabels"]
         if not any(labels.items() <= one.items() for one in among):
-            yield f"{document['kind']}/{document['metadata']['name']}: selects nothing: {labels}"
+            yield _finding(document, f"selects nothing: {labels}")
 
 
 # -- the RayService -------------------------------------------------------------------------------
@@ -115,22 +117,13 @@ def _serve_config(document: Document) -> Iterator[str]:
 
     try:
         data = yaml.safe_load(document.get("spec", {}).get("serveConfigV2", ""))
-        found = schema.ServeDeploySchema.model_validate(data)
+        # Ray itself passes over keys that it does not know.
+        found = schema.ServeDeploySchema.model_validate(data, extra="forbid")
     except (yaml.YAMLError, ValidationError, TypeError) as error:
         yield f"serveConfigV2: {error}"
         return
-    # Ray's schema passes over keys that it does not know; here they are faults.
     if found.proxy_location != "Disabled":
         yield "serveConfigV2.proxy_location: clients reach the front pods' Envoys: say Disabled"
-    parts: list[tuple[str, Any, Any]] = [("", schema.ServeDeploySchema, data)]
-    for application in data.get("applications", []):
-        where = f"applications.{application.get('name')}."
-        parts.append((where, schema.ServeApplicationSchema, application))
-        for deployment in application.get("deployments", []):
-            parts.append((f"{where}deployments.", schema.DeploymentSchema, deployment))
-    for where, model, part in parts:
-        unknown = part.keys() - model.model_fields.keys()
-        yield from (f"serveConfigV2.{where}{key}: unknown" for key in unknown)
     for application in found.applications:
         where = f"serveConfigV2.applications.{application.name}"
         if application.import_path != IMPORT_PATH:
@@ -187,7 +180,7 @@ def _strict(schema: Document) -> Document:
     """A CRD's OpenAPI schema as JSON Schema: structural, so objects with properties are closed."""
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
-    made: Document = {}
+    made: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "properties":
             made[key] = {name: _strict(part) for name, part in value.items()}

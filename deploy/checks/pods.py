@@ -1,24 +1,23 @@
 """Whether the pods of a RayService can run what its settings demand.
 
 What worker pods offer to Ray is held against what the pools demand, as `kappa serve` does at a
-start; memory and times against what engines need of them; the front pods against what a decider,
-its Envoy and their clients need. Called by `deploy.k8s.checks`.
+start; memory and times against the engines' needs; the front pods against the needs of a decider,
+its Envoy and their clients. Called by `deploy.checks.manifests`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from deploy import front_pod
-from deploy.app.fits import misfits
 from deploy.app.machine import Machine
+from deploy.checks.facts import Worker
+from deploy.checks.places import misfits
 from kappa.settings.cluster import ClusterSettings
-from kappa.settings.engine import share_bytes
-from kappa.settings.pools import PoolSettings
 
 # What an engine needs of a pod's memory beside the host tier: weights while they are read, Ray's
 # object store, Python.
@@ -33,7 +32,7 @@ _UNITS = {
     "Ti": Decimal(2**40),
 }  # fmt: skip
 
-Document = dict[str, Any]
+Document = Mapping[str, Any]
 
 
 def unfit(document: Document, settings: ClusterSettings) -> Iterator[str]:
@@ -67,7 +66,7 @@ def _group(group: Document, settings: ClusterSettings) -> Iterator[str]:
     resources = pod["containers"][0].get("resources", {})
     limits = resources.get("limits", {})
     needs_bytes = [
-        _host_bytes(group, machine, pool, settings)
+        Worker(settings, pool, machine).tier_bytes
         + (_TINY_ENGINE_BYTES if pool.paced else _ENGINE_BYTES)
         for pool in pools
     ]
@@ -92,11 +91,10 @@ def _shared_memory(group: Document, machine: Machine, settings: ClusterSettings)
     """What a pod lacks of /dev/shm, where vLLM maps the host tiers of GPU workers."""
     mapped_bytes = 0
     for pool in settings.all_pools:
-        engine, gpus = pool.engine_settings(settings.engine), pool.placement.gpus
-        if engine.tier_on(gpus) in ("native", "stock") and gpus and not machine.lacks(pool):
-            workers = int(machine.offers["GPU"] // gpus)
-            size = _host_bytes(group, machine, pool, settings)
-            mapped_bytes = max(mapped_bytes, workers * size)
+        worker = Worker(settings, pool, machine)
+        if worker.gpus and not machine.lacks(pool):
+            workers = int(machine.offers["GPU"] // worker.gpus)
+            mapped_bytes = max(mapped_bytes, workers * worker.mapped_bytes)
     if not mapped_bytes:
         return
     store = int(group.get("rayStartParams", {}).get("object-store-memory", 0))
@@ -118,18 +116,6 @@ def _shared_memory(group: Document, machine: Machine, settings: ClusterSettings)
         )
 
 
-def _host_bytes(
-    group: Document, machine: Machine, pool: PoolSettings, settings: ClusterSettings
-) -> int:
-    """The host tier of a pool's worker in one of a group's pods."""
-    size = pool.engine_settings(settings.engine).host_bytes
-    if size is not None:
-        return size
-    resources = group["template"]["spec"]["containers"][0].get("resources", {})
-    memory = quantity(resources.get("limits", {}).get("memory", "0"))
-    return share_bytes(float(memory), machine.offers["GPU"], pool.placement.gpus)
-
-
 def _machines(groups: list[Document], count: str) -> list[Machine]:
     return [_machine_of(group) for group in groups for _ in range(group.get(count, 0))]
 
@@ -145,7 +131,8 @@ def _machine_of(group: Document) -> Machine:
         **json.loads(str(parameters.get("resources", "{}")).strip("'\"").replace('\\"', '"')),
         **{name: float(quantity(value)) for name, value in group.get("resources", {}).items()},
     }
-    return Machine(f"group {group['groupName']}", offers, group.get("labels", {}))
+    memory_bytes = int(quantity(limits.get("memory", "0")))
+    return Machine(f"group {group['groupName']}", offers, group.get("labels", {}), memory_bytes)
 
 
 def quantity(text: str | int | float) -> Decimal:

@@ -9,14 +9,17 @@ import pytest
 
 from deploy.app.machine import THIS, GpuFacts, Machine, read_machine, settings_without_file
 from deploy.app.model import Model, _no_weights
-from deploy.app.preflight import CUDA, GPU_SHARE, all_problems, problems
+from deploy.checks.facts import Facts, Worker
+from deploy.checks.machine import CUDA
+from deploy.checks.table import findings
+from deploy.checks.workers import GPU_SHARE, problems
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
 from kappa.settings.engine import DtypeName
 from kappa.shapes import model_shape
 from tests.workers.fake_nvml import FakeNvml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 H100 = GpuFacts("NVIDIA H100 80GB HBM3", 80_000_000_000, "580.95.05")
 LLAMA_8B = Model("nowhere", model_shape("llama-3.1-8b"), "")
 LLAMA_70B = Model("nowhere", model_shape("llama-3.1-70b"), "")
@@ -33,7 +36,15 @@ def cluster(gpus=1, **engine):
 
 
 def found(settings, model=None, where=None):
-    return problems(settings, settings.all_pools[0], model, where or machine())
+    return problems(Worker(settings, settings.all_pools[0], where or machine(), model))
+
+
+def all_problems(settings, models, machines):
+    """The faults of a start by pool, under "" those between settings."""
+    faults = {}
+    for one in findings("start", Facts(settings, models, machines=machines)):
+        faults.setdefault(one.where, []).append(one.what)
+    return faults
 
 
 def test_a_pool_that_suits_its_machine_has_no_problem():
@@ -360,9 +371,7 @@ def test_models_that_fit_a_machine_one_by_one_are_added_up():
     here = Machine("m", {"CPU": 8.0}, memory_bytes=40 * 10**9, shm_bytes=None)
     assert all_problems(settings, [LLAMA_8B, LLAMA_8B], [here]) == {}
     tight = replace(here, memory_bytes=30 * 10**9)
-    assert not any(
-        problems(part, part.all_pools[0], LLAMA_8B, tight) for part in settings.by_model()
-    ), "each has room"
+    assert not any(found(part, LLAMA_8B, tight) for part in settings.by_model()), "each has room"
     (fault,) = all_problems(settings, [LLAMA_8B, LLAMA_8B], [tight])[""]
     assert "engine.host_bytes of 2 workers on a machine are 1.86 GiB together, and the" in fault
     assert "27.9 GiB left, of which the engines themselves need 32 GiB" in fault

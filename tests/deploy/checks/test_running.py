@@ -9,14 +9,16 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from deploy.app.doctor import CHECKS, Probe, Snapshot, diagnose
 from deploy.app.machine import GpuFacts, Machine
+from deploy.checks.facts import Facts, Probe
+from deploy.checks.table import OF_CLUSTER, OF_MACHINE, findings
 from deploy.cli import app
 from deploy.commands.doctor import send_twice
 from kappa.hardware import node_profile
 
 pytestmark = pytest.mark.ray
 
+CHECKS = OF_MACHINE | OF_CLUSTER
 H100 = GpuFacts("H100", 80 * 10**9, "580.95.05")
 MACHINE = Machine("m", {}, memory_bytes=64 * 10**9, shm_bytes=32 * 10**9, gpus=(H100,))
 NODE = {
@@ -45,7 +47,7 @@ def decision(predicted_s=1.1, real_s=1.0, cached=32, came=32, **more):
     }  # fmt: skip
 
 
-WELL = Snapshot(
+WELL = Facts(
     installed={"ray": "2.60.0"},
     locked={"ray": "2.60.0", "vllm": "0.29.0"},
     machine=MACHINE,
@@ -60,9 +62,9 @@ WELL = Snapshot(
 
 
 def checked(name, **changes):
-    (row,) = [row for row in diagnose(replace(WELL, **changes)) if row["check"] == name]
-    assert bool(row["remedy"]) == (row["status"] in ("warn", "fail"))
-    return row
+    (found,) = [row for row in findings("doctor", replace(WELL, **changes)) if row.where == name]
+    assert bool(found.remedy) == (found.severity in ("warn", "fail"))
+    return found
 
 
 def node(**changes):
@@ -78,9 +80,9 @@ def node(**changes):
 
 
 def test_every_check_passes_where_all_is_well():
-    rows = diagnose(WELL)
-    assert {row["check"]: row["status"] for row in rows} == dict.fromkeys(CHECKS, "pass")
-    assert all(row["figure"] for row in rows)
+    rows = findings("doctor", WELL)
+    assert {row.where: row.severity for row in rows} == dict.fromkeys(CHECKS, "pass")
+    assert all(row.what for row in rows)
 
 
 # Of each check: what is not well, what it says of it.
@@ -176,13 +178,13 @@ ELSEWHERE = [
 @pytest.mark.parametrize(("name", "changes", "status", "figure"), ON_NODES)
 def test_what_is_wrong_with_a_worker_is_found(name, changes, status, figure):
     row = checked(name, nodes=[node(**changes)])
-    assert row["status"] == status and figure in row["figure"]
+    assert row.severity == status and figure in row.what
 
 
 @pytest.mark.parametrize(("name", "changes", "status", "figure"), ELSEWHERE)
 def test_what_is_wrong_elsewhere_is_found(name, changes, status, figure):
     row = checked(name, **changes)
-    assert row["status"] == status and figure in row["figure"]
+    assert row.severity == status and figure in row.what
 
 
 def test_every_check_has_a_case_in_which_it_does_not_pass():
