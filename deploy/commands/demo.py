@@ -27,9 +27,9 @@ from deploy.commands.console import (
     percent,
     print_json,
     print_table,
-    seconds,
     warn,
 )
+from deploy.commands.demo_rows import HEADER, OTHERS, TOKENS, Row, line, print_compared
 from deploy.commands.serve import Config, Policy, running, settings_or_exit
 from kappa.slo import TTFT_FLOOR_S
 from loadtest.client import EndpointError
@@ -37,18 +37,8 @@ from loadtest.run_folder import RequestRecord
 from loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
 from workload.sessions import demo_sessions_path, read_sessions
 
-OTHERS = {"round_robin": "round robin", "ray_prefix": "prefix affinity (Ray Serve LLM's)"}
-"""What ours is compared with: policies of others by our names for them, reimplemented."""
-
 # Each of them has so long for all requests.
 _COMPARED_S = 240.0
-_TOKENS = ("device_tokens", "cached_tokens", "new_tokens")
-HEADER = (
-    f"{'session/turn':<13} {'node':<8} {'device':>6} {'C host':>6} {'N new':>6} {'κ':>7} "
-    f"{'κ_crit':>7} {'bound':<8} {'reason':<14} {'predicted':>9} {'TTFT':>9}"
-)
-
-Row = dict[str, Any]
 
 
 def demo(
@@ -204,7 +194,7 @@ def title(nodes: Sequence[Row]) -> str:
 
 def to_dict(record: RequestRecord) -> Row:
     """One request, JSON-ready; tokens are those that the engine reported."""
-    tokens = {name: (record.actual or {}).get(name) or 0 for name in _TOKENS}
+    tokens = {name: (record.actual or {}).get(name) or 0 for name in TOKENS}
     first_s, bound, error = record.first_token_s, None, None
     if record.ratio is not None and record.crit is not None:
         bound = "memory" if record.ratio >= record.crit else "compute"
@@ -228,19 +218,6 @@ def to_dict(record: RequestRecord) -> Row:
     }
 
 
-def line(row: Row) -> str:
-    """One request as a row under `HEADER`."""
-    head = f"{row['session'] + '/' + str(row['turn']):<13} {row['node'] or '-':<8} "
-    if row["error"]:
-        return f"{head}failed: {row['error']}"
-    device, host, new = (row[name] for name in _TOKENS)
-    return (
-        f"{head}{device:>6} {host:>6} {new:>6} {row['ratio']:>7.2f} {row['kappa_crit'] or 0:>7.1f} "
-        f"{row['bound'] or '?':<8} {row['reason'] or '?':<14} "
-        f"{row['predicted_ttft_s']:>7.2f} s {row['ttft_s']:>7.2f} s"
-    )
-
-
 def summary(
     records: Sequence[RequestRecord], before: Sequence[Row], after: Sequence[Row]
 ) -> dict[str, Any]:
@@ -250,7 +227,7 @@ def summary(
     ttft_s = np.array([row["ttft_s"] for row in done])
     errors = np.abs(np.array([row["predicted_ttft_s"] for row in done]) - ttft_s) / ttft_s
     as_predicted = [
-        all((record.predicted or {}).get(name) == row[name] for name in _TOKENS)
+        all((record.predicted or {}).get(name) == row[name] for name in TOKENS)
         for record, row in zip(answered, done, strict=True)
     ]
 
@@ -320,15 +297,3 @@ def _print_totals(totals: Row) -> None:
         ("steps that overran their pace", percent(totals["overrun_share"])),
     ]
     print_table(f"Totals ({'paced' if totals['paced'] else 'real speed'})", ("", ""), rows, left=2)
-
-
-def print_compared(title: str, compared: Sequence[Row]) -> None:
-    """Policies side by side, each as `worth` has it."""
-    rows = [
-        (
-            row["policy"], f"{row['answered']:,}", seconds(row["p50_s"]), seconds(row["p99_s"]),
-            f"{row['goodput_rps']:.3g}/s",
-        )
-        for row in compared
-    ]  # fmt: skip
-    print_table(title, ("routed by", "answered", "TTFT p50", "p99", "goodput"), rows, left=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from deploy.commands.console import print_json, print_text
-from deploy.commands.demo import HEADER, OTHERS, Row, line, print_compared
+from deploy.commands.demo_rows import HEADER, OTHERS, Row, line, print_compared
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from simulator.clusters import KINDS, SimulatedCluster
@@ -61,7 +61,7 @@ def show_emulated(json_output: bool) -> None:
 
 
 def decisions(outcome: Outcome, config: SimulationConfig, count: int) -> list[Row]:
-    """So many measured requests, evenly over the run, as `deploy.commands.demo.line` takes them."""
+    """`count` measured requests, evenly over the run, as `demo_rows.line` takes them."""
     records, nodes = outcome.records, config.cluster.nodes
     done = np.flatnonzero(records.measured & ~np.isnan(records.e2e_s))
     by_arrival = done[np.argsort(records.arrival_s[done], kind="stable")]

@@ -6,7 +6,7 @@ import numpy as np
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.commands.demo import print_compared
+from deploy.commands.demo_rows import print_compared
 from deploy.commands.emulated import decisions, worth
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
