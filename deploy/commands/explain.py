@@ -1,7 +1,7 @@
 """`kappa tables` and `kappa explain`: the cost model on the command line.
 
 `tables` sets paper 001's figures beside ours, and models and nodes side by side; `explain` prices
-one request on one or more nodes, and every load plan of it. Rates of plans come from a node's
+one request on one or more nodes, and each of its load plans. Rates of plans come from a node's
 profile by formula, or from a file that an engine measured (workers keep theirs under KAPPA_HOME, in
 profiles/). All seconds are undilated.
 """
@@ -33,7 +33,7 @@ from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.model_config import unlisted
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import alternatives, decoding
-from kappa.plans.rates import LineFit, rates_from_law
+from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 from kappa.power import table5_rows
 from kappa.shapes import SHAPES, model_shape
 
@@ -145,34 +145,49 @@ def explain(
     counts = TokenCounts(device_tokens=0, cached_tokens=cached, new_tokens=new)
     names, costs, plans = [], [], []
     with bad_parameter():
-        shape = model_shape(model, kv_dtype)
         if rates is not None and kv_dtype != "auto":
             raise ValueError(f"{rates} holds rates of the KV that was measured: drop --kv-dtype")
-        if Path(shape.source).is_file() and (
-            note := unlisted(read_json_object(shape.source, "model config"))
-        ):
-            warn(note)
-        for profile in [node_profile(name) for name in node or DEMO_NODES]:
-            found = rates_from_law(shape, profile) if rates is None else rates_from_measured(rates)
-            if cpu_gbps and rates is None:
-                attend = LineFit("CPU attention", found.kv_bytes / (cpu_gbps * 1e9))
-                found = replace(found, attend=attend)
+        shape = _noted_shape(model, kv_dtype)
+        for profile in map(node_profile, node or DEMO_NODES):
+            found = rates_from_measured(rates) if rates else _rates(shape, profile, cpu_gbps)
             ways = alternatives(
                 found, counts, block_tokens=block_tokens, room_tokens=room, activations=activations
             )
+            step = decoding(found, cached + new, block_tokens)
             names.append(profile.name)
             costs.append(request_cost(counts, shape, profile))
-            plans.append({
-                "plans": [way.to_dict() for way in ways],
-                "decoding": decoding(found, cached + new, block_tokens),
-            })  # fmt: skip
+            plans.append({"plans": [way.to_dict() for way in ways], "decoding": step})
     if json_output:
-        nodes = [
-            {"node": n, **c, **p} for n, c, p in zip(names, costs, plans, strict=True)
-        ]  # fmt: skip
+        nodes = [{"node": n, **c, **p} for n, c, p in zip(names, costs, plans, strict=True)]
         print_json({**costs[0], **plans[0]} if len(nodes) == 1 else {"nodes": nodes})
         return
     print_text(f"{shape.name}: {cached:,} cached, {new:,} new tokens")
+    _print_costs(names, costs)
+    if rates is not None:
+        names, plans = [str(rates)], plans[:1]
+    for name, row in zip(names, plans, strict=True):
+        _print_plans(name, row)
+
+
+def _noted_shape(model: str, kv_dtype: str) -> ModelShape:
+    """The model's shape, with a warning where its family is none that we know."""
+    shape = model_shape(model, kv_dtype)
+    if Path(shape.source).is_file() and (
+        note := unlisted(read_json_object(shape.source, "model config"))
+    ):
+        warn(note)
+    return shape
+
+
+def _rates(shape: ModelShape, profile: NodeProfile, cpu_gbps: float) -> PlanRates:
+    """Rates by formula; cpu_gbps: of KV that the node's CPU attends to, 0: none."""
+    found = rates_from_law(shape, profile)
+    if not cpu_gbps:
+        return found
+    return replace(found, attend=LineFit("CPU attention", found.kv_bytes / (cpu_gbps * 1e9)))
+
+
+def _print_costs(names: Sequence[str], costs: Sequence[Mapping[str, Any]]) -> None:
     rows = [
         [_SYMBOLS.get(key, key.removesuffix("_s")), *(_cell(key, c[key]) for c in costs)]
         for key in costs[0]
@@ -181,10 +196,6 @@ def explain(
     if len(costs) > 1:
         best = min(range(len(costs)), key=lambda i: float(costs[i]["ttft_s"]))
         print_text(f"Least idle TTFT: {names[best]}")
-    if rates is not None:
-        names, plans = [str(rates)], plans[:1]
-    for name, row in zip(names, plans, strict=True):
-        _print_plans(name, row)
 
 
 def request_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> dict[str, Any]:

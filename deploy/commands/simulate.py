@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
 import typer
@@ -42,90 +43,108 @@ _WRONG_FACTOR = 3.0
 _DOWN_S = 60.0
 
 
-def simulate(
-    cluster: console.ClusterName = "mixed",
-    trace: Annotated[str, typer.Option(help="A built-in workload or a trace file.")] = (
-        "narrativeqa"
-    ),
-    model: console.ModelName = "llama-3.1-8b",
-    kv_dtype: console.KvDtype = "auto",
-    policy: Annotated[str, typer.Option(help="Who decides; name:key=value,… for some.")] = "priced",
-    scheduler: Annotated[
-        str, typer.Option(help=f"In every node: {', '.join(SCHEDULERS)}.")
-    ] = "fcfs",
+@dataclass(frozen=True)
+class Options:
+    """What is simulated; each annotated field is an option of the command."""
+
+    cluster: console.ClusterName = "mixed"
+    trace: Annotated[str, typer.Option(help="A built-in workload or a trace file.")] = "narrativeqa"
+    model: console.ModelName = "llama-3.1-8b"
+    kv_dtype: console.KvDtype = "auto"
+    policy: Annotated[str, typer.Option(help="Who decides; name:key=value,… for some.")] = "priced"
+    scheduler: Annotated[str, typer.Option(help=f"In every node: {', '.join(SCHEDULERS)}.")] = (
+        "fcfs"
+    )
     load: Annotated[
         float | None, typer.Option(help="Fraction of the capacity bound; 0.8 if no rate is given.")
-    ] = None,
-    rate: Annotated[float | None, typer.Option(help="Requests a second, instead of load.")] = None,
+    ] = None
+    rate: Annotated[float | None, typer.Option(help="Requests a second, instead of load.")] = None
     requests: Annotated[int, typer.Option(help="Requests to send; the first fifth warms up.")] = (
         25_000
-    ),
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    )
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0
     warm: Annotated[
         bool, typer.Option("--warm/--cold", help="Documents and histories in host tiers at first.")
-    ] = True,
+    ] = True
     misprofile: Annotated[
         str, typer.Option(help="A third of the nodes announces 3x wrong: none, link, compute, both")
-    ] = "none",
-    failures: Annotated[int, typer.Option(min=0, help="Nodes that die, and return after 60 s.")] = (
-        0
-    ),
-    stragglers: Annotated[int, typer.Option(min=0, help="Nodes 3x slow for a fifth of it.")] = 0,
+    ] = "none"
+    failures: Annotated[int, typer.Option(min=0, help="Nodes that die, and return after 60 s.")] = 0
+    stragglers: Annotated[int, typer.Option(min=0, help="Nodes 3x slow for a fifth of it.")] = 0
     trouble: Annotated[
         int, typer.Option(min=0, help="Instead: so many faults of every kind, drawn at random.")
-    ] = 0,
-    noise: Annotated[float, typer.Option(min=0.0, help="Sigma of the log of durations.")] = 0.03,
+    ] = 0
+    noise: Annotated[float, typer.Option(min=0.0, help="Sigma of the log of durations.")] = 0.03
     admission: Annotated[
         bool, typer.Option("--admission", help="Refuse what would start too late.")
-    ] = False,
-    retry: console.RefusedClients = "never",
-    patience: console.Patience = math.inf,
+    ] = False
+    retry: console.RefusedClients = "never"
+    patience: console.Patience = math.inf
     nodes: Annotated[
         int | None, typer.Option(min=1, help="As many nodes of the cluster's mix.")
-    ] = None,
-    json_output: console.Json = False,
-) -> None:
+    ] = None
+
+    def config(self) -> SimulationConfig:
+        """The simulation that these options ask for, without its faults.
+
+        Raises:
+            ValueError: a name that is not known, or a file that cannot be read.
+        """
+        where = cluster_named(self.cluster)
+        config = SimulationConfig(
+            cluster=where if self.nodes is None else scaled(where, self.nodes),
+            workload=workload_named(self.trace),
+            shape=model_shape(self.model, self.kv_dtype),
+            policy=self.policy,
+            scheduler=self.scheduler,
+            load=0.8 if self.load is None and self.rate is None else self.load,
+            rate_rps=self.rate,
+            requests=self.requests,
+            seed=self.seed,
+            warm=self.warm,
+            admission=self.admission,
+            clients=Clients(cast(Retry, self.retry), self.patience),
+        )
+        return config if config.load is None else config.replaced(capacity_rps=capacity_of(config))
+
+    def faults(self, nodes: int, horizon_s: float) -> Faults:
+        """Faults of the cluster's nodes until the last planned arrival."""
+        if self.trouble:
+            return random_faults(nodes, horizon_s, self.trouble, self.seed, self.noise)
+        wrong = MISPROFILES[self.misprofile]
+        return Faults(
+            noise_sigma=self.noise,
+            misprofiles=misprofiled_third(nodes, wrong, _WRONG_FACTOR, self.seed) if wrong else (),
+            failures=drawn_failures(nodes, self.failures, horizon_s, _DOWN_S, self.seed),
+            stragglers=drawn_stragglers(
+                nodes, self.stragglers, horizon_s, _WRONG_FACTOR, self.seed
+            ),
+        )
+
+
+@console.with_options(Options)
+def simulate(options: Options, json_output: console.Json = False) -> None:
     """Play a workload on a simulated cluster and measure it."""
     with console.bad_parameter():
         for what, name, names in (
-            ("scheduler", scheduler, SCHEDULERS), ("misprofile", misprofile, MISPROFILES),
-        ):  # fmt: skip
+            ("scheduler", options.scheduler, SCHEDULERS),
+            ("misprofile", options.misprofile, MISPROFILES),
+        ):
             if name not in names:
                 raise unknown_name(what, name, names, "choose one of these")
-        policy_named(policy, seed=seed)
-        where = cluster_named(cluster)
-        config = SimulationConfig(
-            cluster=where if nodes is None else scaled(where, nodes),
-            workload=workload_named(trace),
-            shape=model_shape(model, kv_dtype),
-            policy=policy,
-            scheduler=scheduler,
-            load=0.8 if load is None and rate is None else load,
-            rate_rps=rate,
-            requests=requests,
-            seed=seed,
-            warm=warm,
-            admission=admission,
-            clients=Clients(cast(Retry, retry), patience),
-        )
-        if config.load is not None:
-            config = config.replaced(capacity_rps=capacity_of(config))
+        policy_named(options.policy, seed=options.seed)
+        config = options.config()
         traffic = traffic_of(config)
-        count, horizon_s = len(config.cluster.nodes), float(traffic.planned_s.max())
-        wrong = MISPROFILES[misprofile]
-        faults = random_faults(count, horizon_s, trouble, seed, noise) if trouble else Faults(
-            noise_sigma=noise,
-            misprofiles=misprofiled_third(count, wrong, _WRONG_FACTOR, seed) if wrong else (),
-            failures=drawn_failures(count, failures, horizon_s, _DOWN_S, seed),
-            stragglers=drawn_stragglers(count, stragglers, horizon_s, _WRONG_FACTOR, seed),
-        )  # fmt: skip
+        faults = options.faults(len(config.cluster.nodes), float(traffic.planned_s.max()))
         terminal = Console(stderr=True)
         with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
             task = bar.add_task("requests", total=traffic.requests)
             outcome = run(
-                config.replaced(faults=faults), traffic=traffic, timer=time.perf_counter,
+                config.replaced(faults=faults),
+                traffic=traffic,
+                timer=time.perf_counter,
                 progress=lambda ended, _: bar.update(task, completed=ended),
-            )  # fmt: skip
+            )
         summary = outcome.summary()
     if json_output:
         console.print_json(summary)
