@@ -103,8 +103,8 @@ def build_app(
 
 
 def _front_secret() -> str:
-    """What fronts show to workers: a cluster's, so that an application that is deployed anew finds
-    it at the workers that drain."""
+    """What fronts show to workers: a cluster's, so that an application that is deployed again
+    finds it at the workers that drain."""
     import ray
     from ray.experimental import internal_kv
 

@@ -100,7 +100,7 @@ class Cluster:
         if self._ray.joined:
             self._check(Facts(self.settings, models, machines=machines()))
         self._ray.serve_on()
-        # It needs no Ray, and half a second that nobody needs who has none.
+        # Imported here, since it takes half a second and needs no Ray.
         from deploy.app.front_door import FrontDoor
 
         self._door = FrontDoor(self.settings)

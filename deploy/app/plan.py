@@ -132,8 +132,8 @@ def pool_config(
 def _model_arguments(
     settings: ClusterSettings, engine: EngineSettings, model: Model | None
 ) -> dict[str, Any]:
-    """vLLM's arguments for what is the model's: its parsers, and all of its LoRA adapters from the
-    engine's start on."""
+    """vLLM's arguments that follow from the model: its parsers and all of its LoRA adapters, which
+    are loaded when the engine starts."""
     if model is None:
         return {}
     parsers = parser_arguments(engine, model.family, model.chat_template)

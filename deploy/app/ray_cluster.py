@@ -2,7 +2,7 @@
 
 What is started here listens on loopback, demands a token that its user alone can read, and is
 stopped whole. Of a cluster that is joined only our application is taken back, and Ray Serve itself
-only if nobody else used it before.
+only if it did not run before.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def _fallen_back(bad: Iterable[str], facts: Facts, remedy: str) -> Finding:
 
 
 def _graded(value: float, most: tuple[float, float]) -> Severity:
-    """most: what still passes, and what is still but a warning."""
+    """most: the largest value that passes, and the largest that is only a warning."""
     good, bad = most
     return "pass" if value <= good else "warn" if value <= bad else "fail"
 

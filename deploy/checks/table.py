@@ -1,4 +1,4 @@
-"""Which command runs which rows: the one list of what is checked."""
+"""The table of all checks: which command runs which rows."""
 
 from __future__ import annotations
 

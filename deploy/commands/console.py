@@ -66,7 +66,7 @@ def with_options(model: type) -> Callable[[Callable[..., None]], Callable[..., N
     return wrapped
 
 
-# -- what is printed ------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------
 
 
 def print_json(data: Any) -> None:

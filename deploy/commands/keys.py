@@ -1,7 +1,7 @@
 """`kappa keys`: make API keys, hash them for a keys file, and see whose keys a cluster knows.
 
-A key is shown once, when it is made, on standard output alone. A keys file holds digests, so
-whoever reads it can let nobody in.
+A key is shown once, when it is made, on standard output alone. A keys file holds digests, which
+open nothing to its readers.
 """
 
 from __future__ import annotations
