@@ -19,7 +19,7 @@ from kappa.protocol import Announcement
 from kappa.settings.engine import TransferSettings, share_bytes
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
-from workers.disk_file import row_bytes
+from workers.paced.disk_file import row_bytes
 from workers.vllm.arguments import (
     BY_SHARE,
     Endpoints,

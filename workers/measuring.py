@@ -18,10 +18,10 @@ import structlog
 
 from kappa.host import Lock
 from kappa.model import kv_bytes_per_token
-from workers.disk_file import DiskError, measure_disk
 from workers.host_memory import engine_version
 from workers.identity import Profile, WorkerPlan, check_measured, of_all_ranks
 from workers.nvml import gpus_and_driver
+from workers.paced.disk_file import DiskError, measure_disk
 from workers.vllm.arguments import STOCK_TIER
 
 log = structlog.get_logger(__name__)

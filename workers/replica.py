@@ -36,6 +36,7 @@ from workers.http_port import WorkerPort
 from workers.identity import Profile, ReplicaId, WorkerPlan, announce, configure_vllm
 from workers.measuring import Measuring
 from workers.nvml import power_reporter
+from workers.paced.one_process import OneProcessEngine
 from workers.reaper import (
     HangWatch,
     fence,
@@ -48,7 +49,6 @@ from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
 from workers.vllm.arguments import LMCACHE, STOCK_TIER, Endpoints, EngineTier
 from workers.vllm.lmcache.server import LmcacheServer, prepare_lmcache
-from workers.vllm.one_process import OneProcessEngine
 from workers.vllm.options import PeerOptions
 from workers.vllm_plugin import LOG_ENV, log_setting
 
@@ -125,9 +125,9 @@ class KappaServer(Measuring, LLMServer):
         output_collector.install()
         plan, endpoints = self._plan, self._endpoints
         if plan.kind != "vllm":
-            from workers.own_engine.emulated import EmulatedEngine
             from workers.own_engine.server import OwnPlan
             from workers.own_engine.torch_engine import TorchEngine
+            from workers.paced.emulated_engine import EmulatedEngine
 
             made = TorchEngine if plan.kind == "torch" else EmulatedEngine
             return partial(made, own=OwnPlan(plan, self._worker, self._rank, endpoints))

@@ -39,9 +39,9 @@ from workers.vllm.options import PACE_KEY, SCHEDULER_KEY, STATS_KEY, STOCK, Link
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 
-from workers.vllm.host_tier import HostTierWorker
-from workers.vllm.link import LOAD_SOURCES
-from workers.vllm.metered_worker import MeteredCPUWorker
+from workers.paced.host_tier import HostTierWorker
+from workers.paced.metered_worker import MeteredCPUWorker
+from workers.vllm.load_sources import LOAD_SOURCES
 from workers.vllm.options import LinkPace
 
 _HOST_BYTES = 1 << 28

@@ -38,7 +38,7 @@ from simulator.dispatch import RouterDispatch
 from simulator.faults import Faults
 from simulator.play import Play
 from simulator.traffic import Traffic
-from workers.disk_file import row_bytes
+from workers.paced.disk_file import row_bytes
 from workers.vllm.arguments import EngineLimits
 from workload.shapes import Workload
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.conformance.conftest import MODEL
-from workers.own_engine.emulated import WORD
+from workers.paced.emulated_engine import WORD
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 

@@ -185,7 +185,7 @@ def main():
             block_size=BLOCK, num_gpu_blocks_override=2 * CONTEXT // BLOCK + 4, max_num_seqs=4,
             max_num_batched_tokens=512, enforce_eager=True, enable_prefix_caching=True,
             disable_log_stats=True, use_tqdm_on_load=False,
-            worker_cls="workers.vllm.metered_worker.MeteredCPUWorker",
+            worker_cls="workers.paced.metered_worker.MeteredCPUWorker",
             additional_config={"kappa_stats": listener.stats},
             kv_events_config=KVEventsConfig(
                 enable_kv_cache_events=True, publisher="zmq", endpoint=listener.kv, topic="kv"

@@ -13,8 +13,8 @@ from kappa.hardware import node_profile
 from kappa.model import ModelShape
 from workers.identity import WorkerPlan
 from workers.no_download import NoDownload
-from workers.own_engine.emulated import WORD
 from workers.own_engine.server import OwnPlan
+from workers.paced.emulated_engine import WORD
 from workers.tiny_model import make_tiny_model
 
 # Two bytes of KV and a hundred FLOPs per token.

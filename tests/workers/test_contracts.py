@@ -380,8 +380,9 @@ def test_the_source_has_what_we_rely_on(path):
 
 
 PRESENT = [
-    "workers.vllm.metered_worker:MeteredCPUWorker", "workers.vllm.connector:HostTierConnector",
-    "workers.vllm.host_tier:HostTierSpec", "workers.vllm.native_tier:NativeTierSpec",
+    "workers.paced.metered_worker:MeteredCPUWorker", "workers.vllm.connector:HostTierConnector",
+    "workers.paced.connector:CpuHostTierConnector",
+    "workers.paced.host_tier:HostTierSpec", "workers.vllm.native_tier:NativeTierSpec",
     "workers.no_download:NoDownload",
     "router.ray_router:KappaRouter", "workers.vllm.scheduler:FairScheduler",
     "workers.vllm.measured_worker:MeasuredWorker", "workers.announcing:AnnouncingServer",
@@ -476,7 +477,7 @@ def test_a_failed_load_can_be_computed_instead():
 def test_the_host_tier_takes_what_vllms_takes():
     from vllm.v1.kv_offload.base import OffloadingWorker
 
-    from workers.vllm.host_tier import HostTierWorker
+    from workers.paced.host_tier import HostTierWorker
     from workers.vllm.host_tier_manager import HostTierManager
     from workers.vllm.native_tier import NativeTierWorker
 

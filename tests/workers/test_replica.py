@@ -26,7 +26,7 @@ from workers.http_gate import WorkerGate
 from workers.identity import WorkerPlan
 from workers.in_flight import InFlight
 from workers.measuring import _alone
-from workers.own_engine.emulated import EmulatedEngine
+from workers.paced.emulated_engine import EmulatedEngine
 from workers.reaper import HangWatch
 from workers.replica import KappaServer, configure_logs
 from workers.report_totals import ReportTotals

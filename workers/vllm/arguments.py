@@ -49,10 +49,16 @@ CPU_ENV = {
 }
 
 OWN, LMCACHE, NATIVE, STOCK_TIER = "own", "lmcache", "native", "stock"
-_CPU_WORKER = "workers.vllm.metered_worker.MeteredCPUWorker"
+_CPU_WORKER = "workers.paced.metered_worker.MeteredCPUWorker"
 _GPU_WORKER = "workers.vllm.metered_worker.MeteredGPUWorker"
+# What vLLM loads by name, of each host tier: the connector; how the tier describes itself.
+_CONNECTORS = {
+    OWN: ("CpuHostTierConnector", "workers.paced.connector"),
+    NATIVE: ("HostTierConnector", "workers.vllm.connector"),
+    LMCACHE: ("LmcacheConnector", "workers.vllm.lmcache.connector"),
+}
 _SPECS = {
-    OWN: ("HostTierSpec", "workers.vllm.host_tier"),
+    OWN: ("HostTierSpec", "workers.paced.host_tier"),
     NATIVE: ("NativeTierSpec", "workers.vllm.native_tier"),
 }
 # What is announced of a server is bounded by what it can hold, or, of a shared one, by this.
@@ -241,11 +247,11 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
         ValueError: no LMCache server to name.
     """
     choice = tier.choice
+    connector, module = _CONNECTORS[choice.kind]
     extra: dict[str, Any] = {STATS_KEY: stats_endpoint}
     if tier.rates is not None:
         extra[TAIL_KEY] = {"planner": choice.planner, "rates": dict(tier.rates)}
     if choice.kind == LMCACHE:
-        connector, module = "LmcacheConnector", "workers.vllm.lmcache.connector"
         lmcache = choice.lmcache
         url = lmcache.server or tier.server
         if not url:
@@ -263,7 +269,6 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
             },
         }
     else:
-        connector, module = "HostTierConnector", "workers.vllm.connector"
         extra |= {
             "cpu_bytes_to_use": host_bytes,
             "self_describing_kv_events": True,

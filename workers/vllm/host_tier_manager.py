@@ -1,4 +1,6 @@
-"""vLLM's manager of the host tier, in the scheduler's process, with bounded stores."""
+"""vLLM's manager of the host tier, in the scheduler's process, with bounded stores. A tier with
+something behind host memory extends it (`workers.paced.disk_tier`): the connector asks either by
+the same methods."""
 
 from __future__ import annotations
 
@@ -88,6 +90,19 @@ class HostTierManager(ManagerNames):
         self._pending_s = 0.0
         self._lost.clear()
         super().reset_cache()
+
+    # -- what a tier behind it adds -----------------------------------------------------------
+
+    def take_work(self) -> Any:
+        """What the tier's worker is to do besides transfers from the coming step on
+        (`TierWorker.begin_work`); None: nothing."""
+
+    def take_news(self, news: Any) -> None:
+        """What became of that, as the tier's worker says (`TierWorker.take_news`)."""
+
+    def take_loaded(self) -> int:
+        """Blocks of the last load that come from behind host memory; forgets them."""
+        return 0
 
     # -- what peers have, too -----------------------------------------------------------------
 

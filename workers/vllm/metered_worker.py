@@ -1,10 +1,9 @@
-"""vLLM workers that report every engine step, and on a paced node make it last.
+"""vLLM workers that report every engine step.
 
 Of an engine's ranks one reports, that whose outputs vLLM takes. With asynchronous scheduling a step
 is handed out while the one before it still runs: it lasted from its hand-out, or the end of the one
 before if that is later, until its outputs are there; on a GPU events on its stream say so more
-exactly. A pace in `additional_config` has the real step followed by a sleep until it has lasted as
-long as on the named node, in dilated time; a step that is slower is an overrun."""
+exactly. On machines without one a step can be made to last (`workers.paced.metered_worker`)."""
 
 from __future__ import annotations
 
@@ -16,23 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from kappa.cost import StepModel, batch_work
+from kappa.cost import batch_work
 from workers.request_metadata import request_id_of
 from workers.stats_channel import StatsSender
-from workers.vllm.link import LOAD_SOURCES
+from workers.vllm.load_sources import LOAD_SOURCES
 from workers.vllm.measured_worker import MeasuredWorker
-from workers.vllm.options import PACE_KEY, STATS_KEY
+from workers.vllm.options import STATS_KEY
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 # An engine with nothing to compute but loads in flight would poll as fast as it can.
 _LOAD_POLL_S = 0.01
-# Steps closer together than this are one busy period: their overhead is part of the pace.
-_BACK_TO_BACK_S = 0.02
 
 
 @dataclass(slots=True)
@@ -98,7 +94,7 @@ class StepMeter:
 
 
 @dataclass(slots=True)
-class _Timed:
+class Timed:
     """A step under way: what it has to do, its message, when it was handed out (and, on a GPU,
     events on the stream before and behind it)."""
 
@@ -128,17 +124,15 @@ class TimedOutput(AsyncModelRunnerOutput):
 
 
 class Metered(MeasuredWorker):
-    """A report per step and, on a paced node, a pace, in front of a vLLM worker's class."""
+    """A report per step, in front of a vLLM worker's class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = self.vllm_config  # type: ignore[attr-defined]
         config, ranks = vllm_config.additional_config, vllm_config.parallel_config
-        pace = config.get(PACE_KEY)
-        self._kappa_step_model = StepModel.from_dict(pace) if pace else None
         self._kappa_stats = StatsSender(config.get(STATS_KEY, ""))
         self._kappa_meter = StepMeter()
-        self._kappa_step: _Timed | None = None
+        self._kappa_step: Timed | None = None
         self._kappa_last_end_s = 0.0
         # Outputs that are waited for may be taken by another thread than the one that runs steps.
         self._kappa_lock = threading.Lock()
@@ -147,7 +141,7 @@ class Metered(MeasuredWorker):
         self._kappa_reports: bool = self.rank == ranks.world_size - last  # type: ignore[attr-defined]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run the real step; the report and the pace follow once its tokens are sampled."""
+        """Run the step; its report follows once its tokens are sampled."""
         self._kappa_begin(scheduler_output)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens == 0:
@@ -160,11 +154,11 @@ class Metered(MeasuredWorker):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample as vLLM does, then finish the step's pace and report it."""
+        """Sample as vLLM does, then report the step."""
         return self._kappa_end(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
     def _kappa_step_calls(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        # vLLM's own: what is measured is neither reported nor paced.
+        # vLLM's own: what is measured is not reported.
         return super().execute_model, super().sample_tokens  # type: ignore[misc]
 
     def _kappa_mark(self) -> Any:
@@ -175,21 +169,18 @@ class Metered(MeasuredWorker):
         if not self._kappa_reports:
             return
         scheduled = self._kappa_meter.work(scheduler_output)
-        tokens, model = scheduler_output.total_num_scheduled_tokens, self._kappa_step_model
+        tokens = scheduler_output.total_num_scheduled_tokens
         if tokens == 0:
             return
-        start_s = time.monotonic()
-        if model is not None and start_s - self._kappa_last_end_s < _BACK_TO_BACK_S:
-            start_s = self._kappa_last_end_s
         message = {
             "kind": "step",
             "tokens": tokens,
             # Its work (`kappa.cost.StepWork`), then how many requests share it.
             "work": (*batch_work(scheduled.chunks), len(scheduled.chunks)),
             "prefilled": [request_id for request_id in scheduled.prefilled if request_id],
-            "pace_s": model.real_s(scheduled.chunks) if model is not None else 0.0,
+            "pace_s": 0.0,
         }
-        self._kappa_step = _Timed(scheduled, message, start_s, self._kappa_mark())
+        self._kappa_step = Timed(scheduled, message, time.monotonic(), self._kappa_mark())
 
     def _kappa_end(self, output: Any) -> Any:
         """The step has been handed out, and on a CPU has ended; returns its output."""
@@ -202,24 +193,23 @@ class Metered(MeasuredWorker):
         self._kappa_report(step)
         return output
 
-    def _kappa_report(self, step: _Timed) -> None:
-        """The step's outputs are there: wait for its pace, and report it."""
+    def _kappa_lasted(self, step: Timed, start_s: float) -> tuple[float, float]:
+        """Seconds of a step that began then and has just ended, and of them those that its
+        computing took."""
+        self._kappa_last_end_s = end_s = time.monotonic()
+        device_s = step.device_s()
+        took_s = end_s - start_s if device_s is None else device_s
+        return took_s, took_s
+
+    def _kappa_report(self, step: Timed) -> None:
+        """The step's outputs are there: report it."""
         with self._kappa_lock:
-            message, pace_s = step.message, step.message["pace_s"]
-            start_s = max(step.start_s, self._kappa_last_end_s)
-            waits = [source.take_waits(start_s, pace_s) for source in LOAD_SOURCES]
-            held_s, beyond_s = sum(held for held, _ in waits), sum(more for _, more in waits)
-            passed_s, lasts_s = time.monotonic() - start_s, pace_s + beyond_s
-            if passed_s < lasts_s:
-                time.sleep(lasts_s - passed_s)
-            end_s = time.monotonic()
-            self._kappa_last_end_s = start_s + lasts_s if passed_s < lasts_s else end_s
-            device_s, real_s = step.device_s(), passed_s - held_s
-            took_s = end_s - start_s - beyond_s if device_s is None else device_s
+            message = step.message
+            took_s, real_s = self._kappa_lasted(step, max(step.start_s, self._kappa_last_end_s))
             message.update(
                 took_s=took_s,
-                real_s=real_s if device_s is None else device_s,
-                overrun=bool(pace_s and real_s > pace_s),
+                real_s=real_s,
+                overrun=bool(message["pace_s"] and real_s > message["pace_s"]),
                 spent=[
                     (name, sum(source.take_load_s(req_id) for source in LOAD_SOURCES), compute_s)
                     for req_id, name, compute_s in step.scheduled.took(took_s)
@@ -229,42 +219,6 @@ class Metered(MeasuredWorker):
             )
             # Each message wakes two processes: steps that complete no prompt go together.
             self._kappa_stats.send(message, urgent=bool(message["prefilled"]))
-
-
-class Rewindable(torch.Generator):
-    """A generator on the CPU that can take back what was drawn since it was marked. A request with
-    a seed draws in every step of its prompt; vLLM takes back all draws but the last by the
-    generator's offset, which one on a CPU does not have: its exception ends the engine."""
-
-    def mark(self) -> None:
-        self._marked = self.get_state()
-
-    def get_offset(self) -> int:
-        return 0
-
-    def set_offset(self, offset: int) -> None:
-        """Back to the mark, whatever the offset."""
-        self.set_state(self._marked)
-
-
-def mark_generators(runner: Any) -> None:
-    """Make all generators of a model runner's batch rewindable to what they are now."""
-    batch = runner.input_batch
-    for index, generator in batch.generators.items():
-        if not isinstance(generator, Rewindable):
-            plain, generator = generator, Rewindable()
-            generator.set_state(plain.get_state())
-            batch.generators[index] = runner.requests[batch.req_ids[index]].generator = generator
-        generator.mark()
-
-
-class MeteredCPUWorker(Metered, CPUWorker):
-    """vLLM's CPU worker, metered."""
-
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """As `Metered`, with generators that vLLM can take a step back."""
-        mark_generators(self.model_runner)
-        return super().sample_tokens(grammar_output)
 
 
 class MeteredGPUWorker(Metered, Worker):

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import (
 
 from workers.stats_channel import StatsSender
 from workers.vllm.host_tier import ManagedTierSpec, TierWorker
-from workers.vllm.link import LOAD, STORE, averaged_s
+from workers.vllm.load_sources import LOAD, STORE, averaged_s
 from workers.vllm.peer_server import share_layout
 from workers.vllm.versions.installed import SpecNames
 
@@ -40,12 +40,11 @@ class NativeTierWorker(TierWorker):
     def __init__(
         self,
         copies: OffloadingWorker,
-        kv_caches: CanonicalKVCaches,
         tokens_per_block: tuple[int, ...],
         ranks: int,
         stats: StatsSender,
     ) -> None:
-        super().__init__(kv_caches, stats)
+        super().__init__(stats)
         self._ranks = ranks
         self._copies, self._tokens_per_block = copies, tokens_per_block
         self._submitted: dict[int, _Submitted] = {}
@@ -130,11 +129,9 @@ class NativeTierSpec(ManagedTierSpec):
 
     def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
         copies = SpecNames.get_worker(self, kv_caches)
-        if self._size.layout is not None and self.config.parallel.rank == 0:
+        if self._layout is not None and self.config.parallel.rank == 0:
             # One file holds the blocks of all ranks, side by side in a row.
             region = copies._mmap_region
-            share_layout(
-                self._size.layout, self.host_blocks, [(region.fd, self.kv_bytes_per_chunk)]
-            )
+            share_layout(self._layout, self.host_blocks, [(region.fd, self.kv_bytes_per_chunk)])
         ranks = self.config.parallel.world_size
-        return NativeTierWorker(copies, kv_caches, self.tokens_per_block, ranks, stats)
+        return NativeTierWorker(copies, self.tokens_per_block, ranks, stats)

@@ -35,7 +35,7 @@ from tests.router.stream_worker import until
 from tests.workers.emulation import emulated_plan, llm_config
 from workers.http_gate import WorkerGate
 from workers.http_port import WorkerPort
-from workers.own_engine.emulated import EmulatedEngine
+from workers.paced.emulated_engine import EmulatedEngine
 from workers.report_stream import ReportStream
 from workers.vllm import output_collector
 from workers.vllm.arguments import Endpoints, EngineLimits

@@ -14,7 +14,7 @@ from router.api.app import Access
 from tests.router.cluster.conftest import MODEL, STEP_S, PortedNode, StoppableNode
 from tests.router.scripted import KEYS, OWN
 from tests.router.stream_worker import until
-from workers.own_engine.emulated import WORD
+from workers.paced.emulated_engine import WORD
 
 pytestmark = pytest.mark.ray
 

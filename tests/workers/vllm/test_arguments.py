@@ -137,8 +137,8 @@ def test_each_kind_of_tier_is_configured_with_what_it_reads(kind, keys):
     config = given["kv_transfer_config"]
     every = {"kappa_link", "kappa_pace", "kappa_lmcache", "spec_name", "cpu_bytes_to_use"}
     assert every & set(extra(config)) == keys
-    connector = "LmcacheConnector" if kind == "lmcache" else "HostTierConnector"
-    assert config["kv_connector"] == connector
+    connectors = {"own": "CpuHostTierConnector", "native": "HostTierConnector"}
+    assert config["kv_connector"] == connectors.get(kind, "LmcacheConnector")
 
 
 def test_lmcache_has_its_server_and_its_bounds():

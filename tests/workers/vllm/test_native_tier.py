@@ -25,10 +25,11 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from tests.workers.vllm.emulated_cuda import Cuda, on_device
+from workers.paced.host_tier import HostTierSpec, HostTierWorker, TierSize
+from workers.paced.link import Route
 from workers.stats_channel import StatsSender
-from workers.vllm.host_tier import HostTierSpec, HostTierWorker, TierSize
 from workers.vllm.host_tier_manager import HostTierManager
-from workers.vllm.link import LOAD_SOURCES, Route
+from workers.vllm.load_sources import LOAD_SOURCES
 from workers.vllm.native_tier import NativeTierSpec
 from workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkPace
 from workers.vllm.peer_server import mapped_rows

@@ -36,7 +36,7 @@ CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
 VOCABULARY = 2000
 MOST_STEPS = 3000
 VLLMS_OWN = "vLLM's own order"
-COPY = "workers.vllm.link.Route.copy_layer"
+COPY = "workers.paced.link.Route.copy_layer"
 
 
 class Fifo:
@@ -324,7 +324,7 @@ def layered(engine, monkeypatch):
     forget it (what its blocks hold, too)."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from workers.vllm.link import Route
+    from workers.paced.link import Route
 
     monkeypatch.setattr(engine.scheduler.connector, "_kappa_by_layer", True)
     engine.use("fair")
@@ -432,7 +432,8 @@ def test_no_newcomer_starts_while_a_loaded_request_lacks_blocks(engine, monkeypa
     """vLLM's pull request 57841: otherwise holders of blocks can wait for one another for ever."""
     from vllm.v1.request import RequestStatus
 
-    from workers.vllm.link import LOAD, Link
+    from workers.paced.link import Link
+    from workers.vllm.load_sources import LOAD
 
     may_load, copy = threading.Event(), Link._copy
     monkeypatch.setattr(

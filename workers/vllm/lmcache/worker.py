@@ -13,7 +13,6 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from workers.vllm.link import LoadSource
 from workers.vllm.lmcache.connector import (
     LOAD,
     STORE,
@@ -22,6 +21,7 @@ from workers.vllm.lmcache.connector import (
     LmcacheWorkerMeta,
     Stored,
 )
+from workers.vllm.load_sources import LoadSource
 from workers.vllm.options import PACE_KEY, LinkPace, read_options
 
 _STORE_POLL_S = 0.002

@@ -18,11 +18,11 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from workers.disk_file import DiskFile
+from workers.paced.connector import CpuHostTierConnector
+from workers.paced.disk_file import DiskFile
+from workers.paced.disk_tier import DiskNews, DiskRoute, DiskTierManager, DiskWrite
+from workers.paced.host_tier import HostTierWorker, TierSize
 from workers.stats_channel import StatsSender
-from workers.vllm.connector import HostTierConnector
-from workers.vllm.disk_tier import DiskNews, DiskRoute, DiskTierManager, DiskWrite
-from workers.vllm.host_tier import HostTierWorker, TierSize
 from workers.vllm.options import LinkPace
 
 pytestmark = pytest.mark.vllm
@@ -58,8 +58,8 @@ class Scene:
 
     def write_all(self, success=True):
         lots = []
-        while (write := self.manager.take_write()) is not None:
-            assert self.manager.take_write() is None, "one at a time"
+        while (write := self.manager.take_work()) is not None:
+            assert self.manager.take_work() is None, "one at a time"
             lots.append(write)
             self.manager.take_news(DiskNews(written={write.number: success}))
         return lots
@@ -87,7 +87,7 @@ def scene():
 
 def test_nothing_is_written_before_half_of_host_memory_is_in_use(scene):
     scene.store(0, 1, 2, 3)
-    assert scene.manager.take_write() is None and not scene.manager.has_pending_work()
+    assert scene.manager.take_work() is None and not scene.manager.has_pending_work()
     scene.store(4)
     assert scene.manager.has_pending_work()
     (write,) = scene.write_all()
@@ -131,7 +131,7 @@ def test_blocks_evicted_before_they_were_written_are_lost_and_counted(scene):
     assert scene.found(0, 1, 2) == [MISS, MISS, HIT]
     assert scene.reported == [{"kind": "store_dropped", "why": "disk", "blocks": 2}]
     # What is being written stays until it is.
-    write = scene.manager.take_write()
+    write = scene.manager.take_work()
     assert len(write.rows) == 8
     assert scene.manager.prepare_store(keys(20), CONTEXT) is None
     scene.manager.take_news(DiskNews(written={write.number: True}))
@@ -181,7 +181,7 @@ def test_a_reset_empties_both_tiers_and_ignores_a_write_from_before(scene):
     scene.store(*range(6))
     scene.write_all()
     scene.store(*range(10, 12))
-    write = scene.manager.take_write()
+    write = scene.manager.take_work()
     scene.manager.reset_cache()
     scene.manager.take_news(DiskNews(written={write.number: True}))
     assert set(scene.found(*range(12))) == {MISS} and len(scene.manager._free) == DISK
@@ -269,7 +269,7 @@ def test_the_connector_carries_a_write_to_the_worker_and_back_what_became_of_it(
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(device[0], 64)], [])
     size = TierSize(HOST, TOKENS, str(tmp_path), DISK)
     worker = HostTierWorker(caches, size, LinkPace(), StatsSender(""))
-    scheduler, there = (object.__new__(HostTierConnector) for _ in range(2))
+    scheduler, there = (object.__new__(CpuHostTierConnector) for _ in range(2))
     scheduler.connector_scheduler = SimpleNamespace(
         manager=scene.manager, _jobs={}, update_connector_output=lambda _: None,
         _current_batch_load_jobs={},
@@ -290,7 +290,7 @@ def test_the_connector_carries_a_write_to_the_worker_and_back_what_became_of_it(
     try:
         assert step() == (set(), None), "nothing to write, nothing to tell"
         scene.store(*range(6))
-        assert step()[1].disk.written == {1: True}
+        assert step()[1].news.written == {1: True}
         scene.store(*range(10, 16))
         (first, *_), from_disk = scene.load(0, 1)
         assert first >= HOST and from_disk == 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,63 +16,17 @@ import torch
 from vllm.v1.kv_offload.base import TransferResult
 
 from scheduler.link_order import LOADS_FIRST, LinkOrder
-from workers.rows import copy_rows
+from workers.paced.rows import copy_rows
+from workers.vllm.load_sources import LOAD, averaged_s
 from workers.vllm.options import LinkRules
 
 log = structlog.get_logger(__name__)
 
-LOAD, STORE = "load", "store"
 # A transfer gives way only between pieces of about so many seconds (of one block at least).
 PIECE_S = 0.02
 _POLL_S = 0.2
 # A layer that is waited for longer never comes; less than vLLM waits for a step.
 _STUCK_S = 120.0
-# Of a new measurement of seconds per block, against those before it.
-_RATE_WEIGHT = 0.2
-
-
-# Of so many requests it is remembered what their loads took; those that never run are forgotten.
-_REMEMBERED = 4096
-
-
-def averaged_s(known_s: float, latest_s: float) -> float:
-    """EWMA of measured seconds per block; `known_s` is 0 before the first."""
-    before_s = known_s or latest_s
-    return before_s + _RATE_WEIGHT * (latest_s - before_s)
-
-
-class LoadSource:
-    """A host tier, or the transfer from other workers. Thread-safe; known to its process."""
-
-    def __init__(self) -> None:
-        self._load_s: OrderedDict[str, float] = OrderedDict()
-        self._load_lock = threading.Lock()
-        LOAD_SOURCES.append(self)
-
-    def wait_for_load(self, timeout_s: float) -> bool:
-        """Sleep until a load may have ended, at most so long; False if none is in flight."""
-        raise NotImplementedError
-
-    def add_load_s(self, request: str, seconds: float) -> None:
-        """A load of a request's KV (vLLM's id) took so long."""
-        with self._load_lock:
-            self._load_s[request] = self._load_s.get(request, 0.0) + seconds
-            if len(self._load_s) > _REMEMBERED:
-                self._load_s.popitem(last=False)
-
-    def take_load_s(self, request: str) -> float:
-        """Seconds that a request's loads took; forgets them."""
-        with self._load_lock:
-            return self._load_s.pop(request, 0.0)
-
-    def take_waits(self, _start_s: float, _compute_s: float) -> tuple[float, float]:
-        """A step that began then and computes for so long (0: as long as it takes) has ended: how
-        long it was held up, and how much longer it lasts, for loads that came layer by layer."""
-        return 0.0, 0.0
-
-    def leave(self) -> None:
-        if self in LOAD_SOURCES:
-            LOAD_SOURCES.remove(self)
 
 
 def exposed_s(landed_s: Sequence[float], start_s: float, compute_s: float) -> float:
@@ -83,10 +36,6 @@ def exposed_s(landed_s: Sequence[float], start_s: float, compute_s: float) -> fl
     for landed in landed_s:
         end_s = max(end_s, landed) + layer_s
     return end_s - start_s - compute_s if landed_s else 0.0
-
-
-LOAD_SOURCES: list[LoadSource] = []
-"""Those of this process."""
 
 
 @dataclass(slots=True, eq=False)

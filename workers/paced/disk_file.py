@@ -22,7 +22,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from workers.rows import Ids, Table, copy_rows
+from workers.paced.rows import Ids, Table, copy_rows
 
 log = structlog.get_logger(__name__)
 

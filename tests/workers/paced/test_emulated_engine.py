@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.workers.emulation import asking, emulated_plan, llm_config
 from workers import generated
-from workers.own_engine.emulated import WORD, EmulatedEngine, EngineFaults, FaultsFile
+from workers.paced.emulated_engine import WORD, EmulatedEngine, EngineFaults, FaultsFile
 from workers.vllm import output_collector
 from workers.vllm.arguments import Endpoints, EngineLimits
 

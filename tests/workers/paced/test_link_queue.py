@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from scheduler.link_order import FIFO, LOADS_FIRST, STORE_SHARE
-from workers.vllm.link import LOAD, PIECE_S, STORE, LinkQueue, Transfer, exposed_s
+from workers.paced.link import PIECE_S, LinkQueue, Transfer, exposed_s
+from workers.vllm.load_sources import LOAD, STORE
 from workers.vllm.options import LINK_KEY, LinkPace, LinkRules, read_options
 
 pytestmark = pytest.mark.vllm

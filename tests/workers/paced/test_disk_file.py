@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from workers import disk_file
-from workers.disk_file import ALIGN, DiskError, DiskFile, measure_disk, row_bytes
+from workers.paced import disk_file
+from workers.paced.disk_file import ALIGN, DiskError, DiskFile, measure_disk, row_bytes
 
 WIDTHS = (3000, 2000)
 BLOCKS = 40

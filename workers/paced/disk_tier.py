@@ -30,9 +30,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from workers.disk_file import DiskFile
+from workers.paced.disk_file import DiskFile
+from workers.paced.link import Route
 from workers.vllm.host_tier_manager import HostTierManager
-from workers.vllm.link import Route
 
 # Of host memory, what may be in use before anything is written; blocks that are written at a time.
 _UNWRITTEN_SHARE = 0.5
@@ -133,7 +133,7 @@ class DiskTierManager(HostTierManager):
         self._used += len(stored)
         self._dirty.update(dict.fromkeys(key for key in stored if key not in self._rows))
 
-    def take_write(self) -> DiskWrite | None:
+    def take_work(self) -> DiskWrite | None:
         """The next lot, if one is due and none is being written."""
         if self._writing is not None or not self._due:
             return None
