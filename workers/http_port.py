@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Iterator
 
 import uvicorn
 
@@ -22,14 +21,6 @@ _BACKLOG = 4096
 # What the front puts into a body comes in a header.
 _HEAD_BYTES = 1088 << 10
 _STOP_S = 5.0
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to Ray's worker."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class WorkerPort:
@@ -55,7 +46,9 @@ class WorkerPort:
             backlog=_BACKLOG,
             h11_max_incomplete_event_size=_HEAD_BYTES,
         )
-        self._server = _Server(config)
+        self._server = uvicorn.Server(config)
+        # Signals are Ray's worker's.
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self, drain_s: float) -> int:

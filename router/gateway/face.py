@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -12,14 +12,6 @@ from starlette.types import ASGIApp
 from router.gateway.spec import DeciderSlot
 
 _END_S = 5
-
-
-class _Quiet(uvicorn.Server):
-    """Leaves signals to us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @contextlib.asynccontextmanager
@@ -31,7 +23,9 @@ async def faced(app: ASGIApp, slot: DeciderSlot) -> AsyncIterator[asyncio.Task[N
         server_header=False, date_header=False, proxy_headers=False, ws="none",
         timeout_graceful_shutdown=_END_S,
     )  # fmt: skip
-    server = _Quiet(config)
+    server = uvicorn.Server(config)
+    # Signals are the decider's.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     serving = asyncio.create_task(server.serve())
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
