@@ -14,6 +14,7 @@ from typing import Any
 
 from kappa.protocol import ENDPOINT_HEADER, RETRY_HEADER, TO_ID_HEADER
 from router.api import errors
+from router.gateway.access_log import RECORD
 from router.gateway.clusters import (
     DECIDED,
     DECIDER,
@@ -49,6 +50,8 @@ _OURS = ("x-kappa-to-", "x-gateway-", "x-envoy-")
 # A content-length below 100 kB.
 _SMALL = {"google_re2": {}, "regex": "[0-9]{1,5}"}
 _BUFFER_BYTES = 256 << 10
+# Of ends that wait for a decider that starts again.
+_LOG_BYTES = 1 << 20
 # With pauses that double, half a second together.
 _QUESTIONS_MORE = 8
 _RETRY_ON = (
@@ -184,16 +187,16 @@ def _without_ours() -> Json:
 def _log(name: str, slot: DeciderSlot, *filters: Json) -> Json:
     """Tells a decider what the filters pass of the requests that it decided."""
     made = extension(
-        "envoy.access_loggers.http_grpc",
-        "extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
-        common_config={
-            "log_name": name,
-            "transport_api_version": "V3",
-            "grpc_service": {"envoy_grpc": {"cluster_name": of_slot(EVENTS, slot)}},
-            # While a failed attempt is not known, the decider's answer about the next one waits.
-            "buffer_flush_interval": "0.005s" if name == ATTEMPTS else "0.02s",
-        },
-        additional_request_headers_to_log=[TO_ID_HEADER],
+        "envoy.access_loggers.fluentd",
+        "extensions.access_loggers.fluentd.v3.FluentdAccessLogConfig",
+        cluster=of_slot(EVENTS, slot),
+        tag=name,
+        stat_prefix=name,
+        record=dict(RECORD),
+        # While a failed attempt is not known, the decider's answer about the next one waits.
+        buffer_flush_interval="0.005s" if name == ATTEMPTS else "0.02s",
+        buffer_size_bytes=_LOG_BYTES,
+        retry_options={"backoff_options": {"base_interval": "0.02s", "max_interval": "0.5s"}},
     )
     exact = {"exact": str(slot.number)}
     its = {"header_filter": {"header": {"name": SLOT_HEADER, "string_match": exact}}}

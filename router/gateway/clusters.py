@@ -72,7 +72,7 @@ def clusters(spec: GatewaySpec, away: str) -> list[Json]:
         _any_of(spec, FACE, [one.face_socket for one in slots], _least_asked()),
         # Each decider by itself, for questions that no other can answer.
         *(_local(spec, of_slot(DECIDER, one), [one.decider_socket]) for one in slots),
-        *(_local(spec, of_slot(EVENTS, one), [one.events_socket], grpc=True) for one in slots),
+        *(_local(spec, of_slot(EVENTS, one), [one.events_socket]) for one in slots),
     ]
 
 
@@ -116,10 +116,9 @@ def _least_asked() -> Json:
     return _policy(*_LEAST, selection_method="FULL_SCAN")
 
 
-def _local(spec: GatewaySpec, name: str, sockets: Sequence[Path], *, grpc: bool = False) -> Json:
+def _local(spec: GatewaySpec, name: str, sockets: Sequence[Path]) -> Json:
     """Processes of ours behind Unix sockets."""
     endpoints = [{"endpoint": {"address": {"pipe": {"path": str(one)}}}} for one in sockets]
-    http: Json = {"http2_protocol_options": {}} if grpc else {"http_protocol_options": {}}
     return {
         "name": name,
         "type": "STATIC",
@@ -130,7 +129,7 @@ def _local(spec: GatewaySpec, name: str, sockets: Sequence[Path], *, grpc: bool 
             _HTTP: {
                 "@type": f"type.googleapis.com/{_HTTP}",
                 "common_http_protocol_options": {"max_response_headers_kb": _ANSWER_HEADERS_KB},
-                "explicit_http_config": http,
+                "explicit_http_config": {"http_protocol_options": {}},
             }
         },
     }

@@ -1,33 +1,27 @@
-"""Envoy's access log over gRPC: how every request ended, and every attempt at a server that failed.
+"""Envoy's access log: how every request ended, and every attempt at a server that failed.
 
-Envoy sends entries some milliseconds after the fact, many in one message. The log of requests has
-the name `REQUESTS`, that of failed attempts `ATTEMPTS`; both hold `TO_ID_HEADER`, without which
-no decider saw the request, and it is of no interest here.
+Envoy sends entries (`router.gateway.access_log`) some milliseconds after the fact, many in one
+message. The log of requests has the tag `REQUESTS`, that of failed attempts `ATTEMPTS`; both hold
+`TO_ID_HEADER`, without which no decider saw the request, and it is of no interest here.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-# Its handlers of forks, which it installs when it is imported, may end a child before its exec.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-
-import grpc
-import grpc.aio
+import msgspec
 import structlog
 
-from kappa.protocol import TO_ID_HEADER
 from router.api.app import places_of
-from router.gateway.access_log import StreamAccessLogsMessage, StreamAccessLogsResponse
+from router.gateway.access_log import BEGINS, LogEntry, decode
 from router.gateway.spec import ATTEMPTS, REQUESTS
 
 log = structlog.get_logger(__name__)
 
-_SERVICE, _METHOD = "envoy.service.accesslog.v3.AccessLogService", "StreamAccessLogs"
 _MAX_MESSAGE_BYTES = 16 << 20
 
 
@@ -48,7 +42,7 @@ class StreamEnd:
     request_id: str
     # 0 if no answer began.
     status: int
-    # Envoy's response flags, by their names in protobuf.
+    # Envoy's response flags, as it abbreviates them.
     flags: frozenset[str] = frozenset()
     # Of the answer's body.
     sent_bytes: int = 0
@@ -61,30 +55,21 @@ class StreamEnd:
     attempts: int = 1
 
     # The last server never saw the request.
-    unreached = _Flagged(
-        "upstream_connection_failure no_healthy_upstream upstream_overflow dns_resolution_failure"
-    )
+    unreached = _Flagged("UF UH UO DF")
     # The connection to the server broke after it had some of the request.
-    broken = _Flagged(
-        "upstream_connection_termination upstream_remote_reset upstream_protocol_error"
-    )
+    broken = _Flagged("UC UR UPE")
     # Nothing came for longer than it may take.
-    late = _Flagged(
-        "upstream_request_timeout stream_idle_timeout duration_timeout "
-        "upstream_max_stream_duration_reached"
-    )
-    client_gone = _Flagged(
-        "downstream_connection_termination downstream_remote_reset downstream_protocol_error"
-    )
+    late = _Flagged("UT SI DT UMSDR")
+    client_gone = _Flagged("DC DR DPE")
 
 
 class Ends:
-    """The service; `async with` runs it on a Unix socket.
+    """The socket to which Envoy logs; `async with` listens there.
 
     Args:
         ended, failed: called with every request's end, and every failed attempt's.
         goes_on: called with the id of a request that Envoy reports to be still in flight.
-        cut: called when a stream of requests' ends itself ends, as all do when Envoy is killed.
+        cut: called when a connection of requests' ends itself ends, as all do when Envoy is killed.
     """
 
     def __init__(
@@ -95,74 +80,84 @@ class Ends:
         self._socket, self._cut = socket, cut
         self._heard = {REQUESTS: ended, ATTEMPTS: failed}
         self._goes_on = goes_on
+        self._connections: set[_LogConnection] = set()
 
     async def __aenter__(self) -> Ends:
-        size = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
-        self._server = grpc.aio.server(options=size)
-        handler = grpc.stream_unary_rpc_method_handler(
-            self._follow,
-            StreamAccessLogsMessage.FromString,
-            StreamAccessLogsResponse.SerializeToString,
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            lambda: _LogConnection(self._take, self._connections, self._over), str(self._socket)
         )
-        services = grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})
-        self._server.add_generic_rpc_handlers((services,))
-        self._server.add_insecure_port(f"unix:{self._socket}")
-        await self._server.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._server.stop(None)
+        self._server.close()
+        for connection in list(self._connections):
+            connection.transport.abort()
 
-    async def _follow(self, messages: AsyncIterator[Any], context: object) -> Any:
-        """One of Envoy's streams; its first message says which log it is of."""
-        name = ""
-        try:
-            async for message in messages:
-                name = message.identifier.log_name or name
-                heard = self._heard.get(name)
-                if heard is None:
-                    continue
-                for entry in message.http_logs.log_entry:
-                    try:
-                        self._hear(entry, heard)
-                    except Exception as error:
-                        # One that cannot be taken must not cost those behind it.
-                        log.error(
-                            "end_not_taken", error=type(error).__name__, places=places_of(error)
-                        )  # fmt: skip
-        finally:
-            if name == REQUESTS:
-                self._cut()
-        return StreamAccessLogsResponse()
+    def _over(self, name: str) -> None:
+        if name == REQUESTS:
+            self._cut()
 
-    def _hear(self, entry: Any, heard: Callable[[StreamEnd], None]) -> None:
-        request_id = entry.request.request_headers.get(TO_ID_HEADER)
-        if not request_id:
+    def _take(self, name: str, entry: LogEntry) -> None:
+        heard = self._heard.get(name)
+        if heard is None or not entry.id:
             return
-        if entry.common_properties.intermediate_log_entry:
-            self._goes_on(request_id)
-        else:
-            heard(end_of(request_id, entry))
+        try:
+            if entry.goes_on:
+                self._goes_on(entry.id)
+            else:
+                heard(end_of(entry.id, entry))
+        except Exception as error:
+            # One that cannot be taken must not cost those behind it.
+            log.error("end_not_taken", error=type(error).__name__, places=places_of(error))
 
 
-def end_of(request_id: str, entry: Any) -> StreamEnd:
+class _LogConnection(asyncio.Protocol):
+    """One of Envoy's connections, which only tells; at its `over` it says which log it was of."""
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self, take: Callable[[str, LogEntry], None], connections: set[_LogConnection],
+        over: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._take, self._connections, self._over = take, connections, over
+        self._name = ""
+        self._rest = b""  # of a message that has not come whole
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass.
+        self._connections.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connections.discard(self)
+        self._over(self._name)
+
+    def data_received(self, data: bytes) -> None:
+        *whole, last = BEGINS.split(self._rest + data)
+        for message in filter(None, whole):
+            if not self._taken(message):
+                log.error("ends_malformed", why="a message is none")
+        self._rest = b"" if not last or self._taken(last) else last
+        if len(self._rest) > _MAX_MESSAGE_BYTES:
+            log.error("ends_malformed", why="a message is too long")
+            self.transport.abort()
+
+    def _taken(self, message: bytes) -> bool:
+        """Take a message's entries; False for one that is not whole."""
+        try:
+            self._name, entries = decode(message)
+        except msgspec.DecodeError:
+            return False
+        for _, entry in entries:
+            self._take(self._name, entry)
+        return True
+
+
+def end_of(request_id: str, entry: LogEntry) -> StreamEnd:
     """What an entry of the log says."""
-    common, answer = entry.common_properties, entry.response
-    first_s = None
-    if common.HasField("time_to_first_upstream_rx_byte"):
-        first_s = common.time_to_first_upstream_rx_byte.ToMilliseconds() / 1e3
     return StreamEnd(
-        request_id, answer.response_code.value,
-        frozenset(flag.name for flag, _ in common.response_flags.ListFields()),
-        answer.response_body_bytes, common.duration.ToMilliseconds() / 1e3, first_s,
-        _address(common), max(common.upstream_request_attempt_count, 1),
+        request_id, entry.status or 0, frozenset((entry.flags or "").split(",")) - {"", "-"},
+        entry.sent_bytes or 0, (entry.duration_ms or 0) / 1e3,
+        None if entry.first_ms is None else entry.first_ms / 1e3,
+        entry.upstream or "", max(entry.attempts or 1, 1),
     )  # fmt: skip
-
-
-def _address(common: Any) -> str:
-    """The server's, as `ServerEndpoint.address` writes it."""
-    socket = common.upstream_remote_address.socket_address
-    if not socket.address:
-        return ""
-    host = f"[{socket.address}]" if ":" in socket.address else socket.address
-    return f"{host}:{socket.port_value}"

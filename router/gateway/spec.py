@@ -93,7 +93,7 @@ class DeciderSlot:
     decider_socket = _Inside("decider-{0.number}.sock")
     # Of the application that answers `GatewaySpec.own`.
     face_socket = _Inside("face-{0.number}.sock")
-    # Of the gRPC service that hears how the requests ended that were decided here.
+    # Where Envoy logs how the requests ended that were decided here.
     events_socket = _Inside("events-{0.number}.sock")
     # Held by the decider that has it.
     lock_file = _Inside("decider-{0.number}.lock")

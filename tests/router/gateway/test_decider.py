@@ -18,7 +18,7 @@ from tests.router.stream_worker import until
 
 KEYS = {"sk-alice": "alice", "sk-bob": "bob"}
 ALICE, BOB = {"authorization": "Bearer sk-alice"}, {"x-api-key": "sk-bob"}
-DIED, REFUSED = ("upstream_connection_termination",), ("upstream_connection_failure",)
+DIED, REFUSED = ("UC",), ("UF",)
 
 
 def access_of(**allowances):
@@ -246,9 +246,9 @@ async def test_a_large_body_counts_once_against_limits():
         (503, DIED, EMBEDDINGS, "unjudged"),
         (200, DIED, CHAT, "worker_died"),
         (503, REFUSED, CHAT, "unsent"),
-        (504, ("upstream_request_timeout",), CHAT, "error"),
-        (0, ("downstream_connection_termination",), CHAT, "client_gone"),
-        (200, ("downstream_remote_reset",), CHAT, "client_gone"),
+        (504, ("UT",), CHAT, "error"),
+        (0, ("DC",), CHAT, "client_gone"),
+        (200, ("DR",), CHAT, "client_gone"),
     ],
 )
 async def test_a_request_ends_once_as_envoy_says(status, flags, path, expected):
@@ -294,7 +294,7 @@ async def test_an_end_without_a_tail_counts_what_was_sent(monkeypatch):
 async def test_a_client_that_leaves_pays_for_what_was_computed():
     async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
         await here.ask(headers={"x-request-id": "r", **ALICE})
-        here.flights.ended(end("r", 0, ("downstream_connection_termination",)))
+        here.flights.ended(end("r", 0, ("DC",)))
         left = here.door.limits.headers("alice", 0.0)["x-ratelimit-remaining-tokens"]
         assert left == "900"
 
@@ -531,7 +531,7 @@ async def test_what_is_late_and_fails_is_checked_as_ever():
         asking = await late(here)
         await until(lambda: here.live.members.waits.on("a"))
         here.scene.dead.add("a")
-        here.flights.failed(end("r", 0, ("upstream_remote_reset",)))
+        here.flights.failed(end("r", 0, ("UR",)))
         verdict = await asking
         assert isinstance(verdict, Refuse) and verdict.status == 503
         assert json.loads(verdict.body)["error"]["code"] == "engine_died"

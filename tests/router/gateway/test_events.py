@@ -3,102 +3,86 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import grpc.aio
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
-from router.gateway.access_log import (
-    HTTPAccessLogEntry,
-    StreamAccessLogsMessage,
-    StreamAccessLogsResponse,
-)
+from router.gateway import events
+from router.gateway.access_log import RECORD, LogEntry
 from router.gateway.events import Ends, StreamEnd
 from router.gateway.spec import ATTEMPTS, REQUESTS
 
-CALL = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 
-
-def entry(request_id="r", status=200, flags=(), upstream=("10.0.0.1", 8000), **more):
-    made = HTTPAccessLogEntry()
-    if request_id is not None:
-        made.request.request_headers["x-kappa-to-id"] = request_id
-    made.response.response_code.value = status
-    made.response.response_body_bytes = 77
-    common = made.common_properties
-    common.duration.FromMilliseconds(1250)
-    common.time_to_first_upstream_rx_byte.FromMilliseconds(250)
-    common.upstream_request_attempt_count = more.get("attempts", 1)
-    common.intermediate_log_entry = more.get("intermediate", False)
-    if upstream is not None:
-        common.upstream_remote_address.socket_address.address = upstream[0]
-        common.upstream_remote_address.socket_address.port_value = upstream[1]
-    for flag in flags:
-        setattr(common.response_flags, flag, True)
-    return made
+def entry(request_id="r", status=200, flags="-", upstream="10.0.0.1:8000", **more):
+    return {
+        "id": request_id, "status": status, "flags": flags, "sent_bytes": 77, "duration_ms": 1250,
+        "first_ms": 250, "upstream": upstream, "attempts": 1, "log": "DownstreamEnd", **more,
+    }  # fmt: skip
 
 
 def message(name, *entries):
-    made = StreamAccessLogsMessage()
-    if name:
-        made.identifier.log_name = name
-    made.http_logs.log_entry.extend(entries)
-    return made
+    return msgspec.msgpack.encode([name, [[1_764_000_000, one] for one in entries]])
 
 
 @asynccontextmanager
 async def following(folder, ended=None, cut=int):
-    """The service, a stream to it, and what it heard: ends, failed attempts, ids in flight."""
+    """The socket, a connection to it, and what it heard: ends, failed attempts, ids in flight."""
     ends, failed, going = [], [], []
-    async with (
-        Ends(folder / "e", ended or ends.append, failed.append, going.append, cut),
-        grpc.aio.insecure_channel(f"unix:{folder / 'e'}") as channel,
-    ):
-        method = channel.stream_unary(
-            CALL, StreamAccessLogsMessage.SerializeToString, StreamAccessLogsResponse.FromString
-        )
-        yield method, (ends, failed, going)
+    async with Ends(folder / "e", ended or ends.append, failed.append, going.append, cut):
+        reader, writer = await asyncio.open_unix_connection(folder / "e")
+        yield (reader, writer), (ends, failed, going)
+        writer.close()
 
 
-async def heard(method, *messages):
-    """Send the messages and wait until they are taken."""
-    call = method()
-    for one in messages:
-        await call.write(one)
-    await call.done_writing()
+async def heard(connection, *parts):
+    """Send the bytes, each at its own time, and wait until they are taken."""
+    reader, writer = connection
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+        for _ in range(3):
+            await asyncio.sleep(0)
+    writer.write_eof()
     async with asyncio.timeout(10):
-        await call
+        assert await reader.read() == b""
+
+
+def test_an_entry_has_the_fields_that_envoy_writes():
+    assert set(RECORD) == set(LogEntry.__struct_fields__)
 
 
 async def test_ends_are_heard_with_all_that_is_known(tmp_path):
-    async with following(tmp_path) as (method, (ends, _, _)):
-        gone = ("downstream_connection_termination",)
-        await heard(method, message(REQUESTS, entry(attempts=2), entry("s", 0, gone, None)))
+    async with following(tmp_path) as (connection, (ends, _, _)):
+        unsent = entry("s", None, "DC", None, first_ms=None)
+        await heard(connection, message(REQUESTS, entry(attempts=2), unsent))
+    gone = ("DC",)
     assert ends == [
         StreamEnd(
             "r", 200, frozenset(), 77, 1.25, 0.25, "10.0.0.1:8000", 2
         ),
-        StreamEnd("s", 0, frozenset(gone), 77, 1.25, 0.25, "", 1),
+        StreamEnd("s", 0, frozenset(gone), 77, 1.25, None, "", 1),
     ]  # fmt: skip
     assert not ends[0].client_gone and ends[1].client_gone
 
 
 async def test_ends_of_failed_attempts_are_heard_apart(tmp_path):
-    async with following(tmp_path) as (method, (ends, failed, _)):
-        lost = entry("r", 0, ("upstream_connection_termination",), ("::1", 80))
-        await heard(method, message(ATTEMPTS, lost), message("", entry("s", 503)))
+    async with following(tmp_path) as (connection, (ends, failed, _)):
+        lost = entry("r", 0, "UC,URX", "[::1]:80")
+        await heard(connection, message(ATTEMPTS, lost), message(ATTEMPTS, entry("s", 503)))
         assert not ends and [one.request_id for one in failed] == ["r", "s"]
         assert failed[0].upstream == "[::1]:80" and failed[0].broken and not failed[1].broken
 
 
 async def test_requests_that_go_on_are_no_ends(tmp_path):
-    async with following(tmp_path) as (method, (ends, _, going)):
-        await heard(method, message(REQUESTS, entry("r", intermediate=True), entry("s")))
+    async with following(tmp_path) as (connection, (ends, _, going)):
+        goes_on = entry("r", log="DownstreamPeriodic")
+        await heard(connection, message(REQUESTS, goes_on, entry("s")))
         assert going == ["r"] and [one.request_id for one in ends] == ["s"]
 
 
 async def test_ends_of_what_nobody_decided_are_left_out(tmp_path):
-    async with following(tmp_path) as (method, found):
-        await heard(method, message(REQUESTS, entry(None)), message("", entry("")))
-        await heard(method, message("else", entry("r")))
+    async with following(tmp_path) as (connection, found):
+        await heard(connection, message(REQUESTS, entry(None)), message(REQUESTS, entry("")))
         assert found == ([], [], [])
 
 
@@ -110,38 +94,56 @@ async def test_an_end_that_cannot_be_taken_costs_no_other(tmp_path):
             raise KeyError(end.request_id)
         taken.append(end.request_id)
 
-    async with following(tmp_path, ended) as (method, _):
-        await heard(method, message(REQUESTS, entry("a"), entry("bad"), entry("b")))
+    async with following(tmp_path, ended) as (connection, _):
+        await heard(connection, message(REQUESTS, entry("a"), entry("bad"), entry("b")))
     assert taken == ["a", "b"]
 
 
 @pytest.mark.parametrize(("name", "cuts"), [(REQUESTS, 1), (ATTEMPTS, 0)])
-async def test_ends_are_cut_when_their_stream_breaks(tmp_path, name, cuts):
-    cut = asyncio.Queue()
-    async with following(tmp_path, cut=lambda: cut.put_nowait(name)) as (method, (ends, failed, _)):
-        call = method()
-        await call.write(message(name, entry("r")))
-        async with asyncio.timeout(10):
-            while not (ends or failed):
-                await asyncio.sleep(0.01)
-        assert cut.empty()
-        call.cancel()
-        if cuts:
+async def test_ends_are_cut_when_their_connection_breaks(tmp_path, name, cuts):
+    cut = []
+    async with following(tmp_path, cut=lambda: cut.append(name)) as (connection, (ends, failed, _)):
+        await heard(connection, message(name, entry("r")))
+        assert len(ends or failed) == 1 and len(cut) == cuts
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
+async def test_messages_are_taken_however_they_are_cut(tmp_path, size):
+    sent = b"".join(message(REQUESTS, entry(f"r{n}"), entry(f"s{n}")) for n in range(3))
+    async with following(tmp_path) as (connection, (ends, _, _)):
+        await heard(connection, *(sent[i : i + size] for i in range(0, len(sent), size)))
+    assert [end.request_id for end in ends] == ["r0", "s0", "r1", "s1", "r2", "s2"]
+
+
+async def test_a_message_that_is_none_costs_no_other(tmp_path):
+    broken = message(REQUESTS, entry("a"))[:-5]
+    with capture_logs() as logs:
+        async with following(tmp_path) as (connection, (ends, _, _)):
+            await heard(connection, broken + message(REQUESTS, entry("b")))
+    assert [end.request_id for end in ends] == ["b"]
+    assert [line["event"] for line in logs] == ["ends_malformed"]
+
+
+async def test_a_message_beyond_the_bound_ends_its_connection(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "_MAX_MESSAGE_BYTES", 100)
+    with capture_logs() as logs:
+        async with following(tmp_path) as ((reader, writer), (ends, _, _)):
+            writer.write(message(REQUESTS, *(entry(f"r{n}") for n in range(9)))[:-1])
             async with asyncio.timeout(10):
-                assert await cut.get() == REQUESTS
-    assert cut.empty()
+                assert await reader.read() == b""
+    assert not ends and [line["event"] for line in logs] == ["ends_malformed"]
 
 
 @pytest.mark.parametrize(
     ("flag", "what"),
     [
-        ("upstream_connection_failure", "unreached"),
-        ("no_healthy_upstream", "unreached"),
-        ("upstream_remote_reset", "broken"),
-        ("stream_idle_timeout", "late"),
-        ("upstream_request_timeout", "late"),
-        ("downstream_remote_reset", "client_gone"),
-        ("upstream_retry_limit_exceeded", None),
+        ("UF", "unreached"),
+        ("UH", "unreached"),
+        ("UR", "broken"),
+        ("SI", "late"),
+        ("UT", "late"),
+        ("DR", "client_gone"),
+        ("URX", None),
     ],
 )
 async def test_an_ends_flags_say_what_went_wrong(flag, what):
