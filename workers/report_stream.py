@@ -7,6 +7,7 @@ endpoint. Frames: `[kind, seq u64 BE, payload]`, kind one of `kv` (vLLM's own ms
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -24,9 +25,10 @@ from workers.report_totals import ReportTotals
 log = structlog.get_logger(__name__)
 
 _REPORT_EVERY_S = 0.25
-# Reports that change predictions do not wait for that, but go out in lots.
-_URGENT_EVERY_S = 0.01
-_POLL_MS = 100
+# What changes predictions does not wait for that, but goes out in lots: to be woken costs a reader
+# more than to read. First tokens wait least, since the time of each is when it is heard of.
+_URGENT_EVERY_S, _FIRST_TOKENS_EVERY_S = 0.025, 0.01
+_POLL_S = 0.1
 _HIGH_WATER_MESSAGES = 100_000
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -57,8 +59,8 @@ class ReportStream:
         self.totals = ReportTotals(worker, self.in_flight)
         self.complete: Callable[[WorkerReport], WorkerReport] = lambda report: report
         self._seq, self._kv_seq = 0, -1
-        self._last_report_s = float("-inf")
-        # The machine's clock may be set while we run; times in reports only rise.
+        self._held: list[bytes] = []  # The engine's batches of the next lot.
+        self._last_lot_s = self._last_report_s = float("-inf")
         self._epoch_s = time.time() - time.monotonic()
         self._stop = threading.Event()
         # Requests come and go on other threads: a byte in this pipe wakes ours.
@@ -92,8 +94,8 @@ class ReportStream:
             poller.register(readable, zmq.POLLIN)
         while not self._stop.is_set():
             try:
-                urgent_ms = int(1000 * _URGENT_EVERY_S)
-                ready = dict(poller.poll(urgent_ms if self.totals.urgent else _POLL_MS))
+                wait_s = max(min(self._due_s() - self._now_s(), _POLL_S), 0.0)
+                ready = dict(poller.poll(math.ceil(1000 * wait_s)))
                 if self._woken in ready:
                     os.read(self._woken, 4096)
                 for _, number, payload in _received(self._kv) if self._kv in ready else ():
@@ -103,7 +105,7 @@ class ReportStream:
                         self._add_measurement(frame)
                 if self._snapshots in ready:
                     self._answer_snapshot()
-                self._publish_report()
+                self._publish_lot()
             except zmq.ContextTerminated:
                 return
             except Exception:
@@ -129,24 +131,48 @@ class ReportStream:
         except msgspec.DecodeError:
             self._forget("unreadable", seq)
         else:
-            self._publish(KV, payload)
+            self._held.append(payload)
 
     def _forget(self, why: str, seq: int) -> None:
         """The engine's events are incomplete: what is known of its blocks holds no longer."""
         log.warning("engine_events_lost", worker=self._worker, why=why, seq=seq)
         self._mirror.clear()
+        self._publish_blocks()
         self.totals.lost(1)
         self._publish(RESET, b"")
 
-    def _publish_report(self) -> None:
-        now_s = self._epoch_s + time.monotonic()
-        every_s = _URGENT_EVERY_S if self.totals.urgent else _REPORT_EVERY_S
-        if now_s - self._last_report_s >= every_s:
+    def _now_s(self) -> float:
+        """The machine's clock may be set while we run; times in reports only rise."""
+        return self._epoch_s + time.monotonic()
+
+    def _due_s(self) -> float:
+        """When what is there by now is to leave."""
+        due_s = self._last_report_s + _REPORT_EVERY_S
+        if self.totals.first_tokens:
+            return min(due_s, self._last_lot_s + _FIRST_TOKENS_EVERY_S)
+        if self.totals.urgent or self._held:
+            return min(due_s, self._last_lot_s + _URGENT_EVERY_S)
+        return due_s
+
+    def _publish_lot(self) -> None:
+        """Publish what waits, if it is due: blocks first, since they are older."""
+        now_s = self._now_s()
+        if now_s < self._due_s():
+            return
+        self._last_lot_s = now_s
+        self._publish_blocks()
+        if self.totals.urgent or now_s - self._last_report_s >= _REPORT_EVERY_S:
             self._last_report_s = now_s
             self._publish(REPORT, _encode(self.complete(self.totals.take(now_s))))
 
+    def _publish_blocks(self) -> None:
+        for payload in self._held:
+            self._publish(KV, payload)
+        self._held.clear()
+
     def _answer_snapshot(self) -> None:
         identity, *_ = self._snapshots.recv_multipart(zmq.NOBLOCK)
+        self._publish_blocks()  # The mirror has them.
         seq = self._seq.to_bytes(8, "big")
         self._snapshots.send_multipart([identity, b"", seq, *self._mirror.snapshot()])
         # What is no part of a snapshot follows it, numbered, for everybody.

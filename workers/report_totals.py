@@ -40,6 +40,11 @@ class ReportTotals:
         self._reported_all_s = 0.0
 
     @property
+    def first_tokens(self) -> bool:
+        """Whether first tokens wait to be told."""
+        return bool(self._prefilled)
+
+    @property
     def urgent(self) -> bool:
         """Whether something waits that changes a prediction now."""
         return bool(self._admitted or self._prefilled or self._in_flight.urgent)

@@ -174,12 +174,8 @@ class Engine:
         socket.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
         return socket
 
-    def publish(self, seq, first_token=0):
-        event = BlockStored(
-            block_hashes=[100 + seq], parent_block_hash=None, token_ids=[first_token, 1],
-            block_size=2, lora_id=None, medium="GPU", lora_name=None,
-        )  # fmt: skip
-        payload = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=[event]))
+    def publish(self, seq):
+        payload = kv_payload(100 + seq)
         self.kv.send_multipart([b"kv", seq.to_bytes(8, "big"), payload])
         return payload
 
@@ -266,6 +262,42 @@ def test_what_is_in_flight_follows_a_snapshot(engine):
     report = told(engine.next(b"report", lambda p: told(p).in_flight is not None))
     assert [arrival.request_id for arrival in report.in_flight] == ["r"]
     assert engine.seen > seq, "numbered, so that a reader who misses it knows"
+
+
+def kv_payload(number):
+    event = BlockStored(
+        block_hashes=[number], parent_block_hash=None, token_ids=[0, 1], block_size=2,
+        lora_id=None, medium="GPU", lora_name=None,
+    )  # fmt: skip
+    return msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=[event]))
+
+
+def test_news_leave_in_lots_and_first_tokens_sooner(tmp_path, monkeypatch):
+    now, sent = [100.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+    monkeypatch.setattr("workers.report_stream.time", clock)
+    stream = ReportStream("w", "127.0.0.1", f"ipc://{tmp_path}/stats", f"ipc://{tmp_path}/kv")
+    monkeypatch.setattr(stream, "_publish", lambda kind, payload: sent.append(kind))
+
+    def after(seconds):
+        now[0] += seconds
+        sent.clear()
+        stream._publish_lot()
+        return sent
+
+    assert after(0.0) == [b"report"], "the first"
+    stream.in_flight.arrived(SimpleNamespace(vllm_xargs={"kappa_request_id": "r"}), 0.0)
+    for number in range(2):
+        stream._add_events(number, kv_payload(number))
+    assert after(0.024) == []
+    assert after(0.002) == [b"kv", b"kv", b"report"], "one lot"
+    stream.totals.add(step(prefilled=["r"]))
+    assert after(0.009) == []
+    assert after(0.002) == [b"report"]
+    stream._add_events(2, kv_payload(2))
+    assert after(0.026) == [b"kv"], "which change no prediction by themselves"
+    assert after(0.1) == [] and after(0.2) == [b"report"]
+    stream.close()
 
 
 def test_measurements_come_out_as_reports(engine):
