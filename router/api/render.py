@@ -4,12 +4,14 @@ Uses the model's own tokenizer and chat template (`router.api.tokenizer`), as th
 it cannot render for sure (images) it does not guess: routing then fails open, and charges and
 admission control take an upper bound of its length. It is work like any other: in two lanes, each
 with one prompt at a time and a queue before it that is fair to tenants. Short prompts are tokenized
-by a thread, which their size keeps busy for milliseconds; long ones by a process that can be ended.
+by a thread, which their size keeps busy for milliseconds; long ones by a process that can be ended;
+tiny ones by the event loop itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -44,6 +46,8 @@ _MEDIA_TOKENS = 16_384
 
 SHORT_BYTES = 16 << 10
 """Of new text that a thread tokenizes: about 10 ms of work."""
+# Of a body that the event loop tokenizes itself: to wake a thread, and be woken, takes longer.
+_TINY_BYTES = 2 << 10
 # Of a body whose template a thread renders, and of its messages: what a model's template makes of
 # more can take seconds, and only a process can be ended.
 _LIGHT_BYTES, _LIGHT_MESSAGES = 1 << 20, 1024
@@ -289,6 +293,9 @@ class Tokenizing:
                 self._idle.append(process)
 
         try:
+            if body_bytes <= _TINY_BYTES:
+                with contextlib.suppress(_MuchIsNew):
+                    return renderer.render(body, here)
             if _is_light(body, body_bytes):
                 work = partial(renderer.render, body, here)
                 cost = min(body_bytes, SHORT_BYTES + body_bytes // _LOOK_UP_SHARE)

@@ -190,6 +190,26 @@ async def test_tokens_are_made_here_while_little_is_new(tokenizing, renderer):
     assert ids.token_ids.tolist() == [5, 6] and process.asked == []
 
 
+@pytest.mark.parametrize(("body_bytes", "here"), [(2048, True), (2049, False)])
+async def test_tiny_bodies_wake_no_thread(tokenizing, renderer, monkeypatch, body_bytes, here):
+    threads, encode = [], renderer.tokenizer.encode
+
+    def encoded(texts):
+        threads.append(threading.get_ident())
+        return encode(texts)
+
+    monkeypatch.setattr(renderer.tokenizer, "encode", encoded)
+    body = prompt(f"one of {body_bytes} bytes")
+    await tokenizing[0].tokens("m", body, body_bytes, ALICE, None)
+    assert (threads == [threading.get_ident()]) is here and len(threads) == 1
+
+
+async def test_a_tiny_body_of_which_much_is_made_is_encoded_elsewhere(tokenizing):
+    tokenizing, process = tokenizing
+    await tokenizing.tokens("m", prompt("a fox " * SHORT_BYTES), 9, ALICE, None)
+    assert len(process.asked) == 1
+
+
 def talk(*texts):
     roles = ["user", "assistant"] * len(texts)
     messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
