@@ -11,6 +11,7 @@ then replays from `expected`, or resets them in the index and calls `resume`. Pu
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Literal, NamedTuple
@@ -128,6 +129,8 @@ class StreamCursor:
 # list's length before it makes its items.
 _MOST_EVENTS, _MOST_BLOCKS, _MOST_TOKENS, _MOST_KEYS = 1 << 16, 1 << 17, 1 << 21, 64
 _MOST_RANKS, _MOST_GROUPS = 1024, 256
+# Removals that become one, which the index takes in some 0.1 ms.
+_MOST_JOINED = 64
 _Hashes = Annotated[list[int | bytes], msgspec.Meta(max_length=_MOST_BLOCKS)]
 _Group = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_GROUPS)] | None
 
@@ -296,6 +299,28 @@ def decode(payload: bytes, worker: str, counts: Counter[str], groups: CacheGroup
         runs = (list(run) for _, run in groupby(events, type))
         events = [event for run in runs for event in sorted(run, key=_is_further)]
     return Batch(rank, events)
+
+
+def joined(events: Iterable[KVEvent]) -> list[KVEvent]:
+    """The same, with removals that follow one another, of one tier and group, as one: an engine
+    names each block by itself, and an event takes the index as long as twenty blocks of one."""
+    made: list[KVEvent] = []
+    for place, run in groupby(events, _removed_from):
+        if place is None:
+            made += run
+            continue
+        worker, tier, rank, group = place
+        gone = [name for event in run for name in getattr(event, "engine_hashes", ())]
+        for start in range(0, len(gone), _MOST_JOINED):
+            names = tuple(gone[start : start + _MOST_JOINED])
+            made.append(BlocksRemoved(worker, tier, names, rank, group))
+    return made
+
+
+def _removed_from(event: KVEvent) -> tuple[str, Tier, int, int] | None:
+    if not isinstance(event, BlocksRemoved):
+        return None
+    return event.worker, event.tier, event.rank, event.group
 
 
 def _is_further(event: KVEvent) -> bool:

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from router.index.kv_events import Batch, CacheGroups, KVEvent, decode
+from router.index.kv_events import Batch, CacheGroups, KVEvent, decode, joined
 
 log = structlog.get_logger(__name__)
 
@@ -120,9 +120,10 @@ class EventFeed:
     async def hand_over(
         self, events: Sequence[KVEvent], heard: Callable[[list[KVEvent]], Any]
     ) -> None:
-        """Call `heard` with all events, a lot at a time."""
+        """Call `heard` with all events, a lot at a time, removals `joined`."""
+        events = joined(events)
         for start in range(0, len(events), _LOT_EVENTS):
-            heard(list(events[start : start + _LOT_EVENTS]))
+            heard(events[start : start + _LOT_EVENTS])
             await self._turn()
 
     async def pause(self) -> None:

@@ -16,6 +16,7 @@ from router.index.kv_events import (
     TierCleared,
     decode,
     decode_batch,
+    joined,
 )
 from router.index.lookup import Match
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
@@ -118,6 +119,16 @@ def test_skipped_events_are_counted_by_reason():
         "sparse": 1,
         "multimodal": 1,
     }
+
+
+def test_removals_in_a_row_are_joined_and_nothing_else_is():
+    one, other = (BlocksRemoved("w", "device", (name,)) for name in (1, b"2"))
+    apart = [TierCleared("w", None), BlocksRemoved("w", "host", (3,)), one]
+    assert joined([one, other, *apart]) == [BlocksRemoved("w", "device", (1, b"2")), *apart]
+    many = [BlocksRemoved("w", "device", (name,), 1, 2) for name in range(100)]
+    assert [len(event.engine_hashes) for event in joined(many)] == [64, 36]
+    assert {(event.rank, event.group) for event in joined(many)} == {(1, 2)}
+    assert joined([]) == []
 
 
 def of_group(index, kind, window=None, **more):
