@@ -84,6 +84,8 @@ class Aloft(Generic[F]):
     events: int = 0
     end: StreamEnd | None = None
     ended_as: str = ""
+    untold: asyncio.TimerHandle | None = None
+    """Ends it where nobody tells what it took."""
     failures: list[StreamEnd] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -313,18 +315,14 @@ class Flights(Generic[F]):
             self._end(end.request_id)
         else:
             self._left(end.request_id)  # Only its account stays open.
-            asyncio.get_running_loop().call_later(bound_s, self._end_of, aloft)
+            loop = asyncio.get_running_loop()
+            aloft.untold = loop.call_later(bound_s, self._end, end.request_id)
 
     def _reported(self, request_id: str) -> None:
         """Its worker said what it took: exact, where the log was sooner."""
         aloft = self._aloft.get(request_id)
         if aloft is not None and aloft.end is not None and not aloft.end.status >= 400:
             self._end(request_id)
-
-    def _end_of(self, aloft: Aloft[F]) -> None:
-        """Unless it ended meanwhile, and another has its id."""
-        if self._aloft.get(aloft.request_id) is aloft:
-            self._end(aloft.request_id)
 
     async def _after_death(self, aloft: Aloft[F]) -> None:
         """A worker of ours did not serve it, and it was tried at no other: it ends once it is known
@@ -358,6 +356,8 @@ class Flights(Generic[F]):
         aloft = self._aloft.pop(request_id, None)
         if aloft is None:
             return
+        if aloft.untold is not None:
+            aloft.untold.cancel()  # Another may have its id by then, and each timer is a waking.
         live, end, lease = self._live, aloft.end, aloft.lease
         status = end.status if end is not None else 0
         try:
