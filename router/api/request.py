@@ -10,11 +10,10 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from kappa.protocol import APPROX_HEADER, Announcement
@@ -68,12 +67,13 @@ class ApiRequest:
 
     request_id: its id here, unlike that of any other that is open; timeline: where its time goes;
     on_end: called once with the end and the status, when the request is over; deadline: by when its
-    answer must have begun; model, adapter: what it asks for; digest: names its content.
+    answer must have begun; headers: by names in lower case; model, adapter: what it asks for;
+    digest: names its content.
     """
 
     request_id: str
     body: RequestBody
-    headers: Headers
+    headers: Mapping[str, str]
     inbound: Inbound
     digest: str = ""
     timeline: RequestTimeline = field(init=False)

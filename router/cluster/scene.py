@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import structlog
-from starlette.datastructures import Headers
 
 from kappa.host import Lock
 from kappa.protocol import (
@@ -51,6 +50,7 @@ log = structlog.get_logger(__name__)
 # Of what a worker puts into a body, which comes in a header.
 _MOST_SET_BYTES = 1000 << 10
 _HEALTH_S = 2.0
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +63,12 @@ class ClusterRequest(RouteRequest):
 
 @dataclass(slots=True)
 class ClusterFlight:
-    """A request at a worker. sets: of its body, `changes.sets` among them."""
+    """A request at a worker. headers: what the worker's gate does to its body, and shows of the
+    decision."""
 
     decision: Decision
     api: ApiRequest
-    sets: Mapping[str, Any]
-    drops: tuple[str, ...]
+    headers: Mapping[str, str]
     via: str = ""
 
 
@@ -101,8 +101,7 @@ class ClusterScene(KnownServers):
         """Its body, checked, in tokens. Raises ApiError."""
         found = await read(asked.body, partial(taken, asked.path))
         inbound = Inbound(asked.request_id, time.monotonic(), asked.tenant, body=asked.body)
-        headers = Headers(dict(asked.headers))
-        api = ApiRequest(asked.request_id, found.body, headers, inbound, asked.digest)
+        api = ApiRequest(asked.request_id, found.body, asked.headers, inbound, asked.digest)
         self._path.begin(api)
         try:
             api.prepare(self._path.models)
@@ -139,8 +138,7 @@ class ClusterScene(KnownServers):
             # Who names none, where there is one, gets that; not every API of vLLM's allows it.
             named = {} if api.body.model else {"model": api.model.name}
             sets = {**request.changes.sets, **api.body.sets(), **named}
-            flight = ClusterFlight(decision, api, sets, request.changes.drops)
-            self.headers(flight)  # It fits.
+            flight = ClusterFlight(decision, api, _headers(decision, sets, request.changes.drops))
         except BaseException:
             live.release(request.request_id, "unsent")
             raise
@@ -158,20 +156,8 @@ class ClusterScene(KnownServers):
         return self.by_price(flight.decision.priced.workers, self.live, flight.decision, request)
 
     def headers(self, flight: ClusterFlight) -> Mapping[str, str]:
-        """What the worker's gate does to the body, and shows of the decision. ApiError 400 if the
-        former is too much."""
-        text = _json(flight.sets)
-        if len(text) > _MOST_SET_BYTES:
-            names = sorted(flight.sets.keys() - {"vllm_xargs"}) or ["vllm_xargs"]
-            raise errors.bad_field(
-                names[0], "is too long to be sent on changed: leave out what the API does not "
-                "name, or shorten it",
-            )  # fmt: skip
-        drops = {TO_DROP_HEADER: ",".join(flight.drops)} if flight.drops else {}
-        shown = decision_headers(flight.decision) if flight.decision.informed else {}
-        if flight.sets["vllm_xargs"].get(APPROX_KEY):
-            shown[APPROX_HEADER] = "ok"
-        return {TO_BODY_HEADER: text, **drops, TO_SHOW_HEADER: _json(shown)}
+        """For the worker's gate."""
+        return flight.headers
 
     def patience_s(self, flight: ClusterFlight) -> float:
         """Until its deadline."""
@@ -276,5 +262,20 @@ def _with_delivery(
     return ClusterRequest(**known | {"exclude": exclude}, api=api, changes=changes)
 
 
-def _json(fields: Mapping[str, Any]) -> str:
-    return json.dumps(fields, separators=(",", ":"))
+def _headers(
+    decision: Decision, sets: Mapping[str, Any], drops: tuple[str, ...]
+) -> Mapping[str, str]:
+    """What a gate sets in a body, and drops of it, and shows of the decision. ApiError 400 if the
+    former is too much."""
+    text = _json(sets)
+    if len(text) > _MOST_SET_BYTES:
+        names = sorted(sets.keys() - {"vllm_xargs"}) or ["vllm_xargs"]
+        raise errors.bad_field(
+            names[0], "is too long to be sent on changed: leave out what the API does not name, "
+            "or shorten it",
+        )  # fmt: skip
+    dropped = {TO_DROP_HEADER: ",".join(drops)} if drops else {}
+    shown = decision_headers(decision) if decision.informed else {}
+    if sets["vllm_xargs"].get(APPROX_KEY):
+        shown[APPROX_HEADER] = "ok"
+    return {TO_BODY_HEADER: text, **dropped, TO_SHOW_HEADER: _json(shown)}

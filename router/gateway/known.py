@@ -47,11 +47,16 @@ class KnownServers:
 
     async def first_known(self, able: Callable[[], Collection[str]]) -> None:
         """Wait a little if there are servers `able` to serve, of which Envoy knows none yet."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KNOWN_S):
-                while (names := able()) and self.endpoints.keys().isdisjoint(names):
-                    self._known.clear()
-                    await self._known.wait()
+
+        def unknown() -> bool:
+            return bool(names := able()) and self.endpoints.keys().isdisjoint(names)
+
+        if unknown():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_KNOWN_S):
+                    while unknown():
+                        self._known.clear()
+                        await self._known.wait()
 
     async def keep_known(
         self,

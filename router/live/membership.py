@@ -208,9 +208,10 @@ class Membership:
 
     async def first_joined(self, within_s: float) -> None:
         """Wait, at most so long, until a worker has joined since the start; then never again."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._joined.wait()
+        if not self._joined.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._joined.wait()
 
     async def close(self) -> None:
         self._registry.unsubscribe(self._on_registry)
