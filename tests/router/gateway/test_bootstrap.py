@@ -395,6 +395,18 @@ async def test_ends_and_failed_attempts_are_told():
         assert (end.status, end.client_gone, end.broken) == (200, True, False)
 
 
+async def test_ends_wait_for_a_decider_that_is_away():
+    ended = asyncio.Queue()
+    async with open_door() as door, asyncio.timeout(20):
+        door.send_to(0)
+        await door.ask()
+        await asyncio.sleep(1.0)  # Envoy fails to connect, again and again.
+        async with Ends(
+            door.spec.slots[0].events_socket, ended.put_nowait, print, print, int
+        ):  # fmt: skip
+            assert (await ended.get()).status == 200
+
+
 async def test_a_stream_that_goes_on_is_told(monkeypatch):
     monkeypatch.setattr("router.gateway.bootstrap.GOES_ON_S", 0.2)
     going, ended, done = asyncio.Queue(), asyncio.Queue(), asyncio.Event()
