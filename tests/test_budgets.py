@@ -80,9 +80,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 44_950),  # goal: 37,000
-        (("benchmarks",), 12_520),  # goal: 9,000
-        (("tests",), 52_110),  # goal: 40,000
+        (PRODUCT, 44_970),  # goal: 37,000
+        (("benchmarks",), 10_790),  # goal: 9,000
+        (("tests",), 51_920),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):
@@ -97,9 +97,9 @@ def test_code_lines_counts_neither_docstring_nor_comment():
 @pytest.mark.parametrize(
     ("module", "most"),
     [
-        ("router.router", 25),
-        ("router.api.request_path", 58),  # goal: 40
-        ("engine.llm_engine", 55),
+        ("router.router", 27),
+        ("router.api.request_path", 61),  # goal: 40
+        ("engine.llm_engine", 49),
     ],
 )
 def test_few_files_have_to_be_read_to_follow_a_module(module, most):
