@@ -232,9 +232,8 @@ def joined(monkeypatch):
         named = {"applications": dict.fromkeys(applications)}
         client = SimpleNamespace(get_serve_details=details or (lambda: named))
         monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda **_: client)
-        monkeypatch.setattr(
-            deploy.app.cluster, "model_here", lambda _: Model("", model_shape("qwen2.5-7b"), "")
-        )
+        model = Model("", model_shape("qwen2.5-7b"), "")
+        monkeypatch.setattr(deploy.app.cluster, "models_here", lambda _: [(model, "")])
         monkeypatch.setattr(deploy.app.cluster, "machines", lambda: [])
         monkeypatch.setattr(deploy.app.front_door, "FrontDoor", Door)
         settings = load_settings(None, http={"host": "0.0.0.0", "port": free_port("0.0.0.0")},

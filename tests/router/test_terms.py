@@ -320,6 +320,8 @@ class Blocked:
 
 @pytest.fixture
 def blocked(monkeypatch):
+    # What is tiny never waits: the event loop itself tokenizes it.
+    monkeypatch.setattr("router.api.render._TINY_BYTES", 0)
     made = []
 
     def make(here):

@@ -362,7 +362,7 @@ async def test_ends_and_failed_attempts_are_told():
         await asyncio.sleep(60)
 
     async with (
-        open_door((lambda heard: Answer(cut=True), None)) as door,
+        open_door((lambda heard: Answer(cut=True), None), own=True) as door,
         Ends(door.spec.slots[0].events_socket, ended.put_nowait, failed.put_nowait, print, int),
         asyncio.timeout(20),
     ):
@@ -397,7 +397,7 @@ async def test_ends_and_failed_attempts_are_told():
 
 async def test_ends_wait_for_a_decider_that_is_away():
     ended = asyncio.Queue()
-    async with open_door() as door, asyncio.timeout(20):
+    async with open_door(own=True) as door, asyncio.timeout(20):
         door.send_to(0)
         await door.ask()
         await asyncio.sleep(1.0)  # Envoy fails to connect, again and again.
