@@ -139,8 +139,11 @@ class HostTierFetches:
         ended = [(name, one) for name, one in self._fetches.items() if one.came is not None]
         for name, _ in ended:
             del self._fetches[name]
-        gone = [one for one in self._orphans if one.came is not None]
-        self._orphans = [one for one in self._orphans if one.came is None]
+        gone: list[_PeerFetch] = []
+        orphans, self._orphans = self._orphans, []
+        for one in orphans:
+            # Looked at once: on the fetching thread it may come at any moment.
+            (gone if one.came is not None else self._orphans).append(one)
         for fetch in [*(one for _, one in ended), *gone]:
             self._complete(fetch)
             self._ended = True

@@ -317,6 +317,26 @@ def test_room_for_a_request_that_ended_is_freed_or_filled_when_its_blocks_came(t
     assert taker.found(1) == [HIT] and not taker.fetches.has_work
 
 
+def test_settle_loses_no_orphan_that_comes_while_it_looks(tier, monkeypatch):
+    fetches, completed = tier().fetches, []
+
+    class Coming:
+        """Comes between one look and the next."""
+
+        looks = 0
+
+        @property
+        def came(self):
+            self.looks += 1
+            return [1] if self.looks > 1 else None
+
+    fetches._orphans = [one := Coming()]
+    monkeypatch.setattr(fetches, "_complete", completed.append)
+    fetches.settle()
+    fetches.settle()
+    assert completed == [one] and not fetches.has_work
+
+
 def test_a_reset_waits_until_nothing_writes_to_the_tier(tier):
     giver, taker = tier(), tier()
     giver.store(1, 2)
