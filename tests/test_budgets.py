@@ -82,7 +82,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 44_970),  # goal: 37,000
         (("benchmarks",), 10_790),  # goal: 9,000
-        (("tests",), 51_940),  # goal: 40,000
+        (("tests",), 51_945),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):

@@ -33,6 +33,8 @@ pools:
      engine: {{device_blocks: 128, host_bytes: 67108864, max_context_tokens: 1024, planner: kv,
               block_tokens: 16}}}}
 engine: {{device_blocks: 200, max_context_tokens: 6144}}
+# Unpaced pools are as fast as the machine, which may be too slow for the objective.
+router: {{admission: false}}
 """
 
 COMMON = {
