@@ -43,12 +43,12 @@ class RecordFile:
 
     def __call__(self, entry: Mapping[str, Any]) -> None:
         """Have an entry appended; never raises for what the disk does."""
-        line = json.dumps(entry).encode() + b"\n"
         if self._given_bytes - self._taken_bytes > _WAITING_BYTES:
             self._end("the disk is too slow")
         if self._ended:
             self._on_drop()
         else:
+            line = json.dumps(entry).encode() + b"\n"
             self._given_bytes += len(line)
             self._waiting.put(line)
 
