@@ -259,11 +259,6 @@ class Batch(NamedTuple):
     events: list[KVEvent]
 
 
-def decode_batch(payload: bytes, worker: str, skipped: Counter[str] | None = None) -> list[KVEvent]:
-    """Events of one published batch: see `decode`."""
-    return decode(payload, worker, Counter() if skipped is None else skipped, CacheGroups()).events
-
-
 def decode(payload: bytes, worker: str, counts: Counter[str], groups: CacheGroups) -> Batch:
     """Events of one published batch, in order, in the name of `worker`; of stores in a row those of
     group 0 come first, since further groups mostly name blocks that it describes.

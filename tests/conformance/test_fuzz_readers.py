@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kappa.protocol import Announcement, WorkerReport
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
-from router.index.kv_events import decode_batch
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
+from tests.router.kv_batches import decode_batch
 from workload.catalogue import workload_named
 from workload.reading import WorkloadError
 

@@ -15,13 +15,13 @@ from router.index.kv_events import (
     StreamCursor,
     TierCleared,
     decode,
-    decode_batch,
     joined,
 )
 from router.index.lookup import Match
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.prefix_index import PrefixIndex
 from tests.router.building import match_worker
+from tests.router.kv_batches import decode_batch
 
 
 def batch(*events, ts=1.5, rank=0):
