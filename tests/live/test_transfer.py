@@ -186,7 +186,7 @@ def test_a_prompt_of_another_tenant_is_not_to_be_had(pair):
 # -- tails and the disk ----------------------------------------------------------------------------
 
 
-def test_the_back_of_a_hit_is_computed_where_that_is_faster_and_nothing_changes(with_disk):
+def test_tail_of_a_hit_is_recomputed_where_that_is_faster(with_disk):
     known = prompt(21)
     cold, whole = warm(with_disk, known)
     with_disk.reports()
@@ -217,7 +217,7 @@ def test_a_prompt_that_is_there_to_its_last_token_is_answered(with_disk):
     assert whole["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
 
 
-def test_prompts_that_host_memory_evicted_come_back_from_disk_with_the_same_answer(with_disk):
+def test_prompt_evicted_to_disk_comes_back_with_the_same_answer(with_disk):
     seeds = range(30, 37)
     with_disk.reports()
     cold = {seed: with_disk.ask(prompt(seed)) for seed in seeds}

@@ -96,7 +96,7 @@ def test_no_conversation_is_named():
     assert "alice" not in json.dumps(journal.lines)
 
 
-def test_engines_are_described_again_when_they_are_more_and_after_a_while():
+def test_journal_describes_engines_again_when_one_joins_or_later():
     journal = Journal("a")
     for end_s in (9.0, 10.0):
         journal.ended(record(end_s=end_s), "t", blocks(1))

@@ -94,7 +94,7 @@ async def test_a_decision_about_what_is_no_object_of_json_is_refused():
         assert (answer.status, error["code"], error["param"]) == (400, "invalid_json", "model")
 
 
-async def test_a_path_that_is_not_priced_goes_to_the_server_with_least_to_do():
+async def test_unpriced_path_goes_to_the_server_with_least_to_do():
     async with (
         serving(FakeServer(), FakeServer()) as servers,
         routing(*servers, passed=["/version"]) as front,

@@ -102,7 +102,7 @@ def clock(monkeypatch):
         (0.5, 2.5, 4.0, 106.5),  # its pace, and what of the load is not hidden behind it
     ],
 )
-def test_a_step_that_waits_for_a_load_by_layers_has_computed_less_long(
+def test_step_that_waits_for_a_layered_load_computed_less_long(
     clock, monkeypatch, token_s, beyond_s, took_s, end_s
 ):
     asked = []
@@ -128,7 +128,7 @@ def test_a_step_that_waits_for_a_load_by_layers_has_computed_less_long(
     assert step["spent"] == [("ours-a", beyond_s, took_s)]
 
 
-def test_what_a_step_of_an_unfinished_prompt_drew_from_its_seed_is_taken_back():
+def test_seed_draws_of_an_unfinished_prompts_step_are_undone():
     seeded, other = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
     torch.rand(3, generator=seeded)  # it has drawn before: the state goes on, not the seed
     torch.rand(3, generator=other)
