@@ -101,7 +101,8 @@ async def test_unpriced_path_goes_to_the_server_with_least_to_do():
     ):
         for server in servers:
             server.hold.clear()
-        busy = asyncio.create_task(front.http.post(CHAT, json=chat(LONG, stream=True)))
+        # Seconds of prefill, so that the server still has most to do however slow this machine is.
+        busy = asyncio.create_task(front.http.post(CHAT, json=chat("word " * 80_000, stream=True)))
         await until(lambda: sum(sent_to(servers)) == 1)
         idle = servers[sent_to(servers).index(0)]
         idle.hold.set()
