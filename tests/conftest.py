@@ -6,7 +6,7 @@ Hypothesis tries the same examples in every run; `--hypothesis-profile random` t
 import os
 from pathlib import Path
 
-# Before anything imports gRPC (`router.gateway.events`).
+# Before anything imports gRPC (`kappa_router.gateway.events`).
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import pytest

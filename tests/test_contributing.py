@@ -44,7 +44,7 @@ def installed(tmp_path):
 )
 def test_example_runs_in_the_simulator_as_it_stands(installed, tmp_path, heading, key, name):
     command = installed(heading)
-    program = "from deploy.cli import app; app()"
+    program = "from kappa_deploy.cli import app; app()"
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-c", program, *command, "--requests", "200", "--json"],

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from kappa_deploy.cli import app
 
 REFUSED = [
     ("capacity --trace nowhere", "nowhere"), ("capacity --trace azure --cluster x", "'x'"),

@@ -12,7 +12,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from benchmarks import harness
+from kappa_benchmarks import harness
 
 
 def test_alternate_reverses_the_arms_each_round() -> None:

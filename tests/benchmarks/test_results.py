@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.faults import command as faults
-from benchmarks.hardware.ladder_page import page
-from benchmarks.offload import run as offload
-from benchmarks.routing import capacity, regret, router
-from benchmarks.routing.peers import dynamo
-from benchmarks.serving import predict, serve, validate
+from kappa_benchmarks.faults import command as faults
+from kappa_benchmarks.hardware.ladder_page import page
+from kappa_benchmarks.offload import run as offload
+from kappa_benchmarks.routing import capacity, regret, router
+from kappa_benchmarks.routing.peers import dynamo
+from kappa_benchmarks.serving import predict, serve, validate
 
 
 def show_faults(runs, console):

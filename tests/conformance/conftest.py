@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from router.api.app import Access
-from router.api.render import PromptRenderer
-from router.gateway.spec import Bounds
+from kappa_router.api.app import Access
+from kappa_router.api.render import PromptRenderer
+from kappa_router.gateway.spec import Bounds
 from tests.router.cluster.conftest import MODEL as MODEL
 from tests.router.cluster.conftest import PortedNode, clustered
 from tests.router.front.conftest import routing

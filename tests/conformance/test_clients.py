@@ -13,8 +13,8 @@ import anthropic
 import openai
 import pytest
 
+from kappa_workers.paced.emulated_engine import WORD
 from tests.conformance.conftest import MODEL
-from workers.paced.emulated_engine import WORD
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 

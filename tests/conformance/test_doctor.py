@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from kappa_deploy.cli import app
 
 pytestmark = pytest.mark.ray
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.faults.fuzz import complaint_of
+from kappa_benchmarks.faults.fuzz import complaint_of
 from tests.conformance.conftest import MODEL
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
-from benchmarks.faults.bodies import CHAT, COMPLETION, PATHS, ROUTE, bad_requests
-from benchmarks.faults.fuzz import complaint_of
+from kappa_benchmarks.faults.bodies import CHAT, COMPLETION, PATHS, ROUTE, bad_requests
+from kappa_benchmarks.faults.fuzz import complaint_of
 from tests.conformance.conftest import MODEL
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kappa.protocol import Announcement, WorkerReport
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
-from router.index.prefix_hash import PrefixHasher
-from router.index.prefix_index import PrefixIndex
+from kappa_router.index.prefix_hash import PrefixHasher
+from kappa_router.index.prefix_index import PrefixIndex
+from kappa_workload.catalogue import workload_named
+from kappa_workload.reading import WorkloadError
 from tests.router.kv_batches import decode_batch
-from workload.catalogue import workload_named
-from workload.reading import WorkloadError
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck])
 SCALAR = (

@@ -8,9 +8,9 @@ import promql_parser
 import pytest
 import yaml
 
-from dashboards import build, names
-from dashboards.check import fill, panels_of, variables_of
 from kappa import metrics as m
+from kappa_dashboards import build, names
+from kappa_dashboards.check import fill, panels_of, variables_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "dashboards"
@@ -48,7 +48,7 @@ def selectors(node, rated=False):
 
 def test_the_committed_files_are_what_the_code_makes(capsys):
     is_stale = build.main(["--check"])
-    assert not is_stale, f"run python -m dashboards.build\n{capsys.readouterr().out}"
+    assert not is_stale, f"run python -m kappa_dashboards.build\n{capsys.readouterr().out}"
 
 
 def test_a_changed_file_is_noticed(tmp_path, monkeypatch, capsys):
@@ -71,7 +71,9 @@ def test_every_query_is_promql_of_known_metrics_with_counters_inside_a_rate(uid,
         found = selectors(promql_parser.parse(expr))
         assert found, f"{expr} asks for nothing"
         for name, is_rated in found:
-            assert name in known, f"{name}: neither in kappa/metrics.py nor in dashboards/names.py"
+            assert name in known, (
+                f"{name}: neither in kappa/kappa/metrics.py nor in dashboards/kappa_dashboards/names.py"
+            )
             counts = known[name] == "counter" or name.endswith(("_bucket", "_sum", "_count"))
             assert counts == is_rated, f"{name} in {expr}: rate counters, and only counters"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dashboards import build, check
-from deploy.prometheus import PrometheusError, prometheus, ray_targets
+from kappa_dashboards import build, check
+from kappa_deploy.prometheus import PrometheusError, prometheus, ray_targets
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from deploy.commands.dashboards import dashboards
-from deploy.prometheus import PrometheusError, prometheus, tool
+from kappa_deploy.commands.dashboards import dashboards
+from kappa_deploy.prometheus import PrometheusError, prometheus, tool
 
 
 @pytest.fixture

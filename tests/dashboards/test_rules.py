@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dashboards import build
-from deploy.prometheus import PrometheusError, configuration, tool
 from kappa import metrics as m
-from router.live.metrics import RouterMetrics
+from kappa_dashboards import build
+from kappa_deploy.prometheus import PrometheusError, configuration, tool
+from kappa_router.live.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 RULES = [ROOT / "dashboards" / "rules" / name for name in build.RULE_FILES]

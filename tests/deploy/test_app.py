@@ -11,10 +11,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deploy.app.build import own_digests, own_headers
-from deploy.app.errors import StartError
-from deploy.app.model import Model
-from deploy.app.plan import (
+from kappa.hardware import node_profile
+from kappa.model import kv_bytes_per_token
+from kappa.plans.clo import FORMAT
+from kappa.settings.cluster import load_settings
+from kappa.shapes import model_shape
+from kappa_deploy.app.build import own_digests, own_headers
+from kappa_deploy.app.errors import StartError
+from kappa_deploy.app.model import Model
+from kappa_deploy.app.plan import (
     Deferred,
     engine_scheduler,
     pool_config,
@@ -22,15 +27,10 @@ from deploy.app.plan import (
     pool_nodes,
     worker_plan,
 )
-from kappa.hardware import node_profile
-from kappa.model import kv_bytes_per_token
-from kappa.plans.clo import FORMAT
-from kappa.settings.cluster import load_settings
-from kappa.shapes import model_shape
-from router.api.start import tenants_table
-from scheduler.config import FairConfig
-from workers.vllm.arguments import EngineLimits
-from workers.vllm.options import LinkRules
+from kappa_router.api.start import tenants_table
+from kappa_scheduler.config import FairConfig
+from kappa_workers.vllm.arguments import EngineLimits
+from kappa_workers.vllm.options import LinkRules
 
 MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
 KEYED = {"by_key": {"sk-alice-0123456": "alice"}, "weights": {"alice": 2.0}}
@@ -177,9 +177,9 @@ _BUILT = """
 import sys
 import ray
 from pathlib import Path
-from deploy.app.build import build_app
-from deploy.app.front_door import front_door_spec
-from deploy.app.model import Model
+from kappa_deploy.app.build import build_app
+from kappa_deploy.app.front_door import front_door_spec
+from kappa_deploy.app.model import Model
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 settings = load_settings()

@@ -12,7 +12,11 @@ import typer
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from deploy.app.model import (
+from kappa.host import COMMANDS, free_port, installed
+from kappa.model_config import shape_from_config
+from kappa.settings.cluster import load_settings
+from kappa.settings.pools import ModelSettings
+from kappa_deploy.app.model import (
     PreflightError,
     StartError,
     _by_transformers,
@@ -21,16 +25,12 @@ from deploy.app.model import (
     model_here,
     prepare_model,
 )
-from deploy.app.plan import pool_config, pool_nodes
-from deploy.app.ray_cluster import check_port
-from deploy.cli import _COMMANDS, app, summary
-from deploy.commands.serve import settings_or_exit, with_a_model
-from kappa.host import COMMANDS, free_port, installed
-from kappa.model_config import shape_from_config
-from kappa.settings.cluster import load_settings
-from kappa.settings.pools import ModelSettings
+from kappa_deploy.app.plan import pool_config, pool_nodes
+from kappa_deploy.app.ray_cluster import check_port
+from kappa_deploy.cli import _COMMANDS, app, summary
+from kappa_deploy.commands.serve import settings_or_exit, with_a_model
+from kappa_workers.tiny_model import make_tiny_model
 from tests.deploy.adapters import make_adapter
-from workers.tiny_model import make_tiny_model
 
 
 def test_help_names_every_command():
@@ -55,7 +55,7 @@ def run_without(packages, *arguments):
     program = f"""
 import sys
 sys.modules.update(dict.fromkeys({packages!r}))
-from deploy.cli import app
+from kappa_deploy.cli import app
 app({list(arguments)!r}, prog_name="kappa")
 """
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -63,7 +63,7 @@ app({list(arguments)!r}, prog_name="kappa")
 
 _HELP = """
 import sys
-from deploy.cli import app
+from kappa_deploy.cli import app
 try:
     app(["--help"])
 finally:
@@ -130,8 +130,8 @@ def test_a_taken_port_is_refused_with_a_remedy():
 
 def test_a_taken_port_is_refused_before_a_model_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setenv("KAPPA_HOME", str(tmp_path))
-    monkeypatch.setattr("deploy.commands.serve.signal.signal", lambda *_: None)
-    monkeypatch.setattr("deploy.app.smollm2.smollm2", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr("kappa_deploy.commands.serve.signal.signal", lambda *_: None)
+    monkeypatch.setattr("kappa_deploy.app.smollm2.smollm2", lambda *_: pytest.fail("fetched"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -141,7 +141,7 @@ def test_a_taken_port_is_refused_before_a_model_is_fetched(tmp_path, monkeypatch
 
 
 def test_a_start_that_cannot_be_ends_with_two_and_names_every_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.commands.serve.signal.signal", lambda *_: None)
+    monkeypatch.setattr("kappa_deploy.commands.serve.signal.signal", lambda *_: None)
     config = tmp_path / "c.yaml"
     config.write_text(
         f"model: {{id: m, source: {tmp_path}/none}}\n"
@@ -279,7 +279,9 @@ def test_eight_bits_that_the_engine_is_to_use_are_in_the_prior(tiny, tmp_path):
 
 def test_serve_alone_is_a_real_model_and_paced_the_tiny_one_on_two_links(monkeypatch, tmp_path):
     monkeypatch.setenv("KAPPA_HOME", str(tmp_path))
-    monkeypatch.setattr("deploy.commands.serve.print_dry_run", lambda settings, *_: shown(settings))
+    monkeypatch.setattr(
+        "kappa_deploy.commands.serve.print_dry_run", lambda settings, *_: shown(settings)
+    )
     seen = []
 
     def shown(settings):
@@ -301,7 +303,7 @@ def test_without_its_wheel_the_tiny_model_is_served_and_the_reason_named(monkeyp
     def refused(*_):
         raise StartError("smollm2-135m cannot be fetched: no index")
 
-    monkeypatch.setattr("deploy.app.smollm2.smollm2", refused)
+    monkeypatch.setattr("kappa_deploy.app.smollm2.smollm2", refused)
     settings = load_settings(
         model={"id": "smollm2-135m", "source": "smollm2-135m"},
         pools=[{"name": "memory", "profile": "pcie"}],
@@ -311,7 +313,7 @@ def test_without_its_wheel_the_tiny_model_is_served_and_the_reason_named(monkeyp
     assert served.all_pools == settings.all_pools
     said = " ".join(capsys.readouterr().err.split())
     assert "cannot be fetched: no index" in said and "mean nothing" in said
-    monkeypatch.setattr("deploy.app.smollm2.smollm2", lambda *_: None)
+    monkeypatch.setattr("kappa_deploy.app.smollm2.smollm2", lambda *_: None)
     assert with_a_model(settings) == settings
 
 

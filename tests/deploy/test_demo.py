@@ -14,12 +14,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from typer.testing import CliRunner
 
-from deploy.cli import app as cli
-from deploy.commands.demo import shortcomings, summary, title, to_dict, worth
-from loadtest.client import EndpointError
-from loadtest.run_folder import RequestRecord
-from loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
-from workload.sessions import Session, Turn, demo_sessions_path, read_sessions
+from kappa_deploy.cli import app as cli
+from kappa_deploy.commands.demo import shortcomings, summary, title, to_dict, worth
+from kappa_loadtest.client import EndpointError
+from kappa_loadtest.run_folder import RequestRecord
+from kappa_loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
+from kappa_workload.sessions import Session, Turn, demo_sessions_path, read_sessions
 
 _PATIENCE_S = 30.0
 
@@ -112,7 +112,7 @@ def cluster():
 def short(monkeypatch):
     """No pauses between turns."""
     chats = partial(chat_sessions, longest_pause_s=0.0)
-    monkeypatch.setattr("deploy.commands.demo.chat_sessions", chats)
+    monkeypatch.setattr("kappa_deploy.commands.demo.chat_sessions", chats)
 
 
 def demo(cluster, *options):
@@ -249,7 +249,7 @@ def started(cluster, monkeypatch):
         made.append(Switched(cluster, settings))
         yield made[-1]
 
-    monkeypatch.setattr("deploy.commands.demo.running", running)
+    monkeypatch.setattr("kappa_deploy.commands.demo.running", running)
     return made
 
 
@@ -287,7 +287,7 @@ def test_nothing_is_compared_where_it_is_not_wanted_or_one_policy_is_recorded(
 def test_a_policy_that_does_not_end_is_cut_off_and_what_came_is_shown(
     cluster, short, started, monkeypatch
 ):
-    monkeypatch.setattr("deploy.commands.demo._COMPARED_S", 0.0)
+    monkeypatch.setattr("kappa_deploy.commands.demo._COMPARED_S", 0.0)
     done = CliRunner().invoke(cli, ["demo", "--sessions", "2"])
     assert done.exit_code == 0, done.output
     table = done.stdout.partition("What the choice was worth")[2]

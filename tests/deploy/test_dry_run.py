@@ -9,10 +9,10 @@ import ray
 import yaml
 from typer.testing import CliRunner
 
-from deploy.app.dry_run import dry_run
-from deploy.app.machine import described
-from deploy.cli import app
 from kappa.settings.cluster import load_settings
+from kappa_deploy.app.dry_run import dry_run
+from kappa_deploy.app.machine import described
+from kappa_deploy.cli import app
 
 ROOT = Path(__file__).parents[2]
 H100 = "gpu=1xH100-80GB,memory=512GB,shm=256GB,driver=580.95.05"

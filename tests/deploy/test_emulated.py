@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 from typer.testing import CliRunner
 
-from deploy.cli import app
-from deploy.commands.demo_rows import print_compared
-from deploy.commands.emulated import decisions, worth
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
-from simulator.clusters import KINDS, SimulatedCluster
+from kappa_deploy.cli import app
+from kappa_deploy.commands.demo_rows import print_compared
+from kappa_deploy.commands.emulated import decisions, worth
+from kappa_simulator.clusters import KINDS, SimulatedCluster
 
 SHAPE = model_shape("llama-3.1-8b")
 CLUSTER = SimulatedCluster("two", (KINDS["gh200"], KINDS["h100"]))
@@ -62,7 +62,7 @@ def test_the_emulated_demo_has_options_of_its_own():
 
 
 def test_the_emulated_demo_says_so_and_sets_our_policy_beside_the_others(monkeypatch):
-    monkeypatch.setattr("deploy.commands.emulated._REQUESTS", 150)
+    monkeypatch.setattr("kappa_deploy.commands.emulated._REQUESTS", 150)
     done = CliRunner().invoke(app, ["demo", "--emulated"])
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("EMULATED: no engine runs") and "150 requests" in done.stdout

@@ -10,12 +10,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from deploy.commands import explain, roofline
 from kappa.cost import TokenCounts
 from kappa.hardware import node_profile
 from kappa.plans.measured import as_measured
 from kappa.plans.rates import rates_from_law
 from kappa.shapes import model_shape
+from kappa_deploy.commands import explain, roofline
 
 EXPLAIN_KEYS = {
     "kappa", "kappa_crit", "kappa_eff", "bound", "ttft_s", "load_s", "compute_s", "plan",

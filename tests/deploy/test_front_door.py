@@ -5,13 +5,13 @@ import socket
 import httpx
 import pytest
 
-from deploy.app.build import build_app
-from deploy.app.errors import StartError
-from deploy.app.front_door import FrontDoor, front_door_spec
-from deploy.app.model import Model
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
-from router.cluster.paths import DECIDED
+from kappa_deploy.app.build import build_app
+from kappa_deploy.app.errors import StartError
+from kappa_deploy.app.front_door import FrontDoor, front_door_spec
+from kappa_deploy.app.model import Model
+from kappa_router.cluster.paths import DECIDED
 
 
 def settings_of(**http):
@@ -50,7 +50,7 @@ def test_every_decider_is_on_the_machine_of_its_envoy(no_ray_starts, monkeypatch
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
-    monkeypatch.setattr("deploy.app.build._front_secret", lambda: "secret")
+    monkeypatch.setattr("kappa_deploy.app.build._front_secret", lambda: "secret")
     settings = settings_of(replicas=3)
     spec = front_door_spec(settings, tmp_path)
     app = build_app(settings, [Model("nowhere", model_shape("llama-3.1-8b"), "")], door=spec)

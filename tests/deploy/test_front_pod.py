@@ -6,10 +6,10 @@ import stat
 import httpx
 import pytest
 
-from deploy import front_pod
-from deploy.app.front_door import FrontDoor
 from kappa.settings.cluster import load_settings
-from router.gateway.spec import GatewaySpec
+from kappa_deploy import front_pod
+from kappa_deploy.app.front_door import FrontDoor
+from kappa_router.gateway.spec import GatewaySpec
 
 
 def test_prepare_makes_a_private_folder_with_envoys_files(tmp_path):

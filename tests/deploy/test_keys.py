@@ -6,8 +6,8 @@ import stat
 import pytest
 from typer.testing import CliRunner
 
-from deploy.commands.keys import app
 from kappa.keys import digest_of, read_digests
+from kappa_deploy.commands.keys import app
 
 runner = CliRunner()
 

@@ -9,12 +9,12 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-from deploy.app.model import Model
-from deploy.app.parsers import REASONING_PARSERS, TOOL_PARSERS, parser_arguments
-from deploy.app.plan import pool_config
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.engine import EngineSettings, ReasoningParserName, ToolCallParserName
 from kappa.shapes import model_shape
+from kappa_deploy.app.model import Model
+from kappa_deploy.app.parsers import REASONING_PARSERS, TOOL_PARSERS, parser_arguments
+from kappa_deploy.app.plan import pool_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from deploy.commands.power import node_rows, power
+from kappa_deploy.commands.power import node_rows, power
 
 
 def node(name, watts, source="paced", gpu="H100-SXM5-80GB", cap=700.0, **totals):

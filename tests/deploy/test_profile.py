@@ -2,7 +2,7 @@
 
 import copy
 
-from deploy.commands.profile import _print
+from kappa_deploy.commands.profile import _print
 
 POINT = {"bytes_per_s": 1e9, "spread": 0.02, "seconds": 1e-3, "bytes": 1 << 20}
 OWN = {"blocks": 8, "beside_bytes_per_s": 0.5e9}

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy.app import ray_cluster
-from deploy.app.cluster import Cluster, set_environment
-from deploy.app.errors import StartError
-from deploy.app.model import Model
-from deploy.app.ray_cluster import JoinedRay, OwnRay, reachable
 from kappa.host import free_port
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
+from kappa_deploy.app import ray_cluster
+from kappa_deploy.app.cluster import Cluster, set_environment
+from kappa_deploy.app.errors import StartError
+from kappa_deploy.app.model import Model
+from kappa_deploy.app.ray_cluster import JoinedRay, OwnRay, reachable
 
 pytestmark = pytest.mark.ray
 
@@ -225,17 +225,17 @@ def joined(monkeypatch):
     `details` says."""
     import ray.serve.context
 
-    import deploy.app.cluster
-    import deploy.app.front_door
+    import kappa_deploy.app.cluster
+    import kappa_deploy.app.front_door
 
     def start(*applications, details=None):
         named = {"applications": dict.fromkeys(applications)}
         client = SimpleNamespace(get_serve_details=details or (lambda: named))
         monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda **_: client)
         model = Model("", model_shape("qwen2.5-7b"), "")
-        monkeypatch.setattr(deploy.app.cluster, "models_here", lambda _: [(model, "")])
-        monkeypatch.setattr(deploy.app.cluster, "machines", lambda: [])
-        monkeypatch.setattr(deploy.app.front_door, "FrontDoor", Door)
+        monkeypatch.setattr(kappa_deploy.app.cluster, "models_here", lambda _: [(model, "")])
+        monkeypatch.setattr(kappa_deploy.app.cluster, "machines", lambda: [])
+        monkeypatch.setattr(kappa_deploy.app.front_door, "FrontDoor", Door)
         settings = load_settings(None, http={"host": "0.0.0.0", "port": free_port("0.0.0.0")},
                                  access={"allow_open": True})  # fmt: skip
         cluster = Cluster(settings, address="auto")
@@ -296,7 +296,7 @@ def test_an_endpoint_on_every_address_is_reached_by_loopback(host, in_url):
 
 
 def test_when_rays_head_dies_kappa_serve_reports_it_and_exits_with_1(monkeypatch, capsys):
-    from deploy.commands import serve as command
+    from kappa_deploy.commands import serve as command
 
     stopped, ended = [], []
 
@@ -315,7 +315,7 @@ def test_when_rays_head_dies_kappa_serve_reports_it_and_exits_with_1(monkeypatch
         def ended(self):
             return next(self.looks)
 
-    monkeypatch.setattr("deploy.app.cluster.Cluster", Ending)
+    monkeypatch.setattr("kappa_deploy.app.cluster.Cluster", Ending)
     monkeypatch.setattr(command, "print_ready", lambda *_: None)
     monkeypatch.setattr(command, "_LOOK_S", 0.0)
     monkeypatch.setattr(command.os, "_exit", lambda code: ended.append((code, *stopped)))
@@ -331,7 +331,7 @@ def test_a_ray_whose_head_is_dead_is_killed_without_a_call(monkeypatch):
     import ray._private.worker
     import ray.serve
 
-    import deploy.app.ray_cluster
+    import kappa_deploy.app.ray_cluster
 
     def process(code):
         return subprocess.Popen([sys.executable, "-c", code])
@@ -344,13 +344,13 @@ def test_a_ray_whose_head_is_dead_is_killed_without_a_call(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray.serve, "shutdown", lambda: pytest.fail("asked"))
     monkeypatch.setattr(
-        deploy.app.ray_cluster.psutil.Process, "children",
-        lambda self, recursive: [deploy.app.ray_cluster.psutil.Process(raylet.pid)],
+        kappa_deploy.app.ray_cluster.psutil.Process, "children",
+        lambda self, recursive: [kappa_deploy.app.ray_cluster.psutil.Process(raylet.pid)],
     )  # fmt: skip
     ours = OwnRay(workers=1)
     assert ours.dead() == "gcs_server"
     ours.stop()
-    assert not deploy.app.ray_cluster.psutil.pid_exists(raylet.pid)
+    assert not kappa_deploy.app.ray_cluster.psutil.pid_exists(raylet.pid)
     gone[:] = [("log_monitor", head)]
     assert ours.dead() == "", "Ray goes on without its log monitor"
 

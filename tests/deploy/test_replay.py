@@ -17,12 +17,12 @@ import typer
 from aiohttp import web
 from typer.testing import CliRunner
 
-from deploy.commands.replay import replay
 from kappa.hardware import CATALOGUE
-from loadtest.run_folder import RequestRecord, locked, read_records
+from kappa_deploy.commands.replay import replay
+from kappa_loadtest.run_folder import RequestRecord, locked, read_records
 from tests.loadtest.rude_endpoint import rude
 
-_RUN = "import typer; from deploy.commands.replay import replay; typer.run(replay)"
+_RUN = "import typer; from kappa_deploy.commands.replay import replay; typer.run(replay)"
 _TIMEOUT_S = 90
 
 
@@ -75,7 +75,7 @@ async def ran(*words: object) -> tuple[int, str, str]:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For runs in this process: drawing takes most of their time. Others draw."""
-    monkeypatch.setattr("loadtest.report.drawn", lambda *_: {})
+    monkeypatch.setattr("kappa_loadtest.report.drawn", lambda *_: {})
 
 
 def records(folder: Path) -> dict[tuple[str, int], RequestRecord]:

@@ -30,7 +30,7 @@ async def route(tmp_path, url, port):
     """The command, before one server."""
     given = ("-b", f"{url}=pcie", "--port", str(port))
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "from deploy.cli import app; app()", "route", *given, cwd=ROOT,
+        sys.executable, "-c", "from kappa_deploy.cli import app; app()", "route", *given, cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip

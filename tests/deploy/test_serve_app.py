@@ -2,11 +2,11 @@
 
 import pytest
 
-from deploy import front_pod, serve_app
-from deploy.app.model import Model
-from deploy.serve_app import front_door, settings_of
 from kappa.settings.base import SettingsError
 from kappa.shapes import model_shape
+from kappa_deploy import front_pod, serve_app
+from kappa_deploy.app.model import Model
+from kappa_deploy.serve_app import front_door, settings_of
 
 OPEN = {"access": {"allow_open": True}}
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from kappa_deploy.cli import app
 
 SMALL = ["simulate", "--cluster", "small", "--trace", "sharegpt", "--rate", "20", "--policy",
          "ttft", "--requests", "150"]  # fmt: skip

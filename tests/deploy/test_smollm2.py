@@ -16,12 +16,12 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from safetensors.numpy import load_file
 
-from deploy.app import smollm2 as module
-from deploy.app.errors import StartError
-from deploy.app.model import prepare_model
-from deploy.app.smollm2 import convert, smollm2, tensor_name, unpermuted
 from kappa.model import kv_bytes_per_token
 from kappa.settings.cluster import load_settings
+from kappa_deploy.app import smollm2 as module
+from kappa_deploy.app.errors import StartError
+from kappa_deploy.app.model import prepare_model
+from kappa_deploy.app.smollm2 import convert, smollm2, tensor_name, unpermuted
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96
 Q4_1 = GGMLQuantizationType.Q4_1
@@ -249,7 +249,7 @@ def test_a_start_that_is_stopped_while_it_fetches_ends_in_a_line_and_leaves_no_p
     environment = {name: value for name, value in os.environ.items() if "PIP_" not in name}
     # Ctrl-C is ignored by what a shell runs in the background: not so in a session of its own.
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program += "from deploy.cli import app; app(['serve', '--port', '0'])"
+    program += "from kappa_deploy.cli import app; app(['serve', '--port', '0'])"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/simple"
         process = subprocess.Popen(

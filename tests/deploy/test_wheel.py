@@ -91,7 +91,10 @@ def test_the_wheel_holds_every_file_of_our_packages_and_the_licence(wheel):
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert ours - shipped == set()
-    assert {"dashboards/kappa-routing.json", "workload/data/README.md"} <= shipped
+    assert {
+        "dashboards/kappa_dashboards/kappa-routing.json",
+        "workload/kappa_workload/data/README.md",
+    } <= shipped
     assert {"LICENSE", "NOTICE"} <= {Path(name).name for name in shipped - ours}
 
 

@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from deploy.commands import why as module
-from deploy.commands.why import why
+from kappa_deploy.commands import why as module
+from kappa_deploy.commands.why import why
 
 APP = typer.Typer()
 APP.command()(why)

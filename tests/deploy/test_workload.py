@@ -6,10 +6,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from deploy.commands.workload import workload
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
-from simulator.clusters import cluster_named
+from kappa_deploy.commands.workload import workload
+from kappa_simulator.clusters import cluster_named
 
 app = typer.Typer()
 app.command()(workload)

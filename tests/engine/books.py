@@ -1,9 +1,9 @@
 """Whether the books of an engine's blocks are right; `AssertionError` if they are not."""
 
-from engine.block_manager import BlockManager
-from engine.block_pool import BlockPool
-from engine.llm_engine import Engine
-from engine.prefix_cache import PrefixPool
+from kappa_engine.block_manager import BlockManager
+from kappa_engine.block_pool import BlockPool
+from kappa_engine.llm_engine import Engine
+from kappa_engine.prefix_cache import PrefixPool
 
 
 def check_pool(pool: BlockPool) -> None:

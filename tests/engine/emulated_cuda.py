@@ -4,7 +4,7 @@ A tensor made on "cuda" is one that says so; what is computed with it lies there
 an operation refuses tensors of both places (`copy_`, and what indexes a GPU's tensor, do not), and
 a copy that the host does not wait for must be from or to pinned memory. Streams and events are
 those of `FakeCuda`. Kernels of a GPU alone are emulated by their meaning: torch's flash attention,
-and what `engine.sparse.gather_kernel` asks of Triton.
+and what `kappa_engine.sparse.gather_kernel` asks of Triton.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import attention
-from engine.sparse import gather_kernel as gather
+from kappa_engine import attention
+from kappa_engine.sparse import gather_kernel as gather
 from tests.benchmarks.hardware.fake_cuda import FakeCuda
 
 DEVICE = torch.device("cuda", 0)

@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.forward import Forward
-from engine.kv_cache import Arena, ArenaSize
-from engine.llm_engine import Engine, Observer
-from engine.sampling import GREEDY, Sampling
-from engine.sequence import EngineRequest, Output
-from engine.sequence import Sequence as Handle
-from engine.settings import EngineOptions
-from engine.sparse.forward import sparse_forward
-from engine.sparse.serving import SparseServing
-from engine.transfer import Copies, CpuMover, Direction, mover_for
 from kappa.hardware import node_profile
 from kappa.plans.clo import SparseSettings
 from kappa.plans.load_plan import LoadPlan, layout
 from kappa.plans.planners import Cached, Planner, Planning, host_planners
 from kappa.plans.rates import PlanRates, rates_from_law
+from kappa_engine.forward import Forward
+from kappa_engine.kv_cache import Arena, ArenaSize
+from kappa_engine.llm_engine import Engine, Observer
+from kappa_engine.sampling import GREEDY, Sampling
+from kappa_engine.sequence import EngineRequest, Output
+from kappa_engine.sequence import Sequence as Handle
+from kappa_engine.settings import EngineOptions
+from kappa_engine.sparse.forward import sparse_forward
+from kappa_engine.sparse.serving import SparseServing
+from kappa_engine.transfer import Copies, CpuMover, Direction, mover_for
 from tests.engine import hf
 from tests.engine.books import check_engine
 from tests.engine.rig import weights

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.block_pool import BlockType, Ids, Place
-from engine.config import read_config
-from engine.forward import Forward
-from engine.kv_cache import Arena, ArenaSize
-from engine.step import Pages, prompt_row
-from engine.transfer import LinkMover, mover_for
-from engine.weights import Weights, load_weights
+from kappa_engine.block_pool import BlockType, Ids, Place
+from kappa_engine.config import read_config
+from kappa_engine.forward import Forward
+from kappa_engine.kv_cache import Arena, ArenaSize
+from kappa_engine.step import Pages, prompt_row
+from kappa_engine.transfer import LinkMover, mover_for
+from kappa_engine.weights import Weights, load_weights
 from tests.engine import hf
 
 BLOCK = 4

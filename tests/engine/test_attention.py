@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine import attention
+from kappa_engine import attention
 
 SCALE = 0.25
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.block_manager import fit
-from engine.sequence import EngineRequest, Sequence
 from kappa.plans.load_plan import LoadPlan, layout
-from scheduler.work import Quote
+from kappa_engine.block_manager import fit
+from kappa_engine.sequence import EngineRequest, Sequence
+from kappa_scheduler.work import Quote
 from tests.engine.books import check_memory
 from tests.engine.engines import BLOCK, LONG, SIZE, engine, evict_device, generate, prompt, submit
 

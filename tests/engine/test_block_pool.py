@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.block_pool import BlockError, BlockPool, OutOfBlocks, runs
-from engine.sequence import EngineRequest, Sequence
+from kappa_engine.block_pool import BlockError, BlockPool, OutOfBlocks, runs
+from kappa_engine.sequence import EngineRequest, Sequence
 from tests.engine.books import check_pool
 
 COUNT = 24

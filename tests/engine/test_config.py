@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from engine.config import UnsupportedModel, read_config
 from kappa.plans.architecture import architecture_from_config
+from kappa_engine.config import UnsupportedModel, read_config
 from tests.engine import hf
 
 LLAMA = {

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cpu_attention import CpuWorker, result
-from engine.forward import NoCpuAttention
-from engine.step import NoSuchBlock, Source, StepRow, TokenSpan, joined, prompt_row
-from engine.transfer import TransferFailed
+from kappa_engine.cpu_attention import CpuWorker, result
+from kappa_engine.forward import NoCpuAttention
+from kappa_engine.step import NoSuchBlock, Source, StepRow, TokenSpan, joined, prompt_row
+from kappa_engine.transfer import TransferFailed
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.engine_thread import EngineStopped, EngineThread
-from engine.prefix_cache import CacheEvent, StoredBlocks
-from engine.sampling import Sampling
-from engine.sequence import EngineRequest, Output, RequestRefused
+from kappa_engine.engine_thread import EngineStopped, EngineThread
+from kappa_engine.prefix_cache import CacheEvent, StoredBlocks
+from kappa_engine.sampling import Sampling
+from kappa_engine.sequence import EngineRequest, Output, RequestRefused
 from tests.engine.books import check_memory
 from tests.engine.engines import engine, expected, prompt
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.step import NoSuchBlock, Pages, PlanRefused, prompt_row
-from engine.transfer import TransferFailed
 from kappa.plans.load_plan import LoadPlan, Segment, layout
+from kappa_engine.step import NoSuchBlock, Pages, PlanRefused, prompt_row
+from kappa_engine.transfer import TransferFailed
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
 

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.forward import Forward
-from engine.step import prompt_row
-from engine.transfer import Copies, CpuMover, Direction, Event, TransferFailed
 from kappa.plans.load_plan import layout
+from kappa_engine.forward import Forward
+from kappa_engine.step import prompt_row
+from kappa_engine.transfer import Copies, CpuMover, Direction, Event, TransferFailed
 from tests.engine.rig import Rig, prompt, rig
 
 

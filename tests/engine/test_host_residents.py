@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kv_cache import ArenaSize
-from engine.sequence import RequestRefused
+from kappa_engine.kv_cache import ArenaSize
+from kappa_engine.sequence import RequestRefused
 from tests.engine import hf
 from tests.engine.books import check_engine
 from tests.engine.engines import (

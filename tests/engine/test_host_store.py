@@ -2,14 +2,14 @@
 
 import torch
 
-from engine import host_store as module
-from engine.block_manager import BlockManager
-from engine.host_store import HostStore
-from engine.kv_cache import Arena, ArenaSize
-from engine.prefix_cache import extend_keys
-from engine.settings import EngineOptions
 from kappa.model import ModelShape
 from kappa.plans.planners import Planning
+from kappa_engine import host_store as module
+from kappa_engine.block_manager import BlockManager
+from kappa_engine.host_store import HostStore
+from kappa_engine.kv_cache import Arena, ArenaSize
+from kappa_engine.prefix_cache import extend_keys
+from kappa_engine.settings import EngineOptions
 from tests.engine.books import check_memory
 from tests.engine.engines import Link
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.input_batch import build_step
-from engine.step import NoSuchBlock, Pages, Source, StepRow, TokenSpan, joined, prompt_row
 from kappa.plans.load_plan import layout
+from kappa_engine.input_batch import build_step
+from kappa_engine.step import NoSuchBlock, Pages, Source, StepRow, TokenSpan, joined, prompt_row
 
 BLOCK = 4
 CPU = torch.device("cpu")

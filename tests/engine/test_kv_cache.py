@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.kv_cache import Arena, ArenaSize, ArenaTooLarge, free_host_bytes
 from kappa.model import ModelShape
+from kappa_engine.kv_cache import Arena, ArenaSize, ArenaTooLarge, free_host_bytes
 
 SHAPE = ModelShape("tiny", 3, 64, 4, 2, 16, 1e5, 1e5, "gqa")
 
@@ -26,7 +26,7 @@ def test_shapes_are_layer_major() -> None:
 
 def test_too_large_for_the_host_is_refused_with_both_numbers(monkeypatch) -> None:
     block_bytes = 3 * 2 * 16 * 2 * 16 * 4
-    monkeypatch.setattr("engine.kv_cache.free_host_bytes", lambda: 10_000)
+    monkeypatch.setattr("kappa_engine.kv_cache.free_host_bytes", lambda: 10_000)
     with pytest.raises(ArenaTooLarge) as refused:
         Arena(SHAPE, ArenaSize(1, 1000), dtype=torch.float32)
     message = str(refused.value)

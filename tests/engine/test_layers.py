@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine.layers import angles, frequencies, rotate
+from kappa_engine.layers import angles, frequencies, rotate
 
 TYPES = [
     {"rope_type": "default"},

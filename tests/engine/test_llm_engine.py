@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from engine.kv_cache import ArenaSize
-from engine.sampling import Sampling
-from engine.sequence import RequestRefused
 from kappa.protocol import Charge
-from scheduler.catalogue import SCHEDULERS
-from scheduler.config import FairConfig
+from kappa_engine.kv_cache import ArenaSize
+from kappa_engine.sampling import Sampling
+from kappa_engine.sequence import RequestRefused
+from kappa_scheduler.catalogue import SCHEDULERS
+from kappa_scheduler.config import FairConfig
 from tests.engine.books import check_engine, check_memory
 from tests.engine.engines import (
     BLOCK,

@@ -9,15 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.block_pool import BlockType
-from engine.cpu_attention import CpuAttention
-from engine.kv_cache import Arena, ArenaSize, ArenaTooLarge
-from engine.profile import ProfileSettings, elapsed_s, machine_peaks, profile
-from engine.sparse.gather_kernel import Gather, gather_rows, pairs
-from engine.step import prompt_row
-from engine.transfer import CudaMover, TransferFailed, mover_for
 from kappa.plans.clo import CloConfig, SparseSettings
 from kappa.plans.load_plan import layout
+from kappa_engine.block_pool import BlockType
+from kappa_engine.cpu_attention import CpuAttention
+from kappa_engine.kv_cache import Arena, ArenaSize, ArenaTooLarge
+from kappa_engine.profile import ProfileSettings, elapsed_s, machine_peaks, profile
+from kappa_engine.sparse.gather_kernel import Gather, gather_rows, pairs
+from kappa_engine.step import prompt_row
+from kappa_engine.transfer import CudaMover, TransferFailed, mover_for
 from tests.engine.emulated_cuda import DEVICE, EmulatedCuda, OnDevice
 from tests.engine.engines import (
     engine,

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.block_pool import BlockPool, OutOfBlocks
-from engine.prefix_cache import (
+from kappa_engine.block_pool import BlockPool, OutOfBlocks
+from kappa_engine.prefix_cache import (
     BlockKey,
     EventLog,
     PrefixPool,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.kv_cache import ArenaSize
-from engine.model_runner import ModelRunner
-from engine.transfer import WAIT_S, TransferFailed
+from kappa_engine.kv_cache import ArenaSize
+from kappa_engine.model_runner import ModelRunner
+from kappa_engine.transfer import WAIT_S, TransferFailed
 from tests.engine.engines import (
     BLOCK,
     LONG,

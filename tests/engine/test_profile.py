@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import read_config
-from engine.forward import Forward
-from engine.kv_cache import Arena, ArenaSize
-from engine.profile import ProfileSettings, cached_profile, device_name, profile, repeating
-from engine.transfer import Copies, CpuMover, Direction, TransferFailed
-from engine.weights import random_weights
 from kappa.plans.decoding import attention_refused
 from kappa.plans.measured import fit_line, rates_from_measured
 from kappa.plans.planners import choose
 from kappa.plans.rates import LEAST_R2
 from kappa.plans.split import Costs
+from kappa_engine.config import read_config
+from kappa_engine.forward import Forward
+from kappa_engine.kv_cache import Arena, ArenaSize
+from kappa_engine.profile import ProfileSettings, cached_profile, device_name, profile, repeating
+from kappa_engine.transfer import Copies, CpuMover, Direction, TransferFailed
+from kappa_engine.weights import random_weights
 
 SETTINGS = ProfileSettings(
     tokens=(16, 32, 64, 128), new_tokens=(1, 16, 64), context_tokens=(0, 32),

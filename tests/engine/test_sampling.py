@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling import GREEDY, Sampling, sample
+from kappa_engine.sampling import GREEDY, Sampling, sample
 
 
 def rng(seed: int = 0) -> np.random.Generator:

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from engine.transfer import Copies, CpuMover, Direction, Event, TransferFailed, mover_for
+from kappa_engine.transfer import Copies, CpuMover, Direction, Event, TransferFailed, mover_for
 
 
 class Gated(CpuMover):

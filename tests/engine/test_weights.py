@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import weights as module
-from engine.config import read_config
-from engine.kv_cache import ArenaTooLarge
-from engine.weights import WeightError, load_weights, random_weights
+from kappa_engine import weights as module
+from kappa_engine.config import read_config
+from kappa_engine.kv_cache import ArenaTooLarge
+from kappa_engine.weights import WeightError, load_weights, random_weights
 from tests.engine import hf
 
 LLAMA = {

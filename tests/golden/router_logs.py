@@ -8,10 +8,10 @@ import json
 import lzma
 from pathlib import Path
 
-from router.config import RouterConfig
-from router.policy import policy_named
-from router.recording import replay
-from router.router import Router
+from kappa_router.config import RouterConfig
+from kappa_router.policy import policy_named
+from kappa_router.recording import replay
+from kappa_router.router import Router
 
 FOLDER = Path(__file__).parent / "router_logs"
 CONFIGS = json.loads((FOLDER / "router_logs.json").read_text(encoding="utf-8"))

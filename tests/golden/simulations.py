@@ -5,10 +5,10 @@ import hashlib
 import numpy as np
 
 from kappa.shapes import model_shape
-from simulator.clusters import cluster_named
-from simulator.faults import Faults
-from simulator.run import SimulationConfig, simulate, traffic_of
-from workload.catalogue import workload_named
+from kappa_simulator.clusters import cluster_named
+from kappa_simulator.faults import Faults
+from kappa_simulator.run import SimulationConfig, simulate, traffic_of
+from kappa_workload.catalogue import workload_named
 
 CLUSTERS = ("mixed", "small", "uniform")
 POLICIES = ("priced", "ttft")

@@ -18,7 +18,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello hello"}], "max_tokens": 
 
 def commands():
     """Every command of `kappa` with its arguments and options, by name."""
-    from deploy.cli import app
+    from kappa_deploy.cli import app
 
     return _command(typer.main.get_command(app))
 
@@ -73,7 +73,7 @@ def _without_prose(schema):
 def manifests():
     """A digest of every rendered Kubernetes object but Envoy's configuration, which has its own
     tests; None without a Kustomize here."""
-    from deploy.k8s import render
+    from kappa_deploy.k8s import render
 
     if not (shutil.which("kubectl") or shutil.which("kustomize")):
         return None
@@ -92,9 +92,9 @@ def manifests():
 def http():
     """Paths, methods, keys of answers and names of headers, of the real decider application over
     two emulated engines."""
-    from router.api.render import PromptRenderer
+    from kappa_router.api.render import PromptRenderer
+    from kappa_workers.tiny_model import make_tiny_model
     from tests.conformance.conftest import MODEL, Serving
-    from workers.tiny_model import make_tiny_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "tiny", ["hello world " * 20])

@@ -12,8 +12,8 @@ import pytest
 
 from kappa import compiled as module
 from kappa.compiled import compiled
-from router import policy, pricing
-from router.decision import ESTIMATE
+from kappa_router import policy, pricing
+from kappa_router.decision import ESTIMATE
 
 
 def _ratio(a: float, b: float) -> float:

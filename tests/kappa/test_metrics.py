@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kappa import metrics
-from router.live.metrics import RouterMetrics
+from kappa_router.live.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.faults.cluster import launch, ready_line
+from kappa_benchmarks.faults.cluster import launch, ready_line
 
 _STOP_S = _RAY_S = 60.0
 _POLL_S = 0.2

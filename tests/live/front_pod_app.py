@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from deploy import front_pod, serve_app
+from kappa_deploy import front_pod, serve_app
 
 FOLDER_ENV = "FRONT_POD_FOLDER"
 

@@ -25,12 +25,12 @@ from ray import serve
 from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 from ray.serve.llm import LLMConfig, build_openai_app
 
-from deploy.app.model import prepare_model
 from kappa.hardware import NodeProfile
 from kappa.settings.cluster import load_settings
-from router.ray_router import KappaRouter
-from workers.announcing import AnnouncingServer
-from workers.vllm.arguments import CPU_ENV
+from kappa_deploy.app.model import prepare_model
+from kappa_router.ray_router import KappaRouter
+from kappa_workers.announcing import AnnouncingServer
+from kappa_workers.vllm.arguments import CPU_ENV
 
 # What Ray imports it as: `__main__` is another module in its processes, and in those that join.
 _HERE = "tests.live.plain_ray_app"
@@ -142,7 +142,7 @@ def steady_port() -> int:
 
 def main() -> None:
     unlike = "unlike" in sys.argv[1:]
-    server_cls = f"{_HERE}.UnlikeServer" if unlike else "workers.announcing.AnnouncingServer"
+    server_cls = f"{_HERE}.UnlikeServer" if unlike else "kappa_workers.announcing.AnnouncingServer"
     model = prepare_model(load_settings())
     port = steady_port()
     rays = {"num_cpus": 12, "resources": {"rack-a": 1}, "include_dashboard": False}

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from dashboards import build, check
-from deploy.prometheus import PrometheusError, ray_targets
-from deploy.prometheus import prometheus as running_prometheus
+from kappa_dashboards import build, check
+from kappa_deploy.prometheus import PrometheusError, ray_targets
+from kappa_deploy.prometheus import prometheus as running_prometheus
 
 # Ray's agents report every three seconds here: two reports with traffic before them make a rate.
 TRAFFIC_S = 15.0

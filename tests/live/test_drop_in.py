@@ -25,7 +25,7 @@ import openai
 import psutil
 import pytest
 
-from benchmarks.faults.cluster import first_line
+from kappa_benchmarks.faults.cluster import first_line
 from tests.live.conftest import await_ray, serving
 from tests.turns import by_turns
 

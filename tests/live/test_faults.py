@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.faults.catalogue import fault_named
-from benchmarks.faults.cluster import Family, Target, environment
-from benchmarks.faults.storm import open_streams
-from benchmarks.faults.traffic import Mix
-from benchmarks.faults.trial import try_fault
+from kappa_benchmarks.faults.catalogue import fault_named
+from kappa_benchmarks.faults.cluster import Family, Target, environment
+from kappa_benchmarks.faults.storm import open_streams
+from kappa_benchmarks.faults.traffic import Mix
+from kappa_benchmarks.faults.trial import try_fault
 from tests.live.conftest import serving
 from tests.turns import by_turns
 

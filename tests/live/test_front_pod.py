@@ -18,9 +18,9 @@ import psutil
 import pytest
 import yaml
 
-from deploy import front_pod
-from deploy.k8s import render
 from kappa.host import die_with_parent, free_port
+from kappa_deploy import front_pod
+from kappa_deploy.k8s import render
 from tests.live.conftest import await_ray
 from tests.live.front_pod_app import FOLDER_ENV
 from tests.turns import by_turns

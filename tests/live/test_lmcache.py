@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kappa.settings.cluster import home
+from kappa_workers.vllm.lmcache.server import LmcacheInstall, LmcacheMissingError, LmcacheServer
 from tests.live.tier_engine import BLOCK, CONTEXT, TierEngine
-from workers.vllm.lmcache.server import LmcacheInstall, LmcacheMissingError, LmcacheServer
 
 TIMEOUT_S = 1.0
 SERVER_BYTES = 1 << 24

@@ -11,14 +11,14 @@ import json
 
 import pytest
 
-from benchmarks.hardware.device import read_shape
-from benchmarks.hardware.engines import Answer
-from benchmarks.hardware.rungs import EQUAL, compare
 from kappa.model import kv_bytes_per_token
+from kappa_benchmarks.hardware.device import read_shape
+from kappa_benchmarks.hardware.engines import Answer
+from kappa_benchmarks.hardware.rungs import EQUAL, compare
+from kappa_workers.tiny_model import make_tiny_model
 from tests.deploy.adapters import make_adapter
 from tests.live.conftest import Live, serving
 from tests.turns import by_turns
-from workers.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.live, by_turns(__file__)]
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from loadtest.run_folder import read_records
+from kappa_loadtest.run_folder import read_records
 
 pytestmark = pytest.mark.live
 
-_RUN = "import typer; from deploy.commands.replay import replay; typer.run(replay)"
+_RUN = "import typer; from kappa_deploy.commands.replay import replay; typer.run(replay)"
 _RUN_S = 240.0
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from router.config import RouterConfig
-from router.load_plans import planner_of
-from router.policy import policy_named
-from router.recording import replay
-from router.router import Router
+from kappa_router.config import RouterConfig
+from kappa_router.load_plans import planner_of
+from kappa_router.policy import policy_named
+from kappa_router.recording import replay
+from kappa_router.router import Router
 
 
 def entries(path):

@@ -9,8 +9,8 @@ pytestmark = [pytest.mark.live, pytest.mark.vllm]
 @pytest.mark.parametrize(("policy", "paced"), [("fcfs_link", True), ("fair", False)])
 async def test_answers_do_not_depend_on_where_a_prefix_came_from(policy, paced):
     """Paced, a shared link so slow that stores are dropped while prefixes are loaded."""
-    from benchmarks.scheduling import mix
-    from benchmarks.scheduling.vllm_runs import Engine, Serving
+    from kappa_benchmarks.scheduling import mix
+    from kappa_benchmarks.scheduling.vllm_runs import Engine, Serving
 
     serving = Serving(paced=paced, dilation=1.0 if paced else 0.0)
     engine = Engine(policy, mix.Setting("mixed", "x1", "shared"), serving)

@@ -10,10 +10,10 @@ import random
 import openai
 import pytest
 
-from deploy.app.model import prepare_model
 from kappa.settings.cluster import load_settings
-from router.api.render import PromptRenderer
-from router.api.request_body import RequestBody
+from kappa_deploy.app.model import prepare_model
+from kappa_router.api.render import PromptRenderer
+from kappa_router.api.request_body import RequestBody
 
 pytestmark = pytest.mark.live
 

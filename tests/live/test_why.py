@@ -43,7 +43,7 @@ def test_a_requests_account_adds_up(idle):
 
 def test_the_command_draws_it(idle):
     request_id = ask(idle, "draw me")
-    program = "import typer; from deploy.commands.why import why; typer.run(why)"
+    program = "import typer; from kappa_deploy.commands.why import why; typer.run(why)"
     done = subprocess.run(
         [sys.executable, "-c", program, request_id, "--url", idle.url],
         capture_output=True, text=True, check=False, timeout=120,

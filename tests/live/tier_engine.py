@@ -24,16 +24,16 @@ from kappa.model import kv_bytes_per_token
 from kappa.protocol import PLAN_KEY
 from kappa.settings.engine import LmcacheSettings, TransferSettings
 from kappa.shapes import model_shape
-from workers.tiny_model import make_tiny_model
-from workers.vllm.arguments import (
+from kappa_workers.tiny_model import make_tiny_model
+from kappa_workers.vllm.arguments import (
     CPU_ENV,
     EngineTier,
     TierChoice,
     meet_peers,
     transfer_config,
 )
-from workers.vllm.options import PeerOptions
-from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
+from kappa_workers.vllm.options import PeerOptions
+from kappa_workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 
 # What the engine's processes report of a prompt is here so soon after its answer.
 _NEWS_S = 0.5
@@ -185,7 +185,7 @@ def main():
             block_size=BLOCK, num_gpu_blocks_override=2 * CONTEXT // BLOCK + 4, max_num_seqs=4,
             max_num_batched_tokens=512, enforce_eager=True, enable_prefix_caching=True,
             disable_log_stats=True, use_tqdm_on_load=False,
-            worker_cls="workers.paced.metered_worker.MeteredCPUWorker",
+            worker_cls="kappa_workers.paced.metered_worker.MeteredCPUWorker",
             additional_config={"kappa_stats": listener.stats},
             kv_events_config=KVEventsConfig(
                 enable_kv_cache_events=True, publisher="zmq", endpoint=listener.kv, topic="kv"

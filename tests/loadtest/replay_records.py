@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.run_folder import RequestRecord
+from kappa_loadtest.run_folder import RequestRecord
 
 
 def reported(**changes: Any) -> RequestRecord:

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from workload.replay import Prompt, ReplaySession, Request
+from kappa_workload.replay import Prompt, ReplaySession, Request
 
 
 def token(text: str = " a", reason: str | None = None) -> bytes:

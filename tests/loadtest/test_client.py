@@ -15,7 +15,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.client import (
+from kappa_loadtest.client import (
     Endpoint,
     EndpointError,
     EndpointSettings,
@@ -23,8 +23,8 @@ from loadtest.client import (
     StreamFault,
     base_url,
 )
-from loadtest.cluster import Surveyed, survey
-from loadtest.run_folder import RequestRecord
+from kappa_loadtest.cluster import Surveyed, survey
+from kappa_loadtest.run_folder import RequestRecord
 from tests.loadtest.rude_endpoint import Rude, rude
 
 

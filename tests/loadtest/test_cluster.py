@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-from loadtest.cluster import Decisions
-from loadtest.run_folder import RequestDecision
+from kappa_loadtest.cluster import Decisions
+from kappa_loadtest.run_folder import RequestDecision
 
 
 class Cluster:

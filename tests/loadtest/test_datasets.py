@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from loadtest.datasets import SHAREGPT_FILE, fetched, open_workload, token_counter
-from workload.reading import WorkloadError
+from kappa_loadtest.datasets import SHAREGPT_FILE, fetched, open_workload, token_counter
+from kappa_workload.reading import WorkloadError
 
 TALKS = [
     {

@@ -4,10 +4,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from loadtest.figures import figures as figures_of
-from loadtest.figures import jain, spread, timeline
-from loadtest.plots import cdf, sampled
-from loadtest.results import Objective, objective_of, table_of
+from kappa_loadtest.figures import figures as figures_of
+from kappa_loadtest.figures import jain, spread, timeline
+from kappa_loadtest.plots import cdf, sampled
+from kappa_loadtest.results import Objective, objective_of, table_of
 from tests.loadtest.replay_records import failed, foreign, many, reported
 
 QUICK = Objective(ttft_s=0.95, tpot_s=0.2)

@@ -13,11 +13,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from deploy.commands.console import with_options
-from loadtest.cluster import Surveyed
-from loadtest.options import LoadOptions
-from workload.catalogue import workload_named
-from workload.shapes import Workload
+from kappa_deploy.commands.console import with_options
+from kappa_loadtest.cluster import Surveyed
+from kappa_loadtest.options import LoadOptions
+from kappa_workload.catalogue import workload_named
+from kappa_workload.shapes import Workload
 
 VLLM = Surveyed(("m",), {"m": 2000}, (), takes_ignore_eos=True)
 PLAIN = Surveyed(("m",), {}, (), takes_ignore_eos=False)

@@ -6,9 +6,9 @@ import msgspec
 import polars as pl
 import pytest
 
-from loadtest import report
-from loadtest.report import slowest_lines, write_report
-from loadtest.run_folder import RunFolderError
+from kappa_loadtest import report
+from kappa_loadtest.report import slowest_lines, write_report
+from kappa_loadtest.run_folder import RunFolderError
 from tests.loadtest.replay_records import failed, foreign, many, reported
 
 

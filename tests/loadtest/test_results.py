@@ -6,9 +6,9 @@ from msgspec.structs import replace
 
 from kappa import slo
 from kappa.hardware import CATALOGUE
-from loadtest import results
-from loadtest.explain import NO_SPLIT, why_slow, why_slow_tokens
-from loadtest.results import Objective, objective_of
+from kappa_loadtest import results
+from kappa_loadtest.explain import NO_SPLIT, why_slow, why_slow_tokens
+from kappa_loadtest.results import Objective, objective_of
 from tests.loadtest.replay_records import failed, foreign, reported
 
 

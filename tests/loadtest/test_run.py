@@ -13,10 +13,10 @@ from pathlib import Path
 from aiohttp import web
 from rich.console import Console
 
-from loadtest.client import EndpointSettings
-from loadtest.run import play, quick_process, showing, streams_allowed
-from loadtest.run_folder import OPTIONS, RequestRecord, RunFolder, read_records
-from loadtest.runner import Counts, RunSettings
+from kappa_loadtest.client import EndpointSettings
+from kappa_loadtest.run import play, quick_process, showing, streams_allowed
+from kappa_loadtest.run_folder import OPTIONS, RequestRecord, RunFolder, read_records
+from kappa_loadtest.runner import Counts, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.run_folder import (
+from kappa_loadtest.run_folder import (
     DECISIONS,
     OPTIONS,
     RECORDS,

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from loadtest.client import Endpoint, EndpointSettings
-from loadtest.feeder import Feeder
-from loadtest.options import bounded
-from loadtest.run_folder import RequestRecord
-from loadtest.runner import Counts, Runner, RunSettings
+from kappa_loadtest.client import Endpoint, EndpointSettings
+from kappa_loadtest.feeder import Feeder
+from kappa_loadtest.options import bounded
+from kappa_loadtest.run_folder import RequestRecord
+from kappa_loadtest.runner import Counts, Runner, RunSettings
+from kappa_workload.replay import ReplaySession
 from tests.loadtest.rude_endpoint import Rude, rude, session
-from workload.replay import ReplaySession
 
 Records = dict[tuple[str, int], RequestRecord]
 

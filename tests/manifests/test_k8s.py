@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy import front_pod
-from deploy.checks.facts import Facts
-from deploy.checks.findings import faults
-from deploy.checks.manifests import _without_files
-from deploy.checks.pods import quantity
-from deploy.checks.table import findings
-from deploy.k8s import render
-from deploy.serve_app import settings_of
-from router.gateway.process import find_envoy
+from kappa_deploy import front_pod
+from kappa_deploy.checks.facts import Facts
+from kappa_deploy.checks.findings import faults
+from kappa_deploy.checks.manifests import _without_files
+from kappa_deploy.checks.pods import quantity
+from kappa_deploy.checks.table import findings
+from kappa_deploy.k8s import render
+from kappa_deploy.serve_app import settings_of
+from kappa_router.gateway.process import find_envoy
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +123,7 @@ WRONG = {
     "no YAML in serveConfigV2": (lambda s: s.update(serveConfigV2="{a"), "serveConfigV2"),
     "unknown field of Serve's": (in_serve("proxy_location", "proxy_locations"), "proxy_locations"),
     "Ray's own proxy": (in_serve("Disabled", "EveryNode"), "proxy_location: clients reach"),
-    "another application": (in_serve("deploy.serve_app:app", "deploy.serve_app:apps"), "apps"),
+    "another application": (in_serve("kappa_deploy.serve_app:app", "kappa_deploy.serve_app:apps"), "apps"),
     "an unknown setting": (in_serve("dilation: 30", "dilatation: 30"), "dilatation"),
     "an impossible setting": (in_serve("dilation: 30", "dilation: -1"), "dilation"),
     "an unknown profile": (in_serve("profile: c2c", "profile: d2d"), "d2d"),
@@ -364,9 +364,9 @@ def with_components(tmp_path):
         extra = tmp_path / "overlay"
         extra.mkdir()
         # Kustomize takes relative paths only.
-        named = [f"../deploy/k8s/components/{name}" for name in components]
+        named = [f"../deploy/kappa_deploy/k8s/components/{name}" for name in components]
         (extra / "kustomization.yaml").write_text(
-            f"resources: [../deploy/k8s/overlays/gpu-mixed]\ncomponents: {named}\n"
+            f"resources: [../deploy/kappa_deploy/k8s/overlays/gpu-mixed]\ncomponents: {named}\n"
         )
         return list(documents(extra))
 

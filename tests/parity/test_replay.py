@@ -14,12 +14,12 @@ from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import Admission, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
-from router.config import RouterConfig
-from router.decision import NoWorkerError, RouteRequest
-from router.index.kv_events import BlocksRemoved, BlocksStored, WorkerReset
-from router.policy import policy_named
-from router.recording import RecordedRouter, replay
-from router.router import Router
+from kappa_router.config import RouterConfig
+from kappa_router.decision import NoWorkerError, RouteRequest
+from kappa_router.index.kv_events import BlocksRemoved, BlocksStored, WorkerReset
+from kappa_router.policy import policy_named
+from kappa_router.recording import RecordedRouter, replay
+from kappa_router.router import Router
 
 BLOCK = 32
 

@@ -11,15 +11,15 @@ from kappa.hardware import node_profile
 from kappa.keys import digest_of
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
-from router.api.tenants import Tenants
-from router.calibration import Calibration
-from router.config import RouterConfig
-from router.decision import Held, PricedPrompt, RouteRequest
-from router.fleet import Fleet
-from router.index.kv_events import BlocksStored
-from router.index.lookup import Match
-from router.policy import policy_named
-from router.router import Router
+from kappa_router.api.tenants import Tenants
+from kappa_router.calibration import Calibration
+from kappa_router.config import RouterConfig
+from kappa_router.decision import Held, PricedPrompt, RouteRequest
+from kappa_router.fleet import Fleet
+from kappa_router.index.kv_events import BlocksStored
+from kappa_router.index.lookup import Match
+from kappa_router.policy import policy_named
+from kappa_router.router import Router
 
 SIZE = 16
 SHAPE = model_shape("llama-3.1-8b")

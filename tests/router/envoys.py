@@ -3,7 +3,8 @@
 Whoever wants a front door of some configuration is lent an Envoy that runs by it, in a folder and
 on a port of its own, and takes it back into its own hands when the test is over. Its next test
 makes everything anew that Envoy does not: deciders, their sockets, servers. What a test does to
-Envoy itself, or sees of its whole life, wants one of its own (`router.gateway.process.Gateway`).
+Envoy itself, or sees of its whole life, wants one of its own
+(`kappa_router.gateway.process.Gateway`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kappa.host import free_port
-from router.gateway.process import Gateway
-from router.gateway.spec import GatewaySpec
+from kappa_router.gateway.process import Gateway
+from kappa_router.gateway.spec import GatewaySpec
 
 _MOST_IDLE = 4
 # Envoy has told by then of all that the test before asked.

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from router.index.kv_events import CacheGroups, decode
+from kappa_router.index.kv_events import CacheGroups, decode
 
 
 def decode_batch(payload, worker, skipped=None):

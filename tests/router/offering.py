@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.decision import ESTIMATE, Estimates
+from kappa_router.decision import ESTIMATE, Estimates
 
 _PLAIN = {"capacity_tokens": 1e6, "h2d_bytes_per_s": 63e9, "flops_per_s": 1e15}
 

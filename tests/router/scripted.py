@@ -17,29 +17,29 @@ from unittest import mock
 import httpx
 import numpy as np
 
-import router.cluster.replica
-import router.live.live_router
+import kappa_router.cluster.replica
+import kappa_router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.keys import digest_of
 from kappa.protocol import Announcement, EngineDiedError, WorkerReport
 from kappa.settings.routing import RouterSettings
-from router.api.app import Access
-from router.api.render import PromptRenderer
-from router.api.request import EndpointModel
-from router.api.start import DeciderSettings
-from router.api.tenants import Tenants
-from router.cluster.paths import DECIDED, own_paths
-from router.cluster.replica import KappaDecider
-from router.decision import RouteRequest
-from router.gateway.spec import Bounds, GatewaySpec
-from router.live.replica_registry import ReplicaRegistry
+from kappa_router.api.app import Access
+from kappa_router.api.render import PromptRenderer
+from kappa_router.api.request import EndpointModel
+from kappa_router.api.start import DeciderSettings
+from kappa_router.api.tenants import Tenants
+from kappa_router.cluster.paths import DECIDED, own_paths
+from kappa_router.cluster.replica import KappaDecider
+from kappa_router.decision import RouteRequest
+from kappa_router.gateway.spec import Bounds, GatewaySpec
+from kappa_router.live.replica_registry import ReplicaRegistry
+from kappa_workers.http_gate import WorkerGate
+from kappa_workers.http_port import WorkerPort
+from kappa_workers.in_flight import InFlight
+from kappa_workers.tiny_model import make_tiny_model
 from tests.router.envoys import lent
 from tests.router.stream_worker import until as until
-from workers.http_gate import WorkerGate
-from workers.http_port import WorkerPort
-from workers.in_flight import InFlight
-from workers.tiny_model import make_tiny_model
 
 SECRET = "the cluster's"
 
@@ -190,13 +190,13 @@ class Decider(KappaDecider):
     async def open(self, renderers, settings, access, spec):
         self._pools, self._began_s = {}, int(time.time())
         self._wire(settings, renderers)
-        real = router.cluster.replica.Decider
+        real = kappa_router.cluster.replica.Decider
 
         def noted(*given):
             self.flights = (made := real(*given)).flights
             return made
 
-        with mock.patch.object(router.cluster.replica, "Decider", noted):
+        with mock.patch.object(kappa_router.cluster.replica, "Decider", noted):
             await self._open(settings, access, spec, SECRET)
 
     async def close(self):
@@ -301,7 +301,7 @@ class Scene:
     ):
         """A scripted cluster with these workers (names or announcements)."""
         stack, registry = self._stack, ReplicaRegistry()
-        self._monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
+        self._monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
         settings = decider_settings(**changes)
         names = [name for model in settings.models for name in (model.name, *model.adapters)]
         bounds = bounds or Bounds(silent_s=max(settings.router.request_timeout_s, 0.5))

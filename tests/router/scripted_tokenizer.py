@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 
-from router.api.tokenizer import main
+from kappa_router.api.tokenizer import main
 
 
 class Script:

@@ -10,8 +10,8 @@ import zmq
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
-from workers.report_stream import ReportStream
-from workers.stats_channel import StatsSender
+from kappa_workers.report_stream import ReportStream
+from kappa_workers.stats_channel import StatsSender
 
 PATIENCE_S = 30.0
 SIZE = 16

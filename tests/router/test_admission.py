@@ -9,8 +9,8 @@ import pytest
 from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.slo import ServiceObjective
-from router import admission
-from router.admission import (
+from kappa_router import admission
+from kappa_router.admission import (
     Demand,
     Evaluation,
     Lateness,
@@ -21,11 +21,11 @@ from router.admission import (
     evaluate,
     limits,
 )
-from router.config import RouterConfig
-from router.decision import Choice, NoWorkerError, OverloadedError
-from router.fleet import Fleet
-from router.policy import LeastTtft
-from router.router import Router
+from kappa_router.config import RouterConfig
+from kappa_router.decision import Choice, NoWorkerError, OverloadedError
+from kappa_router.fleet import Fleet
+from kappa_router.policy import LeastTtft
+from kappa_router.router import Router
 from tests.router import building
 from tests.router.building import SHAPE, announcement, ask, estimate, fleet_of, join
 from tests.router.offering import estimates

@@ -13,10 +13,10 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
 from kappa.keys import digest_of, hashed
-from router.api.app import OPERATOR_PATHS, Access, inbound_of, make_app
-from router.api.errors import QUEUE_FULL
-from router.api.tenants import Allowance, Tenants
-from router.page.mount import add_page
+from kappa_router.api.app import OPERATOR_PATHS, Access, inbound_of, make_app
+from kappa_router.api.errors import QUEUE_FULL
+from kappa_router.api.tenants import Allowance, Tenants
+from kappa_router.page.mount import add_page
 from tests.router.building import tenants_of
 
 LIMIT = 2048
@@ -372,8 +372,8 @@ async def test_a_tenant_whose_bodies_do_not_come_leaves_others_their_share(
 
 @pytest.mark.ray
 def test_the_document_names_every_endpoint_and_no_other_and_whose_it_is():
-    from router.cluster.paths import DECIDED, own_paths
-    from router.cluster.replica import OWN
+    from kappa_router.cluster.paths import DECIDED, own_paths
+    from kappa_router.cluster.replica import OWN
 
     document = Path(__file__).parents[2] / "docs" / "security.md"
     rows = document.read_text().split("## Endpoints")[1].split("\n## ")[0].splitlines()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kappa.cost import StepModel, batch_work
 from kappa.hardware import node_profile
 from kappa.protocol import LoadSample, StepSample, WorkerReport
-from router import pricing
-from router.calibration import Calibration, OutputLengths, disk_token_s, load_token_s
+from kappa_router import pricing
+from kappa_router.calibration import Calibration, OutputLengths, disk_token_s, load_token_s
 from tests.router import building
 from tests.router.building import KV_BYTES, NEVER, ask, outcome
 

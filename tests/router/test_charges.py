@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kappa.protocol import Charge, TenantCharge
-from router.live.charges import Charges, credits_s
+from kappa_router.live.charges import Charges, credits_s
 
 TENANTS, WORKERS = ("a", "b", "c", "d"), ("w0", "w1", "w2")
 

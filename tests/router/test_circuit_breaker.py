@@ -1,6 +1,6 @@
 """Circuit breakers: when they open, whom they let through, what closes them."""
 
-from router.live.circuit_breaker import ERRORS, BreakerRule, Breakers
+from kappa_router.live.circuit_breaker import ERRORS, BreakerRule, Breakers
 
 RULE = BreakerRule(failures=3, pause_s=1.0, longest_pause_s=4.0)
 

@@ -3,10 +3,10 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import router.live.deciders
+import kappa_router.live.deciders
 from kappa import metrics as m
-from router.live.deciders import Deciders, merged
-from router.live.metrics import RouterMetrics
+from kappa_router.live.deciders import Deciders, merged
+from kappa_router.live.metrics import RouterMetrics
 
 pytestmark = pytest.mark.ray
 
@@ -118,5 +118,5 @@ async def test_if_nobody_answers_in_time_its_own_answer_remains(handle):
 
 
 async def test_a_single_decider_calls_nobody(monkeypatch):
-    monkeypatch.delattr(router.live.deciders.serve, "get_deployment_handle")
+    monkeypatch.delattr(kappa_router.live.deciders.serve, "get_deployment_handle")
     assert await Deciders(1, "told").call(own, "metrics") == ["own metrics ()"]

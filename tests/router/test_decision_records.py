@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from kappa.protocol import Spent
-from router.live.decision_records import DecisionRecord, Records, oldest_waits_s
-from router.live.live_router import LiveRouter
+from kappa_router.live.decision_records import DecisionRecord, Records, oldest_waits_s
+from kappa_router.live.live_router import LiveRouter
 from tests.router.building import ask, router
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from router.api import errors
-from router.api.errors import Fault, validation_error
+from kappa_router.api import errors
+from kappa_router.api.errors import Fault, validation_error
 
 FAULTS = {name: one for name, one in vars(errors).items() if isinstance(one, Fault)}
 PACKAGE = Path(errors.__file__).parents[1]

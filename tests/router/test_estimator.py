@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import estimator
-from router.estimator import GAP, LOAD, STEP, TTFT, Observation, middle, observed, spreads
+from kappa_router import estimator
+from kappa_router.estimator import GAP, LOAD, STEP, TTFT, Observation, middle, observed, spreads
 
 
 def table(*rows):

@@ -9,9 +9,9 @@ import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
 
-from router.index.kv_events import Batch
-from router.live import event_feed
-from router.live.event_feed import EventFeed, FloodError
+from kappa_router.index.kv_events import Batch
+from kappa_router.live import event_feed
+from kappa_router.live.event_feed import EventFeed, FloodError
 from tests.router.flooding import PATIENCE_S, Turns, batch, flood
 
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-import router.cluster.face
+import kappa_router.cluster.face
 from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
-from router.decision import RouteRequest
+from kappa_router.decision import RouteRequest
 from tests.router.scripted import Engine, Whole, announcement, code, event, get, post, until, words
 
 pytestmark = pytest.mark.ray
@@ -280,7 +280,7 @@ async def test_a_request_that_comes_before_any_worker_is_known_waits_for_one(ser
 
 
 async def test_ready_and_health_say_whether_workers_can_be_chosen_and_followed(serve, monkeypatch):
-    monkeypatch.setattr(router.cluster.face, "FIRST_SIGHT_S", 0.05)
+    monkeypatch.setattr(kappa_router.cluster.face, "FIRST_SIGHT_S", 0.05)
     _, live, here = await serve()
     answer = await get(here, "/ready")
     assert (answer.status_code, answer.json()) == (200, {"workers": 2})

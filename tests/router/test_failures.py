@@ -9,7 +9,7 @@ import pytest
 
 from kappa.keys import digest_of
 from kappa.protocol import EngineDiedError
-from router.api.tenants import Tenants
+from kappa_router.api.tenants import Tenants
 from tests.router.scripted import code, event, until
 
 pytestmark = pytest.mark.ray

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from router.api.fair_queue import FairTurns
-from router.api.tenants import Tenant
+from kappa_router.api.fair_queue import FairTurns
+from kappa_router.api.tenants import Tenant
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 

@@ -8,9 +8,16 @@ from openai.types.chat import completion_create_params as chat_create_params
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.entrypoints.chat_utils import MM_PARSER_MAP
 
-from router.api import fields
-from router.api.errors import ApiError
-from router.api.fields import CHAT, COMPLETION, DROPPED, REFUSED, checked_chat, checked_completion
+from kappa_router.api import fields
+from kappa_router.api.errors import ApiError
+from kappa_router.api.fields import (
+    CHAT,
+    COMPLETION,
+    DROPPED,
+    REFUSED,
+    checked_chat,
+    checked_completion,
+)
 from tests.router.scripted import BOMB, IMAGE, TEXT, nested, said
 
 pytestmark = pytest.mark.ray

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kappa.hardware import NodeProfile
-from router.decision import Held, PricedPrompt
-from router.fleet import Fleet
+from kappa_router.decision import Held, PricedPrompt
+from kappa_router.fleet import Fleet
 from tests.router.building import NEVER, announcement, estimate, fleet_of, join
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.hash_table import HashTable
+from kappa_router.index.hash_table import HashTable
 
 
 def both_tables(rows):

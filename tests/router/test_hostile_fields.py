@@ -9,9 +9,9 @@ import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from router.api import fields
-from router.api.errors import ApiError
-from router.api.tenants import Allowance
+from kappa_router.api import fields
+from kappa_router.api.errors import ApiError
+from kappa_router.api.tenants import Allowance
 from tests.router.scripted import (
     BODY,
     BOMB,

@@ -10,9 +10,9 @@ from collections import Counter
 import msgspec
 import pytest
 
-from router.index.kv_events import CacheGroups, decode
-from router.index.prefix_hash import PrefixHasher, secret_from_seed
-from router.index.prefix_index import PrefixIndex
+from kappa_router.index.kv_events import CacheGroups, decode
+from kappa_router.index.prefix_hash import PrefixHasher, secret_from_seed
+from kappa_router.index.prefix_index import PrefixIndex
 from tests.router.building import match_worker
 
 torch = pytest.importorskip("torch")

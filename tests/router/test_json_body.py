@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router import json_body
-from router.json_body import (
+from kappa_router import json_body
+from kappa_router.json_body import (
     MAX_CONTAINERS,
     MAX_FIELDS,
     MAX_NESTING,

@@ -10,8 +10,8 @@ import pytest
 
 from kappa.keys import digest_of, hashed, read_digests
 from kappa.protocol import MAX_TENANTS
-from router.api.app import Keyring
-from router.api.tenants import Tenants
+from kappa_router.api.app import Keyring
+from kappa_router.api.tenants import Tenants
 
 OLD, NEW, FIXED = "sk-old-012345678", "sk-new-012345678", "sk-fixed-0123456"
 NOW_S = 1e11
@@ -216,7 +216,7 @@ async def test_the_file_is_read_on_a_thread_and_only_by_the_request_that_finds_i
         assert go_on.wait(30.0)
         return read_digests(path)
 
-    monkeypatch.setattr("router.api.app.read_digests", slowly)
+    monkeypatch.setattr("kappa_router.api.app.read_digests", slowly)
     file.write(f"{NEW}: alice\n")
     first = asyncio.create_task(ring.refresh(2.0))
     assert await asyncio.to_thread(started.wait, 30.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index.kv_events import (
+from kappa_router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
     CacheGroups,
@@ -17,9 +17,9 @@ from router.index.kv_events import (
     decode,
     joined,
 )
-from router.index.lookup import Match
-from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
-from router.index.prefix_index import PrefixIndex
+from kappa_router.index.lookup import Match
+from kappa_router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
+from kappa_router.index.prefix_index import PrefixIndex
 from tests.router.building import match_worker
 from tests.router.kv_batches import decode_batch
 

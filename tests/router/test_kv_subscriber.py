@@ -11,14 +11,14 @@ import pytest
 import zmq
 import zmq.asyncio
 
-import router.live.kv_subscriber
-import router.live.supervised
+import kappa_router.live.kv_subscriber
+import kappa_router.live.supervised
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Admission, Announcement, WorkerReport
-from router.index.kv_events import BlocksStored, WorkerReset
-from router.live import event_feed
-from router.live.kv_subscriber import KVSubscriber
+from kappa_router.index.kv_events import BlocksStored, WorkerReset
+from kappa_router.live import event_feed
+from kappa_router.live.kv_subscriber import KVSubscriber
 from tests.router.flooding import Turns, flood
 from tests.router.stream_worker import until
 
@@ -104,7 +104,7 @@ class Listener:
 @pytest.fixture
 async def follow(monkeypatch):
     """Makes a worker and a subscriber that reports to a listener."""
-    monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(kappa_router.live.supervised, "PAUSES_S", (0.01,))
     context, made = zmq.asyncio.Context(), []
 
     def make(listener, kind=KVSubscriber, **announced):
@@ -228,14 +228,14 @@ async def test_a_reset_from_the_worker_is_passed_on(scene):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(kappa_router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", 0.05)
 
 
 async def test_a_silent_worker_is_queried_again_until_it_answers(impatient, scene, monkeypatch):
     worker, listener, _ = scene
     for _ in range(3):
         await worker.requested()  # and does not answer
-    monkeypatch.setattr(router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", _PATIENCE_S)
+    monkeypatch.setattr(kappa_router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", _PATIENCE_S)
     while listener.queue.empty():
         await worker.answer(0, kv(7))
         await asyncio.sleep(0.01)

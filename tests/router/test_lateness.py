@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission import Demand, Lateness, Standing
-from router.decision import RouteRequest
-from router.fleet import Flight
+from kappa_router.admission import Demand, Lateness, Standing
+from kappa_router.decision import RouteRequest
+from kappa_router.fleet import Flight
 
 
 def sent(lateness, name, worker, now_s, ttft_s, delay_s=0.0, tpot_s=0.0, dilation=1.0):

@@ -10,18 +10,18 @@ import time
 import numpy as np
 import pytest
 
-import router.live.live_router
-import router.live.membership
-import router.live.record_file
-import router.live.supervised
+import kappa_router.live.live_router
+import kappa_router.live.membership
+import kappa_router.live.record_file
+import kappa_router.live.supervised
 from kappa.protocol import TenantCharge, WorkerReport
-from router.api.status import nodes, refresh_gauges
-from router.config import RouterConfig
-from router.decision import NoWorkerError, RouteRequest
-from router.live.live_router import LiveRouter
-from router.live.record_file import RecordFile
-from router.live.replica_registry import ReplicaRegistry
-from router.policy import policy_named
+from kappa_router.api.status import nodes, refresh_gauges
+from kappa_router.config import RouterConfig
+from kappa_router.decision import NoWorkerError, RouteRequest
+from kappa_router.live.live_router import LiveRouter
+from kappa_router.live.record_file import RecordFile
+from kappa_router.live.replica_registry import ReplicaRegistry
+from kappa_router.policy import policy_named
 from tests.router.stream_worker import until
 
 pytestmark = pytest.mark.vllm
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture
 async def scene(monkeypatch):
     registry = ReplicaRegistry()
-    monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
+    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=12345))
     yield live, registry
     await live.close()
@@ -212,7 +212,7 @@ def full_disk(monkeypatch):
             raise OSError(failing[0], os.strerror(failing[0]))
         return real(file, data)
 
-    monkeypatch.setattr(router.live.record_file.os, "write", write)
+    monkeypatch.setattr(kappa_router.live.record_file.os, "write", write)
     return failing
 
 
@@ -220,7 +220,7 @@ async def test_a_full_disk_ends_the_record_and_nothing_else(
     monkeypatch, tmp_path, worker, full_disk
 ):
     registry, path = ReplicaRegistry(), tmp_path / "record.jsonl"
-    monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
+    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=1), record=str(path))
     w = worker()
     await joined(live, registry, w)
@@ -273,9 +273,9 @@ def test_closing_a_record_waits_for_what_its_thread_has_to_write(tmp_path):
 
 def test_a_disk_that_is_too_slow_ends_the_record(tmp_path, monkeypatch):
     path, dropped, go_on, real = tmp_path / "j", [], threading.Event(), os.write
-    monkeypatch.setattr(router.live.record_file, "_WAITING_BYTES", 20)
+    monkeypatch.setattr(kappa_router.live.record_file, "_WAITING_BYTES", 20)
     monkeypatch.setattr(
-        router.live.record_file.os, "write", lambda *given: go_on.wait() and real(*given)
+        kappa_router.live.record_file.os, "write", lambda *given: go_on.wait() and real(*given)
     )
     file = RecordFile(str(path), lambda: dropped.append(1))
     for n in range(9):
@@ -299,7 +299,7 @@ async def test_a_decider_that_can_follow_nobody_has_a_fault(scene, worker, monke
     await until(lambda: live.members.synced)
     assert live.members.fault() == ""
     feeds = [live.members.get(name).subscriber for name in "ab"]
-    monkeypatch.setattr(router.live.membership, "_UNREADABLE_S", 0.5)
+    monkeypatch.setattr(kappa_router.live.membership, "_UNREADABLE_S", 0.5)
     # One of two cannot be read: its own fault as likely as ours.
     feeds[0]._broken = True
     monkeypatch.setattr(feeds[0], "_snapshot", unreadable)
@@ -320,7 +320,7 @@ async def unreadable():
 
 async def test_a_watch_that_fails_is_started_again(scene, worker, monkeypatch):
     live, registry = scene
-    monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(kappa_router.live.supervised, "PAUSES_S", (0.01,))
     await joined(live, registry, worker())
     real, failures = live.members._awake_s._clock, [1]
 

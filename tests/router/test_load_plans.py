@@ -9,8 +9,8 @@ from kappa.hardware import node_profile
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning, kappa_eff, room_left
 from kappa.plans.rates import FORMAT
-from router.decision import ESTIMATE, RouteRequest
-from router.load_plans import LoadPlanner, planner_of
+from kappa_router.decision import ESTIMATE, RouteRequest
+from kappa_router.load_plans import LoadPlanner, planner_of
 from tests.router import building
 
 SIZE = 16

@@ -6,15 +6,15 @@ import time
 import numpy as np
 import pytest
 
-import router.live.live_router
+import kappa_router.live.live_router
 from kappa.protocol import WorkerReport
-from router.config import RouterConfig
-from router.decision import NoWorkerError, RouteRequest
-from router.live.live_router import LiveRouter
-from router.live.membership import Member, MembershipRule, progress_of
-from router.live.replica_registry import ReplicaRegistry
-from router.live.waiting import WorkerLostError
-from router.policy import policy_named
+from kappa_router.config import RouterConfig
+from kappa_router.decision import NoWorkerError, RouteRequest
+from kappa_router.live.live_router import LiveRouter
+from kappa_router.live.membership import Member, MembershipRule, progress_of
+from kappa_router.live.replica_registry import ReplicaRegistry
+from kappa_router.live.waiting import WorkerLostError
+from kappa_router.policy import policy_named
 from tests.router.stream_worker import SIZE, until
 
 pytestmark = pytest.mark.vllm
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.vllm
 async def decider(monkeypatch):
     """Makes live routers that follow one registry."""
     registry, made = ReplicaRegistry(), []
-    monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
+    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
 
     def make(first=0.0, **rule):
         config = RouterConfig(policy=policy_named("ttft"), secret=12345, first=first)

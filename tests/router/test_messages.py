@@ -11,8 +11,8 @@ import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
-from router.api.errors import ApiError
-from router.api.messages import FIELDS, to_chat
+from kappa_router.api.errors import ApiError
+from kappa_router.api.messages import FIELDS, to_chat
 from tests.router.building import tenants_of
 from tests.router.scripted import Whole, nested
 

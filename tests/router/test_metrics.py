@@ -2,7 +2,7 @@
 
 from kappa import metrics as m
 from kappa.protocol import WorkerReport
-from router.live.metrics import RouterMetrics
+from kappa_router.live.metrics import RouterMetrics
 
 
 def test_tenants_beyond_the_bound_share_one_label():

@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kappa.protocol import Arrival, EngineDiedError, WorkerReport
-from router.api.render import SHORT_BYTES, PromptRenderer, Tokenizing
-from router.api.request import EndpointModel
-from router.api.request_body import RequestBody
-from router.api.tenants import Tenant
-from router.config import RouterConfig
-from router.decision import MismatchError, NoWorkerError, RouteRequest
-from router.index.prefix_hash import salt_of
-from router.policy import policy_named
-from router.recording import RecordedRouter, replay
-from router.router import Router
+from kappa_router.api.render import SHORT_BYTES, PromptRenderer, Tokenizing
+from kappa_router.api.request import EndpointModel
+from kappa_router.api.request_body import RequestBody
+from kappa_router.api.tenants import Tenant
+from kappa_router.config import RouterConfig
+from kappa_router.decision import MismatchError, NoWorkerError, RouteRequest
+from kappa_router.index.prefix_hash import salt_of
+from kappa_router.policy import policy_named
+from kappa_router.recording import RecordedRouter, replay
+from kappa_router.router import Router
+from kappa_workers.tiny_model import make_tiny_model
 from tests.router import scripted
 from tests.router.building import SIZE, announcement, ask, prompt, router, stored
-from workers.tiny_model import make_tiny_model
 
 SMALL = {"model": "small", "fingerprint": "s"}
 LARGE = {"model": "large", "fingerprint": "l", "kv_bytes_per_token": 327680.0}

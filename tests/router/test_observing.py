@@ -7,11 +7,11 @@ import pytest
 import structlog
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-import router.tracing
+import kappa_router.tracing
 from kappa.keys import digest_of
 from kappa.protocol import Admission, Spent, WorkerReport
 from kappa.settings.routing import ObservingSettings
-from router.api.tenants import Tenants
+from kappa_router.api.tenants import Tenants
 from tests.router.scripted import KEYS, code, event, get, post, until, words
 
 pytestmark = pytest.mark.ray
@@ -51,7 +51,7 @@ async def test_a_requests_account_says_where_its_time_went(serve):
 
 
 async def test_a_refused_request_has_an_account_without_a_decision(serve, monkeypatch):
-    monkeypatch.setattr("router.api.request_path._FIRST_WORKER_S", 0.01)
+    monkeypatch.setattr("kappa_router.api.request_path._FIRST_WORKER_S", 0.01)
     _, _, here = await serve(workers=())
     headers = {"x-request-id": "refused"}
     assert code(await here.ask(headers=headers), 503) == "no_worker"
@@ -153,7 +153,7 @@ async def test_a_request_is_answered_and_becomes_one_trace_if_the_collector_is_t
     serve, monkeypatch, error
 ):
     exporter = Exporter(error)
-    monkeypatch.setattr(router.tracing, "_exporter", lambda _: exporter)
+    monkeypatch.setattr(kappa_router.tracing, "_exporter", lambda _: exporter)
     seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
     _, _, here = await serve(observing=seen)
     tracing = here.decider._tracing

@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from router.api.app import Access, make_app
-from router.page.mount import add_page
+from kappa_router.api.app import Access, make_app
+from kappa_router.page.mount import add_page
 from tests import browser
 from tests.router.building import tenants_of
 

@@ -9,8 +9,8 @@ import pytest
 
 from kappa.cost import TokenCounts
 from kappa.hardware import NodeProfile
-from router.decision import COMPUTE, MEMORY, PricedWorker
-from router.policy import Priced, _cheapest, fetch_externality_s, policy_named
+from kappa_router.decision import COMPUTE, MEMORY, PricedWorker
+from kappa_router.policy import Priced, _cheapest, fetch_externality_s, policy_named
 from tests.router.offering import estimates
 
 THRESHOLD, LITERAL, TTFT, BACKLOG, PRICED = (

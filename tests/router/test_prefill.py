@@ -11,9 +11,9 @@ from kappa.cost import StepModel, TokenCounts
 from kappa.hardware import node_profile
 from kappa.protocol import EngineDiedError
 from kappa.settings.engine import TransferSettings
-from router.cluster.prefill import hands_over
-from router.decision import PricedWorker, RouteRequest
-from router.recording import _request_in, _request_out
+from kappa_router.cluster.prefill import hands_over
+from kappa_router.decision import PricedWorker, RouteRequest
+from kappa_router.recording import _request_in, _request_out
 from tests.router import building
 from tests.router.scripted import Whole, announcement, code, until
 

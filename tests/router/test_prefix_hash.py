@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.prefix_hash import ROOT, PrefixHasher, salt_of, secret_from_seed
+from kappa_router.index.prefix_hash import ROOT, PrefixHasher, salt_of, secret_from_seed
 
 SECRET = secret_from_seed("tests")
 TOKENS = st.lists(st.integers(0, 200_000), max_size=60)

@@ -9,11 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.block_table import HolderSets
-from router.index.kv_events import BlocksRemoved, BlocksStored, TierCleared, WorkerGone, WorkerReset
-from router.index.lookup import Match
-from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
-from router.index.prefix_index import PrefixIndex
+from kappa_router.index.block_table import HolderSets
+from kappa_router.index.kv_events import (
+    BlocksRemoved,
+    BlocksStored,
+    TierCleared,
+    WorkerGone,
+    WorkerReset,
+)
+from kappa_router.index.lookup import Match
+from kappa_router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
+from kappa_router.index.prefix_index import PrefixIndex
 from tests.router.building import match_all, match_worker
 
 SIZE = 2

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.kv_events import WorkerGone
-from router.index.lookup import Match
-from router.index.prefix_index import PrefixIndex
+from kappa_router.index.kv_events import WorkerGone
+from kappa_router.index.lookup import Match
+from kappa_router.index.prefix_index import PrefixIndex
 from tests.router.building import match_all, match_worker
 from tests.router.test_prefix_index import HASHER, check_rows
 
@@ -157,7 +157,7 @@ def test_blocks_that_came_one_by_one_match_as_well():
 
 
 def test_an_index_grows_to_its_bound(monkeypatch):
-    monkeypatch.setattr("router.index.block_table._PREPARED", 100)
+    monkeypatch.setattr("kappa_router.index.block_table._PREPARED", 100)
     index, rng = PrefixIndex(HASHER, 5000), np.random.default_rng(0)
     prompts = [rng.integers(1, 2**64, 90, dtype=np.uint64) for _ in range(55)]
     for prompt in prompts:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kappa.cost import StepLimit, StepModel
-from router import pricing
-from router.decision import ESTIMATE
+from kappa_router import pricing
+from kappa_router.decision import ESTIMATE
 
 WORKER = {
     "load_token_s": 0.001, "load_fixed_s": 0.1, "token_s": 0.01, "pair_s": 0.0001, "weights_s": 0.5,

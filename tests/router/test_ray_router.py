@@ -7,10 +7,10 @@ import pytest
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-import router.live.replica_registry
-import router.ray_router
-from router.live.replica_registry import ReplicaRegistry
-from router.ray_router import KappaRouter
+import kappa_router.live.replica_registry
+import kappa_router.ray_router
+from kappa_router.live.replica_registry import ReplicaRegistry
+from kappa_router.ray_router import KappaRouter
 
 pytestmark = pytest.mark.ray
 
@@ -36,7 +36,7 @@ def pending(*args, method="__call__"):
 def heard(monkeypatch):
     """Replicas heard of, without Ray's own part in it."""
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
-    monkeypatch.setattr(router.live.replica_registry, "REGISTRY", ReplicaRegistry())
+    monkeypatch.setattr(kappa_router.live.replica_registry, "REGISTRY", ReplicaRegistry())
     made = Ours()
     made.update_replicas([replica("a"), replica("b", {})])
     return made
@@ -70,7 +70,7 @@ async def test_a_request_is_reserved_from_its_choice_to_its_end(heard):
 
 
 async def test_a_router_that_is_shown_no_bodies_says_once_what_to_set(heard, warnings, monkeypatch):
-    constants = router.ray_router.ray.serve._private.constants
+    constants = kappa_router.ray_router.ray.serve._private.constants
     name = "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY"
     without = pending()
     # Where bodies are shown there is nothing to say.
@@ -95,13 +95,13 @@ def test_bad_statistics_are_logged_and_announcements_published(heard, warnings):
     (said,) = warnings
     assert "replica a" in said and "protocol 99" in said
     received = []
-    router.live.replica_registry.REGISTRY.subscribe(lambda *what: received.append(what[1]))
+    kappa_router.live.replica_registry.REGISTRY.subscribe(lambda *what: received.append(what[1]))
     assert received == [{"a": {"protocol": 99}, "b": {}}]
 
 
 def test_a_death_is_told_as_one_and_a_disappearance_is_not(monkeypatch):
     registry, received = ReplicaRegistry(), []
-    monkeypatch.setattr(router.live.replica_registry, "REGISTRY", registry)
+    monkeypatch.setattr(kappa_router.live.replica_registry, "REGISTRY", registry)
     registry.subscribe(lambda deployment, posted, died: received.append((set(posted), set(died))))
     registry.publish("d", {"a": {}, "b": {}})
     registry.remove("d", "a")

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from router.api.reading import INLINE_BYTES, INLINE_CONTAINERS, prepare, read
+from kappa_router.api.reading import INLINE_BYTES, INLINE_CONTAINERS, prepare, read
 
 HERE, THREAD = "MainThread", "bodies"
 

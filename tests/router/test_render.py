@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from router.api.render import PromptRenderer, bounded
-from router.api.request_body import RequestBody
-from workers.tiny_model import make_tiny_model
+from kappa_router.api.render import PromptRenderer, bounded
+from kappa_router.api.request_body import RequestBody
+from kappa_workers.tiny_model import make_tiny_model
 
 LISTS_TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"

@@ -11,9 +11,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionToolsParam,
 )
 
-from router.api.fields import checked_chat
-from router.api.render import shown_tools
-from router.api.request_body import RequestBody
+from kappa_router.api.fields import checked_chat
+from kappa_router.api.render import shown_tools
+from kappa_router.api.request_body import RequestBody
 from tests.live.test_token_ids import chat_body
 
 pytestmark = pytest.mark.vllm

@@ -9,9 +9,9 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.requests import Request
 
 from kappa.hardware import node_profile
-from router.api.app import Inbound
-from router.api.errors import ApiError
-from router.api.request import (
+from kappa_router.api.app import Inbound
+from kappa_router.api.errors import ApiError
+from kappa_router.api.request import (
     ApiRequest,
     Deadline,
     EndpointModel,
@@ -23,9 +23,9 @@ from router.api.request import (
     late_workers,
     unfit_workers,
 )
-from router.api.request_body import RequestBody
-from router.api.tenants import Tenant
-from router.index.prefix_hash import PrefixHasher, salt_of
+from kappa_router.api.request_body import RequestBody
+from kappa_router.api.tenants import Tenant
+from kappa_router.index.prefix_hash import PrefixHasher, salt_of
 from tests.router.building import announcement
 from tests.router.offering import estimates
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-import router.api.request_path
+import kappa_router.api.request_path
 from kappa.protocol import EngineDiedError, TenantCharge, WorkerReport
 from tests.router.building import tenants_of
 from tests.router.scripted import BODY, PATH, code, event, get, overload, post, until
@@ -68,7 +68,7 @@ async def test_a_load_plan_is_refused_where_none_is_made_and_no_breaker_opens(se
 
 
 async def test_without_workers_it_is_503_with_a_time_to_come_back(serve, monkeypatch):
-    monkeypatch.setattr(router.api.request_path, "_FIRST_WORKER_S", 0.05)
+    monkeypatch.setattr(kappa_router.api.request_path, "_FIRST_WORKER_S", 0.05)
     _, _, here = await serve(workers=())
     answer = await post(here)
     assert code(answer, 503) == "no_worker" and int(answer.headers["retry-after"]) >= 1

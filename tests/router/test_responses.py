@@ -8,9 +8,9 @@ import pytest
 from openai.types.responses import response_create_params
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-from router.api import responses
-from router.api.errors import ApiError
-from router.api.responses import FIELDS, checked
+from kappa_router.api import responses
+from kappa_router.api.errors import ApiError
+from kappa_router.api.responses import FIELDS, checked
 from tests.router.scripted import Whole, nested
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]

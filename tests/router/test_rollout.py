@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kappa.settings import front
-from router.rollout import PRESENT, RayServe, Rollout, ShadowDecision
+from kappa_router.rollout import PRESENT, RayServe, Rollout, ShadowDecision
 from tests.router.offering import estimates
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import rollout_journal
-from router.config import RouterConfig
-from router.policy import Priced
-from router.rollout_journal import JournalWriter, read_journal
-from router.router import Router
+from kappa_router import rollout_journal
+from kappa_router.config import RouterConfig
+from kappa_router.policy import Priced
+from kappa_router.rollout_journal import JournalWriter, read_journal
+from kappa_router.router import Router
 from tests.router.building import announcement
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kappa.protocol import Admission, WorkerReport
-from router.config import RouterConfig
-from router.decision import NoWorkerError, RouteRequest, without_candidates
-from router.policy import LeastTtft, policy_named
-from router.router import Router
+from kappa_router.config import RouterConfig
+from kappa_router.decision import NoWorkerError, RouteRequest, without_candidates
+from kappa_router.policy import LeastTtft, policy_named
+from kappa_router.router import Router
 from tests.router.building import (
     KV_BYTES,
     NEVER,
@@ -381,7 +381,7 @@ _FIRST_REQUEST = """
 import sys
 import numpy as np
 from numba.core.dispatcher import Dispatcher
-from router.decision import RouteRequest
+from kappa_router.decision import RouteRequest
 from tests.router.building import ask, prompt, router
 
 def loops():

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import sent_prompts
-from router.index.prefix_hash import PrefixHasher
-from router.index.prefix_index import PrefixIndex
-from router.sent_prompts import CacheSize, SentBlocks, prompt_tokens
+from kappa_router import sent_prompts
+from kappa_router.index.prefix_hash import PrefixHasher
+from kappa_router.index.prefix_index import PrefixIndex
+from kappa_router.sent_prompts import CacheSize, SentBlocks, prompt_tokens
 
 SIZE = 2
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from kappa.protocol import WorkerReport
-from router.config import RouterConfig
-from router.live.membership import AwakeClock, Membership, MembershipRule
-from router.live.replica_registry import ReplicaRegistry
-from router.live.waiting import WorkerLostError
-from router.policy import policy_named
-from router.router import Router
+from kappa_router.config import RouterConfig
+from kappa_router.live.membership import AwakeClock, Membership, MembershipRule
+from kappa_router.live.replica_registry import ReplicaRegistry
+from kappa_router.live.waiting import WorkerLostError
+from kappa_router.policy import policy_named
+from kappa_router.router import Router
 from tests.router.building import announcement
 
 RULE = {"stall_after_s": 5.0, "lost_after_s": 10.0}

@@ -11,8 +11,8 @@ from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
-from router import standalone
-from router.standalone import StandaloneRouter
+from kappa_router import standalone
+from kappa_router.standalone import StandaloneRouter
 
 NAMES = ["a", "b", "c"]
 

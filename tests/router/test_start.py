@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-import router.live.live_router
+import kappa_router.live.live_router
 from kappa.settings.routing import FailoverSettings
-from router.api.start import LiveStart, member_rule, record_file, router_config
-from router.live.replica_registry import ReplicaRegistry
+from kappa_router.api.start import LiveStart, member_rule, record_file, router_config
+from kappa_router.live.replica_registry import ReplicaRegistry
 from tests.router.scripted import announcement, decider_settings
 
 pytestmark = pytest.mark.ray
@@ -20,7 +20,7 @@ def settings(**changes):
 @pytest.fixture
 def registry(monkeypatch):
     made = ReplicaRegistry()
-    monkeypatch.setattr(router.live.live_router, "REGISTRY", made)
+    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", made)
     return made
 
 

@@ -13,12 +13,12 @@ import zmq
 import zmq.asyncio
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
-from router.index.prefix_hash import PrefixHasher
-from router.index.prefix_index import PrefixIndex
-from router.live.kv_subscriber import KVSubscriber
+from kappa_router.index.prefix_hash import PrefixHasher
+from kappa_router.index.prefix_index import PrefixIndex
+from kappa_router.live.kv_subscriber import KVSubscriber
+from kappa_workers.report_stream import ReportStream
 from tests.router.building import announcement, match_worker
 from tests.router.stream_worker import until
-from workers.report_stream import ReportStream
 
 pytestmark = pytest.mark.vllm
 

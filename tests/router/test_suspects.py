@@ -1,6 +1,6 @@
 """Who may have killed an engine: events with their times in, verdicts out."""
 
-from router.live.suspects import MEMORY, Suspects
+from kappa_router.live.suspects import MEMORY, Suspects
 
 
 def died(suspects, worker="w", in_flight=1, now_s=0.0, node="n"):

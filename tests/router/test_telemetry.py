@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.telemetry import Telemetry, spans_of
+from kappa_router.telemetry import Telemetry, spans_of
 
 
 def reported(load_s, compute_s, device=0, cached=0, new=0, ttft_s=None):

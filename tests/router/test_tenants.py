@@ -8,8 +8,8 @@ import pytest
 
 from kappa.keys import digest_of
 from kappa.protocol import Charge
-from router.api.errors import ApiError
-from router.api.tenants import (
+from kappa_router.api.errors import ApiError
+from kappa_router.api.tenants import (
     Allowance,
     Bucket,
     Places,
@@ -74,7 +74,7 @@ def test_the_default_tenant_is_listed_only_where_it_can_occur():
 
 @pytest.mark.ray
 def test_shares_say_what_each_was_charged_of_all():
-    from router.api.status import shares
+    from kappa_router.api.status import shares
 
     charged = {"alice": Charge(3.0, 1.0, 0.0), "ghost": Charge(1.0, 1.0, 0.0)}
     rows = {row["tenant"]: row for row in shares(OPEN, charged)}

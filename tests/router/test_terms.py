@@ -10,12 +10,12 @@ import threading
 import pytest
 
 from kappa.incremental_tokenizer import SegmentCache
-from router.api.metadata import DEADLINE_HEADER as DEADLINE
-from router.api.render import SHORT_BYTES
-from router.api.request import cache_salt
-from router.api.tenants import Allowance, Tenant
-from router.index.prefix_hash import salt_of
-from router.live.decision_records import DecisionRecord
+from kappa_router.api.metadata import DEADLINE_HEADER as DEADLINE
+from kappa_router.api.render import SHORT_BYTES
+from kappa_router.api.request import cache_salt
+from kappa_router.api.tenants import Allowance, Tenant
+from kappa_router.index.prefix_hash import salt_of
+from kappa_router.live.decision_records import DecisionRecord
 from tests.router.building import tenants_of
 from tests.router.scripted import (
     BODY,
@@ -86,7 +86,7 @@ async def test_only_the_newest_decisions_that_are_ones_own_are_written_out(clust
     written = []
     to_dict = DecisionRecord.to_dict
     monkeypatch.setattr(DecisionRecord, "to_dict", lambda r: written.append(r.tenant) or to_dict(r))
-    monkeypatch.setattr("router.api.status.MOST_DECISIONS", 3)
+    monkeypatch.setattr("kappa_router.api.status.MOST_DECISIONS", 3)
     here = await cluster()
 
     async def seen(tenant, limit):
@@ -321,7 +321,7 @@ class Blocked:
 @pytest.fixture
 def blocked(monkeypatch):
     # What is tiny never waits: the event loop itself tokenizes it.
-    monkeypatch.setattr("router.api.render._TINY_BYTES", 0)
+    monkeypatch.setattr("kappa_router.api.render._TINY_BYTES", 0)
     made = []
 
     def make(here):

@@ -12,8 +12,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kappa.settings.routing import ObservingSettings
-from router.telemetry import Telemetry
-from router.tracing import Tracing
+from kappa_router.telemetry import Telemetry
+from kappa_router.tracing import Tracing
 
 RECORD = SimpleNamespace(
     spent=SimpleNamespace(load_s=0.25, compute_s=0.5),

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.live.waiting import Waits, WorkerLostError
+from kappa_router.live.waiting import Waits, WorkerLostError
 
 _PATIENCE_S = 20.0
 

@@ -1,6 +1,6 @@
 """A memory that only counts blocks of one token."""
 
-from scheduler.work import Quote
+from kappa_scheduler.work import Quote
 
 
 class Blocks:

@@ -6,7 +6,7 @@ are held against.
 
 from __future__ import annotations
 
-from scheduler.work import Quote, Room, Work
+from kappa_scheduler.work import Quote, Room, Work
 
 
 class Request(Work):

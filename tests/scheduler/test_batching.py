@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kappa.cost import StepLimit, StepModel
-from scheduler.batching import Batcher
-from scheduler.catalogue import SCHEDULERS, rule_named
-from scheduler.work import Work
+from kappa_scheduler.batching import Batcher
+from kappa_scheduler.catalogue import SCHEDULERS, rule_named
+from kappa_scheduler.work import Work
 from tests.scheduler.counted_blocks import Blocks
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.blocks import Ledger
-from scheduler.work import Quote
+from kappa_scheduler.blocks import Ledger
+from kappa_scheduler.work import Quote
 from tests.scheduler.engine import Blocks, Request
 
 

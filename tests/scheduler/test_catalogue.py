@@ -2,8 +2,8 @@
 
 import pytest
 
-from scheduler.catalogue import SCHEDULERS, packs, rule_named
-from scheduler.config import FairConfig, LinkRates
+from kappa_scheduler.catalogue import SCHEDULERS, packs, rule_named
+from kappa_scheduler.config import FairConfig, LinkRates
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -3,10 +3,10 @@
 import pytest
 
 from kappa.protocol import Charge
-from scheduler.batching import Batcher
-from scheduler.config import FairConfig, LinkRates
-from scheduler.fair import Fair
-from scheduler.work import CAP, LINK, PENDING, RESERVED, VRAM, Quote, Room, Work
+from kappa_scheduler.batching import Batcher
+from kappa_scheduler.config import FairConfig, LinkRates
+from kappa_scheduler.fair import Fair
+from kappa_scheduler.work import CAP, LINK, PENDING, RESERVED, VRAM, Quote, Room, Work
 from tests.scheduler.counted_blocks import Blocks as CountedBlocks
 from tests.scheduler.engine import Blocks, Engine, Request
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kappa.protocol import Charge
-from scheduler.config import FairConfig, LinkRates
-from scheduler.fair import Fair
-from scheduler.work import CAP, PENDING, RESERVED
+from kappa_scheduler.config import FairConfig, LinkRates
+from kappa_scheduler.fair import Fair
+from kappa_scheduler.work import CAP, PENDING, RESERVED
 from tests.scheduler.engine import Blocks, Engine, Request
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.link_order import FIFO, LOADS_FIRST, STORE_SHARE, LinkOrder
+from kappa_scheduler.link_order import FIFO, LOADS_FIRST, STORE_SHARE, LinkOrder
 
 
 def order(kind=LOADS_FIRST):

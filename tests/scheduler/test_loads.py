@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.config import LinkRates
-from scheduler.loads import JustInTime
-from scheduler.work import Work
+from kappa_scheduler.config import LinkRates
+from kappa_scheduler.loads import JustInTime
+from kappa_scheduler.work import Work
 
 
 def link(token_s=0.01, iteration_s=0.1):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.admission import pack
+from kappa_scheduler.admission import pack
 from tests.scheduler.packing_cases import instance, optimum
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.catalogue import rule_named
-from scheduler.config import FairConfig
-from scheduler.work import Work, last_in_line
+from kappa_scheduler.catalogue import rule_named
+from kappa_scheduler.config import FairConfig
+from kappa_scheduler.work import Work, last_in_line
 from tests.scheduler.engine import Blocks, Engine, Request
 
 RULES = ("fair", "fcfs")

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from kappa.protocol import Charge
-from scheduler.config import FairConfig
-from scheduler.tenants import AHEAD, FAR_AHEAD, IN_TURN, TenantQueues
-from scheduler.work import Work
+from kappa_scheduler.config import FairConfig
+from kappa_scheduler.tenants import AHEAD, FAR_AHEAD, IN_TURN, TenantQueues
+from kappa_scheduler.work import Work
 
 
 def tenants(**weights):

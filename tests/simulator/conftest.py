@@ -3,8 +3,8 @@
 import pytest
 
 from kappa.shapes import model_shape
-from simulator.clusters import KINDS, SimulatedCluster, numbered
-from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+from kappa_simulator.clusters import KINDS, SimulatedCluster, numbered
+from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 BLOCK = 64
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.cache import TierCache, common_blocks
+from kappa_simulator.cache import TierCache, common_blocks
 
 
 def chain(*path: int) -> np.ndarray:

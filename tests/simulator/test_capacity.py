@@ -9,10 +9,10 @@ from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
-from simulator.capacity import NodeClass, bound_of, capacity_rps, node_classes, request_costs
-from simulator.reuse import Turns, turns_of
-from workload.replay import expand
-from workload.shapes import SessionShape, TurnShape, Workload
+from kappa_simulator.capacity import NodeClass, bound_of, capacity_rps, node_classes, request_costs
+from kappa_simulator.reuse import Turns, turns_of
+from kappa_workload.replay import expand
+from kappa_workload.shapes import SessionShape, TurnShape, Workload
 
 BLOCK = 16
 SHAPE = model_shape("llama-3.1-8b")
@@ -133,7 +133,7 @@ def test_the_bound_is_above_the_clustered_plan_and_close_to_it(monkeypatch):
         held_s=rng.exponential(600, 3_000),
     )
     fine = bound_of(mix, [FAST, SLOW], SHAPE)
-    monkeypatch.setattr("simulator.capacity._REFINEMENTS", 0)
+    monkeypatch.setattr("kappa_simulator.capacity._REFINEMENTS", 0)
     coarse = bound_of(mix, [FAST, SLOW], SHAPE)
     assert coarse.lp_rps <= coarse.rps * (1 + 1e-9)
     assert fine.lp_rps <= coarse.rps * (1 + 1e-9)
@@ -170,7 +170,7 @@ def test_decoding_takes_compute_and_reads():
 def test_few_sequences_per_step_make_decoding_cost_more(monkeypatch):
     work = fresh_prompts(tokens=512, output=512)
     free = capacity_rps(work, [FAST], SHAPE, requests=FEW)
-    monkeypatch.setattr("simulator.capacity.MAX_SEQS", 8.0)
+    monkeypatch.setattr("kappa_simulator.capacity.MAX_SEQS", 8.0)
     bound = capacity_rps(work, [FAST], SHAPE, requests=FEW)
     step_s = step_model(SHAPE, FAST.profile).weights_s
     assert bound < free and bound <= 8 / (511 * step_s)
@@ -212,7 +212,7 @@ def test_a_longer_horizon_finds_the_reuse_of_its_copies_only():
 def test_long_prompts_are_sampled_and_their_cached_part_rounded_up(monkeypatch):
     sessions = documents(questions=4, tokens=16_000, count=4).sessions
     exact = turns_of(sessions, BLOCK, 1.0)
-    monkeypatch.setattr("simulator.reuse._MAX_VISITS", 2_000)
+    monkeypatch.setattr("kappa_simulator.reuse._MAX_VISITS", 2_000)
     rough = turns_of(sessions, BLOCK, 1.0)
     assert np.all(rough.cached_tokens >= exact.cached_tokens)
     assert np.all(rough.cached_tokens - exact.cached_tokens <= 20 * BLOCK)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from simulator.clusters import (
+from kappa_simulator.clusters import (
     KINDS,
     ClusterError,
     SimulatedCluster,

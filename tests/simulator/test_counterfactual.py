@@ -5,18 +5,18 @@ import math
 import numpy as np
 import pytest
 
-from router.calibration import Calibration
-from router.config import RouterConfig
-from router.policy import policy_named
-from router.rollout import PRESENT, RoundRobin
-from router.rollout_journal import JournaledRequest, JournaledWorker, RolloutSegment
-from router.router import Router
-from simulator import counterfactual as cf
-from simulator.decode import DecodeRun, step_parts
-from simulator.dispatch import RouterDispatch
-from simulator.faults import Faults
-from simulator.play import Play
-from simulator.run import SimulationConfig, announcements_of, node_models, traffic_of
+from kappa_router.calibration import Calibration
+from kappa_router.config import RouterConfig
+from kappa_router.policy import policy_named
+from kappa_router.rollout import PRESENT, RoundRobin
+from kappa_router.rollout_journal import JournaledRequest, JournaledWorker, RolloutSegment
+from kappa_router.router import Router
+from kappa_simulator import counterfactual as cf
+from kappa_simulator.decode import DecodeRun, step_parts
+from kappa_simulator.dispatch import RouterDispatch
+from kappa_simulator.faults import Faults
+from kappa_simulator.play import Play
+from kappa_simulator.run import SimulationConfig, announcements_of, node_models, traffic_of
 
 SIZE = 16
 

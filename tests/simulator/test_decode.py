@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kappa.cost import StepModel
-from simulator.decode import DecodeRun
+from kappa_simulator.decode import DecodeRun
 
 
 def random_step(rng):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from kappa.cost import StepModel
-from simulator.clusters import KINDS as NODE_KINDS
-from simulator.clusters import SimulatedCluster, numbered
-from simulator.dispatch import FaultyStream
-from simulator.faults import (
+from kappa_simulator.clusters import KINDS as NODE_KINDS
+from kappa_simulator.clusters import SimulatedCluster, numbered
+from kappa_simulator.dispatch import FaultyStream
+from kappa_simulator.faults import (
     KINDS,
     RESOURCES,
     Faults,
@@ -19,7 +19,7 @@ from simulator.faults import (
     misprofiled_third,
     random_faults,
 )
-from simulator.run import SimulationConfig, simulate, traffic_of
+from kappa_simulator.run import SimulationConfig, simulate, traffic_of
 
 STEP = StepModel(1e-4, 1e-9, 5e-3, 1e-7, 1e-3)
 TRANSIENTS = [kind for kind in KINDS if kind not in ("killed", "stalled", "misprofiled")]

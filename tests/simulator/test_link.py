@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from scheduler.link_order import STORE_SHARE
-from simulator.job import SimulatedJob
-from simulator.link import STORE_BACKLOG_S, NodeLink
-from simulator.loop import Loop, Noise
+from kappa_scheduler.link_order import STORE_SHARE
+from kappa_simulator.job import SimulatedJob
+from kappa_simulator.link import STORE_BACKLOG_S, NodeLink
+from kappa_simulator.loop import Loop, Noise
 
 IDS = np.arange(10_000, dtype=np.uint64)
 

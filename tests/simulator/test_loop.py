@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from simulator.loop import Loop, Noise
+from kappa_simulator.loop import Loop, Noise
 
 
 def test_events_at_one_time_happen_in_the_order_they_were_scheduled():

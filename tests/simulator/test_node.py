@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kappa.cost import StepModel
-from scheduler.catalogue import SCHEDULERS
-from simulator.clusters import NodeModel
-from simulator.job import SimulatedJob
-from simulator.loop import Loop, Noise
-from simulator.node import JobEvents, Node
+from kappa_scheduler.catalogue import SCHEDULERS
+from kappa_simulator.clusters import NodeModel
+from kappa_simulator.job import SimulatedJob
+from kappa_simulator.loop import Loop, Noise
+from kappa_simulator.node import JobEvents, Node
 
 STEP = StepModel(token_s=1e-4, pair_s=1e-8, weights_s=5e-3, context_token_s=1e-7, fixed_s=1e-3)
 SIZE = 16

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from simulator.job import SimulatedJob
-from simulator.loop import Loop
-from simulator.memory import NodeMemory
-from simulator.peer_fetch import PeerFetches
+from kappa_simulator.job import SimulatedJob
+from kappa_simulator.loop import Loop
+from kappa_simulator.memory import NodeMemory
+from kappa_simulator.peer_fetch import PeerFetches
 
 SIZE = 16
 

@@ -7,12 +7,12 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from router.index.kv_events import Tier
-from simulator.clusters import SimulatedCluster
-from simulator.dispatch import PlanDispatch, SimulatedRoute
-from simulator.faults import Failure, Faults
-from simulator.play import Play, SimulationError
-from simulator.run import SimulationConfig, node_models, traffic_of
+from kappa_router.index.kv_events import Tier
+from kappa_simulator.clusters import SimulatedCluster
+from kappa_simulator.dispatch import PlanDispatch, SimulatedRoute
+from kappa_simulator.faults import Failure, Faults
+from kappa_simulator.play import Play, SimulationError
+from kappa_simulator.run import SimulationConfig, node_models, traffic_of
 
 
 @pytest.fixture

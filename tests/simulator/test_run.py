@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.catalogue import SCHEDULERS
-from simulator.clusters import KINDS, ClusterError, SimulatedCluster, numbered
-from simulator.faults import Failure, Faults, Straggler, misprofiled_third
-from simulator.run import SimulationConfig, simulate, traffic_of
-from simulator.traffic import Clients
-from workload.shapes import SessionShape, Workload, turn_of
+from kappa_scheduler.catalogue import SCHEDULERS
+from kappa_simulator.clusters import KINDS, ClusterError, SimulatedCluster, numbered
+from kappa_simulator.faults import Failure, Faults, Straggler, misprofiled_third
+from kappa_simulator.run import SimulationConfig, simulate, traffic_of
+from kappa_simulator.traffic import Clients
+from kappa_workload.shapes import SessionShape, Workload, turn_of
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 
 from kappa.cost import StepModel
 from kappa.slo import IdleSpeed
-from simulator.traffic import Clients, build_traffic, document_blocks
-from workload.shapes import SessionShape, TurnShape, Workload
+from kappa_simulator.traffic import Clients, build_traffic, document_blocks
+from kappa_workload.shapes import SessionShape, TurnShape, Workload
 
 SPEED = IdleSpeed(StepModel(1e-5, 1e-10, 5e-3, 1e-8, 1e-3), 1e-6, 1e-3)
 

@@ -11,11 +11,11 @@ from ray.serve.llm import LLMConfig
 
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
-from workers.identity import WorkerPlan
-from workers.no_download import NoDownload
-from workers.own_engine.server import OwnPlan
-from workers.paced.emulated_engine import WORD
-from workers.tiny_model import make_tiny_model
+from kappa_workers.identity import WorkerPlan
+from kappa_workers.no_download import NoDownload
+from kappa_workers.own_engine.server import OwnPlan
+from kappa_workers.paced.emulated_engine import WORD
+from kappa_workers.tiny_model import make_tiny_model
 
 # Two bytes of KV and a hundred FLOPs per token.
 SHAPE = ModelShape("small", 1, 1, 1, 1, 1, 50.0, 50.0, "mha", 1.0)

@@ -10,9 +10,9 @@ import structlog.testing
 
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
-from router.standalone import StandaloneRouter
-from workers import announcing
-from workers.announcing import Announcing
+from kappa_router.standalone import StandaloneRouter
+from kappa_workers import announcing
+from kappa_workers.announcing import Announcing
 
 pytestmark = pytest.mark.vllm
 
@@ -21,7 +21,7 @@ CONFIG = {
     "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000,
     "max_position_embeddings": 4096, "torch_dtype": "float32",
 }  # fmt: skip
-EXTENSION = "workers.vllm.measured_worker.MeasuredWorker"
+EXTENSION = "kappa_workers.vllm.measured_worker.MeasuredWorker"
 FACTS = {
     "max_context_tokens": 4096, "block_tokens": 16, "device_blocks": 1000, "dtype": "float32",
     "max_batch_tokens": 2048, "max_sequences": 8, "kv_dtype": "", "kv_token_bytes": 1024.0,

@@ -54,7 +54,7 @@ def source_of(found):
 SIGNATURES = {
     # workers.replica: the application behind a worker's own HTTP port
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.build_asgi_app": "",
-    # deploy.app.build
+    # kappa_deploy.app.build
     "ray.experimental.internal_kv:_internal_kv_put": "key value overwrite",
     "ray.experimental.internal_kv:_internal_kv_get": "key",
     # workers.own_engine
@@ -79,7 +79,7 @@ SIGNATURES = {
     "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params": (
         "default_max_tokens default_sampling_params"
     ),
-    # workers.vllm.connector
+    # kappa_workers.vllm.connector
     f"{_OFFLOADER}.__init__": "vllm_config role kv_cache_config",
     f"{_OFFLOADER}.get_num_new_matched_tokens": "request num_computed_tokens",
     f"{_OFFLOADER}.update_state_after_alloc": "request blocks num_external_tokens",
@@ -89,12 +89,12 @@ SIGNATURES = {
     f"{_STATE}.update_offload_keys": "",
     f"{_SCHEDULER}._touch": "req_status",
     f"{_CONNECTOR}.base:KVConnectorWorkerMetadata.aggregate": "other",
-    # workers.vllm.host_tier, workers.vllm.native_tier
+    # kappa_workers.vllm.host_tier, kappa_workers.vllm.native_tier
     f"{_MANAGER}.__init__": "num_blocks cache_policy cache_policy_module_path enable_events",
     f"{_SPEC}.get_worker": "kv_caches",
     "vllm.v1.kv_offload.base:BlockIDsLoadStoreSpec.__init__": "block_ids",
     "vllm.v1.kv_offload.base:GPULoadStoreSpec.__init__": "block_ids group_sizes block_indices",
-    # workers.vllm.metered_worker
+    # kappa_workers.vllm.metered_worker
     "vllm.v1.worker.cpu_worker:CPUWorker.execute_model": "scheduler_output",
     "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens": "grammar_output",
     # workers.announcing
@@ -104,11 +104,11 @@ SIGNATURES = {
     f"{_LLM_SERVER}.record_routing_stats": "",
     f"{_LLM_SERVER}.collective_rpc": "method timeout args",
     "vllm.v1.engine.output_processor:OutputProcessor.get_num_unfinished_requests": "",
-    # workers.vllm.output_collector
+    # kappa_workers.vllm.output_collector
     "vllm.v1.engine.output_processor:RequestOutputCollector.__init__": "output_kind request_id",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get": "",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait": "",
-    # workers.vllm.incremental_prompts
+    # kappa_workers.vllm.incremental_prompts
     f"{_RENDERER}._tokenize_prompt": "prompt params",
     "vllm.renderers.params:TokenizeParams.get_encode_kwargs": "",
     f"{_DETOKENIZER}:FastIncrementalDetokenizer.__init__": "tokenizer request",
@@ -136,7 +136,7 @@ def test_a_method_takes_what_we_give_it(path):
 
 # Parameters, or fields of dataclasses, structs, models and annotations, that must be among them.
 NAMES = {
-    # workers.vllm.connector
+    # kappa_workers.vllm.connector
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta invalid_block_ids",
     f"{_OFFLOADING}.scheduler:TransferJobStatus": "keys",
     f"{_OFFLOADING}.common:OffloadingConnectorMetadata": "load_jobs",
@@ -152,11 +152,11 @@ NAMES = {
         "request_id new_token_ids finish_reason stop_reason prefill_stats"
     ),
     "vllm.v1.engine:EngineCoreOutputs": "outputs",
-    # workers.vllm.host_tier
+    # kappa_workers.vllm.host_tier
     "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor page_size_bytes",
     "vllm.v1.kv_offload.base:CanonicalKVCaches": "tensors",
     "vllm.v1.kv_offload.config:OffloadingParallelConfig": "rank world_size",
-    # workers.vllm.metered_worker
+    # kappa_workers.vllm.metered_worker
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
         "total_num_scheduled_tokens finished_req_ids"
@@ -168,7 +168,7 @@ NAMES = {
     "vllm.config:VllmConfig": "additional_config model_config parallel_config device_config",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "vllm_xargs",
     "vllm.distributed.kv_events:BlockStored": "extra_keys",
-    # workers.vllm.incremental_prompts
+    # kappa_workers.vllm.incremental_prompts
     "vllm.renderers.params:TokenizeParams": "return_token_offsets",
     # workers.replica
     "ray.serve.llm:LLMConfig": (
@@ -317,7 +317,7 @@ SOURCES = {
     "vllm.v1.request:Request.update_block_hashes": (
         "self.block_hashes.extend(self._block_hasher(self))",
     ),
-    # A stock worker's class gets `workers.vllm.measured_worker` as one more base, in front of
+    # A stock worker's class gets `kappa_workers.vllm.measured_worker` as one more base, in front of
     # nothing: what it defines must be new there.
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": (
         "worker_class.__bases__ = worker_class.__bases__ + (", "assert not hasattr(worker_class",
@@ -353,8 +353,8 @@ SOURCES = {
     ),
     "ray.serve._private.autoscaling_state": ("_apply_autoscaling_config(",),
     "ray.serve._private.replica": ('"record_autoscaling_stats"',),
-    # deploy.app.ray_cluster: where Ray takes loopback for this machine's address, so listen what
-    # serves its metrics, which demands no token.
+    # kappa_deploy.app.ray_cluster: where Ray takes loopback for this machine's address, so listen
+    # what serves its metrics, which demands no token.
     "ray._private.services:get_node_ip_address": (
         "if not ray_constants.ENABLE_RAY_CLUSTER:", "return get_localhost_ip()",
     ),
@@ -380,12 +380,12 @@ def test_the_source_has_what_we_rely_on(path):
 
 
 PRESENT = [
-    "workers.paced.metered_worker:MeteredCPUWorker", "workers.vllm.connector:HostTierConnector",
-    "workers.paced.connector:CpuHostTierConnector",
-    "workers.paced.host_tier:HostTierSpec", "workers.vllm.native_tier:NativeTierSpec",
-    "workers.no_download:NoDownload",
-    "router.ray_router:KappaRouter", "workers.vllm.scheduler:FairScheduler",
-    "workers.vllm.measured_worker:MeasuredWorker", "workers.announcing:AnnouncingServer",
+    "kappa_workers.paced.metered_worker:MeteredCPUWorker", "kappa_workers.vllm.connector:HostTierConnector",
+    "kappa_workers.paced.connector:CpuHostTierConnector",
+    "kappa_workers.paced.host_tier:HostTierSpec", "kappa_workers.vllm.native_tier:NativeTierSpec",
+    "kappa_workers.no_download:NoDownload",
+    "kappa_router.ray_router:KappaRouter", "kappa_workers.vllm.scheduler:FairScheduler",
+    "kappa_workers.vllm.measured_worker:MeasuredWorker", "kappa_workers.announcing:AnnouncingServer",
     "ray.serve._private.constants:RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY",
     *(f"{_CONNECTOR}:KVConnectorBase_V1.{name}" for name in (
         "bind_connector_metadata", "get_finished", "get_block_ids_with_load_errors",
@@ -448,9 +448,9 @@ def test_records_that_we_extend_or_decode_have_these_fields_in_this_order():
 def test_connectors_of_vllm_are_asked_what_our_lmcache_connector_answers():
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
 
-    from workers.vllm.lmcache.connector import LmcacheConnector
-    from workers.vllm.lmcache.scheduler import LmcacheScheduler
-    from workers.vllm.lmcache.worker import LmcacheWorker
+    from kappa_workers.vllm.lmcache.connector import LmcacheConnector
+    from kappa_workers.vllm.lmcache.scheduler import LmcacheScheduler
+    from kappa_workers.vllm.lmcache.worker import LmcacheWorker
 
     assert issubclass(LmcacheConnector, SupportsHMA)
     of_workers = (
@@ -477,9 +477,9 @@ def test_a_failed_load_can_be_computed_instead():
 def test_the_host_tier_takes_what_vllms_takes():
     from vllm.v1.kv_offload.base import OffloadingWorker
 
-    from workers.paced.host_tier import HostTierWorker
-    from workers.vllm.host_tier_manager import HostTierManager
-    from workers.vllm.native_tier import NativeTierWorker
+    from kappa_workers.paced.host_tier import HostTierWorker
+    from kappa_workers.vllm.host_tier_manager import HostTierManager
+    from kappa_workers.vllm.native_tier import NativeTierWorker
 
     for name in ("prepare_store", "complete_store", "reset_cache"):
         theirs, ours = getattr(named(_MANAGER), name), getattr(HostTierManager, name)
@@ -500,7 +500,7 @@ def test_every_engine_argument_and_variable_that_we_set_is_known_to_vllm():
 
     from kappa.hardware import node_profile
     from kappa.shapes import model_shape
-    from workers.vllm import arguments
+    from kappa_workers.vllm import arguments
 
     limits = arguments.EngineLimits(4096, 32, 200, 1 << 20, 1024, 8, "float32")
     pace = arguments.Pace(model_shape("llama-3.1-8b"), node_profile("pcie"))
@@ -521,10 +521,10 @@ def test_the_llm_server_is_made_and_watched_by_coroutines():
 def test_a_server_class_is_named_by_its_path_in_a_config():
     from ray.serve.llm import LLMConfig
 
-    from workers.announcing import AnnouncingServer
+    from kappa_workers.announcing import AnnouncingServer
 
     given = {"model_loading_config": {"model_id": "m"}, "accelerator_config": {"kind": "cpu"}}
-    config = LLMConfig(**given, server_cls="workers.announcing.AnnouncingServer")
+    config = LLMConfig(**given, server_cls="kappa_workers.announcing.AnnouncingServer")
     assert config.server_cls is AnnouncingServer
 
 
@@ -532,7 +532,7 @@ def test_the_part_that_measures_is_new_to_vllms_workers():
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
-    from workers.vllm.measured_worker import MeasuredWorker
+    from kappa_workers.vllm.measured_worker import MeasuredWorker
 
     ours = [name for name in dir(MeasuredWorker) if not name.startswith("__")]
     assert "kappa_profile" in ours

@@ -9,10 +9,10 @@ from kappa.hardware import node_profile
 from kappa.host import memory_bytes
 from kappa.settings.engine import LmcacheSettings
 from kappa.shapes import model_shape
-from workers import host_memory
-from workers.host_memory import HostBudget, HostBudgetError, check_host_memory, host_budget
-from workers.identity import WorkerPlan
-from workers.vllm.arguments import BY_SHARE, EngineLimits, TierChoice
+from kappa_workers import host_memory
+from kappa_workers.host_memory import HostBudget, HostBudgetError, check_host_memory, host_budget
+from kappa_workers.identity import WorkerPlan
+from kappa_workers.vllm.arguments import BY_SHARE, EngineLimits, TierChoice
 
 pytestmark = pytest.mark.vllm
 

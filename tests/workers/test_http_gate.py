@@ -16,9 +16,9 @@ from kappa.protocol import (
     TO_SHOW_HEADER,
     EngineDiedError,
 )
-from workers import generated, http_gate
-from workers.http_gate import WorkerGate
-from workers.in_flight import InFlight
+from kappa_workers import generated, http_gate
+from kappa_workers.http_gate import WorkerGate
+from kappa_workers.in_flight import InFlight
 
 SECRET = "s3cret"
 

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from kappa.protocol import RETRY_HEADER, TO_SECRET_HEADER
-from workers.http_gate import WorkerGate
-from workers.http_port import WorkerPort
-from workers.in_flight import InFlight
+from kappa_workers.http_gate import WorkerGate
+from kappa_workers.http_port import WorkerPort
+from kappa_workers.in_flight import InFlight
 
 SECRET = {TO_SECRET_HEADER: "s3cret"}
 

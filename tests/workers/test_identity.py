@@ -15,7 +15,7 @@ from kappa.plans.rates import rates_from_law
 from kappa.protocol import Announcement
 from kappa.settings.engine import EngineSettings
 from kappa.shapes import model_shape
-from workers.identity import (
+from kappa_workers.identity import (
     Profile,
     ReplicaId,
     SparsePlan,
@@ -25,8 +25,8 @@ from workers.identity import (
     measured_node,
     of_all_ranks,
 )
-from workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, TierChoice
-from workers.vllm.options import LinkRules, PeerOptions
+from kappa_workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, TierChoice
+from kappa_workers.vllm.options import LinkRules, PeerOptions
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ON_GPUS = EngineSettings(host_bytes=64 << 20).on(gpus=1)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from kappa.protocol import Arrival
-from workers.in_flight import InFlight
-from workers.report_totals import ReportTotals
+from kappa_workers.in_flight import InFlight
+from kappa_workers.report_totals import ReportTotals
 
 pytestmark = pytest.mark.vllm
 

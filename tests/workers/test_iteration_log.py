@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kappa.protocol import Charge
-from workers import iteration_log
-from workers.iteration_log import Iteration, IterationLog
+from kappa_workers import iteration_log
+from kappa_workers.iteration_log import Iteration, IterationLog
 
 
 def play(log, *iterations, end_s=1.0):

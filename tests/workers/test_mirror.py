@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
-from router.index.prefix_index import PrefixIndex
+from kappa_router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
+from kappa_router.index.prefix_index import PrefixIndex
+from kappa_workers.mirror import KvMirror
 from tests.router.building import match_worker
 from tests.router.kv_batches import decode_batch
-from workers.mirror import KvMirror
 
 pytestmark = pytest.mark.vllm
 

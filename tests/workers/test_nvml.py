@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from kappa.protocol import WorkerReport
+from kappa_workers.nvml import Gpu, NoNvmlError, Nvml, gpus_and_driver, power_reporter, visible_gpus
 from tests.kappa.test_power import announced, reports
 from tests.workers.fake_nvml import FakeNvml
-from workers.nvml import Gpu, NoNvmlError, Nvml, gpus_and_driver, power_reporter, visible_gpus
 
 
 @pytest.fixture

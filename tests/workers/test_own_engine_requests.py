@@ -5,7 +5,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
-from workers.own_engine.asked import engine_request, refuse_unknown
+from kappa_workers.own_engine.asked import engine_request, refuse_unknown
 
 pytestmark = pytest.mark.vllm
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kappa.cost import StepModel
-from workers.reaper import (
+from kappa_workers.reaper import (
     OWNER_ENV,
     follow_owner,
     hang_patience_s,
@@ -79,7 +79,7 @@ def test_one_whose_owner_has_gone_before_it_asked_ends_at_once(monkeypatch):
 
 FOLLOWER = """
 import time
-from workers.reaper import follow_owner
+from kappa_workers.reaper import follow_owner
 assert follow_owner() is not None
 print(1, flush=True)
 time.sleep(600)
@@ -96,7 +96,7 @@ sys.stdin.read()
 
 OWNER = """
 import subprocess, sys
-from workers.reaper import own_engines
+from kappa_workers.reaper import own_engines
 own_engines()
 between = subprocess.Popen(
     [sys.executable, "-c", *sys.argv[1:]], stdout=subprocess.PIPE, stdin=subprocess.PIPE,
@@ -136,7 +136,7 @@ def test_patience_is_two_minutes_and_ten_of_the_longest_steps_and_loads():
 
 FENCED = """
 import sys
-from workers.reaper import fence
+from kappa_workers.reaper import fence
 thread = fence(2.0)
 print("fenced", flush=True)
 sys.stdin.read()

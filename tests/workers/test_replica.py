@@ -21,17 +21,17 @@ from kappa.protocol import TO_BODY_HEADER, TO_SECRET_HEADER, EngineDiedError
 from kappa.settings.engine import EngineSettings
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
+from kappa_workers.http_gate import WorkerGate
+from kappa_workers.identity import WorkerPlan
+from kappa_workers.in_flight import InFlight
+from kappa_workers.measuring import _alone
+from kappa_workers.paced.emulated_engine import EmulatedEngine
+from kappa_workers.reaper import HangWatch
+from kappa_workers.replica import KappaServer, configure_logs
+from kappa_workers.report_totals import ReportTotals
+from kappa_workers.vllm.arguments import Endpoints, EngineLimits
+from kappa_workers.vllm_plugin import LOG_ENV, log_as
 from tests.workers.emulation import emulated_plan, llm_config
-from workers.http_gate import WorkerGate
-from workers.identity import WorkerPlan
-from workers.in_flight import InFlight
-from workers.measuring import _alone
-from workers.paced.emulated_engine import EmulatedEngine
-from workers.reaper import HangWatch
-from workers.replica import KappaServer, configure_logs
-from workers.report_totals import ReportTotals
-from workers.vllm.arguments import Endpoints, EngineLimits
-from workers.vllm_plugin import LOG_ENV, log_as
 
 pytestmark = pytest.mark.vllm
 
@@ -85,7 +85,7 @@ async def test_a_death_names_the_requests_that_were_in_the_engine_for_good():
 def clock(monkeypatch):
     """A clock that a test sets, in place of the replica's."""
     now = [0.0]
-    monkeypatch.setattr("workers.replica.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("kappa_workers.replica.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -17,10 +17,10 @@ from kappa.protocol import (
     TenantCharge,
     WorkerReport,
 )
-from workers.in_flight import InFlight
-from workers.report_stream import ReportStream
-from workers.report_totals import ReportTotals
-from workers.stats_channel import StatsSender
+from kappa_workers.in_flight import InFlight
+from kappa_workers.report_stream import ReportStream
+from kappa_workers.report_totals import ReportTotals
+from kappa_workers.stats_channel import StatsSender
 
 pytestmark = pytest.mark.vllm
 
@@ -275,7 +275,7 @@ def kv_payload(number):
 def test_news_leave_in_lots_and_first_tokens_sooner(tmp_path, monkeypatch):
     now, sent = [100.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
-    monkeypatch.setattr("workers.report_stream.time", clock)
+    monkeypatch.setattr("kappa_workers.report_stream.time", clock)
     stream = ReportStream("w", "127.0.0.1", f"ipc://{tmp_path}/stats", f"ipc://{tmp_path}/kv")
     monkeypatch.setattr(stream, "_publish", lambda kind, payload: sent.append(kind))
 
@@ -331,7 +331,9 @@ def test_what_is_not_urgent_leaves_with_what_is_or_when_it_has_waited(tmp_path, 
     there.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
     there.bind(f"ipc://{tmp_path}/stats")
     now = [10.0]
-    monkeypatch.setattr("workers.stats_channel.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "kappa_workers.stats_channel.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
     sender = StatsSender(f"ipc://{tmp_path}/stats")
 
     def arrived(*numbers):

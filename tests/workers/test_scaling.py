@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from workers.scaling import BACKLOG_KEY, DEMAND_KEY, ScalingRule, WorkerLoad, loads_in
+from kappa_workers.scaling import BACKLOG_KEY, DEMAND_KEY, ScalingRule, WorkerLoad, loads_in
 
 RULE = ScalingRule(target_backlog_s=5.0, target_utilisation=0.8)
 
@@ -99,7 +99,7 @@ class Context(SimpleNamespace):
 def test_the_serve_policy_asks_the_rule():
     from ray.serve._private.common import DeploymentID, ReplicaID
 
-    from workers.scaling_policy import BacklogPolicy
+    from kappa_workers.scaling_policy import BacklogPolicy
 
     replicas = [ReplicaID(str(i), DeploymentID("pool", "kappa")) for i in range(2)]
     policy = BacklogPolicy(target_backlog_s=5.0, target_utilisation=0.8)
@@ -120,8 +120,8 @@ def test_serve_takes_the_policy_by_its_name_and_asks_with_its_arguments():
     import ray.cloudpickle
     from ray.serve.config import AutoscalingConfig
 
-    from deploy.app.plan import autoscaling
     from kappa.settings.pools import ScalingSettings
+    from kappa_deploy.app.plan import autoscaling
 
     made = AutoscalingConfig(**autoscaling(ScalingSettings(max_replicas=3, target_backlog_s=2.0)))
     assert (made.min_replicas, made.max_replicas) == (1, 3)

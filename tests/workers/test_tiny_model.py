@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from workers.tiny_model import BPE_TOKENS, FINGERPRINT_FILE, SPECIAL_TOKENS, make_tiny_model
-from workload.sessions import as_messages, demo_sessions_path, read_sessions
+from kappa_workers.tiny_model import BPE_TOKENS, FINGERPRINT_FILE, SPECIAL_TOKENS, make_tiny_model
+from kappa_workload.sessions import as_messages, demo_sessions_path, read_sessions
 
 TOOLS = [
     {
@@ -89,7 +89,7 @@ def test_a_foreign_directory_is_left_alone(tmp_path):
 
 def test_making_it_imports_no_framework(tmp_path):
     program = (
-        "import sys; from workers.tiny_model import make_tiny_model;"
+        "import sys; from kappa_workers.tiny_model import make_tiny_model;"
         f"make_tiny_model({str(tmp_path / 'm')!r}, ['some words']);"
         "print(sorted({'torch', 'transformers', 'vllm', 'ray'} & set(sys.modules)))"
     )

@@ -16,21 +16,21 @@ from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.sampling_params import RequestOutputKind
 
-from engine.config import read_config
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
 from kappa.plans.clo import CloConfig, SparseSettings
 from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
+from kappa_engine.config import read_config
+from kappa_workers.identity import SparsePlan, WorkerPlan
+from kappa_workers.own_engine.server import OwnPlan
+from kappa_workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
+from kappa_workers.tiny_model import make_tiny_model
+from kappa_workers.vllm.arguments import Endpoints, EngineLimits
+from kappa_workers.vllm.options import SchedulerOptions
 from tests.engine import hf
 from tests.engine.books import check_engine
 from tests.workers.emulation import asking, llm_config
-from workers.identity import SparsePlan, WorkerPlan
-from workers.own_engine.server import OwnPlan
-from workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
-from workers.tiny_model import make_tiny_model
-from workers.vllm.arguments import Endpoints, EngineLimits
-from workers.vllm.options import SchedulerOptions
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 

@@ -17,13 +17,13 @@ _PATIENCE_S = 120.0
 
 def test_vllm_finds_the_plugin():
     (entry,) = (e for e in metadata.entry_points(group="vllm.general_plugins") if e.name == "kappa")
-    assert entry.load().__module__ == "workers.vllm_plugin"
+    assert entry.load().__module__ == "kappa_workers.vllm_plugin"
 
 
 QUEUES = """
 import json, os, time, zmq
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-from workers.vllm_plugin import register
+from kappa_workers.vllm_plugin import register
 spins, naps_ms = [], []
 SpinCondition.wait = lambda self, timeout_ms: naps_ms.append(timeout_ms)
 for spin in ("", "0.0005"):
@@ -52,7 +52,7 @@ PARENT = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", '''
 import time
-from workers.vllm_plugin import register
+from kappa_workers.vllm_plugin import register
 register()
 print("ready", flush=True)
 time.sleep(600)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from workload.analysis import (
+from kappa_workload.analysis import (
     PAPER_FIGURES,
     WHY_OURS_DIFFER,
     analyse,
@@ -14,9 +14,9 @@ from workload.analysis import (
     share_above,
     source_ratios,
 )
-from workload.catalogue import BUILT_IN, workload_named
-from workload.reading import ReadAs
-from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+from kappa_workload.catalogue import BUILT_IN, workload_named
+from kappa_workload.reading import ReadAs
+from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 SIZE = 16
 

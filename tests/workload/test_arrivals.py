@@ -5,8 +5,8 @@ from itertools import islice, pairwise, takewhile
 import numpy as np
 import pytest
 
-from workload import arrivals
-from workload.arrivals import (
+from kappa_workload import arrivals
+from kappa_workload.arrivals import (
     FORMS,
     ArrivalSpec,
     ClientRate,

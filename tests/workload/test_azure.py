@@ -4,8 +4,8 @@ import gzip
 
 import pytest
 
-from workload.azure import read_azure
-from workload.reading import WorkloadError
+from kappa_workload.azure import read_azure
+from kappa_workload.reading import WorkloadError
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
 ROW = "2023-11-16 18:15:46.6805900,374,44\r\n"

@@ -7,10 +7,10 @@ import shutil
 import polars as pl
 import pytest
 
-from workload import arrivals
-from workload.catalogue import BUILT_IN, arrivals_for, workload_named
-from workload.reading import ReadAs, WorkloadError, estimated_tokens
-from workload.sessions import demo_sessions_path
+from kappa_workload import arrivals
+from kappa_workload.catalogue import BUILT_IN, arrivals_for, workload_named
+from kappa_workload.reading import ReadAs, WorkloadError, estimated_tokens
+from kappa_workload.sessions import demo_sessions_path
 
 DATA = demo_sessions_path().parent
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from workload.catalogue import workload_named
-from workload.reading import DEFAULT_OUTPUT_TOKENS, ReadAs, WorkloadError
+from kappa_workload.catalogue import workload_named
+from kappa_workload.reading import DEFAULT_OUTPUT_TOKENS, ReadAs, WorkloadError
 
 HOW = ReadAs(count_tokens=lambda text: len(text.split()), block_tokens=1)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workload.sessions import demo_sessions_path
+from kappa_workload.sessions import demo_sessions_path
 
 DATA = demo_sessions_path().parent
 FILES = sorted(path for path in DATA.iterdir() if path.name != "README.md")
@@ -26,7 +26,9 @@ def test_every_file_states_source_licence_and_how_it_was_made(path):
 
 def test_the_notice_mentions_every_file():
     notice = (Path(__file__).parents[2] / "NOTICE").read_text(encoding="utf-8")
-    assert not [path.name for path in FILES if f"workload/data/{path.name}" not in notice]
+    assert not [
+        path.name for path in FILES if f"workload/kappa_workload/data/{path.name}" not in notice
+    ]
 
 
 def test_all_of_it_is_small():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from workload.documents import Question, document_sessions
-from workload.reading import ReadAs, WorkloadError
+from kappa_workload.documents import Question, document_sessions
+from kappa_workload.reading import ReadAs, WorkloadError
 
 ASKED = {
     "d": [Question("d", 500, tokens, 8) for tokens in (10, 20, 30)],

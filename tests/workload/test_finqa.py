@@ -6,15 +6,15 @@ import json
 import polars as pl
 import pytest
 
-from workload.analysis import source_ratios
-from workload.catalogue import workload_named
-from workload.finqa import (
+from kappa_workload.analysis import source_ratios
+from kappa_workload.catalogue import workload_named
+from kappa_workload.finqa import (
     OUTPUT_TOKENS,
     QUESTIONS_PER_FILING,
     read_convfinqa,
     read_finqa,
 )
-from workload.reading import ReadAs, WorkloadError
+from kappa_workload.reading import ReadAs, WorkloadError
 
 
 def filings(tmp_path, *lengths, name="filings.parquet"):

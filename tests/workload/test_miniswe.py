@@ -5,11 +5,11 @@ import json
 import polars as pl
 import pytest
 
-from workload.catalogue import workload_named
-from workload.miniswe import read_miniswe, read_miniswe_texts, shapes_of
-from workload.reading import ReadAs, WorkloadError, estimated_tokens
-from workload.replay import Reuse
-from workload.sessions import demo_sessions_path
+from kappa_workload.catalogue import workload_named
+from kappa_workload.miniswe import read_miniswe, read_miniswe_texts, shapes_of
+from kappa_workload.reading import ReadAs, WorkloadError, estimated_tokens
+from kappa_workload.replay import Reuse
+from kappa_workload.sessions import demo_sessions_path
 
 
 def row(name="a", t_s=0.0, length=1000, output=50, cached=0, new=None):

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from workload.mooncake import read_mooncake
-from workload.reading import WorkloadError
+from kappa_workload.mooncake import read_mooncake
+from kappa_workload.reading import WorkloadError
 
 
 def line(timestamp=0, input_length=1024, output_length=100, hash_ids=(0, 1), **more):

@@ -5,9 +5,9 @@ import json
 import polars as pl
 import pytest
 
-from workload.documents import MEAN_THINK_S
-from workload.narrativeqa import read_narrativeqa
-from workload.reading import ReadAs, WorkloadError
+from kappa_workload.documents import MEAN_THINK_S
+from kappa_workload.narrativeqa import read_narrativeqa
+from kappa_workload.reading import ReadAs, WorkloadError
 
 
 def line(document="d", tokens=1000, question=20, **more):

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from workload.prompts import VOCABULARY, WORDS, filler, prompt_tokens, prompt_words
-from workload.replay import copied
-from workload.shapes import SessionShape, key_of, stream_ids, turn_of
+from kappa_workload.prompts import VOCABULARY, WORDS, filler, prompt_tokens, prompt_words
+from kappa_workload.replay import copied
+from kappa_workload.shapes import SessionShape, key_of, stream_ids, turn_of
 
 SIZE = 16
 

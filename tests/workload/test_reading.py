@@ -8,11 +8,11 @@ import msgspec
 import polars as pl
 import pytest
 
-from workload.azure import read_azure
-from workload.miniswe import read_miniswe_texts
-from workload.mooncake import read_mooncake
-from workload.narrativeqa import read_narrativeqa
-from workload.reading import (
+from kappa_workload.azure import read_azure
+from kappa_workload.miniswe import read_miniswe_texts
+from kappa_workload.mooncake import read_mooncake
+from kappa_workload.narrativeqa import read_narrativeqa
+from kappa_workload.reading import (
     ReadAs,
     Seconds,
     Tokens,
@@ -22,7 +22,7 @@ from workload.reading import (
     read_table,
     refuse_repeated,
 )
-from workload.sharegpt import read_sharegpt_texts
+from kappa_workload.sharegpt import read_sharegpt_texts
 
 
 class Sample(msgspec.Struct):

@@ -7,10 +7,10 @@ from itertools import islice, repeat
 import numpy as np
 import pytest
 
-from workload import arrivals
-from workload.catalogue import BUILT_IN, workload_named
-from workload.reading import ReadAs
-from workload.replay import (
+from kappa_workload import arrivals
+from kappa_workload.catalogue import BUILT_IN, workload_named
+from kappa_workload.reading import ReadAs
+from kappa_workload.replay import (
     ReplayOptions,
     Reuse,
     expand,
@@ -19,8 +19,8 @@ from workload.replay import (
     replay_sessions,
     requests,
 )
-from workload.sessions import demo_sessions_path
-from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+from kappa_workload.sessions import demo_sessions_path
+from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 SESSIONS = 20
 

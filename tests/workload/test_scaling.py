@@ -7,11 +7,11 @@ from itertools import islice, repeat
 import numpy as np
 import pytest
 
-from workload.analysis import source_ratios
-from workload.catalogue import workload_named
-from workload.reading import ReadAs
-from workload.replay import replay_sessions, requests
-from workload.scaling import scaled
+from kappa_workload.analysis import source_ratios
+from kappa_workload.catalogue import workload_named
+from kappa_workload.reading import ReadAs
+from kappa_workload.replay import replay_sessions, requests
+from kappa_workload.scaling import scaled
 
 BLOCK = 16
 

@@ -3,8 +3,8 @@
 import polars as pl
 import pytest
 
-from workload.arrivals import ClientRate, read_rates, shipped_rates
-from workload.reading import WorkloadError
+from kappa_workload.arrivals import ClientRate, read_rates, shipped_rates
+from kappa_workload.reading import WorkloadError
 
 ROW = {
     "client": 0,

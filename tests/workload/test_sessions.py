@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workload.reading import WorkloadError
-from workload.sessions import (
+from kappa_workload.reading import WorkloadError
+from kappa_workload.sessions import (
     Session,
     Turn,
     as_messages,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from workload.shapes import (
+from kappa_workload.shapes import (
     TurnShape,
     key_of,
     mixed,

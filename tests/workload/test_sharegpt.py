@@ -5,8 +5,8 @@ import json
 import polars as pl
 import pytest
 
-from workload.reading import ReadAs, WorkloadError
-from workload.sharegpt import MEAN_THINK_S, read_sharegpt_table, read_sharegpt_texts
+from kappa_workload.reading import ReadAs, WorkloadError
+from kappa_workload.sharegpt import MEAN_THINK_S, read_sharegpt_table, read_sharegpt_texts
 
 
 def row(name="a", turn=0, cached=0, new=100, out=50, uncut=None):

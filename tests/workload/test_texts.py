@@ -1,9 +1,9 @@
 """Texts as chats, and documents whose bodies are not at hand."""
 
-from workload.documents import Question
-from workload.narrativeqa import document_texts
-from workload.prompts import WORDS
-from workload.shapes import Texts, of_user
+from kappa_workload.documents import Question
+from kappa_workload.narrativeqa import document_texts
+from kappa_workload.prompts import WORDS
+from kappa_workload.shapes import Texts, of_user
 
 TALK = (
     {"role": "user", "content": "hello"},

@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from router.decision import Estimates
+from kappa_router.decision import Estimates
 from tests.router.offering import estimates
 
 BLOCK = 16

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.baselines.routing.ray_prefix import RayPrefix
+from kappa_benchmarks.baselines.routing.ray_prefix import RayPrefix
 from tests.benchmarks.baselines.prompts import offer
 
 pytestmark = pytest.mark.ray

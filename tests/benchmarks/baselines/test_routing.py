@@ -4,11 +4,11 @@ from itertools import count
 import numpy as np
 import pytest
 
-from benchmarks.baselines.routing.catalogue import BASELINES, baseline_named, parameters
-from benchmarks.baselines.routing.dynamo import Dynamo
-from benchmarks.baselines.routing.llm_d import LlmD
 from kappa.host import ROUTING_POLICIES, installed
-from router.policy import policy_named
+from kappa_benchmarks.baselines.routing.catalogue import BASELINES, baseline_named, parameters
+from kappa_benchmarks.baselines.routing.dynamo import Dynamo
+from kappa_benchmarks.baselines.routing.llm_d import LlmD
+from kappa_router.policy import policy_named
 from tests.benchmarks.baselines.prompts import BLOCK, offer
 
 NUMBERS = count()

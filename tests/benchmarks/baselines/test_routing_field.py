@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from benchmarks.baselines.routing.catalogue import baseline_named as made
-from benchmarks.baselines.routing.dynamo import DynamoJsew
-from benchmarks.baselines.routing.learner import Ridge, features
+from kappa_benchmarks.baselines.routing.catalogue import baseline_named as made
+from kappa_benchmarks.baselines.routing.dynamo import DynamoJsew
+from kappa_benchmarks.baselines.routing.learner import Ridge, features
 from tests.benchmarks.baselines.prompts import offer
 
 

@@ -2,9 +2,9 @@ from random import Random
 
 import pytest
 
-from benchmarks.baselines.routing.dynamo import ActiveBlocks
-from benchmarks.baselines.routing.history import RouteHistory
-from benchmarks.baselines.routing.run_tree import longest_of_each
+from kappa_benchmarks.baselines.routing.dynamo import ActiveBlocks
+from kappa_benchmarks.baselines.routing.history import RouteHistory
+from kappa_benchmarks.baselines.routing.run_tree import longest_of_each
 from tests.benchmarks.baselines import prompts
 
 WORKERS = [f"w{i}" for i in range(5)]

@@ -2,10 +2,10 @@
 
 import pytest
 
-from scheduler.batching import Batcher
-from scheduler.catalogue import rule_named
-from scheduler.config import FairConfig
-from scheduler.work import BUDGET, CAP, PENDING, SLOTS, VRAM, Room, Work
+from kappa_scheduler.batching import Batcher
+from kappa_scheduler.catalogue import rule_named
+from kappa_scheduler.config import FairConfig
+from kappa_scheduler.work import BUDGET, CAP, PENDING, SLOTS, VRAM, Room, Work
 from tests.scheduler.counted_blocks import Blocks
 
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE, bad_requests, fields_known
-from benchmarks.faults.hostile_values import BY_FIELD, fitting, spoilt, written
+from kappa_benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE, bad_requests, fields_known
+from kappa_benchmarks.faults.hostile_values import BY_FIELD, fitting, spoilt, written
 
 SCHEMA = {
     "properties": {

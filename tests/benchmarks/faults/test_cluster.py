@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from benchmarks.faults.cluster import INJECT, Family, alive, environment, kill
+from kappa_benchmarks.faults.cluster import INJECT, Family, alive, environment, kill
 
 _PATIENCE_S = 10.0
 

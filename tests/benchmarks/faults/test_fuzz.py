@@ -8,11 +8,11 @@ import sys
 import pytest
 from aiohttp import web
 
-from benchmarks.faults import fuzz as fuzzing
-from benchmarks.faults.bodies import CHAT
-from benchmarks.faults.cluster import key_of
-from benchmarks.faults.fuzz import FuzzPlan, complaint_of, fuzz
-from benchmarks.faults.traffic import Beside, Observed
+from kappa_benchmarks.faults import fuzz as fuzzing
+from kappa_benchmarks.faults.bodies import CHAT
+from kappa_benchmarks.faults.cluster import key_of
+from kappa_benchmarks.faults.fuzz import FuzzPlan, complaint_of, fuzz
+from kappa_benchmarks.faults.traffic import Beside, Observed
 from tests.benchmarks.faults.test_bodies import SCHEMAS
 
 REFUSAL = {"error": {"message": "no", "type": "bad", "param": None, "code": "invalid"}}

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from benchmarks.faults import isolation as isolating
-from benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE
-from benchmarks.faults.isolation import FAIR, KINDS, Row, attack
-from benchmarks.faults.traffic import Beside
+from kappa_benchmarks.faults import isolation as isolating
+from kappa_benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE
+from kappa_benchmarks.faults.isolation import FAIR, KINDS, Row, attack
+from kappa_benchmarks.faults.traffic import Beside
 
 REFUSAL = {"error": {"message": "no", "type": "bad", "param": None, "code": "invalid"}}
 

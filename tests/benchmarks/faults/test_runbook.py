@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.catalogue import FAULTS
 from kappa import metrics
+from kappa_benchmarks.faults.catalogue import FAULTS
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")

@@ -6,9 +6,9 @@ import json
 import pytest
 from aiohttp import web
 
-from benchmarks.faults.cluster import FaultsError
-from benchmarks.faults.storm import KillPlan, kill_workers, open_streams
-from benchmarks.faults.traffic import Mix, Traffic
+from kappa_benchmarks.faults.cluster import FaultsError
+from kappa_benchmarks.faults.storm import KillPlan, kill_workers, open_streams
+from kappa_benchmarks.faults.traffic import Mix, Traffic
 
 CHUNK = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
 ERROR = {"error": {"message": "no", "type": "server_error", "param": None, "code": "no_worker"}}

@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.faults import trial
-from benchmarks.faults.catalogue import Fault, fault_named
-from benchmarks.faults.cluster import FaultsError
-from benchmarks.faults.traffic import Observed, first_answer_s
-from benchmarks.faults.trial import After, evaluate, settled, try_fault, try_faults
+from kappa_benchmarks.faults import trial
+from kappa_benchmarks.faults.catalogue import Fault, fault_named
+from kappa_benchmarks.faults.cluster import FaultsError
+from kappa_benchmarks.faults.traffic import Observed, first_answer_s
+from kappa_benchmarks.faults.trial import After, evaluate, settled, try_fault, try_faults
 
 KILLED = Fault("killed", "a kill", make=None, first_answer_s=1.0, recovers=True)
 BACK = After(recovery_s=30.0, start_s=27.0)
@@ -160,7 +160,7 @@ class DyingCluster(Cluster):
 @pytest.mark.parametrize(("left", "kept"), [([], True), (["8 raylet/raylet"], False)])
 async def test_nothing_may_outlive_a_cluster_whose_head_is_killed(monkeypatch, left, kept):
     cluster = DyingCluster(left)
-    monkeypatch.setattr("benchmarks.faults.catalogue.kill", cluster.killed.extend)
+    monkeypatch.setattr("kappa_benchmarks.faults.catalogue.kill", cluster.killed.extend)
     found = await try_fault(cluster, fault_named("ray_head_killed"), None, 0)
     assert found.kept == kept
     assert found.orphans == tuple(left)

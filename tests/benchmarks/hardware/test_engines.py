@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from benchmarks.hardware import engines
-from benchmarks.hardware.engines import VllmServed
+from kappa_benchmarks.hardware import engines
+from kappa_benchmarks.hardware.engines import VllmServed
 
 
 class Scripted:

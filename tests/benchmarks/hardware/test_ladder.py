@@ -9,10 +9,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.hardware import ladder
-from benchmarks.hardware.ladder import _end, climb, run_rung, status
-from benchmarks.hardware.ladder_page import CPU_LABEL
-from deploy.cli import app
+from kappa_benchmarks.hardware import ladder
+from kappa_benchmarks.hardware.ladder import _end, climb, run_rung, status
+from kappa_benchmarks.hardware.ladder_page import CPU_LABEL
+from kappa_deploy.cli import app
 
 COPY = {"kind": "copy", "way": "to the device, pageable", "layout": "whole", "bytes": 4096,
         "bytes_per_s": 2e9, "largest": True}  # fmt: skip
@@ -80,7 +80,7 @@ def test_how_a_rung_ended_follows_from_its_rows(rows, code, ended, why):
 def test_climb_leaves_one_labelled_json_and_page(tmp_path, monkeypatch):
     def rung(name, argv, out, bound_s):
         command = argv(name, out / "rows")
-        assert command[:3] == [sys.executable, "-m", "benchmarks.hardware.ladder"]
+        assert command[:3] == [sys.executable, "-m", "kappa_benchmarks.hardware.ladder"]
         assert command[3:5] == [name, "cpu"]
         return {"rung": name, "what": "<copies>", "status": "ok", "seconds": 1.0, "why": [],
                 "rows": [COPY]}  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.hardware.ladder_page import CPU_LABEL, page, pictures, predicted, sentences
+from kappa_benchmarks.hardware.ladder_page import CPU_LABEL, page, pictures, predicted, sentences
 
 COPY = {"kind": "copy", "way": "to the device, pageable", "layout": "whole", "bytes": 4096,
         "bytes_per_s": 2e9, "largest": True}  # fmt: skip

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.hardware import device as devices
-from benchmarks.hardware import rungs
-from benchmarks.hardware.device import CPU_SIZES, GPU_SIZES, Device, write_model
-from benchmarks.hardware.engines import Answer, Bench, Missing, TorchServed, vllm_arguments
-from benchmarks.hardware.rungs import RUNGS, Rung, compare, gaps_s, prompt
-from benchmarks.offload.cells import SETTINGS, PrefixCell, arena_size, model
-from benchmarks.offload.rig import MeteredCudaMover
-from deploy.app.machine import GpuFacts, Machine
 from kappa.model import kv_bytes_per_token
+from kappa_benchmarks.hardware import device as devices
+from kappa_benchmarks.hardware import rungs
+from kappa_benchmarks.hardware.device import CPU_SIZES, GPU_SIZES, Device, write_model
+from kappa_benchmarks.hardware.engines import Answer, Bench, Missing, TorchServed, vllm_arguments
+from kappa_benchmarks.hardware.rungs import RUNGS, Rung, compare, gaps_s, prompt
+from kappa_benchmarks.offload.cells import SETTINGS, PrefixCell, arena_size, model
+from kappa_benchmarks.offload.rig import MeteredCudaMover
+from kappa_deploy.app.machine import GpuFacts, Machine
 from tests.benchmarks.hardware.fake_cuda import FakeCuda
 from tests.engine.emulated_cuda import EmulatedCuda
 
@@ -79,7 +79,7 @@ def test_host_tier_that_returns_wrong_kv_is_seen(bench, monkeypatch):
             self.forward.arena.kv_host.mul_(-1.0)
             return complete
 
-    monkeypatch.setattr("benchmarks.hardware.engines.TorchServed", Spoilt)
+    monkeypatch.setattr("kappa_benchmarks.hardware.engines.TorchServed", Spoilt)
     (row,) = rungs.roundtrip(bench, "torch")
     assert row["verdict"] == "different" and row["moved"] > 10 * row["noise"]
 

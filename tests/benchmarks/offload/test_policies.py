@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.offload.cells import DecodeCell, Group, PrefixCell, arena_size, setting
-from benchmarks.offload.policies import Fixed, Policies
 from kappa.cost import StepModel
 from kappa.plans.decoding import activation_share
 from kappa.plans.rates import LineFit, PlanRates
+from kappa_benchmarks.offload.cells import DecodeCell, Group, PrefixCell, arena_size, setting
+from kappa_benchmarks.offload.policies import Fixed, Policies
 
 CELL = DecodeCell(4, 256, 17, ("host-kv", "host-kvpr"))
 SHORT = DecodeCell(12, 256, 17, ("host-kv", "hybrid-75"), held=4)

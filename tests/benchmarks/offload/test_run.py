@@ -7,14 +7,14 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.offload import rig as rigs
-from benchmarks.offload.cells import SETTINGS, SMOLLM2, Group, SparseCell, model, setting
-from benchmarks.offload.command import offload
-from benchmarks.offload.rig import Arm, MeteredMover, Sample, alternate, leaders, ratios
-from benchmarks.offload.run import Run, selected
-from benchmarks.offload.sparse import sparse_rig
-from engine.kv_cache import ArenaTooLarge
 from kappa.plans.rates import FORMAT
+from kappa_benchmarks.offload import rig as rigs
+from kappa_benchmarks.offload.cells import SETTINGS, SMOLLM2, Group, SparseCell, model, setting
+from kappa_benchmarks.offload.command import offload
+from kappa_benchmarks.offload.rig import Arm, MeteredMover, Sample, alternate, leaders, ratios
+from kappa_benchmarks.offload.run import Run, selected
+from kappa_benchmarks.offload.sparse import sparse_rig
+from kappa_engine.kv_cache import ArenaTooLarge
 
 app = typer.Typer()
 app.command()(offload)

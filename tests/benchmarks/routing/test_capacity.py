@@ -7,10 +7,10 @@ import pytest
 from scipy.optimize import brentq
 from typer.testing import CliRunner
 
-from benchmarks.routing import capacity, grid
-from deploy.cli import app
 from kappa.shapes import model_shape
-from simulator.clusters import cluster_named, node_model
+from kappa_benchmarks.routing import capacity, grid
+from kappa_deploy.cli import app
+from kappa_simulator.clusters import cluster_named, node_model
 
 PROMPT_TOKENS = 8192  # a step's budget: each step computes one prompt
 

@@ -1,10 +1,10 @@
 """`kappa bench overload`: its rows."""
 
-from benchmarks.routing.overload import measure
 from kappa.shapes import model_shape
-from simulator.clusters import cluster_named
-from simulator.run import SimulationConfig
-from workload.catalogue import workload_named
+from kappa_benchmarks.routing.overload import measure
+from kappa_simulator.clusters import cluster_named
+from kappa_simulator.run import SimulationConfig
+from kappa_workload.catalogue import workload_named
 
 
 def test_each_load_is_measured_with_admission_and_without():

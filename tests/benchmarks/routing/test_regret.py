@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.routing import grid, regret
-from deploy.cli import app
-from simulator.faults import Faults
-from simulator.run import simulate
+from kappa_benchmarks.routing import grid, regret
+from kappa_deploy.cli import app
+from kappa_simulator.faults import Faults
+from kappa_simulator.run import simulate
 
 REQUESTS = 8
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.command import app
-from benchmarks.routing import router
+from kappa_benchmarks.command import app
+from kappa_benchmarks.routing import router
 
 
 def test_one_json_object_with_a_row_per_length_nodes_and_input(monkeypatch):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.routing import grid, report
-from deploy.cli import app
+from kappa_benchmarks.routing import grid, report
+from kappa_deploy.cli import app
 
 DIRECTORY = tempfile.TemporaryDirectory()
 SETTINGS = grid.Settings(requests=60)

@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.scheduling import mix, report
-from deploy.cli import app
+from kappa_benchmarks.scheduling import mix, report
+from kappa_deploy.cli import app
 
 SETTING = mix.Setting("mixed", "x1", "shared")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.scheduling import mix
-from benchmarks.scheduling import simulated as scheduler_sim
+from kappa_benchmarks.scheduling import mix
+from kappa_benchmarks.scheduling import simulated as scheduler_sim
 
 KEYS = {
     "policy", "workload", "backend", "link", "stores", "ttft_s", "makespan_s", "budget_fill",

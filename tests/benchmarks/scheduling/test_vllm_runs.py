@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.scheduling import mix
-from workers.tiny_model import make_tiny_model
+from kappa_benchmarks.scheduling import mix
+from kappa_workers.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("runs")]
 SETTING = mix.Setting("mixed", "x1", "shared")
@@ -16,7 +16,7 @@ def runs():
     """The module, which changes the environment as it is imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        from benchmarks.scheduling import vllm_runs
+        from kappa_benchmarks.scheduling import vllm_runs
 
         yield vllm_runs
 

@@ -7,8 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.serving.predict_traffic import ACT_OF_CLASS, Governor, Player, Traffic, shapes_of
-from workload.sessions import demo_sessions_path, read_sessions
+from kappa_benchmarks.serving.predict_traffic import (
+    ACT_OF_CLASS,
+    Governor,
+    Player,
+    Traffic,
+    shapes_of,
+)
+from kappa_workload.sessions import demo_sessions_path, read_sessions
 
 SHAPES = shapes_of(read_sessions(demo_sessions_path()))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.serving.client import usage
-from benchmarks.serving.prediction_errors import (
+from kappa_benchmarks.serving.client import usage
+from kappa_benchmarks.serving.prediction_errors import (
     CLASSES,
     PACED_GOAL,
     REAL_GOAL,

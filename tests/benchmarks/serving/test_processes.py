@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.serving.processes import cpu_by_role, role_of
+from kappa_benchmarks.serving.processes import cpu_by_role, role_of
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from benchmarks.serving import route
-from benchmarks.serving.route import RouteLoad, _checked, _summary, ids_of, play, prompt_of
-from benchmarks.serving.route_backend import (
+from kappa.settings.base import SettingsError
+from kappa_benchmarks.serving import route
+from kappa_benchmarks.serving.route import RouteLoad, _checked, _summary, ids_of, play, prompt_of
+from kappa_benchmarks.serving.route_backend import (
     BLOCK_BYTES,
     EmulatedEngine,
     EmulatedLaw,
@@ -18,10 +19,9 @@ from benchmarks.serving.route_backend import (
     make_server,
     prompt_blocks,
 )
-from benchmarks.serving.route_proxy import ProxyLoad, loads_of, losses, send, ttft_s
-from kappa.settings.base import SettingsError
-from loadtest.run_folder import RequestRecord
-from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+from kappa_benchmarks.serving.route_proxy import ProxyLoad, loads_of, losses, send, ttft_s
+from kappa_loadtest.run_folder import RequestRecord
+from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 FAST = EmulatedLaw(token_s=1e-7, pair_s=0, decode_s=0, step_s=1e-4, load_s=0, load_token_s=0)
 

@@ -9,13 +9,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.serving.cluster import one_node, with_room
-from benchmarks.serving.prompts import most_tokens, opening, prompt_text
-from benchmarks.serving.serve import Answer, Bench, Round, has_text, summarize
-from benchmarks.serving.stock import stock_app
-from deploy.app.model import Model
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
+from kappa_benchmarks.serving.cluster import one_node, with_room
+from kappa_benchmarks.serving.prompts import most_tokens, opening, prompt_text
+from kappa_benchmarks.serving.serve import Answer, Bench, Round, has_text, summarize
+from kappa_benchmarks.serving.stock import stock_app
+from kappa_deploy.app.model import Model
 
 
 def played(system, ttfts_s, seconds=2.0):
@@ -121,7 +121,7 @@ def test_a_model_and_an_engine_get_room_for_a_long_conversation(tmp_path, monkey
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 100}')
     made = Model(str(model), model_shape("llama-3.1-8b"), "")
-    monkeypatch.setattr("benchmarks.serving.cluster.prepare_model", lambda settings: made)
+    monkeypatch.setattr("kappa_benchmarks.serving.cluster.prepare_model", lambda settings: made)
     settings = one_node(load_settings(None))
     assert with_room(settings, 8_000, tmp_path) is settings
     roomy = with_room(settings, 40_000, tmp_path / "copies")

@@ -4,9 +4,9 @@ import httpx
 import pytest
 import typer
 
-from benchmarks.serving.client import served_model
-from benchmarks.serving.settings import bench_model, bench_settings
 from kappa.settings.cluster import load_settings
+from kappa_benchmarks.serving.client import served_model
+from kappa_benchmarks.serving.settings import bench_model, bench_settings
 
 
 def test_without_options_it_is_the_demo_on_a_free_port():

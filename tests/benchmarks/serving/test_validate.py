@@ -9,17 +9,20 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.serving.client import ClusterClient
-from benchmarks.serving.mirror import (
+from kappa.hardware import node_profile
+from kappa.model import ModelShape
+from kappa.settings.cluster import ClusterSettings
+from kappa_benchmarks.serving.client import ClusterClient
+from kappa_benchmarks.serving.mirror import (
     Overhead,
     mirror_of,
     overhead_of,
     saturation_sessions_per_s,
     simulate,
 )
-from benchmarks.serving.validate import Bench, Cell, Kept, compared, ranking
-from benchmarks.serving.validate_play import Answered, Played, play
-from benchmarks.serving.validate_scripts import (
+from kappa_benchmarks.serving.validate import Bench, Cell, Kept, compared, ranking
+from kappa_benchmarks.serving.validate_play import Answered, Played, play
+from kappa_benchmarks.serving.validate_scripts import (
     FORCED_TOKEN,
     SCALINGS,
     Request,
@@ -30,10 +33,7 @@ from benchmarks.serving.validate_scripts import (
     idle_script,
     salt_of,
 )
-from kappa.hardware import node_profile
-from kappa.model import ModelShape
-from kappa.settings.cluster import ClusterSettings
-from workload.catalogue import workload_named
+from kappa_workload.catalogue import workload_named
 
 BLOCK = 32
 SETTINGS = ClusterSettings(dilation=10.0)

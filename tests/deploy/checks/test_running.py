@@ -9,12 +9,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from deploy.app.machine import GpuFacts, Machine
-from deploy.checks.facts import Facts, Probe
-from deploy.checks.table import OF_CLUSTER, OF_MACHINE, findings
-from deploy.cli import app
-from deploy.commands.doctor import send_twice
 from kappa.hardware import node_profile
+from kappa_deploy.app.machine import GpuFacts, Machine
+from kappa_deploy.checks.facts import Facts, Probe
+from kappa_deploy.checks.table import OF_CLUSTER, OF_MACHINE, findings
+from kappa_deploy.cli import app
+from kappa_deploy.commands.doctor import send_twice
 
 pytestmark = pytest.mark.ray
 
@@ -251,7 +251,7 @@ def test_a_prompt_is_sent_twice_and_both_counts_are_compared():
 
 
 def test_a_prompt_of_which_no_event_tells_is_a_fault(monkeypatch):
-    monkeypatch.setattr("deploy.commands.doctor._KNOWN_WITHIN_S", 0.0)
+    monkeypatch.setattr("kappa_deploy.commands.doctor._KNOWN_WITHIN_S", 0.0)
     client, sent = decider(96, 0, told=False)
     assert "no event told of it" in send_twice(client, [NODE]).fault and len(sent) == 1
 

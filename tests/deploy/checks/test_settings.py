@@ -6,18 +6,18 @@ import pytest
 import ray
 from structlog.testing import capture_logs
 
-from deploy.app.build import build_app
-from deploy.app.cluster import Cluster
-from deploy.app.errors import StartError
-from deploy.app.front_door import front_door_spec
-from deploy.app.machine import GpuFacts, Machine
-from deploy.app.model import Model
-from deploy.app.plan import worker_demand, worker_plan
-from deploy.checks.places import misfits
-from deploy.checks.settings import contradictions
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import PoolSettings
 from kappa.shapes import model_shape
+from kappa_deploy.app.build import build_app
+from kappa_deploy.app.cluster import Cluster
+from kappa_deploy.app.errors import StartError
+from kappa_deploy.app.front_door import front_door_spec
+from kappa_deploy.app.machine import GpuFacts, Machine
+from kappa_deploy.app.model import Model
+from kappa_deploy.app.plan import worker_demand, worker_plan
+from kappa_deploy.checks.places import misfits
+from kappa_deploy.checks.settings import contradictions
 
 MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
 GPU = {"gpus": 1, "resources": {"pool-gh200": 1}}

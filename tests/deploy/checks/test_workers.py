@@ -7,16 +7,16 @@ from typing import get_args
 
 import pytest
 
-from deploy.app.machine import THIS, GpuFacts, Machine, read_machine, settings_without_file
-from deploy.app.model import Model, _no_weights
-from deploy.checks.facts import Facts, Worker
-from deploy.checks.machine import CUDA
-from deploy.checks.table import findings
-from deploy.checks.workers import GPU_SHARE, problems
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
 from kappa.settings.engine import DtypeName
 from kappa.shapes import model_shape
+from kappa_deploy.app.machine import THIS, GpuFacts, Machine, read_machine, settings_without_file
+from kappa_deploy.app.model import Model, _no_weights
+from kappa_deploy.checks.facts import Facts, Worker
+from kappa_deploy.checks.machine import CUDA
+from kappa_deploy.checks.table import findings
+from kappa_deploy.checks.workers import GPU_SHARE, problems
 from tests.workers.fake_nvml import FakeNvml
 
 ROOT = Path(__file__).parents[3]
@@ -343,7 +343,7 @@ def test_a_disk_tier_needs_a_folder_with_room(monkeypatch):
     settings = cluster(0, disk_dir="/data", disk_bytes=100 * 10**9)
 
     def faults(free, name=THIS):
-        monkeypatch.setattr("deploy.app.machine._folder_bytes", {"/data": free}.get)
+        monkeypatch.setattr("kappa_deploy.app.machine._folder_bytes", {"/data": free}.get)
         return found(settings, None, replace(machine(0), name=name))
 
     assert faults(100 * 10**9) == faults(0, "elsewhere") == []

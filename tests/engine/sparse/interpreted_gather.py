@@ -5,7 +5,7 @@ import json
 import numpy as np
 import torch
 
-from engine.sparse.gather_kernel import gather_rows
+from kappa_engine.sparse.gather_kernel import gather_rows
 
 
 def main() -> None:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.block_pool import Ids
-from engine.forward import Forward
-from engine.sparse.cache import SimilarityCache
-from engine.sparse.forward import SparseForward, sparse_forward
-from engine.sparse.serving import promote_from_device
-from engine.sparse.slots import Slots, View
-from engine.step import Pages, prompt_row
 from kappa.plans.clo import HeadProfile, Persistent, SparseSettings, equal_heads
+from kappa_engine.block_pool import Ids
+from kappa_engine.forward import Forward
+from kappa_engine.sparse.cache import SimilarityCache
+from kappa_engine.sparse.forward import SparseForward, sparse_forward
+from kappa_engine.sparse.serving import promote_from_device
+from kappa_engine.sparse.slots import Slots, View
+from kappa_engine.step import Pages, prompt_row
 
 _CHUNK_TOKENS = 2048
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.layers import angles, frequencies, rotate
 from kappa.plans.clo import CloConfig, SparseSettings
+from kappa_engine.layers import angles, frequencies, rotate
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
 from tests.engine.sparse.sparse_decoder import InjectedHits, SparseDecoder

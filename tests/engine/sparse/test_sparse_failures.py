@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from engine.sparse.gather_kernel import Gather
-from engine.transfer import TransferFailed
 from kappa.plans.clo import CloConfig, SparseSettings
+from kappa_engine.sparse.gather_kernel import Gather
+from kappa_engine.transfer import TransferFailed
 from tests.engine.engines import engine, evict_device, finish, generate, link_of, submit
 from tests.engine.engines import prompt as tokens_of
 from tests.engine.rig import prompt, rig

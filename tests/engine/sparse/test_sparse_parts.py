@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_cache import ArenaTooLarge
-from engine.sparse import gather_kernel as gather_module
-from engine.sparse.cache import alike, cosines, replaced
-from engine.sparse.codes import Hasher, _bits_by_halves, popcount
-from engine.sparse.forward import sparse_forward
-from engine.sparse.gather_kernel import Gather, pairs
-from engine.transfer import CpuMover
 from kappa.plans.clo import CloConfig, SparseSettings
+from kappa_engine.kv_cache import ArenaTooLarge
+from kappa_engine.sparse import gather_kernel as gather_module
+from kappa_engine.sparse.cache import alike, cosines, replaced
+from kappa_engine.sparse.codes import Hasher, _bits_by_halves, popcount
+from kappa_engine.sparse.forward import sparse_forward
+from kappa_engine.sparse.gather_kernel import Gather, pairs
+from kappa_engine.transfer import CpuMover
 from tests.engine.rig import rig
 
 CPU = torch.device("cpu")
@@ -151,7 +151,7 @@ def test_the_kernel_does_what_the_plain_copy_does():
 def test_slots_that_do_not_fit_are_refused_with_both_numbers(monkeypatch):
     with rig("llama", blocks=40) as r:
         settings = SparseSettings(CloConfig(), slots=3, max_tokens=1000)
-        monkeypatch.setattr("engine.sparse.slots.free_host_bytes", lambda: 10_000)
+        monkeypatch.setattr("kappa_engine.sparse.slots.free_host_bytes", lambda: 10_000)
         with pytest.raises(ArenaTooLarge, match=r"3 sparse slots of 1000 .* only 10000 are free"):
             sparse_forward(r.forward, settings)
 
@@ -163,8 +163,8 @@ def test_slots_fit_where_there_is_exactly_what_they_take(retriever, monkeypatch)
         made = sparse_forward(r.forward, settings).slots
         tensors = made.store, made.held, made.full, made.labels, made.ages, made.codes
         taken = sum(tensor.nbytes for each in tensors for tensor in each)
-        monkeypatch.setattr("engine.sparse.slots.free_host_bytes", lambda: taken)
+        monkeypatch.setattr("kappa_engine.sparse.slots.free_host_bytes", lambda: taken)
         sparse_forward(r.forward, settings)
-        monkeypatch.setattr("engine.sparse.slots.free_host_bytes", lambda: taken - 1)
+        monkeypatch.setattr("kappa_engine.sparse.slots.free_host_bytes", lambda: taken - 1)
         with pytest.raises(ArenaTooLarge, match=rf"need {taken} bytes"):
             sparse_forward(r.forward, settings)

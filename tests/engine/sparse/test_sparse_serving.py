@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kv_cache import ArenaSize
 from kappa.hardware import node_profile
 from kappa.plans.clo import CloConfig, SparseSettings
 from kappa.plans.rates import rates_from_law
+from kappa_engine.kv_cache import ArenaSize
 from tests.engine import hf
 from tests.engine.engines import (
     BLOCK,

@@ -16,29 +16,29 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-import router.live.live_router
+import kappa_router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.host import free_port
 from kappa.protocol import PROFILE_PATH, Announcement
 from kappa.settings.routing import RouterSettings
-from router.api.app import Access
-from router.api.request import EndpointModel
-from router.api.start import DeciderSettings
-from router.cluster.paths import DECIDED, own_paths
-from router.gateway.process import Gateway
-from router.gateway.spec import Bounds, GatewaySpec
-from router.live.replica_registry import ReplicaRegistry
+from kappa_router.api.app import Access
+from kappa_router.api.request import EndpointModel
+from kappa_router.api.start import DeciderSettings
+from kappa_router.cluster.paths import DECIDED, own_paths
+from kappa_router.gateway.process import Gateway
+from kappa_router.gateway.spec import Bounds, GatewaySpec
+from kappa_router.live.replica_registry import ReplicaRegistry
+from kappa_workers.http_gate import WorkerGate
+from kappa_workers.http_port import WorkerPort
+from kappa_workers.paced.emulated_engine import EmulatedEngine
+from kappa_workers.report_stream import ReportStream
+from kappa_workers.vllm import output_collector
+from kappa_workers.vllm.arguments import Endpoints, EngineLimits
 from tests.router.envoys import lent
 from tests.router.scripted import SECRET, Decider
 from tests.router.stream_worker import until
 from tests.workers.emulation import emulated_plan, llm_config
-from workers.http_gate import WorkerGate
-from workers.http_port import WorkerPort
-from workers.paced.emulated_engine import EmulatedEngine
-from workers.report_stream import ReportStream
-from workers.vllm import output_collector
-from workers.vllm.arguments import Endpoints, EngineLimits
 
 MODEL = "tiny"
 BLOCK = 16
@@ -130,7 +130,7 @@ async def clustered(renderer, monkeypatch, *nodes, access=None, bounds=None, dec
     """A cluster of these nodes: a client of it, and its parts; `restart` replaces its first
     decider."""
     registry = ReplicaRegistry()
-    monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
+    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
     access = access or Access(max_body_bytes=1 << 20)
     settings = replace(settings_of_decider(), tenants=access.tenants, **changes)
     async with contextlib.AsyncExitStack() as stack:

@@ -6,8 +6,8 @@ import asyncio
 import json
 import sys
 
+from kappa_workers.reaper import fence
 from tests.router.cluster.conftest import STEP_S, PortedNode
-from workers.reaper import fence
 
 
 async def main(name, fenced_s):

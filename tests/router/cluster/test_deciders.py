@@ -6,8 +6,8 @@ import pytest
 
 from kappa.host import Lock
 from kappa.settings.routing import RouterSettings
-from router.api.status import newest_decisions
-from router.live.deciders import merged
+from kappa_router.api.status import newest_decisions
+from kappa_router.live.deciders import merged
 from tests.conformance.conftest import MODEL
 from tests.router.cluster.conftest import PortedNode
 from tests.router.stream_worker import until

@@ -10,11 +10,11 @@ import pytest
 
 from kappa.protocol import ERROR_EVENT
 from kappa.settings.routing import FailoverSettings, RouterSettings
-from router.api.app import Access
+from kappa_router.api.app import Access
+from kappa_workers.paced.emulated_engine import WORD
 from tests.router.cluster.conftest import MODEL, STEP_S, PortedNode, StoppableNode
 from tests.router.scripted import KEYS, OWN
 from tests.router.stream_worker import until
-from workers.paced.emulated_engine import WORD
 
 pytestmark = pytest.mark.ray
 

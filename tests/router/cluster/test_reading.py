@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from router.api.errors import ApiError
-from router.cluster.paths import DECIDED, own_paths
-from router.cluster.reading import _APIS, taken
+from kappa_router.api.errors import ApiError
+from kappa_router.cluster.paths import DECIDED, own_paths
+from kappa_router.cluster.reading import _APIS, taken
 
 CHAT, TEXT, MESSAGES, RESPONSES = (
     "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"

@@ -6,10 +6,10 @@ import sys
 HEAVY = ("ray.llm", "ray.serve.llm", "torch", "torchvision", "vllm")
 DECIDER = f"""
 import sys
-import router.cluster.replica
-from router.api.request_body import RequestBody
-from router.api.render import PromptRenderer
-router.cluster.replica.keep_models_away()
+import kappa_router.cluster.replica
+from kappa_router.api.request_body import RequestBody
+from kappa_router.api.render import PromptRenderer
+kappa_router.cluster.replica.keep_models_away()
 body = RequestBody.chat({{"messages": [{{"role": "user", "content": "hello"}}]}})
 assert PromptRenderer(sys.argv[1]).render(body).tokens
 print([name for name in {HEAVY} if sys.modules.get(name)])

@@ -20,13 +20,13 @@ from kappa.protocol import (
     TO_SHOW_HEADER,
 )
 from kappa.settings.engine import TransferSettings
-from router.api.app import Access, Door
-from router.api.metadata import PLAN_HEADER
-from router.cluster.scene import ClusterScene
-from router.gateway.authz import Go, Inquiry, Refuse
-from router.gateway.decider import Decider, DeciderRule
-from router.gateway.events import StreamEnd
-from router.gateway.spec import GatewaySpec
+from kappa_router.api.app import Access, Door
+from kappa_router.api.metadata import PLAN_HEADER
+from kappa_router.cluster.scene import ClusterScene
+from kappa_router.gateway.authz import Go, Inquiry, Refuse
+from kappa_router.gateway.decider import Decider, DeciderRule
+from kappa_router.gateway.events import StreamEnd
+from kappa_router.gateway.spec import GatewaySpec
 from tests.router.gateway.door import Scripted
 from tests.router.scripted import BODY, KEYS, OWN, announcement, until
 from tests.router.test_failover import SOON, breaker, report, reporting
@@ -102,7 +102,7 @@ async def test_an_engine_of_ours_gets_the_load_plan_that_is_asked_for(deciding):
 
 async def test_what_is_too_long_to_be_changed_is_refused(deciding, monkeypatch):
     here = await deciding()
-    monkeypatch.setattr("router.cluster.scene._MOST_SET_BYTES", 400)
+    monkeypatch.setattr("kappa_router.cluster.scene._MOST_SET_BYTES", 400)
     said = [{"role": "user", "content": "x" * 800, "unknown": True}]
     verdict = await here.ask({"messages": said})
     assert isinstance(verdict, Refuse) and verdict.status == 400

@@ -11,7 +11,7 @@ from unittest import mock
 import aiohttp
 
 from kappa.settings.front import load_front_settings
-from router.front import gateway
+from kappa_router.front import gateway
 from tests.router.envoys import lent
 
 QUICK = {"every_s": 0.05, "timeout_s": 1.0}

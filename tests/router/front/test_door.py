@@ -9,7 +9,7 @@ from collections import Counter
 import aiohttp
 import pytest
 
-from router.api.tenants import Lease
+from kappa_router.api.tenants import Lease
 from tests.router.front.conftest import chat, routing, until
 from tests.router.front.offering import FakeServer, serving, stream_of
 

@@ -11,9 +11,9 @@ import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
 
-import router.front.front
-from router.front.backend import Backend
-from router.live import event_feed
+import kappa_router.front.front
+from kappa_router.front.backend import Backend
+from kappa_router.live import event_feed
 from tests.router.flooding import PATIENCE_S, Turns, batch, flood
 from tests.router.front.conftest import routing, until
 from tests.router.front.offering import FakeServer, serving
@@ -167,7 +167,7 @@ async def test_others_get_turns_while_a_server_floods(monkeypatch):
             turns.message()
             super()._heard(events)
 
-    monkeypatch.setattr(router.front.front, "Backend", Counting)
+    monkeypatch.setattr(kappa_router.front.front, "Backend", Counting)
     async with serving(FakeServer()) as (server,):
         with flood(payload=batch(1, size=16)) as endpoint:
             row = {"url": server.url, "profile": "pcie", "events": endpoint}

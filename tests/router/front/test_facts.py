@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.front.facts import LoadFacts, ModelFacts, Usage, load_in, models_in, usage_in
+from kappa_router.front.facts import LoadFacts, ModelFacts, Usage, load_in, models_in, usage_in
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -7,10 +7,10 @@ import sys
 
 SCRIPT = """
 import sys
-import deploy.commands.route
-import router.front.gateway
+import kappa_deploy.commands.route
+import kappa_router.front.gateway
 from kappa.settings.front import load_front_settings
-router.front.gateway.Front(
+kappa_router.front.gateway.Front(
     load_front_settings(None, backends=[{"url": "http://a", "profile": "pcie"}])
 )
 heavy = ("ray", "torch", "vllm", "transformers", "fastapi", "tokenizers", "polars", "pandas")

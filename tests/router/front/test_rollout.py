@@ -9,12 +9,12 @@ import pytest
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from deploy.cli import app as kappa
 from kappa.settings.base import SettingsError
 from kappa.settings.front import load_front_settings
-from router.front.conversations import Conversations, opening_of
-from router.live import record_file
-from router.rollout_journal import read_journal
+from kappa_deploy.cli import app as kappa
+from kappa_router.front.conversations import Conversations, opening_of
+from kappa_router.live import record_file
+from kappa_router.rollout_journal import read_journal
 from tests.router.front.conftest import chat, routing
 from tests.router.front.offering import FakeServer, serving
 

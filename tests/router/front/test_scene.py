@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from structlog.testing import capture_logs
 
-from router.front.scene import FrontScene, endpoint_of
-from router.gateway.endpoints import Resolver
-from router.gateway.spec import ServerEndpoint
+from kappa_router.front.scene import FrontScene, endpoint_of
+from kappa_router.gateway.endpoints import Resolver
+from kappa_router.gateway.spec import ServerEndpoint
 from tests.router.front.conftest import until
 
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from router.gateway.spec import Tls
+from kappa_router.gateway.spec import Tls
 
 
 def pair(folder: Path, name: str = "localhost", stem: str = "tls", password: str = "") -> Tls:

@@ -13,9 +13,9 @@ from typing import Any
 
 from kappa.host import free_port
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
-from router.gateway.endpoints import EndpointsFile
-from router.gateway.process import Gateway, known_of
-from router.gateway.spec import AGAIN, SLOT_HEADER, Bounds, GatewaySpec, ServerEndpoint
+from kappa_router.gateway.endpoints import EndpointsFile
+from kappa_router.gateway.process import Gateway, known_of
+from kappa_router.gateway.spec import AGAIN, SLOT_HEADER, Bounds, GatewaySpec, ServerEndpoint
 from tests.router.envoys import lent
 
 CHAT = "/v1/chat/completions"

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from router.api import errors
-from router.api.app import Access, Door
-from router.config import RouterConfig
-from router.decision import RouteRequest
-from router.gateway.authz import Inquiry
-from router.gateway.decider import Decider, DeciderRule
-from router.gateway.events import StreamEnd
-from router.gateway.scene import Reading, Used
-from router.live.live_router import LiveRouter
-from router.live.membership import MembershipRule
-from router.live.replica_registry import ReplicaRegistry
-from router.policy import policy_named
+from kappa_router.api import errors
+from kappa_router.api.app import Access, Door
+from kappa_router.config import RouterConfig
+from kappa_router.decision import RouteRequest
+from kappa_router.gateway.authz import Inquiry
+from kappa_router.gateway.decider import Decider, DeciderRule
+from kappa_router.gateway.events import StreamEnd
+from kappa_router.gateway.scene import Reading, Used
+from kappa_router.live.live_router import LiveRouter
+from kappa_router.live.membership import MembershipRule
+from kappa_router.live.replica_registry import ReplicaRegistry
+from kappa_router.policy import policy_named
 from tests.router.building import announcement
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvloop
 
-from router.gateway import authz
-from router.gateway.authz import AuthzServer, Go, Refuse
-from router.gateway.spec import (
+from kappa_router.gateway import authz
+from kappa_router.gateway.authz import AuthzServer, Go, Refuse
+from kappa_router.gateway.spec import (
     ADMITTER_HEADER,
     EVENTS_HEADER,
     SLOT_HEADER,

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
-from router.gateway.bootstrap import bootstrap, certificate
-from router.gateway.endpoints import EndpointsFile, write_private
-from router.gateway.events import Ends
-from router.gateway.process import find_envoy
-from router.gateway.spec import ADMIT, DECIDE, Bounds, GatewaySpec, veiled
+from kappa_router.gateway.bootstrap import bootstrap, certificate
+from kappa_router.gateway.endpoints import EndpointsFile, write_private
+from kappa_router.gateway.events import Ends
+from kappa_router.gateway.process import find_envoy
+from kappa_router.gateway.spec import ADMIT, DECIDE, Bounds, GatewaySpec, veiled
 from tests.router.gateway.certificates import pair
 from tests.router.gateway.door import CHAT, Answer, open_door
 from tests.router.gateway.http2 import post
@@ -408,7 +408,7 @@ async def test_ends_wait_for_a_decider_that_is_away():
 
 
 async def test_a_stream_that_goes_on_is_told(monkeypatch):
-    monkeypatch.setattr("router.gateway.bootstrap.GOES_ON_S", 0.2)
+    monkeypatch.setattr("kappa_router.gateway.bootstrap.GOES_ON_S", 0.2)
     going, ended, done = asyncio.Queue(), asyncio.Queue(), asyncio.Event()
 
     async def slow():

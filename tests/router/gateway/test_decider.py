@@ -6,12 +6,12 @@ import json
 import pytest
 
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
-from router.api.app import Access
-from router.api.tenants import Allowance, Tenant
-from router.gateway import flights
-from router.gateway.authz import Go, Inquiry, Refuse
-from router.gateway.decider import content_digest
-from router.gateway.scene import Asked
+from kappa_router.api.app import Access
+from kappa_router.api.tenants import Allowance, Tenant
+from kappa_router.gateway import flights
+from kappa_router.gateway.authz import Go, Inquiry, Refuse
+from kappa_router.gateway.decider import content_digest
+from kappa_router.gateway.scene import Asked
 from tests.router.building import tenants_of
 from tests.router.gateway.scripted import CHAT, EMBEDDINGS, deciding, end
 from tests.router.stream_worker import until
@@ -555,7 +555,7 @@ async def test_nobody_asks_on_about_what_was_answered():
 
 
 async def test_a_request_ends_with_its_workers_report_and_soon_without_one(monkeypatch):
-    monkeypatch.setattr("router.gateway.flights._REPORT_S", 0.05)
+    monkeypatch.setattr("kappa_router.gateway.flights._REPORT_S", 0.05)
     async with patient() as here:
         for request_id in ("r", "s"):
             await here.ask(headers={"x-request-id": request_id})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
-from router.gateway.events import Ends
-from router.gateway.spec import ADMIT, ADMITTER_HEADER, AGAIN, DECIDE
+from kappa_router.gateway.events import Ends
+from kappa_router.gateway.spec import ADMIT, ADMITTER_HEADER, AGAIN, DECIDE
 from tests.router.gateway.door import CHAT, Answer, open_door
 
 LARGE = b"x" * 150_000

@@ -9,8 +9,8 @@ import stat
 
 import pytest
 
-from router.gateway.endpoints import EndpointsFile, Resolver, rendered, shared_addresses
-from router.gateway.spec import ServerEndpoint
+from kappa_router.gateway.endpoints import EndpointsFile, Resolver, rendered, shared_addresses
+from kappa_router.gateway.spec import ServerEndpoint
 
 
 def hosts(content):

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from router.gateway import events
-from router.gateway.access_log import RECORD, LogEntry
-from router.gateway.events import Ends, StreamEnd
-from router.gateway.spec import ATTEMPTS, REQUESTS
+from kappa_router.gateway import events
+from kappa_router.gateway.access_log import RECORD, LogEntry
+from kappa_router.gateway.events import Ends, StreamEnd
+from kappa_router.gateway.spec import ATTEMPTS, REQUESTS
 
 
 def entry(request_id="r", status=200, flags="-", upstream="10.0.0.1:8000", **more):

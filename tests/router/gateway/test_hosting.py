@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from router.gateway.hosting import free_slot
-from router.gateway.spec import GatewaySpec
+from kappa_router.gateway.hosting import free_slot
+from kappa_router.gateway.spec import GatewaySpec
 
 HOLDER = """
 import sys, time

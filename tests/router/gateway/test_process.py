@@ -17,9 +17,9 @@ import pytest
 
 from kappa.host import free_port
 from kappa.settings.access import AccessSettings, HttpSettings
-from router.gateway import process
-from router.gateway.process import BINARY_ENV, EnvoyError, Gateway, find_envoy, spec_of
-from router.gateway.spec import GatewaySpec, Tls
+from kappa_router.gateway import process
+from kappa_router.gateway.process import BINARY_ENV, EnvoyError, Gateway, find_envoy, spec_of
+from kappa_router.gateway.spec import GatewaySpec, Tls
 from tests.router.gateway.certificates import pair
 from tests.router.gateway.door import CHAT, Answer, open_door
 
@@ -261,8 +261,8 @@ def test_it_ends_with_its_parent_however_that_ends(spec):
     code = """
         import asyncio, sys
         from pathlib import Path
-        from router.gateway.process import Gateway
-        from router.gateway.spec import GatewaySpec
+        from kappa_router.gateway.process import Gateway
+        from kappa_router.gateway.spec import GatewaySpec
 
         async def main():
             spec = GatewaySpec(Path(sys.argv[1]), "127.0.0.1", int(sys.argv[2]), ("/a",), ("/",))

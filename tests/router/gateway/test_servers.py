@@ -16,7 +16,7 @@ from kappa.protocol import (
     TO_ID_HEADER,
     TO_SECRET_HEADER,
 )
-from router.gateway.spec import (
+from kappa_router.gateway.spec import (
     AGAIN,
     DECIDE,
     EVENTS_HEADER,

@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from workers.paced import disk_file
-from workers.paced.disk_file import ALIGN, DiskError, DiskFile, measure_disk, row_bytes
+from kappa_workers.paced import disk_file
+from kappa_workers.paced.disk_file import ALIGN, DiskError, DiskFile, measure_disk, row_bytes
 
 WIDTHS = (3000, 2000)
 BLOCKS = 40

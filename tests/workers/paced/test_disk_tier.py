@@ -18,12 +18,12 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from workers.paced.connector import CpuHostTierConnector
-from workers.paced.disk_file import DiskFile
-from workers.paced.disk_tier import DiskNews, DiskRoute, DiskTierManager, DiskWrite
-from workers.paced.host_tier import HostTierWorker, TierSize
-from workers.stats_channel import StatsSender
-from workers.vllm.options import LinkPace
+from kappa_workers.paced.connector import CpuHostTierConnector
+from kappa_workers.paced.disk_file import DiskFile
+from kappa_workers.paced.disk_tier import DiskNews, DiskRoute, DiskTierManager, DiskWrite
+from kappa_workers.paced.host_tier import HostTierWorker, TierSize
+from kappa_workers.stats_channel import StatsSender
+from kappa_workers.vllm.options import LinkPace
 
 pytestmark = pytest.mark.vllm
 

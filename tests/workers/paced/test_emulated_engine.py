@@ -14,11 +14,11 @@ from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.sampling_params import RequestOutputKind
 
+from kappa_workers import generated
+from kappa_workers.paced.emulated_engine import WORD, EmulatedEngine, EngineFaults, FaultsFile
+from kappa_workers.vllm import output_collector
+from kappa_workers.vllm.arguments import Endpoints, EngineLimits
 from tests.workers.emulation import asking, emulated_plan, llm_config
-from workers import generated
-from workers.paced.emulated_engine import WORD, EmulatedEngine, EngineFaults, FaultsFile
-from workers.vllm import output_collector
-from workers.vllm.arguments import Endpoints, EngineLimits
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 BLOCK = 4

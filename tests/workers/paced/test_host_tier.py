@@ -12,11 +12,11 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 
-from scheduler.link_order import FULL, HALF
-from workers.paced.host_tier import HostTierWorker, TierSize
-from workers.stats_channel import StatsSender
-from workers.vllm.load_sources import LOAD_SOURCES
-from workers.vllm.options import LinkPace, LinkRules
+from kappa_scheduler.link_order import FULL, HALF
+from kappa_workers.paced.host_tier import HostTierWorker, TierSize
+from kappa_workers.stats_channel import StatsSender
+from kappa_workers.vllm.load_sources import LOAD_SOURCES
+from kappa_workers.vllm.options import LinkPace, LinkRules
 
 pytestmark = pytest.mark.vllm
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.link_order import FIFO, LOADS_FIRST
-from workers.paced.link import Link, Route
-from workers.vllm.load_sources import LOAD, STORE
-from workers.vllm.options import LinkRules
+from kappa_scheduler.link_order import FIFO, LOADS_FIRST
+from kappa_workers.paced.link import Link, Route
+from kappa_workers.vllm.load_sources import LOAD, STORE
+from kappa_workers.vllm.options import LinkRules
 
 pytestmark = pytest.mark.vllm
 
@@ -212,7 +212,7 @@ def test_who_waits_for_a_layer_that_cannot_come_goes_on_and_learns_it(make):
 
 
 def test_nobody_waits_for_a_layer_for_ever(make, monkeypatch):
-    monkeypatch.setattr("workers.paced.link._STUCK_S", 0.01)
+    monkeypatch.setattr("kappa_workers.paced.link._STUCK_S", 0.01)
     bench = make()
     bench.submit(LOAD, 1, 0, by_layer=True)
     with pytest.raises(TimeoutError, match="no layer came from the host tier"):

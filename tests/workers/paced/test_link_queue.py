@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from scheduler.link_order import FIFO, LOADS_FIRST, STORE_SHARE
-from workers.paced.link import PIECE_S, LinkQueue, Transfer, exposed_s
-from workers.vllm.load_sources import LOAD, STORE
-from workers.vllm.options import LINK_KEY, LinkPace, LinkRules, read_options
+from kappa_scheduler.link_order import FIFO, LOADS_FIRST, STORE_SHARE
+from kappa_workers.paced.link import PIECE_S, LinkQueue, Transfer, exposed_s
+from kappa_workers.vllm.load_sources import LOAD, STORE
+from kappa_workers.vllm.options import LINK_KEY, LinkPace, LinkRules, read_options
 
 pytestmark = pytest.mark.vllm
 

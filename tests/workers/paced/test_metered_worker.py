@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kappa.cost import StepModel
+from kappa_workers.paced import metered_worker as paced_worker
+from kappa_workers.paced.metered_worker import MeteredCPUWorker, mark_generators
+from kappa_workers.stats_channel import StatsSender
+from kappa_workers.vllm import metered_worker
 from tests.workers.vllm.steps import Clock, Reports, metered, new, scheduled
-from workers.paced import metered_worker as paced_worker
-from workers.paced.metered_worker import MeteredCPUWorker, mark_generators
-from workers.stats_channel import StatsSender
-from workers.vllm import metered_worker
 
 pytestmark = pytest.mark.vllm
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
-from deploy.app.plan import pool_config
 from kappa.settings.cluster import load_settings
-from workers.paced import one_process
-from workers.paced.one_process import OneProcessEngine
-from workers.vllm.arguments import CPU_ENV
+from kappa_deploy.app.plan import pool_config
+from kappa_workers.paced import one_process
+from kappa_workers.paced.one_process import OneProcessEngine
+from kappa_workers.vllm.arguments import CPU_ENV
 
 _SAMPLERS = """
 import torch
@@ -45,9 +45,9 @@ def test_an_engine_of_one_rank_runs_in_the_process_that_schedules(monkeypatch, r
 _FORK = """
 import gc, os, socket, stat, sys, time
 from vllm.v1.engine.core import EngineCoreProc
-from workers.paced import one_process
-from workers.reaper import own_engines
-from workers.paced.one_process import _Forking
+from kappa_workers.paced import one_process
+from kappa_workers.reaper import own_engines
+from kappa_workers.paced.one_process import _Forking
 one_process._LOADED_WITHIN_S = 3.0
 here, there = socket.socketpair()
 own_engines()

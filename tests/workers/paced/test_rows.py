@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from workers.paced.rows import copy_rows
+from kappa_workers.paced.rows import copy_rows
 
 # Bytes of no word's size, of one word, of pages.
 WIDTHS = (1, 64, 4097, 24_576)

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.cpu import gpu_worker, spec
 
-from workers.vllm.native_tier import NativeTierSpec
+from kappa_workers.vllm.native_tier import NativeTierSpec
 
 
 class OnDevice(torch.Tensor):

@@ -6,7 +6,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from workers.vllm.metered_worker import StepMeter
+from kappa_workers.vllm.metered_worker import StepMeter
 
 
 def new(req_id, prompt, context=0, name=None):

@@ -12,7 +12,7 @@ from kappa.settings.engine import (
     LmcacheSettings,
 )
 from kappa.shapes import model_shape
-from workers.vllm.arguments import (
+from kappa_workers.vllm.arguments import (
     Endpoints,
     EngineLimits,
     EngineTier,
@@ -22,7 +22,7 @@ from workers.vllm.arguments import (
     fingerprint,
     transfer_config,
 )
-from workers.vllm.options import LinkRules, SchedulerOptions
+from kappa_workers.vllm.options import LinkRules, SchedulerOptions
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ENDPOINTS = Endpoints("ipc://s", "ipc://k")
@@ -89,7 +89,7 @@ def test_an_engine_schedules_by_a_rule_or_by_its_own():
     own = engine_kwargs(LIMITS, ENDPOINTS, None)
     assert "scheduler_cls" not in own and "kappa_scheduler" not in own["additional_config"]
     fair = engine_kwargs(LIMITS, ENDPOINTS, None, SchedulerOptions("fair"))
-    assert fair["scheduler_cls"] == "workers.vllm.scheduler.FairScheduler"
+    assert fair["scheduler_cls"] == "kappa_workers.vllm.scheduler.FairScheduler"
     options = fair["additional_config"]["kappa_scheduler"]
     assert (options["rule"], options["stats"], options["link"]) == ("fair", "ipc://s", None)
     assert options["tenant_required"] is False, "only a replica behind our decider demands one"

@@ -11,8 +11,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import core
 from vllm.v1.request import Request
 
-from workers.vllm import block_hashes
-from workers.vllm.block_hashes import KnownHashes
+from kappa_workers.vllm import block_hashes
+from kappa_workers.vllm.block_hashes import KnownHashes
 
 pytestmark = pytest.mark.vllm
 

@@ -13,14 +13,14 @@ import torch
 from kappa.host import free_port
 from kappa.protocol import PEER_PARAM, PLAN_KEY
 from kappa.settings.engine import TransferSettings
-from workers.tiny_model import make_tiny_model
-from workers.vllm.arguments import (
+from kappa_workers.tiny_model import make_tiny_model
+from kappa_workers.vllm.arguments import (
     CPU_ENV,
     EngineTier,
     meet_peers,
     transfer_config,
 )
-from workers.vllm.options import SCHEDULER_KEY, STOCK, PeerOptions, SchedulerOptions
+from kappa_workers.vllm.options import SCHEDULER_KEY, STOCK, PeerOptions, SchedulerOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -69,7 +69,7 @@ class Played:
         )
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from workers.vllm.scheduler import FairScheduler
+        from kappa_workers.vllm.scheduler import FairScheduler
 
         ours = SchedulerOptions(rule, **options)
         config.additional_config = {SCHEDULER_KEY: msgspec.to_builtins(ours)}
@@ -270,7 +270,7 @@ def test_of_a_sliding_window_all_of_a_hit_is_loaded(config, monkeypatch, window,
         SlidingWindowSpec,
     )
 
-    from workers.vllm.connector import HostTierConnector
+    from kappa_workers.vllm.connector import HostTierConnector
 
     shape = dict(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
     spec = (

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from workers.vllm.scheduler import HeldEvents
+from kappa_workers.vllm.scheduler import HeldEvents
 
 
 class Publisher:

@@ -13,9 +13,9 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from workers.vllm.connector import HostTierConnector
-from workers.vllm.host_tier_manager import HostTierManager
-from workers.vllm.options import LinkPace
+from kappa_workers.vllm.connector import HostTierConnector
+from kappa_workers.vllm.host_tier_manager import HostTierManager
+from kappa_workers.vllm.options import LinkPace
 
 pytestmark = pytest.mark.vllm
 

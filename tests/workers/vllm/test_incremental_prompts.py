@@ -19,10 +19,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, detokenizer
 
 from kappa.incremental_tokenizer import IncrementalTokenizer
-from workers import generated
-from workers.tiny_model import SPECIAL_TOKENS, make_tiny_model
-from workers.vllm import incremental_prompts
-from workers.vllm.arguments import CPU_ENV
+from kappa_workers import generated
+from kappa_workers.tiny_model import SPECIAL_TOKENS, make_tiny_model
+from kappa_workers.vllm import incremental_prompts
+from kappa_workers.vllm.arguments import CPU_ENV
 
 pytestmark = pytest.mark.vllm
 

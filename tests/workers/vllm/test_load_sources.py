@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.vllm.load_sources import LOAD_SOURCES, LoadSource
+from kappa_workers.vllm.load_sources import LOAD_SOURCES, LoadSource
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_seconds_of_a_requests_loads_add_up_and_are_read_once(source):
 
 
 def test_of_requests_whose_seconds_nobody_reads_the_oldest_are_forgotten(source, monkeypatch):
-    monkeypatch.setattr("workers.vllm.load_sources._REMEMBERED", 2)
+    monkeypatch.setattr("kappa_workers.vllm.load_sources._REMEMBERED", 2)
     for name in "abc":
         source.add_load_s(name, 1.0)
     assert [source.take_load_s(name) for name in "abc"] == [0.0, 1.0, 1.0]

@@ -18,16 +18,16 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from kappa.cost import StepModel
-from tests.engine.emulated_cuda import EmulatedCuda
-from workers.vllm import measured_link
-from workers.vllm.measured_engine import (
+from kappa_workers.vllm import measured_link
+from kappa_workers.vllm.measured_engine import (
     StepLimits,
     StepTimer,
     measure_engine,
     step_sizes,
     without_connector,
 )
-from workers.vllm.measured_link import LinkTimer, TierRoom, beside_work
+from kappa_workers.vllm.measured_link import LinkTimer, TierRoom, beside_work
+from tests.engine.emulated_cuda import EmulatedCuda
 
 pytestmark = pytest.mark.vllm
 

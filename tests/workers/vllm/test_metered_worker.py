@@ -7,10 +7,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from kappa_workers.request_metadata import request_id_of
+from kappa_workers.vllm import metered_worker
+from kappa_workers.vllm.metered_worker import Metered, MeteredGPUWorker, StepMeter
 from tests.workers.vllm.steps import Clock, Later, Reports, metered, new, scheduled
-from workers.request_metadata import request_id_of
-from workers.vllm import metered_worker
-from workers.vllm.metered_worker import Metered, MeteredGPUWorker, StepMeter
 
 pytestmark = pytest.mark.vllm
 

@@ -7,8 +7,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from workers import generated
-from workers.vllm import output_collector
+from kappa_workers import generated
+from kappa_workers.vllm import output_collector
 
 pytestmark = pytest.mark.vllm
 

@@ -15,11 +15,11 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from kappa.host import free_port
 from kappa.protocol import PEER_PARAM
-from workers.vllm import peer_server
-from workers.vllm.host_tier_manager import HostTierManager
-from workers.vllm.options import LinkPace, PeerOptions
-from workers.vllm.peer_fetch import HostTierFetches
-from workers.vllm.peer_server import (
+from kappa_workers.vllm import peer_server
+from kappa_workers.vllm.host_tier_manager import HostTierManager
+from kappa_workers.vllm.options import LinkPace, PeerOptions
+from kappa_workers.vllm.peer_fetch import HostTierFetches
+from kappa_workers.vllm.peer_server import (
     LENGTH,
     BlockQuestion,
     HostRows,

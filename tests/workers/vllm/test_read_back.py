@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from workers.vllm.read_back import engine_facts
+from kappa_workers.vllm.read_back import engine_facts
 
 pytestmark = pytest.mark.vllm
 

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from scheduler.work import Plan, Quote, Room, Work
-from workers.vllm.rule_guard import GuardedRule
+from kappa_scheduler.work import Plan, Quote, Room, Work
+from kappa_workers.vllm.rule_guard import GuardedRule
 
 QUOTE = Quote(1, 0, 0)
 

@@ -16,18 +16,18 @@ from kappa.cost import StepLimit, StepModel
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import CHARGES_KEY, DEVICE_TOKENS_KEY, HOST_TOKENS_KEY, TENANT_KEY, WEIGHT_KEY
 from kappa.shapes import model_shape
-from scheduler.catalogue import SCHEDULERS, rule_named
-from scheduler.config import FairConfig
-from scheduler.work import VRAM, Plan
-from workers.tiny_model import make_tiny_model
-from workers.vllm.arguments import (
+from kappa_scheduler.catalogue import SCHEDULERS, rule_named
+from kappa_scheduler.config import FairConfig
+from kappa_scheduler.work import VRAM, Plan
+from kappa_workers.tiny_model import make_tiny_model
+from kappa_workers.vllm.arguments import (
     CPU_ENV,
     Endpoints,
     EngineLimits,
     engine_kwargs,
 )
-from workers.vllm.options import SchedulerOptions
-from workers.vllm.rule_guard import GuardedRule
+from kappa_workers.vllm.options import SchedulerOptions
+from kappa_workers.vllm.rule_guard import GuardedRule
 
 pytestmark = pytest.mark.vllm
 
@@ -36,7 +36,7 @@ CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
 VOCABULARY = 2000
 MOST_STEPS = 3000
 VLLMS_OWN = "vLLM's own order"
-COPY = "workers.paced.link.Route.copy_layer"
+COPY = "kappa_workers.paced.link.Route.copy_layer"
 
 
 class Fifo:
@@ -324,7 +324,7 @@ def layered(engine, monkeypatch):
     forget it (what its blocks hold, too)."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from workers.paced.link import Route
+    from kappa_workers.paced.link import Route
 
     monkeypatch.setattr(engine.scheduler.connector, "_kappa_by_layer", True)
     engine.use("fair")
@@ -432,8 +432,8 @@ def test_no_newcomer_starts_while_a_loaded_request_lacks_blocks(engine, monkeypa
     """vLLM's pull request 57841: otherwise holders of blocks can wait for one another for ever."""
     from vllm.v1.request import RequestStatus
 
-    from workers.paced.link import Link
-    from workers.vllm.load_sources import LOAD
+    from kappa_workers.paced.link import Link
+    from kappa_workers.vllm.load_sources import LOAD
 
     may_load, copy = threading.Event(), Link._copy
     monkeypatch.setattr(
@@ -506,7 +506,7 @@ def test_an_engine_measures_itself_and_its_host_tier_holds_what_it_held(engine):
 
 
 def test_the_rates_of_loads_are_read_once_the_engine_has_measured_them(engine, tmp_path):
-    from workers.vllm.options import SchedulerOptions
+    from kappa_workers.vllm.options import SchedulerOptions
 
     scheduler, profile = engine.scheduler, tmp_path / "profile.json"
     options = SchedulerOptions("fair", profile=str(profile))
@@ -559,7 +559,7 @@ def test_a_long_prompt_is_computed_in_parts_while_somebody_decodes(engine, monke
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"load_token_s": -1, "load_fixed_s": 0}'])
 def test_a_profile_that_says_nothing_of_loads_leaves_their_rates_unknown(tmp_path, text):
-    from workers.vllm.options import measured_link
+    from kappa_workers.vllm.options import measured_link
 
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -663,7 +663,7 @@ def test_a_rule_that_admits_nobody_is_caught(engine, monkeypatch):
         def plan(self, room, now_s):
             return Plan()
 
-    monkeypatch.setattr("workers.vllm.rule_guard._STALL_S", 0.05)
+    monkeypatch.setattr("kappa_workers.vllm.rule_guard._STALL_S", 0.05)
     engine.use(Lazy)
     engine.add("a", prompt(1, 50))
     assert set(engine.run()) == {"a"}
@@ -752,14 +752,14 @@ def test_charges_and_fills_reach_the_stats_channel(engine):
     ],
 )
 def test_a_wrong_option_is_refused_when_the_engine_starts(given, reason):
-    from workers.vllm.options import SchedulerOptions
+    from kappa_workers.vllm.options import SchedulerOptions
 
     with pytest.raises(ValueError, match=reason):
         SchedulerOptions.read({"kappa_scheduler": given}, "fcfs")
 
 
 def test_vllms_own_priorities_are_refused():
-    from workers.vllm.options import SchedulerOptions
+    from kappa_workers.vllm.options import SchedulerOptions
 
     with pytest.raises(ValueError, match=r"scheduling_policy is 'priority'.*leave it at 'fcfs'"):
         SchedulerOptions.read({}, "priority")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize(
     ("method", "parameters"),
     [
-        # workers.vllm.scheduler: methods that we extend
+        # kappa_workers.vllm.scheduler: methods that we extend
         (Scheduler.schedule, "throttle_prefills"),
         (Scheduler.update_from_output, "scheduler_output model_runner_output"),
         (Scheduler.shutdown, ""),
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.vllm
         (Scheduler._try_promote_blocked_waiting_request, "request"),
         (Scheduler._request_remaining_blocks, "request"),
         (Scheduler._inflight_prefill_reserved_blocks, ""),
-        # workers.vllm.engine_view
+        # kappa_workers.vllm.engine_view
         (KVCacheManager.get_computed_blocks, "request"),
         (KVCacheCoordinator.get_num_blocks_to_allocate,
          "request_id num_tokens new_computed_blocks num_encoder_tokens total_computed_tokens "
@@ -53,11 +53,11 @@ def test_methods_take_what_we_pass_on(method, parameters):
 @pytest.mark.parametrize(
     ("cls", "names"),
     [
-        # workers.vllm.scheduler
+        # kappa_workers.vllm.scheduler
         (Scheduler, "waiting skipped_waiting running requests policy block_size connector "
          "kv_cache_manager max_num_running_reqs max_num_scheduled_tokens vllm_config "
          "num_waiting_for_streaming_input _inflight_prefills scheduler_config"),
-        # workers.vllm.engine_view
+        # kappa_workers.vllm.engine_view
         (Request, "num_computed_tokens num_output_placeholders max_tokens priority block_hashes "
          "sampling_params request_id status"),
         (KVCacheManager, "block_pool coordinator watermark_blocks"),
@@ -72,7 +72,7 @@ def test_the_fields_that_we_read_are_set(cls, names):
 
 def test_the_class_can_be_named_and_is_an_async_scheduler():
     assert {"scheduler_cls", "enable_chunked_prefill"} <= SchedulerConfig.__annotations__.keys()
-    ours = resolve_obj_by_qualname("workers.vllm.scheduler.FairScheduler")
+    ours = resolve_obj_by_qualname("kappa_workers.vllm.scheduler.FairScheduler")
     assert issubclass(ours, AsyncScheduler)
 
 

@@ -10,7 +10,7 @@ from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import rates_from_law
 from kappa.shapes import model_shape
-from workers.vllm.tail_recompute import TailOptions, TailRecompute, tail_rates
+from kappa_workers.vllm.tail_recompute import TailOptions, TailRecompute, tail_rates
 
 SHAPE = model_shape("llama-3.1-8b")
 BLOCK = 32

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kappa_workers.vllm.versions.installed import installed_version, series
 from tests.workers.vllm.vllm_names import ALSO, class_names, index, our_files, our_imports, parsed
-from workers.vllm.versions.installed import installed_version, series
 
 pytestmark = pytest.mark.vllm
 

@@ -16,11 +16,11 @@ from vllm.v1.engine import async_llm, detokenizer, output_processor
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from kappa.protocol import REQUEST_ID_KEY, TENANT_KEY, TO_BODY_HEADER, TO_SECRET_HEADER
-from workers.http_gate import WorkerGate
-from workers.in_flight import InFlight
-from workers.tiny_model import make_tiny_model
-from workers.vllm import incremental_prompts, output_collector
-from workers.vllm.arguments import CPU_ENV
+from kappa_workers.http_gate import WorkerGate
+from kappa_workers.in_flight import InFlight
+from kappa_workers.tiny_model import make_tiny_model
+from kappa_workers.vllm import incremental_prompts, output_collector
+from kappa_workers.vllm.arguments import CPU_ENV
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 

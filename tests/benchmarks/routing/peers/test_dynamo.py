@@ -7,14 +7,19 @@ import numpy as np
 import pytest
 import xxhash
 
-from benchmarks.routing.peers.dynamo import HarnessLoad, announcement, bodies_of, frontend_options
-from benchmarks.routing.peers.dynamo_aiperf import received, trace_of
-from benchmarks.routing.peers.dynamo_cluster import CLUSTERS, Emulation, step_of, step_tables
-from benchmarks.routing.peers.dynamo_proxy import apply, block_hashes, tier_events
-from benchmarks.routing.peers.dynamo_rows import TUNING_SEED, Sent, figures, summary, tuned
-from benchmarks.routing.peers.routers import PeerError
-from router.index.prefix_hash import PrefixHasher
-from router.index.prefix_index import PrefixIndex
+from kappa_benchmarks.routing.peers.dynamo import (
+    HarnessLoad,
+    announcement,
+    bodies_of,
+    frontend_options,
+)
+from kappa_benchmarks.routing.peers.dynamo_aiperf import received, trace_of
+from kappa_benchmarks.routing.peers.dynamo_cluster import CLUSTERS, Emulation, step_of, step_tables
+from kappa_benchmarks.routing.peers.dynamo_proxy import apply, block_hashes, tier_events
+from kappa_benchmarks.routing.peers.dynamo_rows import TUNING_SEED, Sent, figures, summary, tuned
+from kappa_benchmarks.routing.peers.routers import PeerError
+from kappa_router.index.prefix_hash import PrefixHasher
+from kappa_router.index.prefix_index import PrefixIndex
 
 NODES = {7: "0-slow", 9: "1-fast"}
 

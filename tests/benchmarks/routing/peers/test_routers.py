@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.routing.peers.routers import PeerError, started
+from kappa_benchmarks.routing.peers.routers import PeerError, started
 
 ROOT = Path(__file__).parents[4]
 ECHO = """
@@ -61,7 +61,7 @@ async def test_a_process_that_does_not_start_is_an_error(command, hello, why):
 def test_processes_end_when_the_bench_is_killed():
     program = f"""
 import asyncio
-from benchmarks.routing.peers.routers import started
+from kappa_benchmarks.routing.peers.routers import started
 async def main():
     async with started("echo", {COMMAND!r}, {{"of": 1}}) as ask:
         print((await ask({{"op": "say"}}))["pid"], flush=True)

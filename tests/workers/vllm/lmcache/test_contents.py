@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from workers.vllm.lmcache.scheduler import LmcacheContents, Run
+from kappa_workers.vllm.lmcache.scheduler import LmcacheContents, Run
 
 pytestmark = pytest.mark.vllm
 

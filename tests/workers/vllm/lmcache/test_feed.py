@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.vllm.lmcache import scheduler as lmcache_scheduler
-from workers.vllm.lmcache.scheduler import EvictionFeed
+from kappa_workers.vllm.lmcache import scheduler as lmcache_scheduler
+from kappa_workers.vllm.lmcache.scheduler import EvictionFeed
 
 pytestmark = pytest.mark.vllm
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.vllm.lmcache.connector import LOAD, LOOKUP, TierGuard
+from kappa_workers.vllm.lmcache.connector import LOAD, LOOKUP, TierGuard
 
 
 def test_a_failure_closes_the_tier_for_a_while_and_twice_as_long_the_next_time():

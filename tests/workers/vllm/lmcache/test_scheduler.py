@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
-from workers.vllm.lmcache.connector import LmcacheConnector
-from workers.vllm.lmcache.scheduler import LmcacheScheduler
+from kappa_workers.vllm.lmcache.connector import LmcacheConnector
+from kappa_workers.vllm.lmcache.scheduler import LmcacheScheduler
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +34,9 @@ class Inner:
 
 
 def test_a_load_that_fails_costs_only_the_blocks_that_it_was_to_fill(monkeypatch):
-    monkeypatch.setattr("workers.vllm.lmcache.connector.LmcacheLink.connect", lambda link: None)
+    monkeypatch.setattr(
+        "kappa_workers.vllm.lmcache.connector.LmcacheLink.connect", lambda link: None
+    )
     lmcache = {"timeout_s": 1.0, "retry_s": 1.0, "most_blocks": 100}
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"kappa_lmcache": lmcache}),

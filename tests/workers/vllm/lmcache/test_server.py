@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from workers.vllm.lmcache import server as lmcache_server
-from workers.vllm.lmcache.server import (
+from kappa_workers.vllm.lmcache import server as lmcache_server
+from kappa_workers.vllm.lmcache.server import (
     STAMP,
     LmcacheInstall,
     LmcacheMissingError,
@@ -96,7 +96,7 @@ def test_the_command_names_the_way_that_works_without_a_gpu(tmp_path):
 
 def test_the_command_line_says_what_to_do_without_an_installation(tmp_path):
     environment = {**os.environ, "KAPPA_HOME": str(tmp_path)}
-    code = "from deploy.commands.lmcache import app; app(['server', '--port', '5999'])"
+    code = "from kappa_deploy.commands.lmcache import app; app(['server', '--port', '5999'])"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )

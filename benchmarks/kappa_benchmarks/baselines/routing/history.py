@@ -1,0 +1,71 @@
+"""What was routed where, as the routers without KV events keep it: their only idea of the caches.
+
+The originals hold text (characters or chunks of it); this one holds token blocks, so a match ends
+at a block boundary. Otherwise it is exact: no sampling.
+"""
+
+from __future__ import annotations
+
+from kappa_benchmarks.baselines.routing.run_tree import Path, Roster, Run, RunTree
+from kappa_router.decision import Estimates
+
+
+class RouteHistory:
+    """Prefixes sent to each worker, the marks of the tree being when (least recent goes first)."""
+
+    def __init__(self) -> None:
+        self.tree = RunTree()
+        self.roster = Roster()
+        self._tick = 0
+
+    def match(self, estimates: Estimates) -> Path:
+        """Known runs along the request, whoever was sent them."""
+        self.roster.read(estimates)
+        return self.tree.walk(estimates.prefix_hashes)
+
+    def routed(self, estimates: Estimates, index: int) -> list[Run]:
+        tree, hashes = self.tree, estimates.prefix_hashes
+        self.roster.read(estimates)
+        self._tick += 1
+        bit, depth = self.roster.bits[index], 0
+        runs: list[Run] = []
+        for run, matched in tree.walk(hashes):
+            runs.append(run if matched == run.end else tree.split(run, matched))
+            tree.mark(runs[-1], bit, self._tick)
+            depth = matched
+        if depth == len(hashes):
+            return runs
+        last = runs[-1] if runs else None
+        if last is not None and not last.children and last.mask == 1 << bit:
+            # The next turn of a conversation with one worker: a longer run, not one more.
+            tree.extend(last, hashes)
+            return runs
+        runs.append(tree.append(last, hashes, depth, first=bit))
+        tree.mark(runs[-1], bit, self._tick)
+        return runs
+
+    def bit(self, estimates: Estimates, index: int) -> int:
+        """Number of the worker of row `index`."""
+        self.roster.read(estimates)
+        return self.roster.bits[index]
+
+    def size(self, bit: int) -> int:
+        """Blocks sent to a worker and not evicted, shared prefixes once."""
+        return self.tree.size(bit)
+
+    def trim(self, bit: int, blocks: float) -> None:
+        """Evict a worker's least recent leaves until it has at most `blocks`."""
+        tree = self.tree
+        runs = sorted(
+            (run for run in tree.runs.values() if bit in run.marks),
+            key=lambda run: (run.marks[bit], -run.start),
+        )
+        for run in runs:
+            if tree.size(bit) <= blocks:
+                break
+            tree.unmark(run, bit)
+
+    def left(self, worker: str) -> None:
+        bit = self.roster.left(worker)
+        if bit is not None:
+            self.tree.forget(bit)

@@ -1,0 +1,299 @@
+"""Ways in which the served engine keeps the contexts of requests that decode, by name.
+
+"host-kv" loads KV at every step (the baseline). "host-kvpr" keeps activations beside it and splits
+as served, "kvpr-paper" by paper 000's Eq. 12, "share-N" at N %. "hybrid-N" keeps N % of the blocks
+as activations instead (paper 003), "host-hybrid" as planned, "hybrid-paper" by Algorithm 1 as
+printed. "cpu-*": the CPU attends to part of each context where it lies (paper 002): "cpu-N" to a
+share, "cpu-paper" by bandwidth, "cpu-ahead" by the predicted step. "device": nothing leaves the
+device, a bound. All run the engine's own loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+
+from kappa.plans.decoding import (
+    activation_share,
+    attention_refused,
+    cpu_share,
+    split_ahead,
+    split_context,
+    split_s,
+)
+from kappa.plans.hybridserve import allocate_corrected, allocate_paper, planned_share
+from kappa.plans.planners import LEAST_GAIN, Planning, host_planners
+from kappa.plans.rates import PlanRates
+from kappa_benchmarks.offload.cells import DecodeCell
+from kappa_benchmarks.offload.rig import LINK, Arm, Rig, Sample
+from kappa_engine.forward import Forward
+from kappa_engine.kv_cache import Arena, ArenaSize
+from kappa_engine.llm_engine import Engine
+from kappa_engine.sequence import EngineRequest, Sequence
+from kappa_engine.settings import EngineOptions
+
+BASELINE = "host-kv"
+_COPY_STEPS = 3
+# Device blocks of a request beside its chunk: the one that fills, and those that leave.
+_SPARE_BLOCKS = 4
+
+Share = Callable[[int], float]
+"""Of contexts of so many tokens, what is treated otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """planner, act_share, keep_kv: as `EngineOptions` has them. split: the share that comes from
+    activations where KV is there too; none: as served. cpu: the share that the CPU attends to."""
+
+    planner: str
+    act_share: float = 0.0
+    keep_kv: bool = True
+    split: Share | None = None
+    cpu: Share | None = None
+    note: str = ""
+
+
+class Fixed(Planning):
+    """The engine's planners, with the shares of one way."""
+
+    def __init__(self, way: Way, rates: PlanRates, block_tokens: int) -> None:
+        host = host_planners(way.planner, way.act_share)
+        super().__init__(block_tokens, rates, cpu=way.cpu is not None, host=host)
+        self._way = way
+
+    def split_share(self, batch: int, context_tokens: int) -> float:
+        """As the way says."""
+        if self._way.split is None or context_tokens < 1:
+            return super().split_share(batch, context_tokens)
+        return self._way.split(context_tokens)
+
+    def on_cpu(self, kept_tokens: int) -> int:
+        """As the way says, in whole blocks."""
+        if self._way.cpu is None:
+            return super().on_cpu(kept_tokens)
+        blocks = self._way.cpu(kept_tokens) * kept_tokens / self._block_tokens
+        return round(blocks) * self._block_tokens
+
+
+class Policies:
+    """The ways of one cell on one machine, and what each should take."""
+
+    def __init__(self, cell: DecodeCell, rates: PlanRates, block_tokens: int) -> None:
+        self.cell, self.rates, self._bt = cell, rates, block_tokens
+
+    def way(self, name: str) -> Way:
+        """The way of that name; `ValueError`: there is none."""
+        cell, rates, bt = self.cell, self.rates, self._bt
+        kind, _, rest = name.partition("-")
+        share = int(rest) / 100 if rest.isdigit() else -1.0
+        if name == "device":
+            return Way("auto")
+        if name == BASELINE:
+            return Way(BASELINE)
+        if name in ("host-hybrid", "hybrid-paper"):
+            kv_bytes = self.host_blocks() * bt * rates.kv_bytes
+            allocate = allocate_paper if name == "hybrid-paper" else allocate_corrected
+            planned = planned_share(rates, bt, kv_bytes, cell.requests, allocate)
+            note = f"{planned:.0%} activations"
+            return Way("host-hybrid", planned, keep_kv=False, note=note)
+        if kind == "hybrid" and share >= 0:
+            return Way("host-hybrid", share, keep_kv=False)
+        splits: dict[str, Share] = {
+            "host-kvpr": lambda full: split_ahead(rates, cell.requests, full).share,
+            "kvpr-paper": lambda full: activation_share(rates),
+            **({name: lambda full: share} if kind == "share" and share >= 0 else {}),
+        }
+        if name in splits:
+            split = cache(splits[name])
+            note = f"{split(self.full(cell.prompt)):.0%} from activations at first"
+            return Way("host-kvpr", 1.0, split=split, note=note)
+        attended: dict[str, Share] = {
+            "cpu-paper": lambda full: cpu_share(rates),
+            "cpu-ahead": lambda full: split_context(rates, cell.requests, full, bt).share,
+            **({name: lambda full: share} if kind == "cpu" and share >= 0 else {}),
+        }
+        if name in attended:
+            return Way("cpu", cpu=cache(attended[name]))
+        raise ValueError(f"no policy named {name!r}")
+
+    def key(self, way: Way) -> tuple[object, ...]:
+        """Equal for ways that store and load the same at every step."""
+        lengths = range(self.full(self.cell.prompt), self.cell.prompt + self.cell.gen, self._bt)
+        stored = way.planner == "auto", way.act_share, way.keep_kv, way.cpu is None
+        return (
+            *stored,
+            *(self.activations(way, length) for length in lengths),
+            *(way.cpu(length) for length in lengths if way.cpu is not None),
+        )
+
+    def predicted_s(self, way: Way) -> float:
+        """Seconds of all decoding steps, by the rates."""
+        lengths = range(self.cell.prompt, self.cell.prompt + self.cell.gen - 1)
+        return sum(self.step_s(way, length) for length in lengths)
+
+    def step_s(self, way: Way, length: int) -> float:
+        """Seconds of a step behind `length` tokens of every request. Of its shorter resource one
+        layer's share is not hidden."""
+        rates, batch, full = self.rates, self.cell.requests, self.full(length)
+        if way.cpu is not None:
+            left = round(way.cpu(full) * full / self._bt) * self._bt
+            step_s = split_s(rates, batch, full, left)
+            link_s = rates.load.seconds(batch * (full - left))
+            return step_s + rates.serial_share * min(link_s, step_s)
+        acts = self.activations(way, length)
+        gpu_s = rates.decode_s(batch, length, acts)[1]
+        moved = full - acts + rates.activation_ratio * acts
+        link_s = 0.0 if way.planner == "auto" else rates.load.seconds(batch * moved)
+        return max(link_s, gpu_s) + rates.serial_share * min(link_s, gpu_s)
+
+    def activations(self, way: Way, length: int) -> int:
+        """Tokens of each request that come from activations, in whole blocks."""
+        full = self.full(length)
+        share = way.act_share if way.split is None else way.split(full)
+        return round(share * full / self._bt) * self._bt
+
+    def choice(self) -> str:
+        """What the planner would take: the baseline, unless the other is worth it."""
+        if self.cell.held:
+            return max(self.cell.policies, key=lambda name: name == "host-hybrid")
+        own = next((n for n in ("host-kvpr", "cpu-ahead") if n in self.cell.policies), "")
+        if not own or (own == "cpu-ahead" and attention_refused(self.rates)):
+            return BASELINE
+        plain_s = self.predicted_s(self.way(BASELINE))
+        gain = 1.0 - self.predicted_s(self.way(own)) / plain_s
+        return own if gain >= LEAST_GAIN else BASELINE
+
+    def full(self, length: int) -> int:
+        """Tokens of a request that are in full blocks: those that are in host memory."""
+        return length // self._bt * self._bt
+
+    def host_blocks(self) -> int:
+        """Blocks of KV that host memory has room for."""
+        contexts = self.cell.held or self.cell.requests
+        return contexts * -(-(self.cell.prompt + self.cell.gen) // self._bt)
+
+    def options(self, way: Way) -> EngineOptions:
+        """Together in one iteration, or, where memory is short, two prompts at a time."""
+        cell = self.cell
+        together = 2 if cell.held else cell.requests
+        return EngineOptions(
+            budget_tokens=together * cell.prompt + cell.requests, max_running=cell.requests,
+            scheduler="fcfs", planner=way.planner, act_share=way.act_share, keep_kv=way.keep_kv,
+        )  # fmt: skip
+
+    def size(self, way: Way, ratio: float) -> ArenaSize:
+        """Of the arena; ratio: of a block's activations to its KV."""
+        cell, options = self.cell, self.options(way)
+        # With room enough, KVPR's activations come on top; where memory is short, out of it.
+        stored = self.host_blocks()
+        kv_share = 1.0 if way.keep_kv else 1.0 - way.act_share
+        if cell.held:
+            stored = int(stored / (kv_share + way.act_share * ratio))
+        whole = cell.requests * -(-(cell.prompt + cell.gen) // self._bt)
+        window = options.window_blocks(self._bt) + _SPARE_BLOCKS * cell.requests
+        device = max(window, whole) if way.planner in ("auto", "cpu") or not cell.held else window
+        kv_host, act_host = (round(stored * share) for share in (kv_share, way.act_share))
+        captured = options.capture_blocks(self._bt)
+        return ArenaSize(device, kv_host, captured, act_host, block_tokens=self._bt)
+
+
+# Arms ---------------------------------------------------------------------------------------------
+
+
+def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
+    """An arm per policy and the link alone with the same bytes; and those left out, with why. All
+    policies are exact."""
+    left_out: dict[str, str] = {}
+    policies = Policies(cell, rig.rates, rig.block_tokens)
+    choice = policies.choice()
+    arms = []
+    for name in cell.policies:
+        if name.startswith("cpu-") and rig.rates.attend is None:
+            left_out[name] = attention_refused(rig.rates)
+            continue
+        way = policies.way(name)
+        predicted_s = None if cell.held else policies.predicted_s(way)
+        run = _decoding(rig, policies, way)
+        arms.append(Arm(name, run, predicted_s, way.note, name == choice, policies.key(way)))
+    arms.append(_link_arm(rig, cell))
+    return arms, left_out
+
+
+def _decoding(rig: Rig, policies: Policies, way: Way) -> Callable[[], Sample]:
+    """With room for all, their decoding is timed, without their prompts; else all of it."""
+    cell, config = policies.cell, rig.config
+    ratio = config.hidden / (2 * config.kv_width)
+
+    def run() -> Sample:
+        with ExitStack() as closing:
+            weights = rig.forward.weights
+            arena = Arena(
+                config.shape, policies.size(way, ratio), dtype=weights.dtype, device=weights.device
+            )
+            closing.callback(arena.close)
+            threads = 0 if way.cpu is None else 1
+            forward = Forward(weights, arena, rig.mover, cpu_threads=threads)
+            closing.callback(forward.close)
+            planning = Fixed(way, rig.rates, rig.block_tokens)
+            engine = Engine(forward, policies.options(way), planning)
+            if way.cpu is not None:
+                # What it attends to has to be cached in host memory, and nowhere else.
+                _until_over(engine, _submitted(rig, engine, cell, 1))
+                engine.store.drain(60.0)
+                device = engine.memory.device
+                device.release(device.take(device.pool.count))
+            handles, held = _submitted(rig, engine, cell, cell.gen), 0
+            before_s = 0.0
+            if not cell.held:
+                before_s = rig.timed(lambda: _until_first(engine, handles)).latency_s
+
+            def rest() -> None:
+                nonlocal held
+                held = _until_over(engine, handles)
+
+            sample = rig.timed(rest)
+            engine.store.drain(60.0)
+        tokens = tuple(t for handle in handles for t in handle.tokens[handle.prompt_tokens :])
+        return replace(sample, before_s=before_s, tokens=tokens, held=held)
+
+    return run
+
+
+def _submitted(rig: Rig, engine: Engine, cell: DecodeCell, gen: int) -> list[Sequence]:
+    prompts = rig.prompts(cell.requests, cell.prompt)
+    return [engine.submit(EngineRequest(tokens.tolist(), gen)) for tokens in prompts]
+
+
+def _until_first(engine: Engine, handles: list[Sequence]) -> None:
+    while not all(handle.output_tokens for handle in handles):
+        engine.step()
+    engine.store.drain(60.0)
+
+
+def _until_over(engine: Engine, handles: list[Sequence]) -> int:
+    """Step until all are over; how many ran at once, at most."""
+    held = 0
+    while engine.busy:
+        engine.step()
+        held = max(held, len(engine.batcher.running))
+    assert all(handle.finish_reason == "length" for handle in handles)
+    return held
+
+
+def _link_arm(rig: Rig, cell: DecodeCell) -> Arm:
+    """What the first step loads as KV, layer by layer, with nothing else to do."""
+    blocks = min(cell.requests * (cell.prompt // rig.block_tokens), rig.arena.size.kv_host)
+    host = rig.arena.kv_host
+    landing = rig.arena.kv_device.new_empty((2, blocks, *host.shape[2:]))
+
+    def copy() -> None:
+        for index in range(_COPY_STEPS * rig.config.layers):
+            source = host[index % rig.config.layers, :blocks]
+            # Newer copies come behind older ones.
+            rig.mover.h2d([(landing[index % 2], source)])
+
+    predicted_s = _COPY_STEPS * rig.rates.load.seconds(blocks * rig.block_tokens)
+    return Arm(LINK, lambda: rig.timed(copy), predicted_s)

@@ -1,0 +1,303 @@
+"""Decoding with a sparse choice of a cache in host memory (paper 004): what it takes and costs.
+
+A model reads on in texts whose contexts were computed exactly, one token a step, as every way has
+it: exactly, by CLO as it is served and otherwise, and by an LRU cache of blocks in as much memory.
+Queries, hits and misses are the model's own. With `depths` the cell is about answers: perplexity of
+the tokens read, and numbers hidden in a context that the model is asked for; else about seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kappa.plans.clo import SparseSettings, equal_heads
+from kappa_benchmarks.harness import half_width, paired, quartiles
+from kappa_benchmarks.offload.cells import TEXT, Group, Setting, SparseCell, model, trained_folder
+from kappa_benchmarks.offload.lru import LruCache
+from kappa_benchmarks.offload.rig import Arm, Loaded, Sample, loaded, ratios
+from kappa_engine.block_pool import Ids
+from kappa_engine.kv_cache import ArenaSize
+from kappa_engine.sparse.cache import SimilarityCache
+from kappa_engine.sparse.forward import SparseForward
+from kappa_engine.sparse.serving import promote_from_device
+from kappa_engine.sparse.slots import Slots
+from kappa_engine.step import Pages, prompt_row
+
+EXACT, LRU = "exact", "lru"
+_CLO: dict[str, dict[str, Any]] = {
+    "clo": {},
+    "clo-waited": {"prefetch": False},
+    "clo-oracle": {"retriever": "oracle"},
+    "clo-anew": {"max_age": 1},
+}
+"""As it is served; choosing by the actual query; by the keys themselves; anew for every step."""
+_CHUNK_TOKENS = 512
+_ANSWER_TOKENS = 8
+_NEEDLE = " The secret number is {}."
+_QUESTION = (
+    "\n\nQuestion: What is the secret number in the text above?\nAnswer: The secret number is"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class SparseRig(Loaded):
+    """Sequences whose contexts are on the device and in host memory; `texts` of them, then those
+    with a number in it.
+
+    following (sequences, tokens): what comes behind the contexts. numbers: that are to be found.
+    hits: of a way's last run. words: of token ids.
+    """
+
+    setting: Setting
+    cell: SparseCell
+    following: Tensor
+    device_blocks: list[list[int]]
+    host_blocks: list[list[int]]
+    numbers: list[str]
+    facts: dict[str, Any]
+    words: Callable[[list[int]], str] = str
+    hits: dict[str, float | None] = field(default_factory=dict)
+
+    @contextmanager
+    def opened(self, way: str, share: float, which: range) -> Iterator[SparseForward]:
+        """The model with a slot for each of these sequences, as after its context."""
+        config, context = self.config, self.cell.context
+        every = tuple(range(config.kv_heads))
+        # Nothing comes before the first layer that could predict its queries.
+        whole = config.layers if way == EXACT else 1
+        persistent = (every,) * whole + ((),) * (config.layers - whole)
+        longest = context + self.following.shape[1] + _ANSWER_TOKENS
+        settings = SparseSettings(
+            replace(self.setting.clo, share=share), len(which), longest, chunk_tokens=1
+        )
+        settings = replace(settings, **_CLO.get(way, {"prefetch": False}))
+        slots = Slots(self.forward, settings, persistent)
+        kind = LruCache if way == LRU else SimilarityCache
+        for slot, index in enumerate(which):
+            blocks = self.host_blocks[index]
+            promote_from_device(slots, slot, context, self.device_blocks[index], blocks, [])
+        yield SparseForward(self.forward, kind(slots, equal_heads(config.shape)))
+        self.mover.drain()
+        for slot, index in enumerate(which):
+            grown = slots.close(slot)[len(self.host_blocks[index]) :]
+            self.arena.pools["kv", "host"].free(grown)
+
+    def read(self, sparse: SparseForward, tokens: Tensor) -> Tensor:
+        """Each column of tokens (slots, n) as a step; logits (slots, vocabulary) of the last."""
+        for column in tokens.T:
+            logits = sparse.run(range(len(column)), column[:, None], self.take_block)
+        return logits
+
+    def take_block(self) -> int:
+        """A host block for what gets old."""
+        return self.arena.pools["kv", "host"].allocate(1)[0]
+
+
+@contextmanager
+def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[SparseRig]:
+    """A rig for one cell.
+
+    Raises:
+        ArenaTooLarge: it does not fit.
+        ValueError: the trained model, or the text, is not here.
+    """
+    contexts, following, numbers, facts, words = _sequences(group, cell)
+    size, count = setting.block_tokens, len(contexts)
+    longest = cell.context + following.shape[1] + _ANSWER_TOKENS
+    device, host = -(-cell.context // size), -(-longest // size)
+    with loaded(setting, group, ArenaSize(count * device, count * host, block_tokens=size)) as made:
+        on_device, in_host = [], []
+        pools = made.arena.pools
+        for tokens in contexts:
+            mine = pools["kv", "device"].allocate(device)
+            for stop in range(_CHUNK_TOKENS, cell.context + _CHUNK_TOKENS, _CHUNK_TOKENS):
+                row = prompt_row(tokens[:stop], Pages(np.array(mine)), start=stop - _CHUNK_TOKENS)
+                made.compute([row])
+            whole = max(0, cell.context - setting.clo.recent_tokens) // size
+            kept = pools["kv", "host"].allocate(whole)
+            made.mover.d2h(made.arena.copies("kv", "host", kept, mine[:whole])).block()
+            on_device.append(mine)
+            in_host.append(kept)
+        yield SparseRig(
+            forward=made, setting=setting, cell=cell, following=following.to(made.arena.device),
+            device_blocks=on_device, host_blocks=in_host, numbers=numbers, facts=facts, words=words,
+        )  # fmt: skip
+
+
+def _sequences(
+    group: Group, cell: SparseCell
+) -> tuple[list[Ids], Tensor, list[str], dict[str, Any], Callable[[list[int]], str]]:
+    """Contexts, what follows them, hidden numbers, what they are made of, and words of ids."""
+    rng, steps = np.random.default_rng(5), cell.steps + 1
+    folder = trained_folder(group.model)
+    if folder is None:
+        drawn = rng.integers(3, model(group.model).vocab, (cell.texts, cell.context + steps))
+        ids = torch.from_numpy(drawn)
+        return list(drawn[:, : cell.context]), ids[:, cell.context :], [], {"text": "random"}, str
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(TEXT.glob("[0-9]*.md")))
+
+    def ids_of(words: str) -> list[int]:
+        return list(tokenizer(words, verbose=False)["input_ids"])
+
+    every, longest = np.array(ids_of(text)), cell.context + steps
+    if len(every) < (cell.texts + 1) * longest:
+        raise ValueError(
+            f"{TEXT} has {len(every)} tokens of text: {cell.texts} texts of {longest} and one to "
+            "hide numbers in need more; run from a checkout, or name fewer"
+        )
+    pieces = every[: cell.texts * longest].reshape(cell.texts, longest)
+    contexts, following = (
+        list(pieces[:, : cell.context]),
+        torch.from_numpy(pieces[:, cell.context :]),
+    )
+    filler, numbers = every[cell.texts * longest :], []
+    for depth in cell.depths:
+        numbers.append(str(rng.integers(10_000, 100_000)))
+        needle = ids_of(_NEEDLE.format(numbers[-1]))
+        room = cell.context - len(needle)
+        at = int(depth * room)
+        contexts.append(np.concatenate((filler[:at], needle, filler[at:room])))
+    question = torch.tensor(ids_of(_QUESTION))
+    if numbers:
+        longer = max(steps, len(question))
+        held = torch.zeros((len(contexts), longer), dtype=torch.int64)
+        held[: cell.texts, :steps], held[cell.texts :, : len(question)] = following, question
+        following = held
+    facts = {"text": str(TEXT.name), "text_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return (
+        contexts,
+        following,
+        numbers,
+        {**facts, "question_tokens": len(ids_of(_QUESTION))},
+        tokenizer.decode,
+    )
+
+
+# Answers ------------------------------------------------------------------------------------------
+
+
+def answer_rows(rig: SparseRig) -> Iterator[dict[str, Any]]:
+    """Perplexity and hidden numbers found, by way and share, beside exact attention."""
+    exact = _losses(rig, EXACT, 1.0)
+    for way, share in ((EXACT, 1.0), *((w, s) for s in rig.cell.shares for w in rig.cell.ways)):
+        losses, hits, moved = exact if way == EXACT else _losses(rig, way, share)
+        more = (losses - exact[0]).mean(dim=1).tolist()
+        mean, half = math.fsum(more) / len(more), half_width(more)
+        found = _found(rig, way, share)
+        yield {
+            "batch": rig.cell.texts, "context": rig.cell.context, "share": share,
+            "policy": label(way, share), "hits": hits, "bytes_h2d": moved,
+            "tokens_scored": losses.numel(), "perplexity": math.exp(float(losses.mean())),
+            "perplexity_loss": math.expm1(mean), "perplexity_loss_low": math.expm1(mean - half),
+            "perplexity_loss_high": math.expm1(mean + half),
+            "found": sum(found) / len(found) if found else None, "found_by_depth": found,
+            "depths": rig.cell.depths, **rig.facts,
+        }  # fmt: skip
+
+
+def label(way: str, share: float) -> str:
+    """A way and its share as rows name them: "clo 1/8"."""
+    return way if way == EXACT else f"{way} {Fraction(share).limit_denominator(64)}"
+
+
+def _losses(rig: SparseRig, way: str, share: float) -> tuple[Tensor, float | None, float]:
+    """-ln p of each token read (texts, steps); hits of all look-ups, and bytes of a step."""
+    which = range(rig.cell.texts)
+    tokens = rig.following[: len(which), : rig.cell.steps + 1]
+    found = []
+    with rig.opened(way, share, which) as sparse:
+        for step in range(rig.cell.steps):
+            logits = rig.read(sparse, tokens[:, step : step + 1])
+            found.append(F.cross_entropy(logits.float(), tokens[:, step + 1], reduction="none"))
+        counts = sparse.cache.counts()
+    hits = counts.hits / counts.lookups if counts.lookups else None
+    return torch.stack(found, dim=1), hits, counts.gathered_bytes / rig.cell.steps
+
+
+def _found(rig: SparseRig, way: str, share: float) -> list[bool]:
+    """Of each hidden number, whether it is the answer; question and answer are read sparsely."""
+    which = range(rig.cell.texts, rig.cell.texts + len(rig.numbers))
+    if not which:
+        return []
+    question = rig.following[which.start :, : rig.facts["question_tokens"]]
+    with rig.opened(way, share, which) as sparse:
+        logits = rig.read(sparse, question)
+        tokens = [logits.argmax(dim=-1)]
+        for _ in range(_ANSWER_TOKENS - 1):
+            tokens.append(rig.read(sparse, tokens[-1][:, None]).argmax(dim=-1))
+    answers = [rig.words(one.tolist()) for one in torch.stack(tokens, dim=1)]
+    return [
+        re.findall(r"\d+", answer)[:1] == [number]
+        for answer, number in zip(answers, rig.numbers, strict=True)
+    ]
+
+
+# Seconds ------------------------------------------------------------------------------------------
+
+
+def sparse_arms(rig: SparseRig) -> list[Arm]:
+    """All ways at all shares."""
+    ways = [(EXACT, 1.0), *((way, share) for share in rig.cell.shares for way in rig.cell.ways)]
+    return [Arm(label(*one), partial(_timed, rig, *one)) for one in ways]
+
+
+def _timed(rig: SparseRig, way: str, share: float) -> Sample:
+    """The steps of all texts together."""
+    which = range(rig.cell.texts)
+    with rig.opened(way, share, which) as sparse:
+        # The first step has nothing to hit.
+        rig.read(sparse, rig.following[:, :1])
+        before = sparse.cache.counts()
+        steps = rig.following[:, 1 : rig.cell.steps]
+        sample, counts = rig.timed(lambda: rig.read(sparse, steps)), sparse.cache.counts()
+    looked = counts.lookups - before.lookups
+    rig.hits[label(way, share)] = (counts.hits - before.hits) / looked if looked else None
+    return replace(sample, h2d_bytes=counts.gathered_bytes - before.gathered_bytes)
+
+
+def sparse_rows(
+    rig: SparseRig, arms: Sequence[Arm], samples: dict[str, list[Sample]]
+) -> list[dict[str, Any]]:
+    """One per arm, seconds of a step; speed-ups over the LRU cache of the same share.
+
+    ranked: whether the quartiles of both do not overlap; speedup_low, _high: of the mean of ratios
+    within a round, by Student's t.
+    """
+    rows, steps = [], rig.cell.steps - 1
+    for arm in arms:
+        share = arm.name.rpartition(" ")[2]
+        base = f"{LRU} {share}" if f"{LRU} {share}" in samples else arm.name
+        low, latency_s, high = quartiles([s.latency_s / steps for s in samples[arm.name]])
+        base_low, _, base_high = quartiles([s.latency_s / steps for s in samples[base]])
+        gain_low, gain, gain_high = quartiles(ratios(samples, base, arm.name))
+        mean = paired(*([s.latency_s for s in samples[name]] for name in (base, arm.name)))
+        rates = [s.h2d_bytes / s.link_s / 1e9 for s in samples[arm.name] if s.link_s]
+        rows.append({
+            "batch": rig.cell.texts, "context": rig.cell.context, "policy": arm.name,
+            "hits": rig.hits[arm.name], "latency_s": latency_s, "latency_iqr_s": high - low,
+            "latency_least_s": min(s.latency_s for s in samples[arm.name]) / steps,
+            "latencies_s": [s.latency_s / steps for s in samples[arm.name]],
+            "repeats": len(samples[arm.name]), "tokens_per_s": rig.cell.texts / latency_s,
+            "bytes_h2d": quartiles([s.h2d_bytes for s in samples[arm.name]])[1] / steps,
+            "link_gbps": quartiles(rates)[1] if rates else None, "predicted_s": None,
+            "baseline": base, "speedup": gain, "speedup_iqr": gain_high - gain_low,
+            "speedup_low": mean.low, "speedup_high": mean.high,
+            "ranked": high < base_low or base_high < low, **rig.facts,
+        })  # fmt: skip
+    return rows

@@ -1,0 +1,339 @@
+"""One pool as a Ray Serve deployment: engine, place, number of workers, and what each must know.
+
+Pure translation of settings into Ray's and the workers' words; nothing is started here. Ray places
+the workers on machines that offer what the pool demands; Serve's autoscaler calls our policy
+(`workers.scaling_policy`) how many there should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+from kappa.hardware import NodeProfile, node_profile
+from kappa.model import kv_bytes
+from kappa.plans.clo import CloConfig, SparseSettings, read_heads
+from kappa.settings.cluster import ClusterSettings, home
+from kappa.settings.engine import EngineSettings
+from kappa.settings.pools import PoolSettings, ScalingSettings
+from kappa.settings.routing import FETCHING_POLICY
+from kappa_deploy.app.errors import StartError
+from kappa_deploy.app.model import Model
+from kappa_deploy.app.parsers import parser_arguments
+
+ENGINE_CPUS = 1
+"""Ray's CPUs for an engine's worker process, beside those of its replica."""
+
+_ROUTER = "kappa_router.ray_router.KappaRouter"
+_SCALING_POLICY = "kappa_workers.scaling_policy:BacklogPolicy"
+# A domain that cannot exist: vLLM fetches from any where none is named.
+_NO_MEDIA_DOMAINS = ["nowhere.invalid"]
+# Adapters in one step of an engine: each takes device memory from its start on.
+_ADAPTERS_AT_ONCE = 8
+# Serve averages what workers report over so long; they report every 10 s.
+_LOOK_BACK_S = 20.0
+
+
+# -- the deployment -------------------------------------------------------------------------------
+
+
+class Deferred:
+    """What a process further on makes of a class or a function: `MODULE:NAME`, called with `args`
+    if there are any. Pickled it is that itself; here it is only a name.
+
+    Serve pickles what a deployment runs. The command that starts a cluster so needs neither vLLM
+    nor Ray Serve LLM: ten seconds of a core, and 400 MB as long as it runs.
+    """
+
+    def __init__(self, path: str, *args: Any) -> None:
+        self.path, self.args = path, args
+        self.__name__ = path.partition(":")[2]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.path, self.args)
+
+    def __call__(self) -> Any:  # Serve takes nothing that cannot be called
+        return _made(self.path, self.args)
+
+
+def _made(path: str, args: Sequence[Any]) -> Any:
+    module, _, name = path.partition(":")
+    found = getattr(import_module(module), name)
+    return found(*args) if args else found
+
+
+def pool_config(
+    settings: ClusterSettings, pool: PoolSettings, model: Model | None
+) -> dict[str, Any]:
+    """The arguments of Ray Serve LLM's `LLMConfig` of a pool, of a cluster with one model.
+
+    model: None where a dry run knows nothing but its name.
+    """
+    from kappa_workers.vllm.arguments import CPU_ENV
+
+    engine, place = pool.engine_settings(settings.engine), pool.placement
+    # vLLM's engines are processes beside their replica; ours run in it, so that it holds the GPU.
+    beside = place.gpus if engine.kind == "vllm" else 0
+    bundle = {"CPU": ENGINE_CPUS, **({"GPU": 1} if beside else {})}
+    arguments: dict[str, Any] = {
+        "enable_prompt_tokens_details": True,
+        "allowed_media_domains": _NO_MEDIA_DOMAINS,
+        **_model_arguments(settings, engine, model),
+        **engine.extra,
+    }
+    if place.gpus > 1:
+        arguments["tensor_parallel_size"], _ = ranks_of(engine, place.gpus)
+    # On GPUs vLLM's queues spin as it likes: a nap there would be a bubble between steps.
+    dropped = ("VLLM_CPU_", "OMP_", "KAPPA_QUEUE_SPIN") if place.gpus else ()
+    if not engine.extra.get("enforce_eager", not place.gpus):
+        dropped = (*dropped, "TORCH_COMPILE_")
+    environment = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
+    source = str(settings.model.source) if model is None else model.source
+    is_fetched = not Path(source).exists()
+    number: dict[str, Any] = {"num_replicas": pool.least}
+    if pool.autoscaling is not None:
+        number = {"autoscaling_config": autoscaling(pool.autoscaling)}
+    return {
+        "model_loading_config": {"model_id": settings.model.id, "model_source": source},
+        "engine_kwargs": arguments,
+        "accelerator_config": {"kind": "gpu" if beside else "cpu"},
+        # A replica, its engine and all ranks talk over sockets of one machine, and end with it.
+        "placement_group_config": {
+            "bundles": [bundle] * max(place.gpus, 1),
+            "strategy": "STRICT_PACK",
+        },
+        "deployment_config": {
+            **number,
+            "max_ongoing_requests": 4 * settings.router.max_queue,
+            "max_constructor_retry_count": 2,
+            "health_check_period_s": 2,
+            "health_check_timeout_s": 10,
+            "graceful_shutdown_timeout_s": pool.drain_s,
+            "request_router_config": {
+                "request_router_class": _ROUTER,
+                "request_routing_stats_period_s": 1,
+                "request_routing_stats_timeout_s": 10,
+            },
+            "ray_actor_options": {
+                "num_cpus": place.cpus,
+                **({"num_gpus": place.gpus} if place.gpus and not beside else {}),
+                **({"resources": dict(place.resources)} if place.resources else {}),
+            },
+        },
+        "callback_config": {"callback_class": "kappa_workers.no_download.NoDownload"},
+        "runtime_env": {"env_vars": {**environment, "HF_HUB_OFFLINE": "0" if is_fetched else "1"}},
+        "log_engine_metrics": engine.metrics,
+    }
+
+
+def _model_arguments(
+    settings: ClusterSettings, engine: EngineSettings, model: Model | None
+) -> dict[str, Any]:
+    """vLLM's arguments that follow from the model: its parsers and all of its LoRA adapters, which
+    are loaded when the engine starts."""
+    if model is None:
+        return {}
+    parsers = parser_arguments(engine, model.family, model.chat_template)
+    if not (adapters := settings.model.adapters):
+        return parsers
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+
+    rank = model.adapter_rank
+    return parsers | {
+        "enable_lora": True,
+        # vLLM's buffers have room for one of a few ranks; a rank beyond, it refuses itself.
+        "max_lora_rank": next((each for each in get_args(MaxLoRARanks) if each >= rank), rank),
+        "max_loras": min(len(adapters), _ADAPTERS_AT_ONCE),
+        "max_cpu_loras": len(adapters),
+        # Workers have working folders of their own.
+        "lora_modules": [
+            LoRAModulePath(name, str(Path(folder).absolute())) for name, folder in adapters.items()
+        ],
+    }
+
+
+def pool_deployment(
+    settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str,
+    front_secret: str = "",
+) -> Any:  # fmt: skip
+    """The pool's Serve deployment, bound; a contract test holds it against the one that Ray Serve
+    LLM builds of the same configuration. front_secret: opens workers' own HTTP ports to fronts."""
+    import ray
+    from ray import serve
+
+    config, labels = pool_config(settings, pool, model), dict(pool.placement.labels)
+    options, placement = config["deployment_config"], config["placement_group_config"]
+    actor = options["ray_actor_options"]
+    # The replica is in the bundle of the first rank.
+    first, *others = placement["bundles"]
+    demand = {"CPU": actor["num_cpus"], "GPU": actor.get("num_gpus", 0)}
+    demand |= actor.get("resources", {})
+    both = {name: first.get(name, 0) + demand.get(name, 0) for name in first | demand}
+    # Asking for the context starts a Ray where none runs; whoever builds or tests has none.
+    ours = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
+    environment = {**ours, **config["runtime_env"]}
+    replica = Deferred("kappa_workers.replica:KappaServer")
+    deployed = serve.deployment(
+        replica,
+        name=f"{replica.__name__}:{pool.name}",
+        **options | {"ray_actor_options": actor | {"runtime_env": environment}},
+        placement_group_bundles=[{n: count for n, count in both.items() if count}, *others],
+        placement_group_strategy=placement["strategy"],
+        **({"placement_group_bundle_label_selector": [labels]} if labels else {}),
+    )
+    plan = worker_plan(settings, pool, model, stream_host)
+    plan = replace(
+        plan, front_secret=front_secret, drain_s=pool.drain_s,
+        silent_s=settings.router.stale_after_s,
+    )  # fmt: skip
+    return deployed.bind(llm_config=config, plan=plan)
+
+
+def ranks_of(engine: EngineSettings, gpus: int) -> tuple[int, int]:
+    """Ranks that divide each layer of a worker, and stages that divide its layers."""
+    stages = int(engine.extra.get("pipeline_parallel_size", 1))
+    return int(engine.extra.get("tensor_parallel_size", max(gpus // stages, 1))), stages
+
+
+def worker_demand(pool: PoolSettings) -> dict[str, float]:
+    """What one worker of the pool demands of Ray, all its processes together."""
+    place = pool.placement
+    return {
+        "CPU": place.cpus + ENGINE_CPUS * max(place.gpus, 1),
+        **({"GPU": float(place.gpus)} if place.gpus else {}),
+        **place.resources,
+    }
+
+
+def autoscaling(scaling: ScalingSettings) -> dict[str, Any]:
+    """Ray Serve's autoscaling of a pool, by our policy."""
+    return {
+        "min_replicas": scaling.min_replicas,
+        "max_replicas": scaling.max_replicas,
+        "upscale_delay_s": scaling.up_after_s,
+        "downscale_delay_s": scaling.down_after_s,
+        "look_back_period_s": _LOOK_BACK_S,
+        "policy": {
+            "policy_function": _SCALING_POLICY,
+            "policy_kwargs": {
+                "target_backlog_s": scaling.target_backlog_s,
+                "target_utilisation": scaling.target_utilisation,
+            },
+        },
+    }
+
+
+# -- its workers ----------------------------------------------------------------------------------
+
+
+def pool_nodes(settings: ClusterSettings, pool: PoolSettings) -> tuple[NodeProfile, ...]:
+    """One profile per worker that the pool may have, in rank order."""
+    profile = replace(node_profile(pool.profile), source="catalogue")
+    profile = profile.times(max(pool.placement.gpus, 1))
+    if pool.cost_per_hour is not None:
+        profile = replace(profile, cost_per_hour=pool.cost_per_hour)
+    if pool.paced:
+        profile = replace(profile, source="paced", dilation=settings.dilation)
+    return tuple(replace(profile, name=name) for name in pool.node_names)
+
+
+def worker_plan(
+    settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str
+) -> Any:
+    """What each replica of a pool must know before its engine starts; of a cluster with one model.
+
+    stream_host: loopback in a cluster that we start, which is on one machine.
+    """
+    from kappa_workers.identity import WorkerPlan
+    from kappa_workers.vllm.arguments import EngineLimits, TierChoice
+    from kappa_workers.vllm.options import LinkRules
+
+    e, s = pool.engine_settings(settings.engine), settings.scheduler
+    tp, _ = ranks_of(e, pool.placement.gpus)
+    # Until the engine says: KV heads that its ranks hold more than once count as often.
+    served = replace(model.shape, kv_token_bytes=kv_bytes(model.shape, 1, tp))
+    hands_over = any(each.role != "both" for each in settings.all_pools)
+    by_nixl = settings.transfer.connector == "nixl"
+    return WorkerPlan(
+        nodes=pool_nodes(settings, pool),
+        served=served if tp > 1 else model.shape,
+        emulated=settings.model.emulated_shape,
+        limits=EngineLimits.of(e),
+        model_source=model.source,
+        chat_template=model.chat_template,
+        cache_dir=str(home()),
+        stream_host=stream_host,
+        scheduler=engine_scheduler(settings),
+        link=LinkRules(
+            s.duplex, s.link_order, s.store_backlog_s, by_layer=e.load == "layers"
+        ),
+        kind=e.kind,
+        planner=e.planner if e.kind == "torch" else "",
+        act_share=_act_share(e, model),
+        cpu_threads=e.cpu_threads,
+        cpu_room_share=e.cpu_room_share,
+        approx=e.approx,
+        sparse=_sparse(e, model),
+        tier=TierChoice(
+            e.tier_on(pool.placement.gpus), "kv" if e.planner == "kv" else "tail", e.lmcache,
+            e.disk_dir or "", e.disk_bytes,
+        ),
+        pool=pool.name,
+        role=pool.role,
+        gpus=pool.placement.gpus,
+        transfer=settings.transfer,
+        nixl=hands_over and by_nixl,
+        peers=settings.router.policy == FETCHING_POLICY or (hands_over and not by_nixl),
+        observing=settings.observing,
+        log_level=settings.log_level,
+    )  # fmt: skip
+
+
+def _act_share(engine: EngineSettings, model: Model) -> float:
+    """Of the stored blocks, those kept as activations; StartError where a context kept so would be
+    larger than as KV."""
+    shape = model.shape
+    ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
+    if engine.planner in ("host-kvpr", "host-hybrid") and ratio >= 1:
+        raise StartError(
+            f"engine.planner is {engine.planner}, but with {shape.kv_heads} KV heads a token's "
+            f"activations are {ratio:g} times its KV: use host-kv"
+        )
+    return 1.0 if engine.planner == "host-kvpr" else engine.act_share
+
+
+def _sparse(engine: EngineSettings, model: Model) -> Any:
+    """How workers decode approximately; reads the file of head importance, if there is one."""
+    from kappa_workers.identity import SparsePlan
+
+    s = engine.sparse
+    heads = None
+    if engine.approx != "never" and s.heads:
+        try:
+            heads = read_heads(s.heads, model.shape)
+        except ValueError as error:
+            raise StartError(f"kappa_engine.sparse.heads: {error}") from None
+    method = CloConfig(
+        s.share, s.sink_tokens, s.recent_tokens, s.eta, s.power, s.epsilon, s.code_bits
+    )
+    settings = SparseSettings(
+        method, s.lanes, retriever=s.retriever, prefetch=s.prefetch, max_age=s.max_age,
+        chunk_tokens=s.chunk_tokens,
+    )  # fmt: skip
+    return SparsePlan(settings, heads, s.persistent_heads, s.loss)
+
+
+def engine_scheduler(settings: ClusterSettings) -> Any:
+    """What every engine schedules by, as a `kappa_workers.vllm.options.SchedulerOptions`."""
+    from kappa_workers.vllm.options import SchedulerOptions
+
+    s = settings.scheduler
+    names = "max_skips", "due_after_s", "window", "slack_s", "credit", "class_s", "step_factor"
+    config = {name: getattr(s, name) for name in (*names, "reserve")}
+    # Replicas have working folders of their own.
+    log = str(Path(s.log).absolute()) if s.log else None
+    return SchedulerOptions(s.name, config | {"weights": dict(settings.tenants.weights)}, log=log)

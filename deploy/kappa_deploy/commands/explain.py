@@ -1,0 +1,253 @@
+"""`kappa tables` and `kappa explain`: the cost model on the command line.
+
+`tables` sets paper 001's figures beside ours, and models and nodes side by side; `explain` prices
+one request on one or more nodes, and each of its load plans. Rates of plans come from a node's
+profile by formula, or from a file that an engine measured (workers keep theirs under KAPPA_HOME, in
+profiles/). All seconds are undilated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kappa import cost, paper
+from kappa.checks import read_json_object
+from kappa.cost import TokenCounts
+from kappa.hardware import CATALOGUE, DEMO_NODES, NodeProfile, node_profile
+from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.model_config import unlisted
+from kappa.plans.measured import rates_from_measured
+from kappa.plans.planners import alternatives, decoding
+from kappa.plans.rates import LineFit, PlanRates, rates_from_law
+from kappa.power import table5_rows
+from kappa.shapes import SHAPES, model_shape
+from kappa_deploy.commands.console import (
+    Json,
+    KvDtype,
+    bad_parameter,
+    print_json,
+    print_table,
+    print_text,
+    warn,
+)
+
+_NODES = ("h100-pcie5", "gh200-c2c")
+_SEGMENTS = {"K": "load", "A": "activations", "R": "recompute", "C": "stays in host memory"}
+_SYMBOLS = {"kappa": "κ", "kappa_crit": "κ_crit", "kappa_eff": "κ_eff"}
+
+
+def tables(
+    model: Annotated[
+        list[str] | None, typer.Option(help="For the last table, instead of all built-in ones.")
+    ] = None,
+    node: Annotated[
+        list[str] | None, typer.Option(help="For the last table; repeat for several.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Print paper 001's tables and case studies beside our own arithmetic; nodes; and models side
+    by side, with KV of 16 bits and of 8."""
+    with bad_parameter():
+        models = [model_row(name, node or _NODES) for name in model or SHAPES]
+    cases = [{"name": c.name, "paper": c.paper, "recomputed": c.recomputed} for c in paper.cases()]
+    nodes = [
+        {"node": n.name, "gpu": n.gpu, "link": n.link_name, "gbps": n.h2d_bytes_per_s / 1e9,
+         "dense_tflops": n.flops_per_s / 1e12, "hbm_tbps": n.hbm_bytes_per_s / 1e12}
+        for n in CATALOGUE.values()
+    ]  # fmt: skip
+    keys = ("where", "printed", "holds", "why")
+    slips = [{key: getattr(slip, key) for key in keys} for slip in paper.SLIPS]
+    found: dict[str, tuple[str, list[dict[str, Any]]]] = {
+        "table2": ("Table 2: B/G in KB/GFLOP", paper.table2_rows()),
+        "table3": (
+            "Table 3: κ_crit as printed, from the printed factors, with F/M corrected, and besides "
+            "of dense peaks in decimal units",
+            paper.table3_rows(),
+        ),
+        "table5": (
+            "Table 5: watts of a GPU, measured by the paper, and modelled (kappa/kappa/power.py), as are "
+            "the joules of a prompt on its eight GPUs, 40 prompts a step",
+            table5_rows(),
+        ),
+        "cases": (
+            "Case studies and derived figures, recomputed from the paper's own inputs: a check of "
+            "its arithmetic, not a measurement of ours",
+            cases,
+        ),
+        "slips": ("Where the paper slips", slips),
+        "nodes": ("Nodes: data-sheet figures; of pcie and c2c assumed sustained ones", nodes),
+        "models": (
+            "Models: layers whose KV grows, KV in KB per token and κ_crit on nodes, KV in 16 bits "
+            "and in 8",
+            models,
+        ),
+    }  # fmt: skip
+    if json_output:
+        print_json({name: rows for name, (_, rows) in found.items()})
+        return
+    for title, rows in found.values():
+        cells = [[_cell(key, value) for key, value in row.items()] for row in rows]
+        print_table(title, list(rows[0]), cells, left=len(rows[0]))
+
+
+def model_row(name: str, nodes: Sequence[str]) -> dict[str, Any]:
+    """A model's attention, layers, experts, active parameters and F/M, and what halving its KV
+    changes: KB per token and κ_crit on each node."""
+    wide, narrow = model_shape(name, "bfloat16"), model_shape(name, "fp8")
+    row: dict[str, Any] = {
+        "model": wide.name, "attention": wide.attention,
+        "layers": f"{wide.kv_layers} of {wide.layers}",
+        "experts": f"{wide.experts_active} of {wide.experts}" if wide.experts else "dense",
+        "active_b": wide.params_active / 1e9,
+    }  # fmt: skip
+    for bits, shape in (("16", wide), ("8", narrow)):
+        row[f"kv_kb_{bits}"] = kv_bytes_per_token(shape) / 1e3
+        for profile in map(node_profile, nodes):
+            row[f"{profile.name}_{bits}"] = cost.kappa_crit(shape, profile)
+    return row
+
+
+def explain(
+    model: Annotated[str, typer.Option("--model", help="Built-in name or config.json.")],
+    cached: Annotated[int, typer.Option("--cached", min=0, help="Tokens in the host tier.")],
+    new: Annotated[int, typer.Option("--new", min=1, help="Tokens to compute.")],
+    node: Annotated[
+        list[str] | None,
+        typer.Option("--node", help="Catalogue name or profile JSON; repeat to compare."),
+    ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option(help="Rates that an engine measured (JSON), for the plans of every node."),
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Plans are cut at blocks.")] = 16,
+    room: Annotated[
+        int | None, typer.Option(min=0, help="Tokens that a request may take on the device.")
+    ] = None,
+    cpu_gbps: Annotated[
+        float, typer.Option(min=0, help="GB/s of KV that the node's CPU attends to; 0: none.")
+    ] = 0.0,
+    activations: Annotated[bool, typer.Option(help="Activations are stored beside the KV.")] = True,
+    kv_dtype: KvDtype = "auto",
+    json_output: Json = False,
+) -> None:
+    """Price one request on one or more nodes: its κ, which side bounds it, its seconds, its plans.
+
+    The first table is the law, loading first and computing then; below it every load plan, each
+    layer loaded beside the computing of the one before (Eq. 4, `engine.load: layers`), the chosen
+    one marked, and what a decoding step behind the prompt takes.
+    """
+    counts = TokenCounts(device_tokens=0, cached_tokens=cached, new_tokens=new)
+    names, costs, plans = [], [], []
+    with bad_parameter():
+        if rates is not None and kv_dtype != "auto":
+            raise ValueError(f"{rates} holds rates of the KV that was measured: drop --kv-dtype")
+        shape = _noted_shape(model, kv_dtype)
+        for profile in map(node_profile, node or DEMO_NODES):
+            found = rates_from_measured(rates) if rates else _rates(shape, profile, cpu_gbps)
+            ways = alternatives(
+                found, counts, block_tokens=block_tokens, room_tokens=room, activations=activations
+            )
+            step = decoding(found, cached + new, block_tokens)
+            names.append(profile.name)
+            costs.append(request_cost(counts, shape, profile))
+            plans.append({"plans": [way.to_dict() for way in ways], "decoding": step})
+    if json_output:
+        nodes = [{"node": n, **c, **p} for n, c, p in zip(names, costs, plans, strict=True)]
+        print_json({**costs[0], **plans[0]} if len(nodes) == 1 else {"nodes": nodes})
+        return
+    print_text(f"{shape.name}: {cached:,} cached, {new:,} new tokens")
+    _print_costs(names, costs)
+    if rates is not None:
+        names, plans = [str(rates)], plans[:1]
+    for name, row in zip(names, plans, strict=True):
+        _print_plans(name, row)
+
+
+def _noted_shape(model: str, kv_dtype: str) -> ModelShape:
+    """The model's shape, with a warning where its family is none that we know."""
+    shape = model_shape(model, kv_dtype)
+    if Path(shape.source).is_file() and (
+        note := unlisted(read_json_object(shape.source, "model config"))
+    ):
+        warn(note)
+    return shape
+
+
+def _rates(shape: ModelShape, profile: NodeProfile, cpu_gbps: float) -> PlanRates:
+    """Rates by formula; cpu_gbps: of KV that the node's CPU attends to, 0: none."""
+    found = rates_from_law(shape, profile)
+    if not cpu_gbps:
+        return found
+    return replace(found, attend=LineFit("CPU attention", found.kv_bytes / (cpu_gbps * 1e9)))
+
+
+def _print_costs(names: Sequence[str], costs: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        [_SYMBOLS.get(key, key.removesuffix("_s")), *(_cell(key, c[key]) for c in costs)]
+        for key in costs[0]
+    ]
+    print_table(None, ["", *names], rows, left=len(costs) + 1)
+    if len(costs) > 1:
+        best = min(range(len(costs)), key=lambda i: float(costs[i]["ttft_s"]))
+        print_text(f"Least idle TTFT: {names[best]}")
+
+
+def request_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
+    """The cost model for one request; ``kappa_eff`` is None where no κ is memory-bound."""
+    cached, new = counts.cached_tokens, counts.new_tokens
+    effective = cost.kappa_eff(shape, node, new)
+    return {
+        "kappa": counts.ratio,
+        "kappa_crit": cost.kappa_crit(shape, node),
+        "kappa_eff": effective if math.isfinite(effective) else None,
+        "bound": cost.bound(counts, shape, node),
+        "ttft_s": cost.ttft_s(shape, node, cached, new),
+        "load_s": cost.load_s(shape, node, cached),
+        "compute_s": cost.compute_s(shape, node, new, cached),
+        "plan": "load",
+    }
+
+
+def _print_plans(title: str, found: Mapping[str, Any]) -> None:
+    """Every load plan of a request, the chosen one marked, and a decoding step behind it."""
+    rows, notes = [], []
+    for row in found["plans"]:
+        if "ttft_s" not in row:
+            notes.append(row["refused"] or "nothing is cached")
+            continue
+        parts = ", ".join(f"{_SEGMENTS[k]} {stop - start:,}" for k, start, stop in row["segments"])
+        rows.append((
+            row["plan"] + (" *" if row["chosen"] else ""),
+            *(_ms(row[key]) for key in ("ttft_s", "load_s", "compute_s")),
+            f"{row['load_bytes'] / 1e6:,.1f}", parts or "nothing is cached",
+        ))  # fmt: skip
+    columns = ("", "TTFT", "link", "gpu", "MB", "what")
+    print_table(f"Load plans, {title}", columns, rows)
+    chosen = [f"* chosen: {row['why']}" for row in found["plans"] if row["chosen"]]
+    step = found["decoding"]
+    ways = [f"{_ms(step['device_s'])} on the device"]
+    if step["load_all_s"] is not None:
+        ways.append(f"{_ms(step['load_all_s'])} loading all from host memory")
+    if step["split_s"] is not None:
+        ways.append(f"{_ms(step['cpu_all_s'])} with the CPU attending to all")
+        ways.append(f"{_ms(step['split_s'])} with it attending to {step['cpu_share']:.0%}")
+    behind = f"A decoding step behind it: {', '.join(ways)}"
+    print_text("\n".join([*chosen, *dict.fromkeys(notes), behind]))
+
+
+def _ms(value_s: float) -> str:
+    return f"{value_s * 1e3:,.2f} ms"
+
+
+def _cell(key: str, value: object) -> str:
+    if value is None:
+        return "never" if key == "kappa_eff" else "(lost)"
+    if isinstance(value, float):
+        return f"{value * 1e3:,.1f} ms" if key.endswith("_s") else f"{value:,.4g}"
+    return str(value)

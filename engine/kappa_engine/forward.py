@@ -1,0 +1,241 @@
+"""Runs a step through the model: loads and computation overlapped, layer by layer.
+
+While a layer is computed, the next one's activations and KV are on their way. Loaded rows land in
+one of two buffers, which the layers use in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kappa_engine import attention, layers
+from kappa_engine.block_pool import CopyRun
+from kappa_engine.cpu_attention import CpuAttention
+from kappa_engine.input_batch import build_step
+from kappa_engine.kv_cache import Arena
+from kappa_engine.step import DeviceStep, StepRow
+from kappa_engine.transfer import Event, LinkMover, TransferFailed
+from kappa_engine.weights import Weights
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """A step under way: hidden states, and the angles of its new and its projected tokens."""
+
+    step: DeviceStep
+    hidden: Tensor
+    angles: layers.Angles
+    act_angles: layers.Angles
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Memory for the keys and values of one layer."""
+
+    # (n, kv_width): loaded, projected, new.
+    rows: Tensor
+    # Loaded activations, as whole blocks.
+    acts: Tensor
+    # The memory of the loaded rows, as whole blocks.
+    landing: Tensor
+    # The end of the last computation that used it, and of the copies into it.
+    free: Event | None = None
+    kv: Event | None = None
+    act: Event | None = None
+
+
+class NoCpuAttention(ValueError):
+    """A step has context that the CPU is to attend to, and the model has no threads for that."""
+
+
+class ServedModel(Protocol):
+    """The model that an engine drives: `Forward`, or one that only takes as long."""
+
+    arena: Arena
+    mover: LinkMover
+    # Of a sequence.
+    max_tokens: int
+    # Token ids are below it.
+    vocab: int
+
+    def compute(self, rows: Sequence[StepRow]) -> Tensor:
+        """As `Forward.compute`."""
+        ...
+
+
+class Forward:
+    """The forward pass of a model over one arena, of its dtype and on its device.
+
+    Args:
+        cpu_threads: threads that attend to KV in host memory; 0: the CPU does not.
+    """
+
+    def __init__(
+        self, weights: Weights, arena: Arena, mover: LinkMover, cpu_threads: int = 0
+    ) -> None:
+        config = weights.config
+        self.weights, self.arena, self.mover, self.config = weights, arena, mover, config
+        self.max_tokens, self.vocab = config.max_tokens, config.vocab
+        self.cpu = CpuAttention(arena, config, cpu_threads) if cpu_threads else None
+        self._rope: tuple[Tensor, float] | None = None
+        if config.rope:
+            inverse, factor = layers.frequencies(config.rope, config.head_dim)
+            self._rope = inverse.to(weights.device), factor
+        self._buffers: list[Buffer] = []
+        # Buffers of passes whose copies did not end in time.
+        self._stuck: list[object] = []
+
+    def compute(self, rows: Sequence[StepRow]) -> Tensor:
+        """Compute rows together and write their KV; logits (wanted, vocabulary), in their order.
+
+        Raises:
+            NoSuchBlock: a row names a block that its sequence does not have.
+            TransferFailed: a load failed. The content of blocks that the rows write is undefined;
+                blocks that they only read are as they were.
+        """
+        return self.run(self.build(rows))
+
+    def build(self, rows: Sequence[StepRow]) -> DeviceStep:
+        """Build the step of these rows, on the device."""
+        # Learned positions end; rotary ones do not.
+        longest = max(row.length for row in rows)
+        if not self.config.rope and longest > self.max_tokens:
+            raise ValueError(
+                f"a sequence of {longest} tokens: this model has {self.max_tokens} positions"
+            )
+        return build_step(rows, self.arena.block_tokens, self.weights.device)
+
+    @torch.no_grad()
+    def run(self, step: DeviceStep) -> Tensor:
+        """As `compute`, of a step that is built."""
+        running, last = self._begin(step), self.config.layers - 1
+        try:
+            self._reserve(step.buffer_rows, step.loaded_act_blocks)
+            self._load(0, step, self._buffers[0])
+            for layer in range(last + 1):
+                if layer < last:
+                    self._load(layer + 1, step, self._buffers[(layer + 1) % 2])
+                self._compute(layer, running, self._buffers[layer % 2])
+        except BaseException:
+            self._abandon()
+            raise
+        return self._logits(running)
+
+    def angles(self, positions: Tensor) -> layers.Angles:
+        """Rotary angles of tokens at these positions; None where positions are learned."""
+        return layers.angles(positions, *self._rope, self.weights.dtype) if self._rope else None
+
+    def close(self) -> None:
+        """End the CPU's thread, if there is one; no computation may be under way."""
+        if self.cpu is not None:
+            self.cpu.worker.stop()
+
+    # -- begin and end ------------------------------------------------------------------------
+
+    def _begin(self, step: DeviceStep) -> RunningStep:
+        hidden = layers.embed(self.weights, step.tokens, step.positions)
+        angles = self.angles(step.positions), self.angles(step.act_positions)
+        return RunningStep(step, hidden, *angles)
+
+    def _logits(self, running: RunningStep) -> Tensor:
+        return layers.logits(running.hidden[running.step.logit_rows], self.weights)
+
+    def _reserve(self, rows: int, acts: int) -> None:
+        """Allocate two buffers of this many rows and blocks of activations, unless they suffice."""
+        have = self._buffers[0] if self._buffers else None
+        if have is not None:
+            if len(have.rows) >= rows and len(have.acts) >= acts:
+                return
+            # Decoding grows by a block at a time: not each time by new buffers.
+            rows = max(rows + rows // 8, len(have.rows))
+            acts = max(acts + acts // 8, len(have.acts))
+        dtype, device = self.weights.dtype, self.weights.device
+        shape = self.arena.kv_block_shape
+        block_rows = shape[0] * shape[1]
+        self._buffers = []
+        for _ in range(2):
+            buffer = torch.empty((rows, self.config.kv_width), dtype=dtype, device=device)
+            loaded = torch.empty((acts, *self.arena.act_block_shape), dtype=dtype, device=device)
+            landing = buffer[: rows // block_rows * block_rows].view(-1, *shape)
+            # New memory may still be in use by computation that was asked for before.
+            self._buffers.append(Buffer(buffer, loaded, landing, free=self.mover.mark()))
+
+    def _abandon(self) -> None:
+        """After a failure, wait until no copy writes to the buffers.
+
+        If copies do not end, their buffers are kept, so that their memory is not used again.
+        """
+        old, self._buffers = self._buffers, []
+        try:
+            if self.cpu is not None:
+                self.cpu.worker.settle()
+            self.mover.drain()
+        except TransferFailed:
+            self._stuck.append(old)
+            raise
+
+    # -- a layer ------------------------------------------------------------------------------
+
+    def _load(self, layer: int, step: DeviceStep, buffer: Buffer) -> None:
+        """Start the layer's loads from host memory, behind the buffer's last use."""
+
+        def load(target: Tensor, source: Tensor, runs: list[CopyRun]) -> Event | None:
+            copies = [(target[t : t + n], source[layer, s : s + n]) for t, s, n in runs]
+            return self.mover.h2d(copies, buffer.free) if copies else None
+
+        buffer.act = load(buffer.acts, self.arena.act_host, step.act_runs)
+        buffer.kv = load(buffer.landing, self.arena.kv_host, step.kv_runs)
+
+    def _compute(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
+        """Compute one layer."""
+        step, config = running.step, self.config
+        if step.act_tokens:
+            self._project_acts(layer, running, buffer)
+        tensors = self.weights.layers[layer]
+        a = layers.attention_input(running.hidden, tensors, config)
+        q = layers.project_q(a, tensors, config, running.angles)
+        first = step.first_new_row
+        new = buffer.rows[first : first + 2 * step.new_tokens].view(step.new_tokens, -1)
+        layers.project_kv(a, tensors, config, running.angles, new)
+        there = None
+        if step.on_cpu is not None:
+            # Let the CPU begin to attend to host memory.
+            if self.cpu is None:
+                raise NoCpuAttention(
+                    "a step has context that the CPU is to attend to, but this model has no "
+                    "threads for it: give cpu_threads"
+                )
+            there = self.cpu.begin(layer, step.on_cpu, q, self.mover)
+        if buffer.kv is not None:
+            self.mover.wait(buffer.kv)
+        pool = self.arena.kv_device[layer].view(-1, config.kv_width)
+        # Copy new and loaded tokens to the device blocks of their sequences, and the few tokens of
+        # a context that lie in device blocks to the many that do not.
+        if step.to_pool is not None:
+            moved = buffer.rows.index_select(0, step.to_pool.source)
+            pool.index_copy_(0, step.to_pool.target, moved)
+        if step.from_pool is not None:
+            moved = pool.index_select(0, step.from_pool.source)
+            buffer.rows.index_copy_(0, step.from_pool.target, moved)
+        if step.to_act is not None:
+            acts = self.arena.act_device[layer].view(-1, config.hidden)
+            acts.index_copy_(0, step.to_act.target, a.index_select(0, step.to_act.source))
+        attended = attention.attend(step.groups, q, pool, buffer.rows, config, there)
+        running.hidden = layers.finish(running.hidden, attended, tensors, config)
+        buffer.free = self.mover.mark()
+
+    def _project_acts(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
+        """Project keys and values of the step's activations, into the buffer."""
+        step = running.step
+        if buffer.act is not None:
+            self.mover.wait(buffer.act)
+        hidden = self.config.hidden
+        loaded = buffer.acts[: step.loaded_act_blocks].view(-1, hidden)
+        a = loaded if step.act_rows is None else loaded.index_select(0, step.act_rows)
+        rows = buffer.rows[step.loaded_rows : step.first_new_row].view(step.act_tokens, -1)
+        layers.project_kv(a, self.weights.layers[layer], self.config, running.act_angles, rows)

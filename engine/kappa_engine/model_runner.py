@@ -1,0 +1,186 @@
+"""The model runner: one iteration's chunks through the model, with the loads that belong to them.
+
+Chunks and loads go through the model together. If a load fails, the chunks that wait for one run
+again one by one, so that only the prefix that does not arrive is computed from its tokens. If a
+context in host memory cannot cross the link, the CPU attends to all of it, or it is computed from
+its tokens for that step. Contexts that cross at every step go in mini-batches that the two buffers
+of a layer hold.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from kappa.plans.hybridserve import Blocks, pack
+from kappa.plans.planners import Planning
+from kappa_engine.forward import ServedModel
+from kappa_engine.host_store import HostStore
+from kappa_engine.prefix_loads import PrefixLoads
+from kappa_engine.sequence import HostResident, Sequence
+from kappa_engine.settings import EngineOptions
+from kappa_engine.step import Pages, Source, StepRow, TokenSpan, held_spans, joined, plan_spans
+from kappa_engine.transfer import TransferFailed
+
+# With more queries of a sequence, attention on a CPU is bound by its FLOPs: the KV that they need
+# crosses the link instead, layer by layer.
+_FEW_QUERIES = 4
+
+
+class Chunk(NamedTuple):
+    """Positions [start, stop) of a sequence that an iteration computes; decoding computes one."""
+
+    start: int
+    stop: int
+
+
+Chunks = dict[Sequence, Chunk]
+Logits = dict[Sequence, Tensor]
+
+
+class ModelRunner:
+    """Computes the chunks of an iteration together.
+
+    Args:
+        loads: is told which prefixes arrived and which did not.
+        store: gives blocks to capture activations in.
+        planning: says how much of a context comes from activations.
+        settings: the token budget, for prefixes that did not arrive, and the blocks of a pass.
+    """
+
+    def __init__(
+        self, model: ServedModel, loads: PrefixLoads, store: HostStore, planning: Planning,
+        settings: EngineOptions,
+    ) -> None:  # fmt: skip
+        self._model, self._mover = model, model.mover
+        self._loads, self._store = loads, store
+        self._planning, self._settings = planning, settings
+        # The share of contexts that cross at every step that comes from activations.
+        self._share = 0.0
+
+    def compute(self, chunks: Chunks) -> Logits:
+        """Logits of each chunk's last token, with whatever loads belong to the chunks."""
+        loading = [sequence for sequence in chunks if sequence.load is not None]
+        if not loading and all(sequence.kept is None for sequence in chunks):
+            return self._run(chunks)
+        link = self._mover.counters["h2d"]
+        self._mover.settle()
+        before_s = link.busy_s
+        crossing = [len(s.kept.kv) for s in chunks if s.kept is not None and s.kept.split]
+        if any(crossing):
+            mean_tokens = sum(crossing) * next(iter(chunks)).block_tokens // len(crossing)
+            self._share = self._planning.split_share(len(crossing), mean_tokens)
+        try:
+            logits = Logits()
+            for batch in self._mini_batches(chunks):
+                logits |= self._run(batch)
+            self._mover.mark().block()
+        except TransferFailed:
+            return self._one_by_one(chunks)
+        self._mover.settle()
+        if loading:
+            self._loads.arrived_together(loading, link.busy_s - before_s)
+        return logits
+
+    def _one_by_one(self, chunks: Chunks) -> Logits:
+        """Compute again after a failure, so that only what does not arrive is recomputed."""
+        logits, others = Logits(), dict(chunks)
+        for sequence, chunk in chunks.items():
+            if sequence.load is None and sequence.kept is None:
+                continue
+            del others[sequence]
+            try:
+                logits |= self._run({sequence: chunk})
+                self._mover.mark().block()
+                if sequence.load is not None:
+                    self._loads.arrived_together([sequence], 0.0)
+            except TransferFailed:
+                logits |= self._without_link(sequence, chunk)
+        return logits | (self._run(others) if others else {})
+
+    def _without_link(self, sequence: Sequence, chunk: Chunk) -> Logits:
+        """Compute a chunk whose transfers failed: its load's tokens are computed first, and the CPU
+        attends to the context that should have crossed."""
+        load, kept = sequence.load, sequence.kept
+        if kept is not None and kept.crosses:
+            self._loads.stays(sequence)
+            if kept.grows:
+                # Host memory still has it, and the link may work for the next token.
+                row = self._row(sequence, *chunk, recompute=True)
+                return {sequence: self._model.compute([row])[0]}
+            kept.crosses = False
+        if load is not None:
+            self._loads.failed(sequence)
+            most = self._settings.budget_tokens
+            for start in range(load.start * sequence.block_tokens, chunk.start, most):
+                self._run({sequence: Chunk(start, min(start + most, chunk.start))})
+        return self._run({sequence: chunk})
+
+    def _run(self, chunks: Chunks) -> Logits:
+        rows = [self._row(sequence, *chunk) for sequence, chunk in chunks.items()]
+        logits = self._model.compute(rows)
+        return {sequence: logits[index] for index, sequence in enumerate(chunks)}
+
+    def _mini_batches(self, chunks: Chunks) -> list[Chunks]:
+        """Chunks in mini-batches of crossing contexts that the buffers of a layer hold, and whose
+        projection takes as long as their load (paper 003, Section 4.3.3)."""
+        most, rates = self._settings.pass_blocks, self._planning.rates
+        blocks = {s: self._crossing(s.kept) for s in chunks if s.kept is not None and s.kept.grows}
+        if sum(each.act + each.kv for each in blocks.values()) <= most or rates is None:
+            return [chunks]
+        caps = Blocks(*(max(most, *each) for each in zip(*blocks.values(), strict=True)))
+        sequences = list(blocks)
+        batches = [
+            {sequences[i]: chunks[sequences[i]] for i in batch}
+            for batch in pack(list(blocks.values()), caps, rates.project, rates.load)
+        ]
+        # Chunks with all their context on the device go with the first.
+        batches[0] |= {s: chunk for s, chunk in chunks.items() if s not in blocks}
+        return batches
+
+    def _crossing(self, kept: HostResident) -> Blocks:
+        """Blocks of a context that come as activations and as KV."""
+        kv, act = kept.kv >= 0, kept.act >= 0
+        split = round(self._share * len(kv)) if kept.split else 0
+        first = np.arange(len(kv)) < split
+        projected = int((act & (first | ~kv)).sum())
+        return Blocks(projected, kept.blocks - projected)
+
+    def _row(
+        self, sequence: Sequence, start: int, stop: int, *, recompute: bool = False
+    ) -> StepRow:
+        """A chunk as a row of a step, with the prefix that is loaded in front of it.
+
+        recompute: compute all tokens before it instead, for this step alone.
+        """
+        size, pages = sequence.block_tokens, Pages(sequence.blocks)
+        if recompute:
+            # Other sequences may hold the blocks before it: write to none of them.
+            own = sequence.blocks.copy()
+            own[: start // size] = -1
+            pages = Pages(own)
+        for index, block in self._store.capture(sequence, start, stop).items():
+            pages.put(index, "act", "device", [block])
+        spans, end = list[TokenSpan](), 0
+        if (kept := sequence.kept) is not None:
+            pages.put(0, "kv", "host", kept.kv)
+            pages.put(0, "act", "host", kept.act)
+            end = len(kept.kv) * size
+            few = stop - start <= _FEW_QUERIES
+            on_cpu = (kept.cpu_tokens if few else 0) if kept.crosses else end
+            split = round(self._share * len(kept.kv)) * size if kept.split else 0
+            spans = [*held_spans(pages, end, size, split, on_cpu)]
+        if (load := sequence.load) is not None:
+            pages.put(load.start, "kv", "host", load.kv)
+            pages.put(load.start, "act", "host", load.act)
+            first = load.start * size
+            spans += [TokenSpan(Source.KV_DEVICE, end, first)]
+            spans += plan_spans(load.plan.segments, first)
+            end = spans[-1].stop
+        spans += [TokenSpan(Source.KV_DEVICE, end, start), TokenSpan(Source.NEW, start, stop)]
+        together = joined([TokenSpan(Source.NEW, 0, stop)] if recompute else spans)
+        computed = [s for s in together if s.source is Source.NEW]
+        tokens = [token for s in computed for token in sequence.tokens[s.start : s.stop]]
+        return StepRow(tokens, together, pages)

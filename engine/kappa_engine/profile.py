@@ -1,0 +1,430 @@
+"""Measurements of a machine, and of our engine on it, as JSON.
+
+`machine_peaks` measures contiguous copies and products of matrices. `profile` measures the rates
+that load plans are made from, with the engine's own weights, arena, mover and forward pass: seconds
+to load n tokens' KV of a layer and to project n tokens' activations, each copy or product behind
+the one before as in a pass; grids of prefill steps, t_gpu(T, S), and of decoding steps over
+sequences and the context tokens of all of them; the link's bandwidth alone, and while the CPU
+attends; attention on the CPU, through the path that serves. `rates_from_measured` of
+`kappa.plans.measured` fits, or refuses, its result. It runs before the engine serves, needs the
+arena to itself, and writes over its blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kappa.model import kv_bytes_per_token
+from kappa.plans.rates import FORMAT
+from kappa_engine import layers
+from kappa_engine.forward import Forward
+from kappa_engine.step import HostContext, OnCpu, Pages, prompt_row
+
+_PEAK_REPEATS = 5
+_GEMM_TOKENS = (16, 128, 512)
+_MEMORY_FACTOR = 2  # a copy reads once and writes once
+_SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
+# An action that takes longer is stuck.
+_WAIT_S = 60.0
+
+Action = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """The sizes of a profile; those that the arena cannot hold are left out."""
+
+    # Of the two lines, in tokens of one sequence; at least three must fit.
+    tokens: tuple[int, ...] = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    # Axes of the grid of prefill steps.
+    new_tokens: tuple[int, ...] = (1, 16, 64, 128, 256, 512, 1024, 2048)
+    context_tokens: tuple[int, ...] = (0, 512, 2048, 8192)
+    # Axes of the grid of decoding steps: sequences, and context tokens of all of them.
+    decode_sequences: tuple[int, ...] = (1, 4, 16, 64)
+    decode_tokens: tuple[int, ...] = (0, 1024, 4096, 16384)
+    # Of each figure; the least counts, since other work on the machine only adds to it.
+    repeats: int = 9
+
+
+def cached_profile(
+    forward: Forward, folder: str | Path, settings: ProfileSettings | None = None
+) -> dict[str, Any]:
+    """The stored profile of the same device, model, dtype and settings, or a new one.
+
+    A file that cannot be read is written over.
+    """
+    settings = settings or ProfileSettings()
+    stored = json.loads(json.dumps(asdict(settings)))  # as it looks once read back
+    subject = {**_subject(forward), "settings": stored}
+    digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(folder) / f"load-rates-{digest}.json"
+    try:
+        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if {key: known.get(key) for key in subject} == subject:
+            return known
+    except (OSError, ValueError, AttributeError):
+        pass
+    measured = {**profile(forward, settings), "settings": stored}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(measured, indent=1), encoding="utf-8")
+    part.replace(path)
+    return measured
+
+
+def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[str, Any]:
+    """Measure an engine; the content of the arena's blocks is undefined afterwards.
+
+    Raises:
+        ValueError: blocks are in use, or the arena holds too few tokens for a line or a grid.
+        TransferFailed: a copy failed or did not end.
+    """
+    profiler = _Profiler(forward, settings or ProfileSettings())
+    shape, weights = forward.config.shape, forward.weights
+    kv_elements = kv_bytes_per_token(shape) / shape.kv_dtype_bytes
+    return {
+        **_subject(forward),
+        "layers": shape.layers,
+        "kv_bytes_per_token": kv_elements * weights.dtype.itemsize,
+        "activation_bytes_per_token": shape.layers * shape.hidden * weights.dtype.itemsize,
+        "repeats": profiler.settings.repeats,
+        "load": profiler.line(profiler.load_layers),
+        "project": profiler.line(profiler.project_layers),
+        "grid": profiler.grid(),
+        **profiler.decode_grid(),
+        "h2d_bytes_per_s": profiler.link_bytes_per_s(),
+        **profiler.attention(),
+    }
+
+
+def machine_peaks(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure this process' device: pinned copies with a GPU, memcpy between buffers on a CPU.
+
+    Args:
+        request: `sizes_bytes` (list of transfer sizes), `hidden` and `intermediate` (the model's
+            GEMM shapes), `dtype` (torch name).
+
+    Returns:
+        `{"device", "threads", "at_s": by the machine's clock, "h2d": [{"bytes", "seconds",
+        "bytes_per_s", "spread"}], "d2h": [...], "gemm": [{"tokens", "flops_per_s", "spread"}],
+        "hbm_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "flops_per_s", "peaks": {those four
+        again}}`; rates are medians, spread is the interquartile range over the median.
+
+    Raises:
+        ValueError: no size, or one below one byte.
+    """
+    sizes = [int(size) for size in request["sizes_bytes"]]
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"sizes_bytes is {sizes}: give transfer sizes of one byte or more")
+    cuda, largest = torch.cuda.is_available(), max(sizes)
+    place = torch.device("cuda" if cuda else "cpu")
+    host = torch.zeros(largest, dtype=torch.int8)
+    host = host.pin_memory() if cuda else host
+    device = torch.zeros(largest, dtype=torch.int8, device=place)
+    dtype = getattr(torch, str(request["dtype"]))
+    weights = torch.ones(
+        int(request["hidden"]), int(request["intermediate"]), dtype=dtype, device=place
+    )
+
+    def row(amount: float, action: Action, name: str) -> dict[str, float]:
+        taken = [elapsed_s(action, place) for _ in range(_PEAK_REPEATS + 1)][1:]
+        seconds, quartiles = statistics.median(taken), statistics.quantiles(taken, n=4)
+        spread = (quartiles[2] - quartiles[0]) / seconds
+        return {"seconds": seconds, name: amount / seconds, "spread": spread}
+
+    def copy(source: Tensor, target: Tensor, size: int) -> dict[str, float]:
+        def act() -> None:
+            target[:size].copy_(source[:size], non_blocking=True)
+
+        return {"bytes": size, **row(size, act, "bytes_per_s")}
+
+    def product(tokens: int) -> dict[str, float]:
+        x = torch.ones(tokens, len(weights), dtype=dtype, device=place)
+        flops = 2.0 * tokens * weights.numel()
+        return {"tokens": tokens, **row(flops, lambda: x @ weights, "flops_per_s")}
+
+    ways = {"h2d": (host, device), "d2h": (device, host)}
+    rows = {way: [copy(*ends, n) for n in sizes] for way, ends in ways.items()}
+    gemm = [product(tokens) for tokens in _GEMM_TOKENS]
+    memory = copy(device, device.clone(), largest)
+    at = sizes.index(largest)  # smaller ones may stay within a cache
+    peaks = {
+        "hbm_bytes_per_s": _MEMORY_FACTOR * memory["bytes_per_s"],
+        **{f"{way}_bytes_per_s": found[at]["bytes_per_s"] for way, found in rows.items()},
+        "flops_per_s": max(each["flops_per_s"] for each in gemm),
+    }
+    return {
+        "device": device_name(place) if cuda else "cpu", "threads": torch.get_num_threads(),
+        "at_s": time.time(), **rows, "gemm": gemm, **peaks, "peaks": peaks,
+    }  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name, or the processor's and its threads."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def _subject(forward: Forward) -> dict[str, Any]:
+    """The subject of a profile: device, model and dtype."""
+    config, weights = forward.config, forward.weights
+    return {
+        "format": FORMAT,
+        "device": device_name(weights.device),
+        "torch": torch.__version__,
+        "model": config.shape.name,
+        "shape": [getattr(config, name) for name in _SHAPE],
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        "cpu_threads": 0 if forward.cpu is None else forward.cpu.worker.threads,
+        "block_tokens": forward.arena.block_tokens,
+    }
+
+
+class _Profiler:
+    def __init__(self, forward: Forward, settings: ProfileSettings) -> None:
+        arena = forward.arena
+        used = [f"{place} {type}" for (type, place), pool in arena.pools.items() if pool.used]
+        if used:
+            raise ValueError(f"blocks are in use ({', '.join(used)}): profile before serving")
+        self.forward, self.arena, self.mover = forward, arena, forward.mover
+        self.config, self.weights = forward.config, forward.weights
+        self.settings, self.device = settings, forward.weights.device
+        room = min(arena.size.kv_device, arena.size.kv_host) * arena.block_tokens
+        self.sizes = [n for n in settings.tokens if n <= room]
+        if len(self.sizes) < 3:
+            raise ValueError(
+                f"the arena holds {room} tokens both on the device and in host memory, of the "
+                f"sizes {settings.tokens} too few for a line: give more blocks, or smaller sizes"
+            )
+
+    def line(self, action: Callable[[int], Action]) -> dict[str, list[float]]:
+        """Measure {"tokens", "seconds"}, in seconds of a layer.
+
+        Sizes take turns, so that a machine that slows down slows all of them.
+        """
+        actions = [action(n) for n in self.sizes]
+        for act in actions:  # the first touches memory and compiles kernels
+            act()
+        rounds = [
+            [elapsed_s(act, self.device) for act in actions] for _ in range(self.settings.repeats)
+        ]
+        least = [min(taken) / self.config.layers for taken in zip(*rounds, strict=True)]
+        return {"tokens": [float(n) for n in self.sizes], "seconds": least}
+
+    def load_layers(self, tokens: int) -> Action:
+        """Load n tokens' KV of every layer, one layer after the other.
+
+        Each call takes other blocks, as far as there are any: blocks that are still in a
+        processor's cache would come too soon.
+        """
+        blocks = -(-tokens // self.arena.block_tokens)
+        device, host = self.arena.kv_device, self.arena.kv_host
+        turns = itertools.cycle(range(min(device.shape[1], host.shape[1]) // blocks))
+
+        def load() -> None:
+            at = next(turns) * blocks
+            here = slice(at, at + blocks)
+            for layer in range(self.config.layers):
+                event = self.mover.h2d([(device[layer, here], host[layer, here])])
+            event.block()
+
+        return load
+
+    def project_layers(self, tokens: int) -> Action:
+        """Project n tokens of every layer."""
+        weights, config = self.weights, self.config
+        acts = torch.randn(tokens, config.hidden, device=self.device).to(weights.dtype)
+        out = torch.empty(tokens, 2 * config.kv_width, dtype=acts.dtype, device=self.device)
+        turned = self.forward.angles(torch.arange(tokens, device=self.device))
+
+        @torch.no_grad()
+        def project() -> None:
+            for layer in weights.layers:
+                layers.project_kv(acts, layer, config, turned, out)
+
+        return project
+
+    def attend_layers(self, tokens: int) -> Action:
+        """Attend from one query to n tokens in every layer; to other blocks in each call."""
+        forward, cpu, config = self.forward, self.forward.cpu, self.config
+        assert cpu is not None
+        q = torch.randn(1, config.heads, config.head_dim).to(self.device, self.weights.dtype)
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        blocks = -(-tokens // self.arena.block_tokens)
+        turns = itertools.cycle(range(max(1, self.arena.size.kv_host // blocks)))
+
+        def attend() -> None:
+            at = next(turns) * blocks
+            on_cpu = OnCpu(rows, [HostContext(0, 1, np.arange(at, at + blocks))])
+            for layer in range(config.layers):
+                cpu.begin(layer, on_cpu, q, forward.mover)()
+
+        return attend
+
+    def grid(self) -> dict[str, list[Any]]:
+        """Measure t_gpu(T, S): a prefill of T tokens behind S that are on the device."""
+        size = self.arena.block_tokens
+        room = min(self.arena.size.kv_device * size, self.config.max_tokens)
+        context = [s for s in self.settings.context_tokens if s + 1 < room]
+        most = room - max(context, default=0)
+        new = [t for t in self.settings.new_tokens if 1 <= t <= most]
+        if len(new) < 2 or len(context) < 2:
+            raise ValueError(
+                f"the arena and the model hold {room} tokens: too few for a grid of "
+                f"{self.settings.new_tokens} by {self.settings.context_tokens}; give more blocks"
+            )
+        # Keys and values of ordinary size: denormal numbers would make arithmetic slow.
+        self.arena.kv_device.normal_()
+
+        def step_s(count: int, behind: int) -> float:
+            tokens = np.arange(count + behind) % self.config.vocab
+            pages = Pages(np.arange(-(-len(tokens) // size)))
+            row = prompt_row(tokens, pages, start=behind)
+            return self._least_s(lambda: self.forward.compute([row]))
+
+        seconds = [[step_s(t, s) for s in context] for t in new]
+        return {"new_tokens": new, "context_tokens": context, "seconds": seconds}
+
+    def decode_grid(self) -> dict[str, Any]:
+        """Measure {"decode": {"sequences", "resident_tokens", "seconds"}}; {} without a grid.
+
+        More context than the arena holds is read from the same blocks again. Where the model has no
+        positions for so long a context, the row is continued by its last step; `measured` has how
+        many cells of each row are no continuation.
+        """
+        sequences = [
+            n for n in self.settings.decode_sequences if 1 <= n <= self.arena.size.kv_device
+        ]
+        resident = list(self.settings.decode_tokens)
+        most = self.config.max_tokens - 1
+        if len(sequences) < 2 or len([r for r in resident if r <= sequences[0] * most]) < 2:
+            return {}
+        rows, measured = [], []
+        for count in sequences:
+            contexts = [total // count for total in resident if total // count <= most]
+            row = [self._decode_s(count, context) for context in contexts]
+            measured.append(len(row))
+            for done in range(len(row), len(resident)):
+                slope = (row[-1] - row[-2]) / (resident[done - 1] - resident[done - 2])
+                row.append(row[-1] + max(0.0, slope) * (resident[done] - resident[done - 1]))
+            rows.append(row)
+        grid = {"sequences": sequences, "resident_tokens": resident, "seconds": rows}
+        return {"decode": {**grid, "measured": measured}}
+
+    def _decode_s(self, sequences: int, context: int) -> float:
+        """Seconds of one new token of each sequence behind `context`; blocks take turns."""
+        held = -(-(context + 1) // self.arena.block_tokens)
+        tokens = np.arange(context + 1) % self.config.vocab
+        rows = []
+        for index in range(sequences):
+            pages = Pages((index * held + np.arange(held)) % self.arena.size.kv_device)
+            rows.append(prompt_row(tokens, pages, start=context))
+        return self._least_s(lambda: self.forward.compute(rows))
+
+    def link_bytes_per_s(self) -> float:
+        """The link's bytes/s for the largest size, all layers."""
+        pairs = self._largest_load()
+        size_bytes = sum(source.nbytes for _, source in pairs)
+
+        def load_s() -> float:
+            # The copies' own end, not the device's: beside them the other direction may be busy.
+            start_s = time.perf_counter()
+            self.mover.h2d(pairs).block()
+            return time.perf_counter() - start_s
+
+        load_s()
+        return size_bytes / min(load_s() for _ in range(self.settings.repeats))
+
+    def _largest_load(self) -> list[tuple[Tensor, Tensor]]:
+        blocks = self.sizes[-1] // self.arena.block_tokens
+        target, source = self.arena.kv_device, self.arena.kv_host
+        return [(target[i, :blocks], source[i, :blocks]) for i in range(self.config.layers)]
+
+    def attention(self) -> dict[str, Any]:
+        """Measure {"attend": ...}: seconds of a layer by tokens, and the shares of their speed that
+        it and the link leave each other; {} without threads for it.
+        """
+        if self.forward.cpu is None:
+            return {}
+        samples = self.line(self.attend_layers)
+        most = self.attend_layers(self.sizes[-1])
+        alone_s = self._least_s(most)
+        pairs = self._largest_load()
+        with repeating(lambda: self.mover.h2d(pairs).block()):
+            beside_s = self._least_s(most)
+        with repeating(most):
+            link = self.link_bytes_per_s()
+        threads, share = self.forward.cpu.worker.threads, alone_s / beside_s
+        beside = {"threads": threads, "h2d_bytes_per_s": link, "share_while_loading": share}
+        return {"attend": {**samples, **beside}}
+
+    def _least_s(self, action: Action) -> float:
+        action()
+        return min(elapsed_s(action, self.device) for _ in range(self.settings.repeats))
+
+
+def elapsed_s(action: Action, device: torch.device) -> float:
+    """Seconds until an idle device has done the work that `action` gives it."""
+    finish(device)
+    start_s = time.perf_counter()
+    action()
+    finish(device)
+    return time.perf_counter() - start_s
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a GPU has done its work; a CPU has when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def repeating(action: Action, threads: int = 1) -> Iterator[None]:
+    """Repeat `action` on `threads` threads while the block runs; each has done it once before.
+
+    Raises:
+        RuntimeError: the action failed or got stuck, so the measurement beside it is void.
+    """
+    stop, ready = threading.Event(), threading.Semaphore(0)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            action()
+            ready.release()
+            while not stop.is_set():
+                action()
+        except BaseException as error:
+            errors.append(error)
+            ready.release()
+
+    running = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    try:
+        if not all(ready.acquire(timeout=_WAIT_S) for _ in running):
+            raise RuntimeError(f"what runs beside the measurement took over {_WAIT_S:g} s")
+        if not errors:
+            yield
+    finally:
+        stop.set()
+        for thread in running:
+            thread.join(_WAIT_S)
+    if errors:
+        raise RuntimeError(f"what ran beside the measurement failed: {errors[0]}") from errors[0]

@@ -1,0 +1,153 @@
+"""How requests are routed, and the limits of the decider."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from kappa.checks import http_parts, steered_percent
+from kappa.settings.base import Finite, Section
+from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
+
+PolicyName = Literal[
+    "priced", "priced_fetch", "threshold", "threshold_literal", "ttft", "least_backlog"
+]
+
+FETCHING_POLICY: PolicyName = "priced_fetch"
+"""With it workers take KV from each other's host tiers."""
+
+
+class FailoverSettings(Section):
+    """When a worker counts as failed, and when it is probed
+    (`kappa_router.live.circuit_breaker`)."""
+
+    stall_after_s: Finite = Field(
+        5.0,
+        gt=0,
+        description="silence, or work without progress, after which a worker's requests without a "
+        "first token go elsewhere; longer where more was to be expected",
+    )
+    failures: int = Field(5, ge=1, description="failed requests in a row that open the breaker")
+    pause_s: Finite = Field(
+        1.0, gt=0, description="before an open breaker lets one request through; doubles each time"
+    )
+    longest_pause_s: Finite = Field(30.0, gt=0)
+
+    @model_validator(mode="after")
+    def _pauses_grow(self) -> FailoverSettings:
+        if self.longest_pause_s < self.pause_s:
+            raise ValueError(
+                f"longest_pause_s = {self.longest_pause_s:g} is less than pause_s = "
+                f"{self.pause_s:g}: raise the one or lower the other"
+            )
+        return self
+
+
+class ObjectiveSettings(Section):
+    """What a request may take (`kappa.slo.ServiceObjective`): admission refuses what would
+    take longer, and the policy prices by it. Seconds are dilated, as the engines' time is."""
+
+    ttft_s: Finite = Field(
+        TTFT_FLOOR_S, ge=0, description="of a first token; or the next, if that is longer"
+    )
+    ttft_idle_factor: Finite = Field(
+        TTFT_IDLE_FACTOR, ge=0, description="times what the median node takes with nothing to do"
+    )
+    tpot_s: Finite = Field(
+        0.0, ge=0, description="per token after the first; or the next, if that is longer"
+    )
+    tpot_idle_factor: Finite = Field(TPOT_IDLE_FACTOR, ge=0)
+
+    @model_validator(mode="after")
+    def _can_be_met(self) -> ObjectiveSettings:
+        for name in ("ttft", "tpot"):
+            factor = getattr(self, f"{name}_idle_factor")
+            if factor < 1 and not (factor == 0 and getattr(self, f"{name}_s") > 0):
+                raise ValueError(
+                    f"{name}_idle_factor = {factor:g}: no idle node is that fast; give 1 or more, "
+                    f"or 0 and {name}_s above 0 for a limit in seconds alone"
+                )
+        return self
+
+
+class RouterSettings(Section):
+    """How requests are routed, and the limits of the decider."""
+
+    policy: PolicyName = "priced"
+    mode: str = Field(
+        "on",
+        description="who steers: shadow (the others, ours watches), canary:N (percent), or on",
+    )
+    index_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
+    max_body_bytes: int = Field(4 << 20, ge=1024)
+    max_queue: int = Field(256, ge=1, description="requests in flight before 429")
+    stale_after_s: float = Field(10.0, gt=0, description="a silent worker is not chosen after this")
+    calibrate: bool = True
+    calibrate_requests: int | None = Field(
+        None, ge=0, description="learn from so many outcomes, then freeze; none: for ever"
+    )
+    forecast_workers: int = Field(
+        4, ge=0, description="pools up to this size are forecast step by step, larger ones not"
+    )
+    admission: bool = Field(
+        True, description="refuse (429) what is predicted to miss its objective"
+    )
+    objective: ObjectiveSettings = ObjectiveSettings()
+    request_timeout_s: float = Field(600.0, gt=0)
+    failover: FailoverSettings = FailoverSettings()
+    record: str | None = Field(
+        None, description="file for the router's log (JSON lines, holds token ids); none: off"
+    )
+
+    @field_validator("mode")
+    @classmethod
+    def _known_mode(cls, value: str) -> str:
+        steered_percent(value)
+        return value
+
+
+LogFormat = Literal["console", "json"]
+
+
+class ObservingSettings(Section):
+    """Logs, traces and metrics of router and workers."""
+
+    log_format: LogFormat = Field(
+        "console", description="json: one object per line, with the request's id"
+    )
+    log_file: str | None = Field(
+        None, description="file that every process of a machine appends its lines to, too"
+    )
+    otlp_endpoint: str | None = Field(
+        None, description="collector for OpenTelemetry spans, as http://host:4318; none: no spans"
+    )
+    otlp_protocol: Literal["http", "grpc"] = "http"
+    service_name: str = Field("kappa-serve", min_length=1)
+    trace_share: Annotated[Finite, Field(ge=0, le=1)] = Field(
+        1.0,
+        description="share of requests traced; a client that sends `traceparent` decides itself",
+    )
+    request_log: bool = Field(True, description="a line at each request's end")
+    metrics: bool = Field(
+        True, description="false: nothing is counted and /metrics is empty (to measure the cost)"
+    )
+
+    @field_validator("log_file")
+    @classmethod
+    def _from_here(cls, value: str | None) -> str | None:
+        # Workers have working folders of their own.
+        return None if value is None else str(Path(value).absolute())
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if http_parts(value) is None:
+            raise ValueError(
+                f"otlp_endpoint {value!r} is no address of a collector: give http://HOST:4318 "
+                "(OTLP over HTTP) or http://HOST:4317 with otlp_protocol: grpc"
+            )
+        return value.rstrip("/")

@@ -1,0 +1,65 @@
+"""What passes beside a request's body: metadata for its engine, headers for its client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kappa import protocol as p
+from kappa_router.api.tenants import Tenant
+from kappa_router.decision import Decision
+
+# What a client calls its conversation: this header, else one of these fields of its body.
+SESSION_HEADER = "x-session-id"
+DEADLINE_HEADER = "x-kappa-deadline-ms"
+CONVERSATION_KEYS = ("prompt_cache_key", "user")
+PLAN_HEADER = "x-kappa-plan"
+
+Metadata = dict[str, str | int | float]
+
+
+def tenant_metadata(sent_as: str, tenant: Tenant) -> Metadata:
+    """What the engine's scheduler is sent with every request: its id there, and whose it is."""
+    return {p.REQUEST_ID_KEY: sent_as, p.TENANT_KEY: tenant.name, p.WEIGHT_KEY: tenant.weight}
+
+
+def routed_metadata(decision: Decision, elsewhere: Mapping[str, p.Charge]) -> Metadata:
+    """What it is sent of a decision: what of the prompt the chosen worker should hold, and what
+    tenants were charged elsewhere than there, to the millisecond."""
+    chosen, sent = decision.chosen, Metadata()
+    if decision.informed:
+        sent[p.PROMPT_TOKENS_KEY] = decision.prompt_tokens
+        sent[p.DEVICE_TOKENS_KEY] = int(chosen.counts.device_tokens)
+        sent[p.HOST_TOKENS_KEY] = int(chosen.counts.cached_tokens - chosen.recomputed_tokens)
+        if chosen.counts.disk_tokens:
+            sent[p.DISK_TOKENS_KEY] = int(chosen.counts.disk_tokens)
+    sent[p.LINK_S_KEY] = round(chosen.load_s, 6)
+    sent[p.GPU_S_KEY] = round(chosen.compute_s, 6)
+    if elsewhere:
+        rounded = {name: [round(s, 3) for s in charge] for name, charge in elsewhere.items()}
+        sent[p.CHARGES_KEY] = json.dumps(rounded, separators=(",", ":"))
+    return sent
+
+
+def peer_params(decision: Decision, endpoint: str) -> dict[str, Any]:
+    """What the chosen worker is sent of KV that it is to take from a peer first."""
+    assert decision.fetch is not None
+    counts = decision.chosen.counts
+    stop = int(counts.device_tokens + counts.cached_tokens)
+    start = stop - decision.fetch.tokens
+    return {p.PEER_PARAM: {"endpoint": endpoint, "start": start, "stop": stop}}
+
+
+def decision_headers(decision: Decision) -> dict[str, str]:
+    """What a response says of its routing."""
+    chosen = decision.chosen
+    return {
+        **({PLAN_HEADER: chosen.plan} if chosen.plan else {}),
+        "x-kappa-node": chosen.node.name,
+        "x-kappa-paced": "true" if chosen.node.source == "paced" else "false",
+        "x-kappa-ratio": f"{chosen.counts.ratio:.2f}",
+        "x-kappa-crit": f"{chosen.kappa_crit:.2f}",
+        "x-kappa-reason": decision.reason,
+        "x-kappa-predicted-ttft-ms": f"{1e3 * chosen.ttft_s:.1f}",
+    }

@@ -1,0 +1,120 @@
+"""The body of a request as decisions, prompts and engines read it, whichever API it came by. Pure.
+
+What its field lists kept (`kappa_router.api.fields`) is taken as it is. What else may be wrong with
+it an engine's schema says, at the worker: none stands here, since to import vLLM's takes ten
+seconds and 400 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kappa_router.api.checks import need
+
+Json = dict[str, Any]
+
+# What vLLM takes where a completion does not say.
+_COMPLETION_TOKENS = 16
+
+
+@dataclass(slots=True, eq=False)
+class RequestBody:
+    """A chat, or else a completion, as far as it goes on to an engine.
+
+    fields: those that checks kept, none of them null, by vLLM's names; shared, never changed.
+    cache_salt, priority: what its client asked for, then what the router makes of it;
+    kv_transfer_params, vllm_xargs: the router's own.
+    """
+
+    is_chat: bool
+    fields: Mapping[str, Any]
+    cache_salt: str | None = None
+    priority: int | None = None
+    kv_transfer_params: Json | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    @classmethod
+    def chat(cls, kept: Mapping[str, Any]) -> RequestBody:
+        """Of what checks kept of a chat, or made into one; ApiError 400 without messages."""
+        return cls._of(kept, "messages")
+
+    @classmethod
+    def completion(cls, kept: Mapping[str, Any]) -> RequestBody:
+        """Of what checks kept of a completion; ApiError 400 without a prompt."""
+        return cls._of(kept, "prompt")
+
+    @classmethod
+    def _of(cls, kept: Mapping[str, Any], needed: str) -> RequestBody:
+        need(kept, needed)
+        fields = {name: value for name, value in kept.items() if value is not None}
+        salt, priority = fields.get("cache_salt"), fields.get("priority")
+        return cls(needed == "messages", fields, salt, priority)
+
+    @property
+    def model(self) -> str | None:
+        return self.fields.get("model")
+
+    @property
+    def messages(self) -> list[Json]:
+        """A chat's; of a completion none."""
+        return self.fields["messages"] if self.is_chat else []
+
+    @property
+    def prompt(self) -> Any:
+        """A completion's: a text, token ids, or several of one kind; of a chat none."""
+        return None if self.is_chat else self.fields["prompt"]
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    @property
+    def max_tokens(self) -> int:
+        """The bound on generated tokens, 0 if there is none but the context."""
+        given = self.fields.get("max_tokens", 0 if self.is_chat else _COMPLETION_TOKENS)
+        return int(self.fields.get("max_completion_tokens") or given)
+
+    @property
+    def answers(self) -> int:
+        """As `choices_in`."""
+        return choices_in(self.fields)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a cached prefix serves it: vLLM computes all of a prompt whose logprobs are
+        wanted, by a chat also as its number of top logprobs, which is 0 by default."""
+        fields = self.fields
+        echoed = fields.get("top_logprobs", 0) if self.is_chat else fields.get("logprobs")
+        return fields.get("prompt_logprobs") is None and (
+            not fields.get("echo") or echoed is None
+        )  # fmt: skip
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a schema, an expression or a grammar constrains the answer."""
+        names = ("structured_outputs", "response_format", "tools")
+        return any(self.fields.get(name) for name in names)
+
+    def sets(self) -> Json:
+        """What the router puts into it."""
+        own = {
+            "cache_salt": self.cache_salt, "priority": self.priority or None,
+            "kv_transfer_params": self.kv_transfer_params, "vllm_xargs": self.vllm_xargs,
+        }  # fmt: skip
+        return {name: value for name, value in own.items() if value is not None}
+
+    def json(self) -> bytes:
+        """It whole, as its engine's HTTP API takes it."""
+        return msgspec.json.encode({**self.fields, **self.sets()})
+
+
+def choices_in(body: Mapping[str, Any]) -> int:
+    """How many answers a body asks for: `n` for every prompt."""
+    prompt = body.get("prompt")
+    # A list of numbers is one prompt, in tokens.
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return int(body.get("n") or 1) * (len(prompt or ()) if several else 1)

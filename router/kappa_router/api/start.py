@@ -1,0 +1,189 @@
+"""What the decider is configured with, and the start and stop of its live router.
+
+`DeciderSettings` are plain values, sent with the deployment; `deploy` makes them from a cluster's
+settings, of which whole sections stand in them as they are. The live router must be made on the
+event loop that it lives on, which is the one of the first health check or request. Until Ray has
+made the router of a handle nobody posts announcements, so it is woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings
+from kappa.settings.engine import TransferSettings
+from kappa.settings.routing import ObservingSettings, RouterSettings
+from kappa.slo import ServiceObjective
+from kappa_router.api.app import Access
+from kappa_router.api.request import EndpointModel
+from kappa_router.api.tenants import Allowance, Tenants
+from kappa_router.config import RouterConfig
+from kappa_router.index.prefix_hash import secret_from_seed
+from kappa_router.live.circuit_breaker import BreakerRule
+from kappa_router.live.live_router import LiveRouter
+from kappa_router.live.membership import MembershipRule
+from kappa_router.load_plans import planner_of
+from kappa_router.policy import policy_named
+
+_POLL_S = 0.05
+_DRAIN_MARGIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeciderSettings:
+    """What the decider is configured with.
+
+    models: that it serves, in the cluster file's order. drain_s: the longest that any pool's worker
+    may take to finish its requests when it is taken away; replicas: how many deciders there are.
+    """
+
+    models: tuple[EndpointModel, ...]
+    secret: str
+    router: RouterSettings = field(default_factory=RouterSettings)
+    tenants: Tenants = field(default_factory=Tenants)
+    observing: ObservingSettings = field(default_factory=ObservingSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    log_level: str = "WARNING"
+    drain_s: float = 60.0
+    replicas: int = 1
+
+
+class FaceSettings(Protocol):
+    """The sections of a cluster's, or a front's, settings that are about its HTTP face."""
+
+    @property
+    def tenants(self) -> TenantSettings: ...
+    @property
+    def access(self) -> AccessSettings: ...
+    @property
+    def router(self) -> RouterSettings: ...
+    @property
+    def http(self) -> HttpSettings: ...
+
+
+def tenants_table(t: TenantSettings, own: Mapping[bytes, str] | None = None) -> Tenants:
+    """The tenants' table; of their keys it holds digests only. own: of operators besides."""
+    own = own or {}
+    table = Tenants(
+        refuse=t.closed,
+        weights=dict(t.weights),
+        priorities={name: (one.own, one.may_ask) for name, one in t.priorities.items()},
+        # Without keys nobody can be distinguished from an operator.
+        operators=frozenset({*t.operators, *own.values()}) if t.digests else None,
+        own_caches=bool(t.digests) and not t.share_cache,
+        blind=secrets.token_bytes(32),
+    )
+    return table.with_digests({**t.digests, **own}, t.default_name, t.fixed_digests | own.keys())
+
+
+def access_of(settings: FaceSettings, own: Mapping[bytes, str] | None = None) -> Access:
+    """What every decider replica knows of who may send requests, how many, and in what size."""
+    t, a = settings.tenants, settings.access
+    allowances = {name: Allowance(**limits.model_dump()) for name, limits in t.limits.items()}
+    return Access(
+        tenants=tenants_table(t, own),
+        # Replicas have working folders of their own.
+        keys_file=None if t.keys_file is None else str(Path(t.keys_file).absolute()),
+        keys_check_s=t.keys_check_s,
+        max_body_bytes=settings.router.max_body_bytes,
+        body_timeout_s=a.body_timeout_s,
+        max_outstanding_bodies=2 * settings.router.max_queue,
+        open_metrics=a.open_metrics,
+        default_allowance=Allowance(**t.default_limits.model_dump()),
+        # Its own requests are the cluster's, not a client's.
+        allowances={**{name: Allowance() for name in (own or {}).values()}, **allowances},
+        replicas=settings.http.replicas,
+    )
+
+
+def router_config(settings: DeciderSettings, rank: int = 0) -> RouterConfig:
+    """The pure router's part of the settings, for the decider of this rank."""
+    given = settings.router
+    return RouterConfig(
+        policy=policy_named(given.policy),
+        secret=secret_from_seed(settings.secret),
+        index_blocks=given.index_blocks,
+        stale_after_s=given.stale_after_s,
+        calibrate=given.calibrate,
+        calibrate_requests=given.calibrate_requests,
+        forecast_workers=given.forecast_workers,
+        admission=given.admission,
+        objective=ServiceObjective(**given.objective.model_dump()),
+        first=rank % settings.replicas / settings.replicas,
+        planner_of=planner_of,
+    )
+
+
+def member_rule(settings: DeciderSettings) -> MembershipRule:
+    """When a worker counts as gone."""
+    rule = settings.router.failover
+    return MembershipRule(
+        stall_after_s=rule.stall_after_s,
+        lost_after_s=max(settings.router.stale_after_s, rule.stall_after_s),
+        # Ray ends it at its own time; a little later it is gone for us, too.
+        drain_s=settings.drain_s + _DRAIN_MARGIN_S,
+        breaker=BreakerRule(
+            failures=rule.failures, pause_s=rule.pause_s, longest_pause_s=rule.longest_pause_s
+        ),
+    )
+
+
+def record_file(settings: DeciderSettings, rank: int) -> str | None:
+    """Where the decider of this rank writes its log: each its own, where there are several."""
+    if settings.router.record is None or settings.replicas == 1:
+        return settings.router.record
+    path = Path(settings.router.record)
+    return str(path.with_name(f"{path.stem}-{rank}{path.suffix}"))
+
+
+class LiveStart:
+    """The live router, made at the first call."""
+
+    def __init__(
+        self, settings: DeciderSettings, wake: Callable[[], Awaitable[None]], rank: int = 0
+    ) -> None:
+        """`wake`: has Ray announce the workers; runs once, beside everything else. `rank`: which
+        of the deciders this is."""
+        self._settings, self._wake, self._rank = settings, wake, rank
+        self._live: LiveRouter | None = None
+        self._waking: asyncio.Future[None] | None = None
+
+    def __call__(self) -> LiveRouter:
+        """The live router; the first call makes it, on the running event loop."""
+        if self._live is None:
+            settings, seen = self._settings, self._settings.observing
+            self._live = LiveRouter(
+                router_config(settings, self._rank), record_file(settings, self._rank),
+                member_rule(settings), counting=seen.metrics, request_log=seen.request_log,
+            )  # fmt: skip
+            self._waking = asyncio.ensure_future(self._wake())
+        return self._live
+
+    async def known(self, within_s: float) -> bool:
+        """Wait until what the workers hold is known, at most so long; whether it is.
+
+        Nobody should be sent to a decider that has only just begun to ask.
+        """
+        live = self()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not live.members.synced:
+                    await asyncio.sleep(_POLL_S)
+        return live.members.synced
+
+    async def close(self) -> None:
+        """Stop following workers; returns when nothing of the live router runs any more."""
+        live, waking = self._live, self._waking
+        self._live = self._waking = None
+        if waking is not None:
+            waking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waking
+        if live is not None:
+            await live.close()

@@ -1,0 +1,165 @@
+"""A cluster of ours as its decider knows it: handles of pools, the live router, and the endpoints
+that show or explain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from kappa.protocol import PROFILE_PATH
+from kappa_router.api import errors, status
+from kappa_router.api.face import Face
+from kappa_router.api.reading import read
+from kappa_router.api.render import PromptRenderer, Tokenizing
+from kappa_router.api.request_path import RequestPath
+from kappa_router.api.start import DeciderSettings, LiveStart
+from kappa_router.api.tenants import Places
+from kappa_router.cluster.ports import WorkerPorts
+from kappa_router.cluster.reading import counted_message, either
+from kappa_router.live.deciders import Deciders
+from kappa_router.live.decision_records import DecisionRecord
+from kappa_router.policy import policy_named
+from kappa_router.telemetry import Telemetry
+
+log = structlog.get_logger(__name__)
+
+_PROFILE_TIMEOUT_S = 90.0
+_WAKE_TIMEOUT_S = 120.0
+# Workers that start with us take longer; one that joins others knows them sooner.
+FIRST_SIGHT_S = 25.0
+
+
+class ClusterFace(Face):
+    """What a cluster's decider answers itself. `_pools`: Ray Serve's handles, by pool."""
+
+    _live: LiveStart
+    _ports: WorkerPorts
+    _pools: Mapping[str, Any]
+
+    def _wire(self, settings: DeciderSettings, renderers: Mapping[str, PromptRenderer]) -> None:
+        try:
+            rank = int(serve.get_replica_context().rank.rank)
+        except RayServeException:  # outside of Ray Serve
+            rank = 0
+        self._known = settings.tenants
+        self._live = LiveStart(settings, self._wake_router, rank)
+        self._checked = False
+        self._deciders = Deciders(settings.replicas, "for_deciders")
+
+        def record_of(request_id: str) -> DecisionRecord | None:
+            return self._live().records.get(request_id)
+
+        self._telemetry = Telemetry(record_of)
+        self._tracing = None
+        if settings.observing.otlp_endpoint is not None:
+            # Half a second of imports that only a collector needs.
+            from kappa_router.tracing import Tracing
+
+            self._tracing = Tracing(settings.observing, record_of)
+            self._telemetry.on_end = self._tracing.ended
+        # Without keys tenants cannot be told apart.
+        places = Places(settings.router.max_queue, shared=bool(settings.tenants.by_digest))
+        self._path = RequestPath(
+            settings.router, Tokenizing(renderers), places, self._telemetry, self._live,
+            settings.models,
+        )  # fmt: skip
+
+    def __del__(self) -> None:
+        """Ray Serve calls it when the replica goes: its threads end, the last spans are sent."""
+        path, tracing = vars(self).get("_path"), vars(self).get("_tracing")
+        if path is not None:
+            path.tokenizing.close()
+        if tracing is not None:
+            tracing.close()
+
+    async def use_policy(self, name: str) -> None:
+        """Decide by another policy from now on: for who started the cluster, by its Serve handle;
+        no HTTP path leads here."""
+        self._live().use_policy(policy_named(name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The tokens of an Anthropic message's prompt; nothing is run or reserved."""
+        chat = await read(await request.body(), counted_message)
+        routed = await self._path.to_explain(chat, request)
+        if routed.token_ids is None:
+            raise errors.UNSUPPORTED_PROMPT()
+        return JSONResponse({"input_tokens": len(routed.token_ids)})
+
+    async def nodes(self) -> Response:
+        """Every worker with its profile, backlogs and critical ratio."""
+        return JSONResponse({"nodes": status.nodes(self._live())})
+
+    async def profile(self) -> Response:
+        """Measure every worker's machine again, one after the other, and show the nodes."""
+        for worker in list(self._live().router.workers):
+            try:
+                answer = await self._ports.ask(worker, PROFILE_PATH, _PROFILE_TIMEOUT_S, b"")
+            except (TimeoutError, OSError):
+                answer = None
+            if answer is None or answer.status != 200:
+                why = f"worker {worker} could not be measured"
+                raise errors.NO_WORKER(why=why, retry_after_s=10.0)
+        return await self.nodes()
+
+    async def route(self, request: Request) -> Response:
+        """What would be decided for a chat or completion body; nothing is run or reserved."""
+        body = await read(await request.body(), either)
+        routed = await self._path.to_explain(body, request)
+        return self.explained(routed, request)
+
+    async def of_all(self, what: str, *args: Any) -> list[Any]:
+        """Every decider's answer, as far as they can be reached."""
+        return await self._deciders.call(self.for_deciders, what, *args)
+
+    def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
+        return self._telemetry.tenant(request_id), self._telemetry.account(request_id)
+
+    async def check_health(self) -> None:
+        """Called by Ray; the first time, before this decider is sent any request, it waits until
+        the workers' state is known here, as far as there are workers.
+
+        Raises:
+            RuntimeError: it cannot follow the workers any more; Ray replaces it.
+        """
+        if not self._checked:
+            self._checked = True
+            await self._live.known(FIRST_SIGHT_S)
+        fault = self._live().members.fault()
+        if fault:
+            raise RuntimeError(f"this decider must be replaced: {fault}")
+
+    async def _wake_router(self) -> None:
+        """Ray makes a handle's router, which posts announcements, at its first call."""
+        for handle in self._pools.values():
+            try:
+                # Any method with an answer of plain values will do: a class of Ray Serve LLM's
+                # would have this process import all of vLLM.
+                await asyncio.wait_for(handle.record_routing_stats.remote(), _WAKE_TIMEOUT_S)
+            except Exception as error:
+                log.warning("workers_not_reached", error=repr(error))
+
+
+Route = Callable[[FastAPI], Any]
+"""How an endpoint is added to an application."""
+OWN: dict[str, Route] = {
+    "models": lambda a: a.get("/v1/models"),
+    "model_data": lambda a: a.get("/v1/models/{model:path}"),
+    "count_tokens": lambda a: a.post("/v1/messages/count_tokens"),
+    "nodes": lambda a: a.get("/v1/nodes"),
+    "tenants": lambda a: a.get("/v1/tenants"),
+    "profile": lambda a: a.post("/v1/nodes/profile"),
+    "route": lambda a: a.post("/v1/route"),
+    "decisions": lambda a: a.get("/v1/decisions"),
+    "decision": lambda a: a.get("/v1/decisions/{request_id:path}"),
+    "metrics": lambda a: a.get("/metrics", response_class=PlainTextResponse),
+    "ready": lambda a: a.get("/ready"),
+}
+"""Endpoints that run nothing, by the method that answers each."""

@@ -1,0 +1,356 @@
+"""What goes into the router and comes out: a request, its cost on every worker, a decision.
+
+Policies see `Estimates` and nothing else, so the same ones run live and simulated.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa.cost import TokenCounts
+from kappa.hardware import NodeProfile
+from kappa_router.index.prefix_hash import UInt64s
+
+MEMORY, COMPUTE = "memory", "compute"
+
+Floats = NDArray[np.float64]
+Slots = NDArray[np.intp]
+
+NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
+
+
+class NoWorkerError(Exception):
+    """No worker can take the request now."""
+
+
+class OverloadedError(NoWorkerError):
+    """The request would miss its objective; `retry_after_s` is when to come again."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class MismatchError(ValueError):
+    """A worker announced another model, block size or fingerprint than the pool's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """A request as the router sees it.
+
+    token_ids: the prompt (None when it could not be tokenized: routing then fails open);
+    salt: isolation of the tenant's cache; exclude: workers that must not be chosen. retry: it was
+    admitted before, and its worker failed it.
+    prefix_hashes, prompt_tokens: instead of token_ids, from callers that have hashes already;
+    prompt_tokens alone is the most that a prompt which could not be tokenized comes to.
+    session: what the client calls its conversation, for policies that stick to it.
+    handed_tokens: of the prompt, computed already and on their way to whichever worker is chosen.
+    model: that its worker must serve; empty: the only one that there is. tenant, weight: who is
+    charged, and its share; priority: its class, lower first.
+    """
+
+    request_id: str
+    token_ids: np.ndarray | None = None
+    max_tokens: int = 0
+    salt: int = 0
+    exclude: frozenset[str] = frozenset()
+    prefix_hashes: UInt64s | None = None
+    prompt_tokens: int = 0
+    session: str = ""
+    retry: bool = False
+    handed_tokens: int = 0
+    model: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+
+    @property
+    def informed(self) -> bool:
+        """Whether anything is known of the prompt."""
+        return self.token_ids is not None or self.prefix_hashes is not None
+
+    @property
+    def sized(self) -> bool:
+        """Whether the length of the prompt is known or bounded, so that it can be priced."""
+        return self.informed or self.prompt_tokens > 0
+
+    @property
+    def tokens(self) -> int:
+        """Length of the prompt; an engine computes at least one token."""
+        return max(self.prompt_tokens if self.token_ids is None else len(self.token_ids), 1)
+
+
+class Held(NamedTuple):
+    """Leading tokens that workers hold, shape (workers,) each: on the device, behind it, and of
+    these on disk alone."""
+
+    device: Floats
+    cached: Floats
+    disk: Floats
+
+
+@dataclass(slots=True)
+class PricedPrompt:
+    """What is priced: tokens of a prompt and of its answer, its blocks, its conversation."""
+
+    tokens: int
+    output_tokens: int
+    block_tokens: int = 1
+    prefix_hashes: UInt64s = field(default_factory=lambda: NO_HASHES)
+    session: str = ""
+
+
+class PlannedLoad(NamedTuple):
+    """How a worker would bring a cached prefix back: in words, tokens that it computes anew, tokens
+    that cross the link, real seconds of the shorter of link and gpu work that hide behind the
+    longer."""
+
+    kind: str
+    recomputed_tokens: int
+    crossing_tokens: int
+    hidden_s: float
+
+
+class Column:
+    """A field of the structured array `rows` of an object, as an attribute of that object."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Floats:
+        column: Floats = instance.rows[self._name]
+        return column
+
+    def __set__(self, instance: Any, values: Any) -> None:
+        instance.rows[self._name] = values
+
+
+@dataclass(slots=True, eq=False)
+class Estimates:
+    """What one request would cost on each of n workers; seconds are real ones.
+
+    rows: a record per worker, whose fields are the columns below, shape (n,) each.
+    slots: the workers' places in the fleet, constant for life; nodes: what they announced.
+    fetch_from: the worker from which `fetch_tokens` come first, empty if none do. fetching: the
+    estimates if every worker first fetched what its peer `fetch_from` holds; none where nobody can
+    or nothing is to be had. plans: by row, how the worker would bring the prefix back, of those
+    that plan (`load_plans`).
+    """
+
+    now_s: float
+    workers: list[str]
+    slots: Slots
+    rows: NDArray[np.void]
+    prompt_tokens: int
+    block_tokens: int
+    prefix_hashes: UInt64s
+    session: str
+    expected_output_tokens: int
+    nodes: tuple[NodeProfile, ...] = ()
+    fetch_from: str = ""
+    fetching: Estimates | None = None
+    plans: dict[int, PlannedLoad] = field(default_factory=dict)
+    _read: tuple[int, Any] = (-1, None)
+
+    # Leading tokens of the prompt in each tier, and what is left to compute.
+    device_tokens = Column()
+    cached_tokens = Column()
+    new_tokens = Column()
+    # Of the cached ones, those on disk alone.
+    disk_tokens = Column()
+    # The request's own seconds: of the link (whole, and per token), of the gpu.
+    load_s = Column()
+    load_token_s = Column()
+    # work_s is what it adds to a busy engine: no weights read, no fixed cost of a step.
+    work_s = Column()
+    compute_s = Column()
+    # Overhead besides the engine.
+    fixed_s = Column()
+    # Queued ahead of it; waiting requests have not had their first token.
+    link_backlog_s = Column()
+    gpu_backlog_s = Column()
+    in_flight = Column()
+    waiting = Column()
+    queued_tokens = Column()
+    # Context of all in flight, and what VRAM holds.
+    resident_tokens = Column()
+    capacity_tokens = Column()
+    # Total delay that its prefill puts on those that decode there.
+    tpot_impact_s = Column()
+    # What it costs all in flight beside it, whose tokens its prompt and its own tokens delay: by
+    # the share of their objective that this uses up, as seconds of the objective of a first token;
+    # and those who come while its prompt is computed.
+    interference_s = Column()
+    # Recent seconds of prefill per second (over 1: more than it can do), recent requests a second.
+    gpu_use = Column()
+    loads_per_s = Column()
+    prefills_per_s = Column()
+    # What the worker is.
+    h2d_bytes_per_s = Column()
+    flops_per_s = Column()
+    cost_per_hour = Column()
+    kappa_crit = Column()
+    # The network: what is fetched, for how long (for ever where there is no room for it), and what
+    # is queued ahead of it on the cards of both ends.
+    fetch_tokens = Column()
+    fetch_s = Column()
+    net_backlog_s = Column()
+    # Predicted time to first token; per output token once all in flight decode beside it, stretched
+    # by recent prefills.
+    ttft_s = Column()
+    tpot_s = Column()
+    # How sure the former is: standard deviation of its logarithm.
+    ttft_sd = Column()
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def backlog_s(self) -> Floats:
+        """Queued work on the busier of link and gpu."""
+        return np.maximum(self.link_backlog_s, self.gpu_backlog_s)
+
+    def row(self, index: int) -> Any:
+        """Row `index`, priced for good, as a named tuple of plain numbers, which are read many
+        times sooner; the last one is kept."""
+        if self._read[0] != index:
+            self._read = index, _Row._make(self.rows[index].item())
+        return self._read[1]
+
+    def candidate(self, index: int) -> PricedWorker:
+        """What a decision shows of row `index`."""
+        row = self.row(index)
+        device, cached, new = row.device_tokens, row.cached_tokens, row.new_tokens
+        plan = self.plans.get(index)
+        queue_s = row.ttft_s - row.load_s - row.compute_s - row.fixed_s
+        # In order: names take a decision longer.
+        return PricedWorker(
+            self.workers[index], self.nodes[index],
+            TokenCounts(int(device), int(cached), int(new), int(row.disk_tokens)),
+            row.kappa_crit, max(queue_s, 0.0), row.load_s, row.compute_s, row.ttft_s,
+            row.tpot_impact_s, max(row.link_backlog_s, row.gpu_backlog_s), int(row.in_flight),
+            plan.kind if plan is not None else "",
+            plan.recomputed_tokens if plan is not None else 0, row.ttft_sd,
+        )  # fmt: skip
+
+
+ESTIMATE = np.dtype([(n, np.float64) for n, v in vars(Estimates).items() if isinstance(v, Column)])
+# mypy wants the names spelt out; here they are those of the columns above.
+_Row: Any = namedtuple("_Row", ESTIMATE.names or ())  # type: ignore[misc]
+
+
+class PricedWorker(NamedTuple):
+    """One worker, priced for one request; seconds are real ones.
+
+    queue_s: from now until its own load or prompt could start; ttft_s: prediction until the first
+    token, all included; tpot_impact_s: total delay of those that decode there; backlog_s: queued
+    work on the busier of link and gpu; recomputed_tokens: of the cached ones, those that its plan
+    computes anew; ttft_sd: standard deviation of the logarithm of `ttft_s`.
+    """
+
+    worker: str
+    node: NodeProfile
+    counts: TokenCounts
+    kappa_crit: float
+    queue_s: float
+    load_s: float
+    compute_s: float
+    ttft_s: float
+    tpot_impact_s: float
+    backlog_s: float
+    in_flight: int
+    plan: str = ""
+    recomputed_tokens: int = 0
+    ttft_sd: float = 0.0
+
+    @property
+    def bound(self) -> str:
+        """`memory` if the request's ratio here is at or above the node's critical ratio."""
+        return MEMORY if self.counts.ratio >= self.kappa_crit else COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring `tokens` leading tokens from a peer before loading."""
+
+    source_worker: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy's answer: a row of the estimates, and one word of reason."""
+
+    index: int
+    reason: str
+    fetch: Fetch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes, why, and what is expected of it; seconds are real ones.
+
+    estimates: what it would cost on every worker (None in logs); index: the chosen row of them;
+    fetch: what to bring there first.
+    """
+
+    request_id: str
+    chosen: PricedWorker
+    reason: str
+    policy: str
+    prompt_tokens: int
+    informed: bool
+    estimates: Estimates | None = field(default=None, compare=False, repr=False)
+    index: int = field(default=-1, compare=False, repr=False)
+    fetch: Fetch | None = None
+
+    @property
+    def worker(self) -> str:
+        return self.chosen.worker
+
+    @property
+    def priced(self) -> Estimates:
+        """The estimates of a decision that has just been made."""
+        assert self.estimates is not None
+        return self.estimates
+
+    @property
+    def candidates(self) -> tuple[PricedWorker, ...]:
+        """Every worker that could have been chosen, priced; none in a log."""
+        estimates = self.estimates
+        return () if estimates is None else tuple(map(estimates.candidate, range(len(estimates))))
+
+    @property
+    def soonest_other(self) -> tuple[str, float] | None:
+        """Node and predicted TTFT, in seconds, of the soonest worker besides the chosen one; None:
+        there was no other, or it is not known any more."""
+        estimates = self.estimates
+        if estimates is None or len(estimates) == 1:
+            return None
+        ttft_s = estimates.ttft_s.copy()
+        ttft_s[self.index] = np.inf
+        other = int(ttft_s.argmin())
+        return estimates.nodes[other].name, float(ttft_s[other])
+
+    @property
+    def kind(self) -> str:
+        """What the predicted TTFT is mostly made of: queue, load, compute or device."""
+        chosen = self.chosen
+        if chosen.queue_s > max(chosen.load_s, chosen.compute_s):
+            return "queue"
+        if chosen.counts.cached_tokens and chosen.load_s > chosen.compute_s:
+            return "load"
+        if chosen.counts.device_tokens > chosen.counts.new_tokens:
+            return "device"
+        return "compute"
+
+
+def without_candidates(decision: Decision) -> Decision:
+    """A copy that keeps only the choice, for logs."""
+    return replace(decision, estimates=None, index=-1)

@@ -1,0 +1,102 @@
+"""The Starlette application of `kappa route`'s own paths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kappa_router.api import errors, status
+from kappa_router.api.app import Door, guard, inbound_of
+from kappa_router.api.face import Face
+from kappa_router.api.start import access_of, tenants_table
+from kappa_router.front.front import DECIDED_PATHS, Front
+from kappa_router.page.mount import add_page
+
+_JSON_LINES = "application/x-ndjson"
+
+
+def make_face_app(front: Front, door: Door) -> Starlette:
+    """The application, of a front that runs; door: of the decider that stands beside."""
+    app = Starlette(routes=own_routes(front))
+    app.router.redirect_slashes = False
+    add_page(app)
+    guard(app, replace(access_of(front.settings), limit_all=True), door)
+    return app
+
+
+def own_routes(front: Front) -> list[Route]:
+    """Paths that are answered here."""
+    face = _Face(front)
+    return [
+        Route("/health", face.health),
+        Route("/ready", face.ready),
+        Route("/metrics", face.metrics),
+        Route("/v1/models", face.models),
+        Route("/v1/models/{model:path}", face.model),
+        Route("/v1/nodes", face.nodes),
+        Route("/v1/tenants", face.tenants),
+        Route("/v1/journal", face.journal),
+        Route("/v1/route", face.route, methods=["POST"]),
+        Route("/v1/decisions", face.listed),
+        Route("/v1/decisions/{request_id:path}", face.single),
+    ]
+
+
+class _Face(Face):
+    """The endpoints that are answered here."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._live = lambda: front.live
+        self._known = tenants_table(front.settings.tenants)
+
+    async def health(self, request: Request) -> Response:
+        """200 as long as this process serves."""
+        return JSONResponse({"status": "healthy"})
+
+    async def listed(self, request: Request) -> Response:
+        """As `decisions`, whose parameters FastAPI reads for the decider."""
+        text = request.query_params.get("limit", "100")
+        if not text.isascii() or not text.isdigit() or len(text) > 9:
+            raise errors.bad_field("limit", "give a whole number")
+        return await self.decisions(request, int(text))
+
+    async def single(self, request: Request) -> Response:
+        """As `decision`."""
+        return await self.decision(request.path_params["request_id"], request)
+
+    async def models(self, request: Request) -> Response:
+        """Every model that some server serves now."""
+        return JSONResponse({"object": "list", "data": self._front.models()})
+
+    async def model(self, request: Request) -> Response:
+        """One of `models`; ApiError 404 if no server serves it now."""
+        cards, name = (
+            {card["id"]: card for card in self._front.models()},
+            request.path_params["model"],
+        )
+        if name not in cards:
+            raise errors.UNKNOWN_MODEL(model=name[:200], served=", ".join(cards))
+        return JSONResponse(cards[name])
+
+    async def nodes(self, request: Request) -> Response:
+        """Every server as the router knows it, and whether it answers."""
+        live = self._front.live
+        return JSONResponse({"nodes": status.nodes(live), "backends": self._front.rows()})
+
+    async def journal(self, request: Request) -> Response:
+        """The journal of the rollout, JSON lines; empty if none is written."""
+        journal = self._front.journal
+        return StreamingResponse(journal.parts() if journal else (), media_type=_JSON_LINES)
+
+    async def route(self, request: Request) -> Response:
+        """What would be decided for a chat or completion body; nothing is sent or reserved.
+        ApiError 400 if that is no JSON object; what else is wrong with it a server would say."""
+        inbound = inbound_of(request)
+        wanted = await self._front.read(DECIDED_PATHS[0], inbound.body, strict=True)
+        routed = self._front.request(inbound.request_id, wanted)
+        return self.explained(routed, request)

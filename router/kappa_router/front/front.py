@@ -1,0 +1,423 @@
+"""What `kappa route` decides with: the live router over servers that others run.
+
+A request's body is read as far as routing needs it and never changed. The decision is the same
+core's as in a cluster; what a server holds is known from what was sent to it and from what its
+answers say of their prompts (`router.sent_prompts`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import numpy as np
+import structlog
+
+from kappa.protocol import Admission, Announcement
+from kappa.settings.front import FrontSettings
+from kappa_router.api import errors
+from kappa_router.api.errors import ApiError
+from kappa_router.api.fair_queue import FairTurns
+from kappa_router.api.metadata import CONVERSATION_KEYS
+from kappa_router.api.reading import read
+from kappa_router.api.start import DeciderSettings, member_rule, router_config
+from kappa_router.api.tenants import EVERYBODY, Tenant
+from kappa_router.decision import Decision, NoWorkerError, RouteRequest
+from kappa_router.front.backend import TOKENIZED_FIELDS, Backend
+from kappa_router.front.conversations import Conversations, opening_of
+from kappa_router.front.facts import Usage
+from kappa_router.front.journal import Journal
+from kappa_router.index.prefix_hash import salt_of
+from kappa_router.live.kv_subscriber import StreamListener
+from kappa_router.live.live_router import LiveRouter
+from kappa_router.live.membership import Follower
+from kappa_router.live.replica_registry import ReplicaRegistry
+from kappa_router.live.supervised import supervised
+from kappa_router.rollout import Rollout
+from kappa_router.rollout_journal import CacheBlocks
+from kappa_router.sent_prompts import (
+    BLOCK_TOKENS,
+    BYTES_PER_TOKEN,
+    PROMPT_FIELDS,
+    Sent,
+    prompt_tokens,
+)
+
+log = structlog.get_logger(__name__)
+
+DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+# The fields that are read of any body, and of one with a prompt.
+_COMMON = frozenset({
+    "model", "cache_salt", "stream", "max_tokens", "max_completion_tokens", "n", "best_of",
+    "stream_interval", *CONVERSATION_KEYS,
+})  # fmt: skip
+_DECIDED = _COMMON.union(PROMPT_FIELDS, TOKENIZED_FIELDS)
+_DEPLOYMENT = "front"
+_KEEPALIVE_S = 4.0
+# Prompts that servers tokenize for us.
+_TOKENIZED_AT_ONCE = 8
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A request's body as far as routing reads it."""
+
+    # Empty if it names none.
+    model: str = ""
+    streamed: bool = False
+    # The prompt (`router.sent_prompts`); None where none can be read.
+    tokens: np.ndarray | None = None
+    # Tokens that the prompt has at most.
+    bound: int = 0
+    max_tokens: int = 0
+    # Answers to all of its prompts together.
+    answers: int = 1
+    # Several tokens may come in one event.
+    merged: bool = False
+    salt: str = ""
+    # Its conversation, by the client's own name for it, else by how it begins.
+    session: str = ""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Wanted:
+        """What a body asks for."""
+        model, salt = data.get("model"), data.get("cache_salt")
+        counts = (data.get(name) for name in ("n", "best_of"))
+        answers = max((one for one in counts if type(one) is int and 0 < one < 1 << 20), default=1)
+        prompt = data.get("prompt")
+        prompts = 1
+        if isinstance(prompt, list) and prompt and type(prompt[0]) is not int:
+            prompts = len(prompt)
+        limit = data.get("max_completion_tokens") or data.get("max_tokens")
+        return cls(
+            model if isinstance(model, str) else "",
+            data.get("stream") is True,
+            max_tokens=limit if type(limit) is int and 0 < limit < 1 << 31 else 0,
+            answers=answers * prompts,
+            merged=data.get("stream_interval") not in (None, 1),
+            salt=salt if isinstance(salt, str) else "",
+        )
+
+
+@dataclass(slots=True)
+class Flying:
+    """A request at a server."""
+
+    decision: Decision
+    backend: Backend
+    # Its name, the tenant's in front.
+    conversation: str
+    # The blocks that it brings there.
+    sent: Sent | None = None
+    # The present balancer that it is sent to instead, which may choose another server.
+    via: str = ""
+
+
+class Front:
+    """Servers by name, and the live router that chooses among them; `async with` runs it."""
+
+    live: LiveRouter
+
+    def __init__(self, settings: FrontSettings) -> None:
+        self.settings = settings
+        self.rollout = Rollout.parse(settings.router.mode, settings.present)
+        self.journal: Journal | None = None
+        self.backends: dict[str, Backend] = {}
+        self._registry, self._warned = ReplicaRegistry(), False
+        self._conversations, self._turns = Conversations(), FairTurns(_TOKENIZED_AT_ONCE)
+        # Events are about token ids; without them text will do.
+        self._by_ids = any(one.events for one in settings.backends)
+        self._block_tokens = settings.block_tokens if self._by_ids else BLOCK_TOKENS
+        self._tasks: list[asyncio.Task[None]] = []
+        # Set whenever a server may be used that was not to be, or the other way round.
+        self.changed = asyncio.Event()
+
+    async def __aenter__(self) -> Front:
+        settings = self.settings
+        decider = DeciderSettings(
+            models=(), secret=secrets.token_hex(16), router=settings.router,
+            observing=settings.observing,
+        )  # fmt: skip
+        rule = replace(member_rule(decider), follow=self._follow)
+        self.live = LiveRouter(
+            router_config(decider), None, rule, registry=self._registry,
+            counting=settings.observing.metrics, request_log=settings.observing.request_log,
+        )  # fmt: skip
+        if settings.journal is not None:
+            self.journal = Journal(settings.journal, settings, self.live, self._caches)
+        probe = settings.probe
+        self._http = aiohttp.ClientSession(
+            # uvicorn, and so vLLM, closes idle connections after 5 s.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=probe.connect_timeout_s),
+            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
+        )  # fmt: skip
+        for one in settings.backends:
+            backend = Backend(
+                one, probe, self._http, self._changed, self._block_tokens, self.changed.set
+            )
+            self.backends[one.worker] = backend
+            self._run("probe", one.worker, backend.watch)
+            for endpoint in one.events:
+                self._run("feed", one.worker, partial(backend.receive, endpoint))
+        return self
+
+    def _run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:
+        running = supervised(name, task, self.live.task_restarted, worker)
+        self._tasks.append(asyncio.create_task(running))
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.journal is not None:
+            self.journal.close()
+        await self.live.close()
+        await self._http.close()
+
+    # -- servers ------------------------------------------------------------------------------
+
+    def _follow(self, announced: Announcement, listener: StreamListener) -> Follower:
+        return self.backends[announced.worker].follow(listener)
+
+    def _changed(self, backend: Backend) -> str:
+        """A server announced itself, or something else than before; why it cannot be used."""
+        why = self._unlike(backend)
+        usable: dict[str, Mapping[str, Any]] = {
+            name: one.known.to_dict() for name, one in self.backends.items()
+            if one.known is not None and not (why if one is backend else one.refused)
+        }  # fmt: skip
+        self._registry.publish(_DEPLOYMENT, usable)
+        return why
+
+    def _unlike(self, backend: Backend) -> str:
+        """What contradicts the settings, or the other servers; empty if nothing does."""
+        wanted, names = backend.settings.model, [model.name for model in backend.models]
+        if wanted is not None and wanted not in names:
+            return (
+                f"serves {', '.join(names[:5])} and not {wanted}: start it with "
+                f"--served-model-name {wanted}, or change its model in the settings"
+            )
+        if wanted is not None:
+            return ""
+        for other in self.backends.values():
+            if other is backend or other.known is None or other.refused:
+                continue
+            theirs = {model.name: model.root for model in other.models}
+            for model in backend.models:
+                root = theirs.get(model.name)
+                if root and model.root and _stem(root) != _stem(model.root):
+                    return (
+                        f"serves {model.root} as {model.name}, by which name "
+                        f"{other.settings.url} serves {root}: give one of them another "
+                        "--served-model-name, or, if they are the same, name `model` for both"
+                    )
+        return ""
+
+    def usable(self) -> set[str]:
+        """Servers that may get requests."""
+        return {name for name, one in self.backends.items() if one.usable}
+
+    def serving(self, model: str) -> frozenset[str]:
+        """Servers that list the model; of no model, all."""
+        return frozenset(
+            name for name, one in self.backends.items()
+            if not model or any(model == known.name for known in one.models)
+        )  # fmt: skip
+
+    # -- requests -----------------------------------------------------------------------------
+
+    async def read(
+        self, path: str, body: bytes, tenant: Tenant = EVERYBODY, *, strict: bool = False
+    ) -> Wanted:
+        """A body as far as routing reads it; nothing of one that is no JSON object, since the
+        server will say why. Raises ApiError 400 for a body that exceeds a bound; if `strict`, for
+        one that is no JSON object, too.
+
+        Where servers publish events, its prompt is tokenized by one of them that has least to do,
+        in turn with other tenants'; it is only bounded if that does not succeed soon.
+        """
+        is_decided = path in DECIDED_PATHS
+        parse = partial(_parsed, _DECIDED if is_decided else _COMMON, strict, not self._by_ids)
+        data, wanted, opening = await read(body, parse)
+        wanted.session = self._conversations.of(opening)
+        wanted.bound = len(body) // BYTES_PER_TOKEN if data else 0
+        if not is_decided or not data:
+            return wanted
+        if not self._by_ids or isinstance(data.get("prompt"), list):
+            return wanted
+        able = [
+            one for name, one in self.backends.items()
+            if name in self.serving(wanted.model) and one.settings.events and one.connected
+        ]  # fmt: skip
+        if able:
+            chosen = min(able, key=lambda one: self.live.router.in_flight_on(one.worker))
+            with contextlib.suppress(TimeoutError):
+                async with (
+                    asyncio.timeout(self.settings.probe.timeout_s),
+                    self._turns.turn(tenant, len(body)),
+                ):
+                    wanted.tokens = await chosen.tokens(data)
+        return wanted
+
+    def request(self, request_id: str, wanted: Wanted) -> RouteRequest:
+        """The router's part of a request; raises ApiError 404 for a model that no server has."""
+        serving = self.serving(wanted.model)
+        if not serving and all(backend.known for backend in self.backends.values()):
+            names = sorted({m.name for one in self.backends.values() for m in one.models})
+            raise errors.UNKNOWN_MODEL(model=wanted.model[:200], served=", ".join(names))
+        adapter = any(
+            m.parent for one in self.backends.values() for m in one.models if m.name == wanted.model
+        )
+        return RouteRequest(
+            request_id, wanted.tokens, wanted.max_tokens,
+            salt_of(wanted.salt, wanted.model if adapter else None),
+            exclude=frozenset(self.backends) - serving, prompt_tokens=wanted.bound,
+            session=wanted.session,
+        )  # fmt: skip
+
+    def decide(self, request: RouteRequest, tenant: str = "") -> Flying:
+        """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
+        conversation = f"{tenant} {request.session or request.request_id}"
+        present = self.rollout.other(conversation)
+        decision = self.live.route(request, tenant, present=present)
+        flying = Flying(decision, self.backends[decision.worker], conversation)
+        if present is not None:
+            # Where a real balancer is to choose, the server is a guess.
+            flying.via = self.rollout.balancer
+        if not flying.via:
+            self._holds(flying)
+        return flying
+
+    def _holds(self, flying: Flying) -> None:
+        backend, index = flying.backend, self.live.router.index
+        hashes = flying.decision.priced.prefix_hashes
+        if backend.sent is not None and index is not None and len(hashes):
+            flying.sent = backend.sent.send(index, hashes)
+
+    def answered(self, flying: Flying, request: RouteRequest, given: str) -> None:
+        """An answer through the present balancer begins; given: the server that its head names."""
+        named = given.removeprefix("http://").removeprefix("https://")
+        worker = next(
+            (name for name, one in self.backends.items()
+             if named in (name, urlsplit(one.settings.url).netloc)), "",
+        )  # fmt: skip
+        if not worker and not self._warned:
+            self._warned = True
+            log.warning(
+                "present_balancer_names_no_server", header=self.settings.present_header,
+                found=named, remedy="have it name the server's HOST:PORT; until then servers are "
+                "guessed and the report is not to be trusted",
+            )  # fmt: skip
+        if worker:
+            self.moved(flying, request, worker)
+        self._holds(flying)
+
+    def moved(self, flying: Flying, request: RouteRequest, worker: str) -> None:
+        """It is at another server than was thought. One that is not known to live is not followed:
+        the guess stands."""
+        if worker == flying.decision.worker:
+            return
+        with contextlib.suppress(NoWorkerError):
+            flying.decision = self.live.moved(request, worker)
+            if flying.sent is not None and flying.backend.sent is not None:
+                flying.backend.sent.ended(flying.sent)
+            held, flying.sent, flying.backend = flying.sent, None, self.backends[worker]
+            if held is not None:
+                self._holds(flying)
+
+    def used(self, flying: Flying, usage: Usage) -> None:
+        """An answer said what its prompt took."""
+        index, sent, decision = self.live.router.index, flying.sent, flying.decision
+        history = flying.backend.sent
+        flying.backend.answered()
+        if usage.cached_tokens is None or not usage.prompt_tokens:
+            return
+        if index is None or sent is None or history is None:
+            return
+        # Of its prompt in our tokens, which are four bytes of its text.
+        share = usage.cached_tokens / usage.prompt_tokens
+        cached = int(share * decision.prompt_tokens)
+        history.found(index, sent, cached // decision.priced.block_tokens)
+        device = min(decision.chosen.counts.device_tokens, cached)
+        record = self.live.records.get(decision.request_id)
+        if record is not None:
+            new = max(decision.prompt_tokens - cached, 1)
+            flying.backend.admitted(Admission(record.sent_as, device, cached - device, new))
+
+    def ended(self, flying: Flying, end: str) -> None:
+        """A request is over at its server (`LiveRouter.release`)."""
+        if flying.sent is not None and flying.backend.sent is not None:
+            flying.backend.sent.ended(flying.sent)
+        live, request_id = self.live, flying.decision.request_id
+        flight, record = live.router.flights.get(request_id), live.records.get(request_id)
+        live.release(request_id, end)
+        # One that another attempt has replaced has a line of its own.
+        if self.journal is None or flight is None or record is None or not record.end:
+            return
+        decision = flying.decision
+        told = {
+            **record.to_dict(), "worker": decision.worker, "end_s": time.time(),
+            "prompt_tokens": decision.prompt_tokens, "output_tokens": flight.output_tokens,
+        }  # fmt: skip
+        self.journal.ended(told, flying.conversation, decision.priced.prefix_hashes)
+
+    def _caches(self) -> dict[str, CacheBlocks]:
+        return {
+            name: {f"{tier}_blocks": int(blocks) for tier, blocks in one.sent.size.items()}
+            for name, one in self.backends.items() if one.sent is not None
+        }  # fmt: skip
+
+    def models(self) -> list[Mapping[str, Any]]:
+        """A card of every model that somebody serves."""
+        cards: dict[str, Mapping[str, Any]] = {}
+        for backend in self.backends.values():
+            for model in backend.models if backend.connected and not backend.refused else ():
+                card = {"id": model.name, "object": "model", "created": 0, "owned_by": "kappa"}
+                more = {"root": model.root, "parent": model.parent}
+                card |= {key: value for key, value in more.items() if value}
+                if model.max_tokens:
+                    card["max_model_len"] = model.max_tokens
+                cards.setdefault(model.name, card)
+        return list(cards.values())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every server: its url, whether it answers, and its fault if it has one."""
+        return [
+            {
+                "worker": name, "url": one.settings.url, "profile": one.settings.profile,
+                "up": one.connected and not one.refused, "why": one.refused or one.down or None,
+                "models": [model.name for model in one.models],
+            }
+            for name, one in self.backends.items()
+        ]  # fmt: skip
+
+
+def _parsed(
+    fields: frozenset[str], strict: bool, by_text: bool, body: bytes
+) -> tuple[dict[str, Any], Wanted, str | list[int]]:
+    """All of a body that needs nothing but the body: its fields, what it asks for, and its
+    `opening_of`. by_text: whether a text is taken in tokens of its bytes."""
+    try:
+        data = errors.json_object(body, fields)
+    except ApiError as error:
+        if strict or error.code == errors.BODY_TOO_COMPLEX.code:
+            raise
+        data = {}
+    wanted = Wanted.of(data)
+    if "prompt" in fields and (by_text or isinstance(data.get("prompt"), list)):
+        wanted.tokens = prompt_tokens(data)
+    return data, wanted, opening_of(data)
+
+
+def _stem(root: str) -> str:
+    """What of a model's path or hub id says which model it is."""
+    return root.rstrip("/").rsplit("/", 1)[-1].lower()

@@ -1,0 +1,108 @@
+"""`kappa route` behind Envoy: the decider and our own paths in this process, Envoy as its child.
+
+What they share lies in a private folder: sockets, Envoy's configuration, the list of servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from kappa.settings.front import FrontSettings
+from kappa_router.api.app import Door
+from kappa_router.api.reading import prepare
+from kappa_router.api.start import access_of
+from kappa_router.front.app import make_face_app, own_routes
+from kappa_router.front.front import Flying, Front
+from kappa_router.front.scene import FrontScene
+from kappa_router.gateway.decider import Decider, DeciderRule
+from kappa_router.gateway.hosting import UNHEARD_S, hosted, running
+from kappa_router.gateway.process import Gateway, spec_of
+from kappa_router.gateway.spec import GatewaySpec
+
+
+@dataclass(frozen=True, slots=True)
+class FrontGateway:
+    """One that runs; face: serves our own paths."""
+
+    front: Front
+    scene: FrontScene
+    decider: Decider[Flying]
+    gateway: Gateway
+    face: asyncio.Task[None]
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self.gateway.spec.url
+
+
+async def serve(settings: FrontSettings, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then end open requests; `ready` is called with the url. Raises
+    EnvoyError."""
+    loop, ordered = asyncio.get_running_loop(), asyncio.Event()
+    for signalled in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signalled, ordered.set)
+    async with opened(settings) as here:
+        prepare()
+        ready(here.url)
+        until = [asyncio.create_task(ordered.wait()), asyncio.create_task(here.gateway.died())]
+        done, left = await asyncio.wait((*until, here.face), return_when="FIRST_COMPLETED")
+        for task in left - {here.face}:
+            task.cancel()
+        for task in done:
+            await task
+        await here.gateway.stop(settings.drain_s)
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
+    """Everything, from the first probe of a server to Envoy, which cuts open requests at the end.
+    Raises EnvoyError (`kappa_router.gateway.process`) if it cannot run."""
+    door = Door(replace(access_of(settings), limit_all=True))
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-route-")))
+        front = await stack.enter_async_context(Front(settings))
+        scene = FrontScene(front)
+        spec = _spec_of(settings, scene, folder)
+        decider = Decider(scene, door, _rule_of(settings))
+        app = make_face_app(front, door)
+        face = await stack.enter_async_context(hosted(decider, app, spec))
+        gateway = await stack.enter_async_context(Gateway(spec))
+        tasks: dict[str, Callable[[], Awaitable[None]]] = {
+            "servers": partial(scene.follow, gateway), "ends": decider.flights.sweep,
+        }  # fmt: skip
+        await stack.enter_async_context(running(tasks, front.live.task_restarted))
+        yield FrontGateway(front, scene, decider, gateway, face)
+
+
+def _spec_of(settings: FrontSettings, scene: FrontScene, folder: Path) -> GatewaySpec:
+    """The front door that the settings ask for."""
+    own = dict.fromkeys(("/", *(one.path.partition("{")[0] for one in own_routes(scene.front))))
+    spec = spec_of(
+        settings.http, settings.access, folder=folder, own=tuple(own), foreign=True,
+        max_body_bytes=settings.router.max_body_bytes,
+        decided=tuple(sorted(scene.priced | scene.passed)),
+        from_header=settings.present_header if scene.front.rollout.balancer else "",
+    )  # fmt: skip
+    bounds = replace(
+        spec.bounds, silent_s=settings.router.request_timeout_s,
+        connect_s=settings.probe.connect_timeout_s,
+    )  # fmt: skip
+    return replace(
+        spec, ca=settings.ca or spec.ca, bounds=bounds, decider_away=settings.http.decider_away
+    )
+
+
+def _rule_of(settings: FrontSettings) -> DeciderRule:
+    router = settings.router
+    return DeciderRule(
+        router.max_queue, router.max_body_bytes, settings.access.body_timeout_s,
+        settings.first_byte_s, router.request_timeout_s, UNHEARD_S,
+    )  # fmt: skip

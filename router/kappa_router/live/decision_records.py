@@ -1,0 +1,152 @@
+"""The last decisions and what became of each, as workers and streams report: `GET /v1/decisions`.
+Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kappa.protocol import Admission, Spent
+from kappa_router.decision import Decision
+from kappa_router.rollout import Arm, ShadowDecision
+
+MEMORY = 4096
+
+SENT_MARK = "~"
+"""Stands in an id that workers are given before what no other decider, and no client, knows."""
+
+
+@dataclass(slots=True)
+class DecisionRecord:
+    """A decision and what became of it; seconds are real ones. attempt: 1 if another worker had
+    failed the request before. avoided: passed over because their breaker was open or they were
+    leaving. steered: by whose rule; shadow: what ours would have done. sent_as: the id by which its
+    worker knows it. generated_tokens: of its answers, once its worker reports that it is over;
+    engine_failed: while it answered.
+    soonest_other: node and predicted TTFT of the soonest worker besides the chosen one."""
+
+    decision: Decision
+    time_s: float
+    load: float
+    tenant: str = ""
+    ttft_s: float | None = None
+    admitted: Admission | None = None
+    spent: Spent | None = None
+    generated_tokens: int | None = None
+    engine_failed: bool = False
+    end: str = ""
+    attempt: int = 0
+    avoided: tuple[str, ...] = ()
+    steered: Arm = "kappa"
+    shadow: ShadowDecision | None = None
+    sent_as: str = ""
+    soonest_other: tuple[str, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, without the candidates."""
+        decision, chosen = self.decision, self.decision.chosen
+        actual, spent, ttft_s = self.admitted, self.spent, self.ttft_s
+        queue_s = None
+        if spent is not None and ttft_s is not None:
+            # What neither its own load nor the steps that computed its prompt account for.
+            queue_s = max(ttft_s - spent.load_s - spent.compute_s, 0.0)
+        return {
+            "request_id": decision.request_id,
+            "time_s": self.time_s,
+            "tenant": self.tenant,
+            "node": chosen.node.name,
+            "paced": chosen.node.source == "paced",
+            "policy": decision.policy,
+            "reason": decision.reason,
+            "kind": decision.kind,
+            "bound": chosen.bound,
+            "ratio": chosen.counts.ratio,
+            "kappa_crit": chosen.kappa_crit,
+            "predicted": {
+                "device_tokens": chosen.counts.device_tokens,
+                "cached_tokens": chosen.counts.cached_tokens,
+                "disk_tokens": chosen.counts.disk_tokens,
+                "new_tokens": chosen.counts.new_tokens,
+                "recomputed_tokens": chosen.recomputed_tokens,
+                "queue_s": chosen.queue_s,
+                "load_s": chosen.load_s,
+                "compute_s": chosen.compute_s,
+                "ttft_s": chosen.ttft_s,
+                "ttft_sd": chosen.ttft_sd,
+            },
+            "actual": {
+                "device_tokens": actual.device_tokens if actual else None,
+                "cached_tokens": actual.host_tokens if actual else None,
+                "disk_tokens": actual.disk_tokens if actual else None,
+                "new_tokens": actual.new_tokens if actual else None,
+                "queue_s": queue_s,
+                "load_s": spent.load_s if spent else None,
+                "compute_s": spent.compute_s if spent else None,
+                "ttft_s": ttft_s,
+            },
+            "soonest_other": dict(zip(("node", "ttft_s"), self.soonest_other, strict=True))
+            if self.soonest_other
+            else None,
+            "load": self.load,
+            "attempt": self.attempt,
+            "avoided": list(self.avoided),
+            "steered": self.steered,
+            "shadow": self.shadow.to_dict() if self.shadow else None,
+            "end": self.end,
+        }
+
+    def log_line(self) -> dict[str, Any]:
+        chosen = self.decision.chosen
+        return {
+            "request_id": self.decision.request_id,
+            "tenant": self.tenant,
+            "node": chosen.node.name,
+            "paced": chosen.node.source == "paced",
+            "reason": self.decision.reason,
+            "ratio": round(chosen.counts.ratio, 2),
+            "predicted_ttft_s": round(chosen.ttft_s, 4),
+            "ttft_s": round(self.ttft_s, 4) if self.ttft_s is not None else None,
+            "end": self.end,
+            **({"steered": self.steered} if self.steered != "kappa" else {}),
+        }
+
+
+class Records(OrderedDict[str, DecisionRecord]):
+    """Records by request id, the oldest first; at most so many. The oldest that are over go."""
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def add(self, record: DecisionRecord) -> None:
+        """Keep a record; one of the same id, of an earlier attempt, is replaced."""
+        request_id = record.decision.request_id
+        self.pop(request_id, None)
+        self[request_id] = record
+        while len(self) > self.memory:
+            # One that is still served is needed until it ends, however old; they are few.
+            del self[next((old for old, kept in self.items() if kept.end), next(iter(self)))]
+
+    def own(self, sent_as: str) -> str:
+        """The request that a worker knows by that id, if it is ours as it was last sent; else the
+        id itself, which is then a stranger's: another decider's, or an earlier attempt's."""
+        request_id = sent_as.rpartition(SENT_MARK)[0]
+        record = self.get(request_id)
+        return request_id if record is not None and record.sent_as == sent_as else sent_as
+
+    def of(self, request_id: str, worker: str) -> DecisionRecord | None:
+        """The record of a request if it is on that worker: what another reports of it is late."""
+        record = self.get(request_id)
+        return record if record is not None and record.decision.worker == worker else None
+
+
+def oldest_waits_s(records: Iterable[DecisionRecord], now_s: float) -> dict[str, float]:
+    """Seconds that each tenant's oldest request has waited for its engine to admit it."""
+    oldest: dict[str, float] = {}
+    for record in records:
+        if not record.end and record.admitted is None and record.ttft_s is None:
+            waited_s = max(now_s - record.time_s, 0.0)
+            oldest[record.tenant] = max(waited_s, oldest.get(record.tenant, 0.0))
+    return oldest

@@ -1,0 +1,442 @@
+"""What a request takes on every worker: compiled arithmetic over the fleet's records.
+
+Each formula is for one worker, in real seconds; the loops over workers stand at the end.
+`router.fleet` keeps the records; the formulas of a step are those of `kappa.formulas`. Queues are
+arithmetic here: the work reserved and not yet done, less what the engine must have done since it
+last finished some. Their forecast step by step is `router.engine_queue`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa import formulas
+from kappa.compiled import compiled
+from kappa_router.decision import Floats, Slots
+
+# One worker's record; all are floats.
+_IDENTITY = (
+    "load_token_s", "load_fixed_s", "disk_token_s", "token_s", "pair_s", "weights_s",
+    "context_token_s", "fixed_s", "overhead_s", "dilation", "budget_tokens", "step_factor",
+    "capacity_tokens", "max_sequences", "kappa_crit", "h2d_bytes_per_s", "flops_per_s",
+    "cost_per_hour", "net_tokens_per_s", "seen_s",
+    "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
+)  # fmt: skip
+# Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
+# of its queue; requests and tokens by state; gpu seconds of the prompts of all in flight, computed
+# or not; recent use, as of `used_s`; the network card, and the host tier's room, of which a part is
+# promised to fetches; and `factor` of a step of those that decode, and of one with one more: they
+# change when a request begins or ends, and logarithms and powers are most of what a price costs.
+_LOAD = (
+    "link_reserved_s", "link_free_s", "gpu_reserved_s", "gpu_since_s", "gpu_head_s", "in_flight",
+    "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "prompts_s",
+    "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
+    "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor",
+)  # fmt: skip
+# `factors`: as `router.engine_queue.EngineSpeed` has them.
+_FIGURES = tuple((name, np.float64) for name in (*_IDENTITY, *_LOAD))
+WORKER = np.dtype([*_FIGURES, ("factors", np.float64, formulas.FACTORS)])
+
+MOST_USE = 0.95
+# Of what the objective allows a first token, the wait above which later ones count less: a share
+# that simulation chose, not derived (docs/adr/0005).
+MOST_WAIT = 0.5
+
+Workers = NDArray[np.void]
+Rows = NDArray[np.void]
+Prompt = tuple[float, float, int]
+"""What a prompt put on its worker: seconds of link and gpu, tokens to compute."""
+Slo = tuple[float, float, float, float]
+"""As `kappa.slo.ServiceObjective`."""
+
+
+@compiled
+def leading_tokens(
+    blocks: NDArray[np.int64], columns: Slots, slots: Slots, usable_blocks: int, block_tokens: int,
+    held: Floats,
+) -> None:  # fmt: skip
+    """Fill in leading tokens that each of `slots` has on the device, further ones, and of these
+    on disk: shape (3, slots). (To return arrays takes numba a microsecond each.)
+
+    blocks: shape (3, the index's columns), as its `match_columns` gives them, of which
+    `usable_blocks` count together, the deepest last; columns: of each slot.
+    """
+    for i in range(len(slots)):
+        column = columns[slots[i]]
+        here = min(blocks[0, column], usable_blocks)
+        held[0, i] = here * block_tokens
+        behind = min(blocks[1, column], usable_blocks - here)
+        held[1, i] = behind * block_tokens
+        held[2, i] = min(blocks[2, column], behind) * block_tokens
+
+
+# -- one worker -----------------------------------------------------------------------------------
+
+
+@compiled
+def bounded_s(workers: Workers, slot: int) -> float:
+    """Most seconds per token where `kappa.cost.StepLimit` bounds steps, elsewhere infinite."""
+    worker = workers[slot]
+    if worker.step_factor <= 0:
+        return math.inf
+    read_s, fixed_s = worker.decode_context_tokens * worker.context_token_s, worker.fixed_s
+    limit_s = formulas.limit_s(worker, worker.step_factor, worker.decoding, read_s)
+    # Whole tiles are computed, and some multiple of the fixed cost, whatever they take.
+    tiles = worker.decoding // formulas.TILE_TOKENS + 1
+    tiles_s = tiles * formulas.TILE_TOKENS * worker.token_s
+    return max(limit_s, tiles_s + fixed_s, (1 + formulas.LEAST_OF_FIXED) * fixed_s)
+
+
+@compiled
+def chunk_tokens(worker: Any, decoding: float, decode_context: float, behind: float) -> float:
+    """Most tokens of a prompt in a step: the budget, or what `kappa.cost.StepLimit` leaves beside
+    those that decode, for a prompt that has not waited."""
+    most = formulas.limited_tokens(
+        worker, worker.step_factor, decoding, decode_context, behind, 1.0
+    )
+    if math.isinf(most):
+        return worker.budget_tokens
+    return max(min(most, worker.budget_tokens) - decoding, 1.0)
+
+
+@compiled
+def prefill_s(
+    worker: Any, prompt_tokens: float, held_tokens: float, decoding: float, decode_context: float
+) -> tuple[float, float, float]:
+    """A prompt's own gpu work, beside requests that decode (none: an idle engine).
+
+    Returns what it adds to a busy engine; the least its steps take, for reading weights and KV; and
+    what they take beside those that decode there.
+    """
+    new = prompt_tokens - held_tokens
+    behind_tokens = held_tokens + 0.5 * new
+    steps = np.ceil(new / chunk_tokens(worker, decoding, decode_context, behind_tokens))
+    work_s = formulas.computing_s(new, new * behind_tokens, worker.token_s, worker.pair_s)
+    beside_s = formulas.computing_s(decoding, decode_context, worker.token_s, worker.pair_s)
+    read_s = formulas.reading_s(
+        steps, steps * (prompt_tokens + decode_context), worker.weights_s, worker.context_token_s
+    )
+    compute_s = formulas.lasting_s(work_s + steps * beside_s, read_s, steps * worker.fixed_s)
+    scale = formulas.factor(worker.factors, new / steps + decoding)
+    return scale * work_s, scale * read_s, scale * compute_s
+
+
+@compiled
+def load_s(worker: Any, cached_tokens: float, disk_tokens: float) -> float:
+    """The load of a cached prefix, some of it from disk; none takes no time."""
+    if cached_tokens <= 0:
+        return 0.0
+    link_s = formulas.transfer_s(cached_tokens, worker.load_token_s, worker.load_fixed_s)
+    return link_s + disk_tokens * worker.disk_token_s
+
+
+@compiled
+def queued_s(worker: Any, now_s: float) -> tuple[float, float]:
+    """Work queued on link and gpu."""
+    link_s = min(max(worker.link_free_s - now_s, 0.0), worker.link_reserved_s)
+    done_s = min(max(now_s - worker.gpu_since_s, 0.0), worker.gpu_head_s)
+    return max(link_s, 0.0), max(worker.gpu_reserved_s - done_s, 0.0)
+
+
+@compiled
+def under_way_s(worker: Any, cached_tokens: float) -> float:
+    """The wait for the step of decoding that is under way, where there is one.
+
+    Half of it on average; a load that has landed is noticed one step later.
+    """
+    decoding, context = worker.decoding, worker.decode_context_tokens
+    if decoding <= 0:
+        return 0.0
+    beside_s = formulas.computing_s(decoding, context, worker.token_s, worker.pair_s)
+    read_s = formulas.reading_s(1.0, context, worker.weights_s, worker.context_token_s)
+    step_s = formulas.lasting_s(beside_s, read_s, worker.fixed_s) * worker.decoding_factor
+    return step_s * (1.5 if cached_tokens > 0 else 0.5)
+
+
+@compiled
+def reading_step_s(worker: Any, context_tokens: float) -> float:
+    """A step that waits for memory: the weights and so many tokens' KV are read."""
+    read_s = formulas.reading_s(1.0, context_tokens, worker.weights_s, worker.context_token_s)
+    return (read_s + worker.fixed_s) * worker.one_more_factor
+
+
+@compiled
+def fetch_s(worker: Any, source: Any, tokens: float) -> float:
+    """`tokens` from `source` over the slower of two network cards: for ever where there is none, or
+    no room for them in the tier."""
+    if tokens > worker.spare_tokens - worker.promised_tokens:
+        return math.inf
+    if tokens <= 0:
+        return 0.0
+    rate = min(worker.net_tokens_per_s, source.net_tokens_per_s)
+    return tokens / rate if rate > 0 else math.inf
+
+
+@compiled
+def fade(worker: Any, now_s: float, window_s: float) -> float:
+    """What is left of recent use; a clock that was set back does not make it grow."""
+    return math.exp(min(worker.used_s - now_s, 0.0) / window_s)
+
+
+@compiled
+def deviation(worker: Any, row: Any) -> float:
+    """Standard deviation of the logarithm of a predicted TTFT."""
+    load_s = row.load_s * worker.link_sd
+    compute_s = (row.compute_s + row.gpu_backlog_s) * worker.compute_sd
+    unsure_s = math.sqrt(load_s * load_s + compute_s * compute_s + worker.overhead_sd_s**2)
+    share = unsure_s / row.ttft_s if row.ttft_s > 0 else 0.0
+    return math.sqrt(share * share + worker.ttft_sd**2)
+
+
+# -- reservations: changes of one worker's record -------------------------------------------------
+
+
+@compiled
+def reserve(
+    workers: Workers, slot: int, rows: Rows, index: int, now_s: float, window_s: float
+) -> tuple[float, float]:
+    """Put the request that row `index` of the estimates prices on its worker; returns how many
+    decode there, and their context."""
+    worker, row = workers[slot], rows[index]
+    if worker.waiting == 0:
+        worker.gpu_since_s, worker.gpu_head_s = now_s, row.work_s
+    worker.link_reserved_s += row.load_s
+    worker.link_free_s = max(worker.link_free_s, now_s) + row.load_s
+    worker.gpu_reserved_s += row.work_s
+    worker.prompts_s += row.work_s
+    worker.in_flight += 1
+    worker.waiting += 1
+    worker.queued_tokens += row.new_tokens
+    worker.resident_tokens += row.device_tokens + row.cached_tokens + row.new_tokens
+    left = fade(worker, now_s, window_s)
+    worker.used_s = now_s
+    worker.gpu_use = worker.gpu_use * left + row.work_s / window_s
+    loads = 1.0 if row.load_s > 0 else 0.0
+    worker.loads_per_s = worker.loads_per_s * left + loads / window_s
+    worker.prefills_per_s = worker.prefills_per_s * left + 1 / window_s
+    return worker.decoding, worker.decode_context_tokens
+
+
+@compiled
+def correct(
+    workers: Workers, slot: int, found: tuple[int, int, int, int], before: Prompt, first: bool
+) -> tuple[float, float]:
+    """Link and gpu seconds of a prompt by what its engine found, put in place of those reserved.
+
+    found: tokens in host, tokens to compute, those of the context before them, and of those in
+    host the ones on disk; first: it is at the head of the queue.
+    """
+    worker = workers[slot]
+    host_tokens, new_tokens, context_tokens, disk_tokens = found
+    pairs = formulas.chunk_pairs(new_tokens, context_tokens)
+    gpu_s = formulas.computing_s(new_tokens, pairs, worker.token_s, worker.pair_s)
+    link_s = host_tokens * worker.load_token_s + disk_tokens * worker.disk_token_s
+    link_before_s, gpu_before_s, new_before = before
+    worker.gpu_reserved_s += gpu_s - gpu_before_s
+    worker.prompts_s += gpu_s - gpu_before_s
+    worker.link_reserved_s += link_s - link_before_s
+    worker.link_free_s += link_s - link_before_s
+    worker.queued_tokens += new_tokens - new_before
+    if first:
+        worker.gpu_head_s = gpu_s
+    return link_s, gpu_s
+
+
+@compiled
+def finish_prompt(workers: Workers, slot: int, done: Prompt, now_s: float) -> None:
+    """A prompt is no longer ahead of anyone; sums of many small numbers drift, but where nobody
+    waits any more the queue is exactly empty."""
+    worker = workers[slot]
+    link_s, gpu_s, new_tokens = done
+    worker.link_reserved_s -= link_s
+    worker.gpu_reserved_s -= gpu_s
+    worker.waiting -= 1
+    worker.queued_tokens -= new_tokens
+    if worker.waiting == 0:
+        worker.link_reserved_s = worker.gpu_reserved_s = 0.0
+        worker.link_free_s = now_s
+
+
+@compiled
+def decode(workers: Workers, slot: int, requests: int, context_tokens: float) -> None:
+    """So many more requests (or fewer) decode over so many tokens; with none, the worker's factors
+    are new."""
+    worker = workers[slot]
+    worker.decoding += requests
+    worker.decode_context_tokens += context_tokens
+    worker.decoding_factor = formulas.factor(worker.factors, worker.decoding)
+    worker.one_more_factor = formulas.factor(worker.factors, worker.decoding + 1)
+
+
+@compiled
+def depart(workers: Workers, slot: int, context_tokens: float, gpu_s: float) -> None:
+    """A request ended, whose prompt took so long."""
+    worker = workers[slot]
+    worker.in_flight -= 1
+    # As in `finish_prompt`: no drift outlasts a quiet moment.
+    worker.prompts_s = worker.prompts_s - gpu_s if worker.in_flight > 0 else 0.0
+    worker.resident_tokens -= context_tokens
+
+
+# -- all workers ----------------------------------------------------------------------------------
+
+
+@compiled
+def objective(
+    workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float, slo: Slo
+) -> tuple[float, float]:
+    """Seconds that the first token and that each later one may take, by the service objective
+    (`kappa.slo`) of the best and of the middle idle worker.
+
+    `rows` has `work_s` and `load_s` filled in.
+    """
+    if not len(slots):
+        return math.inf, math.inf
+    ttft_floor_s, ttft_factor, tpot_floor_s, tpot_factor = slo
+    alone_s = np.empty(len(slots))
+    idle_s, dilation = math.inf, 0.0
+    for i in range(len(slots)):
+        worker, row = workers[slots[i]], rows[i]
+        alone_s[i] = reading_step_s(worker, prompt_tokens)
+        compute_s = max(row.work_s, alone_s[i])
+        idle_s = min(idle_s, worker.overhead_s + row.load_s + compute_s)
+        dilation = max(dilation, worker.dilation)
+    middle = len(alone_s) // 2
+    tpot_limit_s = tpot_factor * np.partition(alone_s, middle)[middle]
+    tpot_limit_s = max(tpot_limit_s, tpot_floor_s * dilation)
+    if tpot_limit_s <= 0:
+        return math.inf, math.inf
+    return max(ttft_floor_s * dilation, ttft_factor * idle_s), tpot_limit_s
+
+
+@compiled
+def interference_share(rows: Rows, ttft_limit_s: float) -> float:
+    """How much of decode interference counts, the same for all workers: all of it while first
+    tokens are in time.
+
+    Who waits for a first token past its objective gains nothing by quicker tokens after it, and
+    spreading those that decode then lengthens the queues. `rows` has `ttft_s` filled in.
+    """
+    soonest_s = math.inf
+    for i in range(len(rows)):
+        soonest_s = min(soonest_s, rows[i].ttft_s)
+    return min(MOST_WAIT * ttft_limit_s / soonest_s, 1.0) if soonest_s > 0 else 1.0
+
+
+@compiled
+def price(
+    workers: Workers, slots: Slots, rows: Rows, request: tuple[float, float, float, float],
+    source: int, slo: Slo,
+) -> None:  # fmt: skip
+    """Price a request on each of `slots`; `rows`, a record each, is filled in.
+
+    `rows` has `device_tokens`, `cached_tokens` and of these `disk_tokens`, and `fetch_tokens` where
+    they come from the worker in place `source` (-1: nothing is fetched); whatever else it has is
+    overwritten. request: the time, the seconds that recent use looks back, tokens of the prompt,
+    and of the output.
+    """
+    now_s, window_s, prompt_tokens, output_tokens = request
+    steps_s = np.empty(len(slots))
+    for i in range(len(slots)):
+        worker, row = workers[slots[i]], rows[i]
+        cached = row.cached_tokens
+        held = row.device_tokens + cached
+        row.new_tokens = prompt_tokens - held
+        row.load_token_s = worker.load_token_s
+        row.fixed_s = worker.overhead_s
+        row.in_flight = worker.in_flight
+        row.waiting = worker.waiting
+        row.queued_tokens = worker.queued_tokens
+        row.resident_tokens = worker.resident_tokens
+        row.capacity_tokens = worker.capacity_tokens
+        row.h2d_bytes_per_s = worker.h2d_bytes_per_s
+        row.flops_per_s = worker.flops_per_s
+        row.cost_per_hour = worker.cost_per_hour
+        row.kappa_crit = worker.kappa_crit
+
+        row.work_s, read_s, row.compute_s = prefill_s(
+            worker, prompt_tokens, held, worker.decoding, worker.decode_context_tokens
+        )
+        row.interference_s = max(row.compute_s - read_s, 0.0)
+        row.tpot_impact_s = worker.decoding * row.interference_s
+        left = fade(worker, now_s, window_s)
+        row.gpu_use = worker.gpu_use * left
+        row.loads_per_s = worker.loads_per_s * left
+        row.prefills_per_s = worker.prefills_per_s * left
+
+        row.load_s = load_s(worker, cached, row.disk_tokens)
+        link_s, gpu_s = queued_s(worker, now_s)
+        net_free_s, start_s = worker.net_free_s, link_s
+        if source >= 0:
+            net_free_s = max(net_free_s, workers[source].net_free_s)
+        row.net_backlog_s = max(net_free_s - now_s, 0.0)
+        if source >= 0:
+            row.fetch_s = fetch_s(worker, workers[source], row.fetch_tokens)
+            start_s = max(link_s, row.net_backlog_s + row.fetch_s)
+        else:
+            row.fetch_tokens = row.fetch_s = 0.0
+        row.link_backlog_s, row.gpu_backlog_s = link_s, gpu_s
+        wait_s = max(start_s + row.load_s, gpu_s) + under_way_s(worker, cached)
+        row.ttft_s = worker.overhead_s + wait_s + row.compute_s
+        row.ttft_sd = deviation(worker, row)
+        steps_s[i] = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
+        row.tpot_s = steps_s[i] / (1 - min(row.gpu_use, MOST_USE))
+    ttft_limit_s, tpot_limit_s = objective(workers, slots, rows, prompt_tokens, slo)
+    share = interference_share(rows, ttft_limit_s)
+    answer_s = max(output_tokens, 1.0) * tpot_limit_s
+    for i in range(len(slots)):
+        worker, row = workers[slots[i]], rows[i]
+        if math.isinf(answer_s):
+            row.interference_s = 0.0
+            continue
+        token_s = worker.token_s + prompt_tokens * worker.context_token_s
+        used, added = steps_s[i] / tpot_limit_s, token_s / tpot_limit_s
+        if worker.step_factor <= 0:
+            # Prompts hold up those that decode, where nothing bounds a step's seconds.
+            used += worker.prompts_s / answer_s
+            added += row.interference_s / answer_s
+        # The growth of the square of what is used; what is late already counts as just late.
+        each = 2 * min(used, 1.0) * min(added, 1.0)
+        # For so much longer who comes waits past the least objective of a first token.
+        least_s, queue_s = slo[0] * worker.dilation, row.gpu_backlog_s
+        late_s = max(queue_s + row.work_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
+        lost = worker.in_flight * each + row.prefills_per_s * late_s
+        row.interference_s = share * ttft_limit_s * lost
+
+
+@compiled
+def idle_s(
+    workers: Workers, slots: Slots, prompt_tokens: float, held_tokens: float
+) -> tuple[Floats, Floats]:
+    """TTFT and time per output token on idle workers that hold `held_tokens` of the prompt in their
+    host tiers."""
+    ttft_s, tpot_s = np.empty(len(slots)), np.empty(len(slots))
+    for i in range(len(slots)):
+        worker = workers[slots[i]]
+        compute_s = prefill_s(worker, prompt_tokens, held_tokens, 0.0, 0.0)[2]
+        ttft_s[i] = worker.overhead_s + load_s(worker, held_tokens, 0.0) + compute_s
+        tpot_s[i] = reading_step_s(worker, prompt_tokens)
+    return ttft_s, tpot_s
+
+
+@compiled
+def median_idle(
+    workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float
+) -> tuple[float, float, float, float]:
+    """Medians over workers: `idle_s` where the host tier holds what the best holder among `rows`
+    has, and the dilation; and the least `work_s` of `rows`. A median is the least figure that half
+    of them reach, as `kappa.slo.median_node` has it."""
+    held_tokens, least_s = 0.0, math.inf
+    dilations = np.empty(len(slots))
+    for i in range(len(slots)):
+        held_tokens = max(held_tokens, rows[i].device_tokens + rows[i].cached_tokens)
+        least_s = min(least_s, rows[i].work_s)
+        dilations[i] = workers[slots[i]].dilation
+    ttft_s, tpot_s = idle_s(workers, slots, prompt_tokens, held_tokens)
+    k = (len(slots) - 1) // 2
+    ttft_s, tpot_s = np.partition(ttft_s, k), np.partition(tpot_s, k)
+    return ttft_s[k], tpot_s[k], np.partition(dilations, k)[k], least_s

@@ -1,0 +1,173 @@
+"""VRAM as promised, not only as used.
+
+Blocks are taken as a request grows, but admission must look ahead: each request declares at its
+admission what it will need besides (its *reserve*, for decoding), and what is still outstanding of
+all reserves is not free for others. A starving request that does not fit gets a reservation (EASY
+backfilling, Lifka 1995): until it is admitted, those who come after it may together hold no more
+than what it leaves of the whole, so once those who ran before are done, it fits.
+
+Blocks of a shared prefix are charged to their holders in equal parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kappa_scheduler.work import Memory, Quote, Work
+
+# By how many blocks the charge of whom changed: request to (tenant, blocks).
+Changes = dict[Work, tuple[str, float]]
+
+
+@dataclass(slots=True)
+class Hold:
+    """What an admitted request holds. blocks: all of its prompt's, shared ones included; depth: of
+    those, found and held by others; reach: of those, known to lie on the chain that its group
+    shares; reserve: more that it declared; share: what it is charged for.
+    """
+
+    blocks: int
+    depth: int
+    reserve: int
+    key: int
+    high: bool
+    reach: int
+    share: float = 0.0
+    backfilled: bool = False
+
+
+class Ledger:
+    """The blocks of one engine and what has been promised of them."""
+
+    def __init__(self) -> None:
+        self._holds: dict[Work, Hold] = {}
+        self._groups: dict[int, dict[Work, Hold]] = {}
+        self.high_blocks = 0
+        self.reserved_for: Work | None = None
+        self._reserved_blocks = 0
+        self._backfilled_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def __contains__(self, work: Work) -> bool:
+        return work in self._holds
+
+    def outstanding(self) -> int:
+        """Blocks declared and not yet taken."""
+        holds = self._holds.items()
+        return sum(h.reserve - w.grown_blocks for w, h in holds if h.reserve > w.grown_blocks)
+
+    def free(self, memory: Memory) -> int:
+        """Blocks that nobody has, nor was promised for its growth."""
+        return memory.available() - self.outstanding()
+
+    def spare(self, memory: Memory) -> int:
+        """Blocks that those behind a reservation may still take; all, if there is none."""
+        return memory.capacity_blocks - self._reserved_blocks - self._backfilled_blocks
+
+    # -- reservations -------------------------------------------------------------------------
+
+    def reserve(self, work: Work, blocks: int, memory: Memory) -> None:
+        """Set blocks aside for a starving request; there is one reservation at a time."""
+        self.reserved_for = work
+        self._reserved_blocks = min(blocks, memory.capacity_blocks)
+        self._backfilled_blocks = 0
+        for hold in self._holds.values():
+            hold.backfilled = False
+
+    def promised(self, prompt_blocks: int, reserve: int) -> int:
+        """The reserve that the one with the reservation may declare: what was set aside for it."""
+        return min(reserve, max(self._reserved_blocks - prompt_blocks, 0))
+
+    def unreserve(self) -> None:
+        """It was admitted, or is gone."""
+        self.reserved_for = None
+        self._reserved_blocks = self._backfilled_blocks = 0
+
+    # -- events -------------------------------------------------------------------------------
+
+    def admit(self, work: Work, quote: Quote, blocks: int, reserve: int, high: bool) -> Changes:
+        """It takes what was quoted; `blocks`: of its whole prompt; `high`: of high ratio.
+
+        The charges that change are its own and its prefix' other holders'.
+        """
+        work.grown_blocks = 0
+        depth = min(quote.shared_blocks, blocks)
+        # Of a prompt, at least the last token is computed: its last block is not another's.
+        hold = Hold(blocks, depth, reserve, quote.shared_key, high, reach=depth or blocks - 1)
+        if work is self.reserved_for:
+            self.unreserve()
+        hold.backfilled = self.reserved_for is not None
+        self._holds[work] = hold
+        self._count_held(hold, blocks + reserve)
+        if hold.key:
+            group = self._groups.setdefault(hold.key, {})
+            _extend_chain(group, depth)
+            group[work] = hold
+        changes = self._split(hold.key)
+        if work not in changes:
+            hold.share = float(blocks + reserve)
+            changes[work] = (work.tenant, hold.share)
+        return changes
+
+    def release(self, work: Work) -> Changes:
+        """Its blocks are free."""
+        hold = self._holds.pop(work)
+        self._count_held(hold, -hold.blocks - hold.reserve)
+        group = self._groups.get(hold.key, {})
+        group.pop(work, None)
+        if not group:
+            self._groups.pop(hold.key, None)
+        return {**self._split(hold.key), work: (work.tenant, -hold.share)}
+
+    def grow(self) -> Changes:
+        """Count what requests took beyond their reserve, as if they had declared it."""
+        changes: Changes = {}
+        for work, hold in self._holds.items():
+            over = work.grown_blocks - hold.reserve
+            if over > 0:
+                hold.reserve += over
+                hold.share += over
+                self._count_held(hold, over)
+                changes[work] = (work.tenant, float(over))
+        return changes
+
+    def _count_held(self, hold: Hold, blocks: int) -> None:
+        if hold.high:
+            self.high_blocks += blocks
+        if hold.backfilled and self.reserved_for is not None:
+            self._backfilled_blocks += blocks
+
+    def _split(self, key: int) -> Changes:
+        """Divide a prefix among those who hold it, as one chain of blocks of different lengths.
+
+        It is shared as far as anyone found it.
+        """
+        group = self._groups.get(key, {})
+        longest = max((hold.depth for hold in group.values()), default=0)
+        chain = {work: min(hold.reach, longest) for work, hold in group.items()}
+        changes: Changes = {}
+        before, paid, left = 0, 0.0, len(group)
+        for work in sorted(group, key=lambda w: (chain[w], w.seq)):
+            hold, length = group[work], chain[work]
+            paid += (length - before) / left
+            before, left = length, left - 1
+            share = hold.blocks + hold.reserve - length + paid
+            if share != hold.share:
+                changes[work] = (work.tenant, share - hold.share)
+                hold.share = share
+        return changes
+
+
+def _extend_chain(group: dict[Work, Hold], depth: int) -> None:
+    """Somebody found so many blocks: whoever holds them has the chain that far, its own ones too.
+
+    Who found nothing brought its whole chain. Else it is the latest that is long enough.
+    """
+    if max((hold.reach for hold in group.values()), default=depth) >= depth:
+        return
+    for hold in reversed(group.values()):
+        if hold.blocks > depth:
+            hold.reach = hold.blocks - 1
+            return

@@ -1,0 +1,224 @@
+"""The tenants of one engine: what waits of each, what each was charged, and whose turn it is.
+
+A tenant is charged for three resources, each in seconds of the whole of it: VRAM (blocks held over
+time over all blocks), gpu (its tokens' part of each iteration) and link (its loads). Its *service*
+is the greatest of the three over its weight (dominant resource fairness, Ghodsi et al., NSDI 2011),
+and whoever has had least goes first, as with the virtual counters of VTC (Sheng et al., OSDI 2024):
+a cached token costs no compute, but its blocks and its load are not free. A tenant of which nothing
+waited is lifted, when something does, to the least service among those who wait, less what it was
+behind when it last waited, so that it cannot save up; if nobody else waits, nobody is owed
+anything, and it is lifted to the greatest of all.
+
+What other workers charged counts like one's own: a tenant does not multiply its share by spreading.
+
+A class of priority is a place in line (`Work.join`): within a tenant it says who goes first; among
+tenants it is worth what waiting as long would earn, once. A share it is not: that is the weight.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heapreplace
+from itertools import chain
+
+from kappa.protocol import Charge
+from kappa_scheduler.config import FairConfig
+from kappa_scheduler.work import IN_LINE, Work
+
+# Tiers of tenants: first in turn; those that had more; those that had so much more that they get
+# nothing while one that is in turn lacks blocks.
+IN_TURN, AHEAD, FAR_AHEAD = range(3)
+
+_VRAM, _GPU, _LINK = 0, 1, 2
+# Weight of the newest in the mean charge of a request.
+_NEWEST = 0.2
+# Less than any charge: what rounding leaves of blocks given back.
+_NOTHING_BLOCKS = 1e-6
+
+
+class _Tenant:
+    """fresh, preempted: its requests that wait, in line; those that ran before go first. own,
+    elsewhere: seconds charged. behind_s: how far it was behind the least of the others when the
+    last of its requests went. blocks: held by those admitted. mean_s: what a request of it cost."""
+
+    __slots__ = (
+        "behind_s", "blocks", "elsewhere", "fresh", "lift_s", "mean_s", "own", "preempted",
+        "weight",
+    )  # fmt: skip
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.fresh: list[Work] = []
+        self.preempted: list[Work] = []
+        self.own, self.elsewhere = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+        self.lift_s = self.behind_s = self.blocks = self.mean_s = 0.0
+
+    def service_s(self) -> float:
+        own, other = self.own, self.elsewhere
+        most_s = max(own[0] + other[0], own[1] + other[1], own[2] + other[2])
+        return self.lift_s + most_s / self.weight
+
+
+class TenantQueues:
+    """As many as ever came, for their charges must never fall. `len()`: requests that wait."""
+
+    def __init__(self, config: FairConfig) -> None:
+        self._config = config
+        self._tenants: dict[str, _Tenant] = {}
+        self._waiting: dict[str, _Tenant] = {}
+        self._count = 0
+        self._capacity_blocks = 1.0
+        self._at_s = 0.0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def known(self) -> int:
+        """Tenants that ever came."""
+        return len(self._tenants)
+
+    @property
+    def waiting(self) -> int:
+        """Tenants that have something waiting."""
+        return len(self._waiting)
+
+    def _tenant(self, name: str) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            weight = self._config.weights.get(name, self._config.default_weight)
+            tenant = self._tenants[name] = _Tenant(weight)
+        return tenant
+
+    # -- who waits ----------------------------------------------------------------------------
+
+    def enter(self, work: Work, preempted: bool = False) -> None:
+        """It waits, in its place in line; preempted: before those that never ran."""
+        tenant = self._tenant(work.tenant)
+        if work.tenant not in self._waiting:
+            if len(self._tenants) > 1:
+                level_s = self._least_waiting_s()
+                if level_s is None:
+                    level_s = max(t.service_s() for t in self._tenants.values())
+                else:
+                    level_s -= tenant.behind_s
+                tenant.lift_s += max(level_s - tenant.service_s(), 0.0)
+            self._waiting[work.tenant] = tenant
+        insort(tenant.preempted if preempted else tenant.fresh, work, key=IN_LINE)
+        self._count += 1
+
+    def leave(self, work: Work) -> None:
+        """It waits no more: it was admitted, or is gone; `KeyError` if it did not wait."""
+        tenant = self._waiting[work.tenant]
+        for works in (tenant.fresh, tenant.preempted):
+            at = bisect_left(works, IN_LINE(work), key=IN_LINE)
+            if at < len(works) and works[at] is work:
+                del works[at]
+                break
+        else:
+            raise KeyError(work)
+        self._count -= 1
+        if not (tenant.fresh or tenant.preempted):
+            del self._waiting[work.tenant]
+            level_s = self._least_waiting_s()
+            tenant.behind_s = 0.0 if level_s is None else max(level_s - tenant.service_s(), 0.0)
+
+    def _least_waiting_s(self) -> float | None:
+        return min((tenant.service_s() for tenant in self._waiting.values()), default=None)
+
+    def in_turn(self, now_s: float) -> Iterator[tuple[Work, int]]:
+        """Waiting requests in turn with their tier, as many as the window holds.
+
+        A tenant's key is its service, less the credit that the first in its queue has earned (until
+        that is starving), plus what those before this one in its queue will cost. A tenant is far
+        ahead whose key exceeds the least by more than the slack and the most that waiting earns.
+        """
+        config, left = self._config, self._config.window
+        queues: dict[str, Iterator[Work]] = {
+            name: chain(tenant.preempted, tenant.fresh) for name, tenant in self._waiting.items()
+        }
+        if len(queues) == 1:
+            for work in next(iter(queues.values())):
+                if not left:
+                    return
+                left -= 1
+                yield work, IN_TURN
+            return
+        heads: list[tuple[float, int, str, Work, Iterator[Work]]] = []
+        for name, queue in queues.items():
+            work, tenant = next(queue), self._waiting[name]
+            # Bounded, or a tenant that floods the queue would gain by how long its own wait.
+            waited_s = min(max(now_s - work.arrival_s, 0.0), config.due_after_s)
+            key = tenant.service_s() - config.credit * (waited_s - work.late_s)
+            heads.append((key, work.seq, name, work, queue))
+        heapify(heads)
+        limit = heads[0][0] + config.slack_s
+        far = limit + config.credit * config.due_after_s
+        far_ahead = {name for key, _, name, _, _ in heads if key > far}
+        while heads and left:
+            key, _, name, work, queue = heads[0]
+            left -= 1
+            yield work, FAR_AHEAD if name in far_ahead else IN_TURN if key <= limit else AHEAD
+            following = next(queue, None)
+            if following is None:
+                heappop(heads)
+            else:
+                key += self._tenants[name].mean_s
+                heapreplace(heads, (key, following.seq, name, following, queue))
+
+    # -- what is charged ----------------------------------------------------------------------
+
+    def settle(self, now_s: float, capacity_blocks: int) -> None:
+        """Charge for the blocks held until now."""
+        seconds = now_s - self._at_s
+        if seconds > 0:
+            share = seconds / self._capacity_blocks
+            for tenant in self._tenants.values():
+                if tenant.blocks > 0:
+                    tenant.own[_VRAM] += share * tenant.blocks
+            self._at_s = now_s
+        self._capacity_blocks = float(max(capacity_blocks, 1))
+
+    def hold(self, name: str, blocks: float) -> None:
+        """It holds so many blocks more, or fewer; `settle` comes first."""
+        tenant = self._tenant(name)
+        held = tenant.blocks + blocks
+        tenant.blocks = held if held > _NOTHING_BLOCKS else 0.0
+
+    def computed(self, seconds: float, tokens: Mapping[str, int]) -> None:
+        """Iterations took so long, with so many tokens of each."""
+        total = sum(tokens.values())
+        for name, count in tokens.items() if total > 0 else ():
+            self._tenant(name).own[_GPU] += seconds * count / total
+
+    def loaded(self, name: str, seconds: float) -> None:
+        """Its load occupied the link for so long."""
+        self._tenant(name).own[_LINK] += seconds
+
+    def ended(self, name: str, seconds: float) -> None:
+        """One of its requests is over and was charged so much; teaches the mean."""
+        tenant = self._tenant(name)
+        tenant.mean_s += _NEWEST * (seconds / tenant.weight - tenant.mean_s)
+
+    def charged_elsewhere(
+        self, charges: Mapping[str, Charge], weights: Mapping[str, float]
+    ) -> None:
+        """What other workers charged so far; late and repeated reports change nothing."""
+        for name, weight in weights.items():
+            if math.isfinite(weight) and weight > 0:
+                self._tenant(name).weight = weight
+        for name, charge in charges.items():
+            known = self._tenant(name).elsewhere
+            for resource, seconds in enumerate(charge):
+                if math.isfinite(seconds):
+                    known[resource] = max(known[resource], seconds)
+
+    def service_s(self, name: str) -> float:
+        """Seconds of its dominant resource over its weight, lifts included."""
+        return self._tenant(name).service_s()
+
+    def charges(self) -> dict[str, Charge]:
+        """What this engine has charged each tenant so far, if anything."""
+        return {name: Charge(*t.own) for name, t in self._tenants.items() if any(t.own)}

@@ -1,0 +1,345 @@
+"""Who a worker is: the announcement made from its plan, its node and what was measured. A paced
+node keeps the profile it is paced by; one whose profile failed keeps the catalogue's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from msgspec import structs
+
+from kappa.cost import step_model
+from kappa.hardware import NODE_RATES, NodeProfile
+from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.plans.clo import HeadProfile, SparseSettings
+from kappa.plans.measured import rates_from_measured
+from kappa.plans.rates import LEAST_R2
+from kappa.protocol import Announcement
+from kappa.settings.engine import TransferSettings, share_bytes
+from kappa.settings.routing import ObservingSettings
+from kappa_scheduler.catalogue import packs
+from kappa_workers.paced.disk_file import row_bytes
+from kappa_workers.vllm.arguments import (
+    BY_SHARE,
+    Endpoints,
+    EngineLimits,
+    EngineTier,
+    Pace,
+    TierChoice,
+    add_nixl,
+    engine_kwargs,
+    fingerprint,
+    meet_peers,
+)
+from kappa_workers.vllm.options import STOCK, LinkRules, SchedulerOptions, fitted_step
+from kappa_workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
+
+# What most of vLLM's backends for GPUs choose.
+_USUAL_BLOCK_TOKENS = 16
+# An engine measures itself for so long at most, once per machine, model and versions.
+_MEASURE_S = 18.0
+# A line that is off by more of a transfer's seconds is said to be.
+_LINE_ERROR = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePlan:
+    """How requests that may be answered approximately decode. heads: scores of their importance, as
+    numbers since the file need not be on the worker's machine. persistent_heads: most heads that
+    keep their KV on the device. loss: of perplexity, where it was measured."""
+
+    settings: SparseSettings = field(default_factory=SparseSettings)
+    heads: HeadProfile | None = None
+    persistent_heads: int | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What a replica must know before its engine starts; what is not explained here is as in the
+    settings.
+
+    nodes: a profile per rank; a `paced` one is paced, any other is a prior until measured. served:
+    the shape of the model that runs; emulated: the shape that paced nodes act as. stream_host:
+    address for the report stream; empty: this machine's in Ray's cluster. gpus: of each worker.
+    peers: engines take blocks from each other's host tiers; nixl: they hand prompts over by vLLM's
+    connector. graphs: those of CUDA that the engine
+    was read back to run by. front_secret: what fronts show at the worker's own HTTP port; empty:
+    it has none. drain_s: what requests there get to end when it is taken away. silent_s: a
+    replica of which no thread runs for so long is ended."""
+
+    nodes: tuple[NodeProfile, ...]
+    served: ModelShape
+    emulated: ModelShape
+    limits: EngineLimits
+    model_source: str
+    chat_template: str
+    cache_dir: str
+    stream_host: str
+    scheduler: SchedulerOptions = field(default_factory=lambda: SchedulerOptions(STOCK))
+    link: LinkRules = field(default_factory=LinkRules)
+    kind: str = "vllm"
+    planner: str = ""
+    act_share: float = 0.0
+    cpu_threads: int = 0
+    cpu_room_share: float = 1.0
+    tier: TierChoice = field(default_factory=TierChoice)
+    approx: str = "never"
+    sparse: SparsePlan = field(default_factory=SparsePlan)
+    pool: str = ""
+    role: str = "both"
+    gpus: int = 0
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    nixl: bool = False
+    peers: bool = False
+    observing: ObservingSettings = field(default_factory=ObservingSettings)
+    log_level: str = "WARNING"
+    graphs: str = ""
+    front_secret: str = ""
+    drain_s: float = 60.0
+    silent_s: float = 10.0
+
+    def node(self, rank: int) -> NodeProfile:
+        return self.nodes[rank % len(self.nodes)]
+
+    def sized(self, memory_bytes: float, gpus: float) -> WorkerPlan:
+        """The same with a host tier for a machine of so much memory and so many GPUs, where the
+        settings leave its size open."""
+        if self.limits.host_bytes != BY_SHARE:
+            return self
+        host_bytes = share_bytes(memory_bytes, gpus, self.gpus)
+        return replace(self, limits=replace(self.limits, host_bytes=host_bytes))
+
+    def started(self, ranks: Sequence[Mapping[str, Any]]) -> WorkerPlan:
+        """The same with what an engine of vLLM was read back to have, by rank
+        (`kappa_workers.vllm.read_back.engine_facts`)."""
+        names = [each.name for each in fields(EngineLimits) if each.name != "host_bytes"]
+        limits = replace(self.limits, **{name: ranks[0][name] for name in names})
+        token_bytes = sum(rank["kv_token_bytes"] for rank in ranks)
+        weight_bytes = sum(rank["weight_bytes"] for rank in ranks) / self.served.params_total
+        served = replace(
+            self.served,
+            kv_token_bytes=token_bytes,
+            weight_dtype_bytes=weight_bytes or self.served.weight_dtype_bytes,
+        )
+        return replace(self, limits=limits, served=served, graphs=ranks[0]["graphs"])
+
+    @property
+    def block_bytes(self) -> float:
+        """Bytes of one KV block of the model that runs, of a usual one before its size is known."""
+        return kv_bytes_per_token(self.served) * (self.limits.block_tokens or _USUAL_BLOCK_TOKENS)
+
+    @property
+    def host_blocks(self) -> int:
+        return int(self.limits.host_bytes / self.block_bytes)
+
+    @property
+    def layers_loaded(self) -> int:
+        """One by one, for a request that is alone; 0: whole blocks are, ahead of its prompt."""
+        shape = self.served
+        return shape.layers if self.link.by_layer and shape.kv_layers == shape.layers else 0
+
+    @property
+    def disk_blocks(self) -> int:
+        return self.tier.disk_bytes // row_bytes(int(self.block_bytes))
+
+    def engine_tier(self, rank: int, measured: Mapping[str, Any], server: str = "") -> EngineTier:
+        """The host tier of the engine with this rank. measured: of the machine, from an earlier
+        start; without, a node that is not paced has no rates to plan by, and loads all. server: of
+        LMCache, if the worker started one."""
+        node, rates = measured_node(self.node(rank), measured, self.served), None
+        if self.tier.planner == TAIL and node.source != "catalogue":
+            shape = self.emulated if node.source == "paced" else self.served
+            rates = tail_rates(shape, node, self.layers_loaded)
+        return EngineTier(self.tier, rates, server, self.host_blocks, self.link)
+
+    def profile_request(self) -> dict[str, Any]:
+        return {
+            "sizes_bytes": [1 << 20, 1 << 23, 1 << 26],
+            "hidden": self.served.hidden,
+            "intermediate": 4 * self.served.hidden,
+            "dtype": self.limits.dtype,
+        }
+
+    def engine_request(self, rank: int) -> dict[str, Any]:
+        """What `kappa_workers.vllm.measured_engine` is given; nothing of a paced engine, nor of one
+        of our own."""
+        node = self.node(rank)
+        if self.kind != "vllm" or node.source == "paced":
+            return {}
+        return {"prior": step_model(self.served, node).to_dict(), "budget_s": _MEASURE_S}
+
+
+def configure_vllm(
+    config: Any, plan: WorkerPlan, rank: int, endpoints: Endpoints, tier: EngineTier
+) -> None:
+    """Put what this replica's engine is started with into `config`, Ray Serve LLM's."""
+    node = plan.node(rank)
+    pace = Pace(plan.emulated, node) if node.source == "paced" else None
+    scheduler = structs.replace(plan.scheduler.for_rank(rank), tenant_required=True)
+    arguments = engine_kwargs(plan.limits, endpoints, pace, scheduler, tier, plan.gpus)
+    if plan.nixl:
+        add_nixl(arguments)
+    if endpoints.peers is not None:
+        meet_peers(plan.transfer, arguments, pace, endpoints.peers)
+    # `engine.extra` is there already and goes before; what must be ours it cannot name.
+    given = config.engine_kwargs
+    config.update_engine_kwargs(**{k: v for k, v in arguments.items() if k not in given})
+
+
+def of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the ranks of one engine measured at once, each on its own device and link, as of one."""
+    sums = {name: sum(rank[name] for rank in ranks) for name in NODE_RATES if name in ranks[0]}
+    return {**ranks[0], **sums}
+
+
+def measured_node(
+    node: NodeProfile, measured: Mapping[str, Any], shape: ModelShape | None = None
+) -> NodeProfile:
+    """`node` with the measured figures; paced and unmeasured nodes stay as they are. shape: of the
+    model that runs; its steps, if they were measured, say what FLOP/s are reached."""
+    if node.source == "paced" or not measured:
+        return node
+    disk = measured.get("disk", {}).get("bytes_per_s", node.disk_bytes_per_s)
+    node = replace(
+        node,
+        source="measured",
+        disk_bytes_per_s=disk,
+        gpu=measured["device"],
+        link_name="memcpy" if measured["device"] == "cpu" else node.link_name,
+        h2d_bytes_per_s=measured["h2d_bytes_per_s"],
+        d2h_bytes_per_s=measured["d2h_bytes_per_s"],
+        hbm_bytes_per_s=measured["hbm_bytes_per_s"],
+        flops_per_s=measured["flops_per_s"],
+        load_fixed_s=measured.get("load_fixed_s", 0.0),
+    )
+    step = fitted_step(measured)
+    if step is None or shape is None:
+        return node
+    peak = step_model(shape, replace(node, attention_flops_per_s=0.0))
+    attention = node.flops_per_s * peak.pair_s / step.pair_s if step.pair_s else 0.0
+    return replace(
+        node,
+        flops_per_s=node.flops_per_s * peak.token_s / step.token_s,
+        attention_flops_per_s=attention,
+        step_fixed_s=step.fixed_s,
+    )
+
+
+def check_measured(measured: Mapping[str, Any]) -> None:
+    """Raise ValueError, KeyError or TypeError if nothing could be announced by it."""
+    prior = NodeProfile("prior", "", "", 1.0, 1.0, 1.0)
+    measured_node(prior, dict(measured))
+    fitted_step(measured)
+    shortcomings(measured)
+
+
+def shortcomings(measured: Mapping[str, Any]) -> str:
+    """What of an engine was not measured, or fits badly, in sentences; empty if nothing."""
+    found = [f"not measured: {each}" for each in measured.get("unmeasured", ())]
+    step = measured.get("step")
+    if step and not step["r2"] >= LEAST_R2:
+        used = "" if fitted_step(measured) else ", and the prior is nearer and is used"
+        found.append(
+            f"the step fit has R² {step['r2']:.3f} over {step['steps']} steps, below {LEAST_R2}; "
+            f"half of them are off by more than {step['error']:.0%}{used}"
+        )
+    for kind in ("load", "store"):
+        if (error := measured.get(f"{kind}_line_error", 0.0)) > _LINE_ERROR:
+            found.append(f"the line of {kind}s is off by up to {error:.0%} of a transfer's seconds")
+    return "; ".join(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaId:
+    """Which replica it is: its worker's id, its rank, the model it serves, its report stream, where
+    peers can read its host tier."""
+
+    worker: str
+    rank: int
+    model: str
+    events_endpoint: str
+    snapshot_endpoint: str
+    peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a replica measured; or nothing, and why."""
+
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def announce(
+    plan: WorkerPlan,
+    replica: ReplicaId,
+    profile: Profile,
+    rates: Mapping[str, Any] | None = None,
+    tail: Mapping[str, Any] | None = None,
+) -> Announcement:
+    """The announcement of one replica. rates: what an engine that executes load plans measured
+    (`engine.profile`): its steps and plans are announced by them. tail: the rates by which an
+    engine of vLLM leaves part of a hit unloaded."""
+    paced, limits = plan.node(replica.rank).source == "paced", plan.limits
+    shape = plan.emulated if paced else plan.served
+    node = measured_node(plan.node(replica.rank), profile.measured, shape)
+    load_plan: dict[str, Any] = {}
+    if rates:
+        measured = rates_from_measured(rates)
+        step, link = measured.step, measured.load
+        node = replace(
+            node,
+            h2d_bytes_per_s=measured.h2d_bytes_per_s,
+            load_fixed_s=link.fixed_s,
+            step_fixed_s=step.fixed_s,
+        )
+        load_plan = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+        if plan.cpu_threads:
+            load_plan["cpu_room_share"] = plan.cpu_room_share
+        if plan.approx != "never":
+            load_plan["approx"] = plan.approx
+            if plan.sparse.loss:
+                load_plan["loss"] = plan.sparse.loss
+    else:
+        step = step_model(shape, node)
+        if not paced:
+            step = fitted_step(profile.measured) or step
+        planner = TAIL if tail else LOAD_ALL
+        if not tail and plan.layers_loaded:
+            tail = tail_rates(shape, node, plan.layers_loaded)
+        if tail:
+            load_plan = {"planner": planner, "act_share": 0.0, "rates": dict(tail)}
+    known = rates or paced or fitted_step(profile.measured)
+    return Announcement(
+        worker=replica.worker,
+        model=replica.model,
+        node=node,
+        step=step,
+        kv_bytes_per_token=kv_bytes_per_token(shape),
+        emulated_model=shape.name if paced else "",
+        fingerprint=fingerprint(plan.model_source, plan.chat_template, limits, plan.served.name),
+        block_tokens=limits.block_tokens,
+        device_blocks=limits.device_blocks,
+        host_blocks=plan.host_blocks,
+        disk_blocks=plan.disk_blocks,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_sequences=limits.max_sequences,
+        max_context_tokens=limits.max_context_tokens,
+        events_endpoint=replica.events_endpoint,
+        snapshot_endpoint=replica.snapshot_endpoint,
+        net_bytes_per_s=plan.transfer.net_bytes_per_s if replica.peer else 0.0,
+        peer=replica.peer,
+        profile_error=profile.error or shortcomings(profile.measured),
+        packs=packs(plan.scheduler.rule),
+        step_factor=plan.scheduler.step_factor if known and plan.kind != "emulated" else 0.0,
+        engine=plan.kind,
+        load_plan=load_plan,
+        tier=plan.tier.kind,
+        shared_tier=(plan.tier.lmcache.server or "") if plan.tier.shared else "",
+        measured=profile.measured,
+        pool=plan.pool,
+        role=plan.role,
+        graphs=plan.graphs,
+    )

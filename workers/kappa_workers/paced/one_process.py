@@ -1,0 +1,88 @@
+"""vLLM's engine on a CPU: one process beside its replica instead of two, and a fork of it.
+
+The second process is there because OpenMP's threads are bound before it starts; ours are not
+(`kappa_workers.vllm.arguments.CPU_ENV`), so the only rank runs where it is scheduled. A fork has
+imported vLLM already, eight seconds of a core, and shares those pages. vLLM itself forks, but not
+from an actor of Ray's, whose connections and threads a child must leave alone: ours closes the
+connections and never calls Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import stat
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any
+
+from ray._raylet import setproctitle  # type: ignore[attr-defined]
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+from vllm.v1.engine import utils
+
+from kappa.host import die_with_parent
+from kappa_workers.reaper import follow_owner
+from kappa_workers.vllm_plugin import REAP_ENV
+
+# A lock that a thread of the replica held while it forked is never released in the child: one that
+# has not loaded its model by then ends, and the replica, and Ray starts both again.
+_LOADED_WITHIN_S = 300.0
+
+
+class EngineProcess(ForkProcess):
+    """vLLM's engine in a fork of a replica."""
+
+    def start(self) -> None:
+        """Fork; what was imported until then the collector leaves alone in both from now on: each
+        page that it marked would be one that they no longer share."""
+        gc.collect()
+        gc.freeze()
+        super().start()
+
+    def run(self) -> None:
+        """As its target says, without what belongs to the replica."""
+        from vllm.v1.engine.core import EngineCoreProc
+
+        faulthandler.dump_traceback_later(_LOADED_WITHIN_S, exit=True)
+        close_connections()
+        # Ray has moved the words that vLLM's own way of naming a process looks for.
+        setproctitle(f"VLLM::{self.name}")
+        if os.environ.get(REAP_ENV):
+            die_with_parent()
+            follow_owner()
+        serve = EngineCoreProc.run_busy_loop
+
+        def loaded(core: Any) -> Any:
+            faulthandler.cancel_dump_traceback_later()
+            # Weights as they were read, of which the model holds copies in another order.
+            ctypes.CDLL(None).malloc_trim(0)
+            return serve(core)
+
+        EngineCoreProc.run_busy_loop = loaded
+        super().run()
+
+
+class _Forking(ForkContext):
+    Process = EngineProcess  # type: ignore[assignment]
+
+
+class OneProcessEngine(VLLMEngine):
+    """Ray's vLLM engine, whose only rank runs in the engine's own process."""
+
+    def _start_async_llm_engine(self, args: Any, config: Any, placement_group: Any) -> Any:
+        if config.parallel_config.world_size == 1:
+            # Here rather than in the arguments, where Ray and vLLM each put "mp" in its place.
+            config.parallel_config.distributed_executor_backend = "uni"
+            utils.get_mp_context = _Forking
+        return super()._start_async_llm_engine(args, config, placement_group)
+
+
+def close_connections() -> None:
+    """Close every socket of this process: of a fork, those of the process that it was forked from,
+    whose peers would take it for alive as long as the fork is."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.close(int(name))

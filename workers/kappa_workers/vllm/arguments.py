@@ -1,0 +1,338 @@
+"""The arguments that make a vLLM engine one of our workers: our worker class, the host tier, the
+event publisher, and on a paced node the pace of both resources. Every vLLM option that we set is
+named here. Pure translation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kappa.cost import StepModel, step_model
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.settings.engine import VLLM_LIMITS, EngineSettings, LmcacheSettings, TransferSettings
+from kappa_workers.vllm.options import (
+    DISK_KEY,
+    LINK_KEY,
+    LMCACHE_KEY,
+    PACE_KEY,
+    PEERS_KEY,
+    SCHEDULER_KEY,
+    STATS_KEY,
+    STOCK,
+    TAIL_KEY,
+    LinkPace,
+    LinkRules,
+    PeerOptions,
+    SchedulerOptions,
+)
+from kappa_workers.vllm.tail_recompute import LOAD_ALL
+
+# vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
+# short queue spins (workers.vllm_plugin); float32, since bf16 fails on short prompts there. Nothing
+# is compiled: the model runs as it is written, and vLLM's sampler alone would have inductor build a
+# kernel of C++ inside the first request that draws its tokens, for 23 s.
+CPU_ENV = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "KAPPA_QUEUE_SPIN_S": "0.0005",
+    "KAPPA_DIE_WITH_PARENT": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+OWN, LMCACHE, NATIVE, STOCK_TIER = "own", "lmcache", "native", "stock"
+_CPU_WORKER = "kappa_workers.paced.metered_worker.MeteredCPUWorker"
+_GPU_WORKER = "kappa_workers.vllm.metered_worker.MeteredGPUWorker"
+# What vLLM loads by name, of each host tier: the connector; how the tier describes itself.
+_CONNECTORS = {
+    OWN: ("CpuHostTierConnector", "kappa_workers.paced.connector"),
+    NATIVE: ("HostTierConnector", "kappa_workers.vllm.connector"),
+    LMCACHE: ("LmcacheConnector", "kappa_workers.vllm.lmcache.connector"),
+}
+_SPECS = {
+    OWN: ("HostTierSpec", "kappa_workers.paced.host_tier"),
+    NATIVE: ("NativeTierSpec", "kappa_workers.vllm.native_tier"),
+}
+# What is announced of a server is bounded by what it can hold, or, of a shared one, by this.
+_SHARED_BLOCKS = 1 << 20
+
+
+BY_SHARE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Sizes of one engine: tokens per block, KV blocks on the device, bytes in the host tier.
+
+    Zero, or an empty dtype: the engine's own choice, read back later
+    (`kappa_workers.vllm.read_back`). host_bytes: zero for none; `BY_SHARE` until the machine is
+    known. kv_dtype: empty where it is the model's."""
+
+    max_context_tokens: int
+    block_tokens: int
+    device_blocks: int
+    host_bytes: int
+    max_batch_tokens: int
+    max_sequences: int
+    dtype: str
+    kv_dtype: str = ""
+
+    @classmethod
+    def of(cls, engine: EngineSettings) -> EngineLimits:
+        """As the settings have them, or their `extra` by vLLM's names."""
+
+        def given(name: str, none: Any) -> Any:
+            value = getattr(engine, name) or engine.extra.get(VLLM_LIMITS[name][0])
+            return value if type(value) is type(none) and value not in (-1, "auto") else none
+
+        kv_dtype = str(engine.extra.get("kv_cache_dtype", "auto"))
+        return cls(
+            **{name: given(name, type(figure)()) for name, (_, figure) in VLLM_LIMITS.items()},
+            host_bytes=BY_SHARE if engine.host_bytes is None else engine.host_bytes,
+            kv_dtype="" if kv_dtype == "auto" else kv_dtype,
+        )
+
+    @property
+    def missing(self) -> list[str]:
+        chosen = [each.name for each in fields(self) if not getattr(self, each.name)]
+        return [name for name in chosen if name not in ("host_bytes", "kv_dtype")]
+
+    def arguments(self) -> dict[str, Any]:
+        given = {
+            "dtype": self.dtype,
+            "max_model_len": self.max_context_tokens,
+            "block_size": self.block_tokens,
+            "num_gpu_blocks_override": self.device_blocks,
+            "max_num_batched_tokens": self.max_batch_tokens,
+            "max_num_seqs": self.max_sequences,
+        }
+        return {name: value for name, value in given.items() if value}
+
+
+class Endpoints(NamedTuple):
+    """Where the engine's processes report to, the stats channel and vLLM's event publisher; and
+    where its host tier is served, if it is."""
+
+    stats: str
+    kv_events: str
+    peers: PeerOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The model that a paced node emulates and the node it is paced as."""
+
+    shape: ModelShape
+    node: NodeProfile
+
+    @property
+    def step(self) -> StepModel:
+        return step_model(self.shape, self.node)
+
+    @property
+    def link(self) -> LinkPace:
+        kv_bytes, node = kv_bytes_per_token(self.shape), self.node
+        store_bytes_per_s = node.d2h_bytes_per_s or node.h2d_bytes_per_s
+        return LinkPace(
+            token_s=node.dilation * kv_bytes / node.h2d_bytes_per_s,
+            store_token_s=node.dilation * kv_bytes / store_bytes_per_s,
+            fixed_s=node.dilation * node.load_fixed_s,
+            dilation=node.dilation,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierChoice:
+    """What the settings say of the host tier. kind: copied by us, by vLLM (on a GPU), an LMCache
+    server, or vLLM's connector in an engine without anything of ours. planner: "tail" or "kv"."""
+
+    kind: str = OWN
+    planner: str = LOAD_ALL
+    lmcache: LmcacheSettings = field(default_factory=LmcacheSettings)
+    disk_dir: str = ""
+    disk_bytes: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether several workers load from one server."""
+        return self.kind == LMCACHE and bool(self.lmcache.server)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTier:
+    """An engine's host tier: which one; the rates that its loads are planned by (none: load all);
+    the server that its worker started for it; how many blocks it holds; how loads and stores share
+    its link."""
+
+    choice: TierChoice = field(default_factory=TierChoice)
+    rates: Mapping[str, Any] | None = None
+    server: str = ""
+    host_blocks: int = 0
+    link: LinkRules = field(default_factory=LinkRules)
+
+
+def engine_kwargs(
+    limits: EngineLimits,
+    endpoints: Endpoints,
+    pace: Pace | None,
+    scheduler: SchedulerOptions = SchedulerOptions(STOCK),
+    tier: EngineTier = EngineTier(),
+    gpus: int = 0,
+) -> dict[str, Any]:
+    """vLLM's engine arguments for a replica; `gpus`: of each worker, 0 on a CPU. What
+    `engine.extra` gives goes before them (`EngineSettings.extra` refuses what may not)."""
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoints.kv_events,
+        "topic": "kv",
+    }
+    arguments: dict[str, Any] = {
+        **limits.arguments(),
+        # A CPU has no graphs, and compiling takes longer there than it saves.
+        **({} if gpus else {"enforce_eager": True}),
+        "enable_prefix_caching": True,
+        "kv_events_config": events,
+    }
+    if tier.choice.kind == STOCK_TIER:
+        if limits.host_bytes:
+            arguments["kv_transfer_config"] = _stock_transfer(limits.host_bytes)
+        return arguments
+    additional: dict[str, Any] = {STATS_KEY: endpoints.stats}
+    if pace is not None:
+        additional[PACE_KEY] = pace.step.to_dict()
+    arguments["worker_cls"] = _GPU_WORKER if gpus else _CPU_WORKER
+    arguments["additional_config"] = additional
+    if scheduler.rule != STOCK:
+        arguments["scheduler_cls"] = "kappa_workers.vllm.scheduler.FairScheduler"
+        options = msgspec.structs.replace(scheduler, stats=endpoints.stats)
+        if pace is not None:
+            link = {"token_s": pace.link.token_s, "fixed_s": pace.link.fixed_s}
+            step = pace.step.to_dict()
+            options = msgspec.structs.replace(options, link=link, step=step, profile="")
+        additional[SCHEDULER_KEY] = msgspec.to_builtins(options)
+    if limits.host_bytes:
+        config = transfer_config(tier, limits.host_bytes, endpoints.stats)
+        extra = config["kv_connector_extra_config"]
+        if tier.choice.kind != NATIVE and pace is not None:
+            extra[PACE_KEY] = msgspec.to_builtins(pace.link)
+        arguments["kv_transfer_config"] = config
+    return arguments
+
+
+def _stock_transfer(host_bytes: int) -> dict[str, Any]:
+    """vLLM's own connector, by what its documentation names alone."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
+    }
+
+
+def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> dict[str, Any]:
+    """The `kv_transfer_config` of an engine with this host tier: a connector of ours, so that
+    admissions are reported and a tail may be computed. A load that fails is computed anew: vLLM's
+    default would fail the request.
+
+    Raises:
+        ValueError: no LMCache server to name.
+    """
+    choice = tier.choice
+    connector, module = _CONNECTORS[choice.kind]
+    extra: dict[str, Any] = {STATS_KEY: stats_endpoint}
+    if tier.rates is not None:
+        extra[TAIL_KEY] = {"planner": choice.planner, "rates": dict(tier.rates)}
+    if choice.kind == LMCACHE:
+        lmcache = choice.lmcache
+        url = lmcache.server or tier.server
+        if not url:
+            raise ValueError("host tier lmcache: no server is named, and none was started")
+        host, port = url.rsplit(":", 1)
+        extra |= {
+            "lmcache.mp.host": host,
+            "lmcache.mp.port": int(port),
+            "lmcache.mp.mq_timeout": lmcache.timeout_s,
+            "lmcache.mp.heartbeat_interval": lmcache.heartbeat_s,
+            LMCACHE_KEY: {
+                "timeout_s": lmcache.timeout_s,
+                "retry_s": lmcache.retry_s,
+                "most_blocks": _SHARED_BLOCKS if choice.shared else tier.host_blocks,
+            },
+        }
+    else:
+        extra |= {
+            "cpu_bytes_to_use": host_bytes,
+            "self_describing_kv_events": True,
+            "offload_prompt_only": False,
+        }
+        spec, place = _SPECS[choice.kind]
+        extra |= {"spec_name": spec, "spec_module_path": place}
+        extra[LINK_KEY] = msgspec.to_builtins(tier.link)
+        if choice.disk_bytes:
+            extra[DISK_KEY] = (choice.disk_dir, choice.disk_bytes)
+    return {
+        "kv_connector": connector,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def add_nixl(arguments: dict[str, Any]) -> None:
+    """Have the engine hand whole prompts over by vLLM's own connector; `arguments` are vLLM's,
+    changed in place.
+
+    Raises:
+        ValueError: it has no connector to build on.
+    """
+    config = arguments.get("kv_transfer_config")
+    if config is None:
+        raise ValueError("a worker that hands KV over needs a host tier: give engine.host_bytes")
+    # The first that holds something loads, and both store.
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    arguments["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [nixl, config]},
+    }
+
+
+def meet_peers(
+    transfer: TransferSettings, arguments: dict[str, Any], pace: Pace | None, peers: PeerOptions
+) -> None:
+    """Have the engine give its peers what its host tier holds, and take what theirs hold;
+    `arguments` are vLLM's, changed in place."""
+    changes = {"wait_s": transfer.wait_s}
+    if pace is not None:
+        dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
+        changes["token_s"] = dilation * kv_bytes / transfer.net_bytes_per_s
+        changes["fixed_s"] = dilation * transfer.fixed_s
+    options = msgspec.to_builtins(msgspec.structs.replace(peers, **changes))
+    arguments["kv_transfer_config"]["kv_connector_extra_config"][PEERS_KEY] = options
+
+
+def fingerprint(
+    model_source: str, chat_template: str, limits: EngineLimits, shape_name: str
+) -> str:
+    """Hash of what two workers must share for their KV blocks to mean the same."""
+    parts = {
+        "model": model_source,
+        "template": chat_template,
+        "dtype": limits.dtype,
+        "block_tokens": limits.block_tokens,
+        "shape": shape_name,
+        "hash": "vllm-0.29",
+        **({"kv_dtype": limits.kv_dtype} if limits.kv_dtype else {}),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

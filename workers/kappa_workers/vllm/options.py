@@ -1,0 +1,189 @@
+"""Our options in vLLM's `additional_config` and `kv_connector_extra_config`: keys and reading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from kappa.cost import StepLimit, StepModel
+from kappa_scheduler.catalogue import rule_named, step_factor, step_limit
+from kappa_scheduler.config import FairConfig, LinkRates
+from kappa_scheduler.work import Rule
+
+SCHEDULER_KEY = "kappa_scheduler"
+STATS_KEY = "kappa_stats"
+PACE_KEY = "kappa_pace"
+LINK_KEY = "kappa_link"
+TAIL_KEY = "kappa_plan"
+LMCACHE_KEY = "kappa_lmcache"
+DISK_KEY = "kappa_disk"
+PEERS_KEY = "kappa_peers"
+
+# The engine's own order, measured like any rule.
+STOCK = "stock"
+
+T = TypeVar("T")
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+def read_options(config: Mapping[str, Any] | None, key: str, kind: type[T]) -> T:
+    """The options under `key`, or their defaults.
+
+    Raises:
+        ValueError: an unknown field, or a wrong value; names the key.
+    """
+    try:
+        return msgspec.convert((config or {}).get(key) or {}, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """rule: its name, or `STOCK`; config: the fields of a `FairConfig`; link: the fields of a
+    `LinkRates`, if known; step: those of a `StepModel`, if the engine is paced; stats: endpoint of
+    the stats channel; log: file for JSON lines; tenant_required: a decider of ours names every
+    request's tenant, so one without is refused; profile: file in which the engine's measurements
+    have the link's rates and the step's constants, once it was measured."""
+
+    rule: str = "fair"
+    config: dict[str, Any] = {}
+    link: dict[str, float] | None = None
+    step: dict[str, float] | None = None
+    stats: str = ""
+    log: str | None = None
+    tenant_required: bool = False
+    profile: str = ""
+
+    @classmethod
+    def read(cls, additional_config: Mapping[str, Any] | None, policy: str) -> SchedulerOptions:
+        """Check what an engine was given.
+
+        Raises:
+            ValueError: an unknown key, a wrong value, or a policy that would undo the rule's order.
+        """
+        options = read_options(additional_config, SCHEDULER_KEY, cls)
+        if policy != "fcfs":
+            raise ValueError(
+                f"the engine's scheduling_policy is {policy!r}, which would undo the rule's order: "
+                "leave it at 'fcfs' and choose the rule 'priority' instead"
+            )
+        options.make_rule()
+        return options
+
+    def for_rank(self, rank: int) -> SchedulerOptions:
+        """The same with a log of the replica's own."""
+        if not self.log:
+            return self
+        path = Path(self.log)
+        own = path.with_name(f"{path.stem}-{rank}{path.suffix}")
+        return msgspec.structs.replace(self, log=str(own))
+
+    def make_rule(self) -> Rule | None:
+        """A new rule; None for the engine's own order."""
+        if self.rule == STOCK:
+            return None
+        try:
+            config = FairConfig(**self.config)
+            link = LinkRates(**self.link) if self.link else measured_link(self.profile)
+        except TypeError as error:
+            raise ValueError(f"{SCHEDULER_KEY}: {error}") from None
+        return rule_named(self.rule, config, link)
+
+    @property
+    def step_factor(self) -> float:
+        return step_factor(self.rule, FairConfig(**self.config))
+
+    def make_limit(self) -> StepLimit | None:
+        """What bounds a step besides its token budget; None: nothing, or steps are not known."""
+        if self.rule == STOCK:
+            return None
+        step = StepModel.from_dict(self.step) if self.step else measured_step(self.profile)
+        return step_limit(self.rule, FairConfig(**self.config), step)
+
+
+def measured_link(profile: str) -> LinkRates | None:
+    """What loads take, from the file of an engine's measurements; None if it has none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(Path(profile).read_text(encoding="utf-8"))
+        return LinkRates(found["load_token_s"], found["load_fixed_s"])
+    return None
+
+
+def measured_step(profile: str) -> StepModel | None:
+    """What steps take, from the same file; None if it has none that fits."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return fitted_step(json.loads(Path(profile).read_text(encoding="utf-8")))
+    return None
+
+
+def fitted_step(measured: Mapping[str, Any]) -> StepModel | None:
+    """The constants fitted to the engine's own steps, if they are nearer to these than the prior
+    is."""
+    found = measured.get("step")
+    if not found or not found["error"] < found["prior_error"]:
+        return None
+    return StepModel(**{name: found[name] for name in StepModel.__dataclass_fields__})
+
+
+class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a paced link takes, in real (dilated) seconds per token; zero: unpaced. dilation:
+    real seconds per second of the node that it is paced as."""
+
+    token_s: Seconds = 0.0
+    store_token_s: Seconds = 0.0
+    fixed_s: Seconds = 0.0
+    dilation: Seconds = 1.0
+
+    def load_s(self, tokens: int) -> float:
+        return self.fixed_s + tokens * self.token_s if self.token_s else 0.0
+
+    def store_s(self, tokens: int) -> float:
+        return self.fixed_s + tokens * self.store_token_s if self.store_token_s else 0.0
+
+
+class PeerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an engine serves its host tier to its peers, and the token of who may read there.
+    layout: file that says where the tier's rows are, until the engine's other process has read it.
+    wait_s: the longest silence of a peer. token_s, fixed_s: what a paced transfer takes at least,
+    in real (dilated) seconds per KV token and besides."""
+
+    host: str
+    port: int
+    token: str
+    layout: str
+    wait_s: float = 5.0
+    token_s: float = 0.0
+    fixed_s: float = 0.0
+
+    @property
+    def endpoint(self) -> str:
+        """What a peer is given, by the router alone."""
+        return f"{self.host}:{self.port}/{self.token}"
+
+    def pace_s(self, tokens: int) -> float:
+        """Least seconds from sending to receiving so many tokens."""
+        return self.fixed_s + tokens * self.token_s
+
+
+class LinkRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the host tier shares its link; seconds are the node's own. duplex: a server per
+    direction, or one for both. order "fifo" is vLLM's own, and drops nothing. store_backlog_s: new
+    stores are dropped while so many seconds of them are queued. late_wait_s: by how much one call
+    may hold the engine up for stores whose blocks it wants to reuse; those beyond are dropped.
+    by_layer: the only request of an engine loads in its prompt's own step, layer by layer."""
+
+    duplex: Literal["full", "half"] = "full"
+    order: Literal["loads_first", "fifo"] = "loads_first"
+    store_backlog_s: Seconds = 10.0
+    late_wait_s: Seconds = 0.01
+    by_layer: bool = False
+
+    def dilated(self, dilation: float) -> LinkRules:
+        """The same in real seconds."""
+        backlog_s, late_s = self.store_backlog_s * dilation, self.late_wait_s * dilation
+        return msgspec.structs.replace(self, store_backlog_s=backlog_s, late_wait_s=late_s)

@@ -1,0 +1,305 @@
+"""When sessions arrive: endless seeded streams of times in seconds, at a mean rate.
+
+`poisson` for workloads whose source says nothing of arrivals. `servegen` for independent single
+requests: production clients that come in bursts and change their rates from window to window.
+`gamma` for bursts of a given strength, `ramp` and `steps` for load that grows, `constant` for
+evenly spaced arrivals. They draw ahead, so each wants an `rng` of its own. Closed loops have no
+times: all sessions are there at once, and the runner starts one whenever another has ended.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count, repeat
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa_workload.reading import WorkloadError, read_table, refuse_rows
+
+ArrivalProcess = Callable[[float, np.random.Generator], Iterator[float]]
+
+# ServeGen's client rates: a Parquet table of `client`, `window_s` (start of a window of 600 s),
+# `rate_rps`, `cv`, `pattern` (Gamma or Weibull), `arg1` (shape) and `arg2` (scale) of the gaps
+# between a client's requests. Source: alibaba/ServeGen (m-small), fits to Bailian production,
+# Apache-2.0.
+WINDOW_S = 600
+
+_RATE_COLUMNS: dict[str, type] = {
+    "client": int, "window_s": int, "rate_rps": float, "cv": float, "pattern": str, "arg1": float,
+    "arg2": float,
+}  # fmt: skip
+_PATTERNS = ("Gamma", "Weibull")
+
+# Seconds that `servegen` gives to a window which lasted 600 s: runs last minutes, not a day, and
+# ten times the speed lets them see the swings. An assumption.
+REPLAY_WINDOW_S = 60.0
+
+
+_DRAWS = 1024  # gaps drawn at a time: numpy is slow one by one
+
+
+def poisson(rate_rps: float, rng: np.random.Generator) -> Iterator[float]:
+    """Arrival times of a Poisson process of `rate_rps` sessions a second, for ever."""
+    return _cumulated(lambda: rng.exponential(1.0 / rate_rps, _DRAWS))
+
+
+def _cumulated(draw: Callable[[], NDArray[np.float64]]) -> Iterator[float]:
+    """Times after gaps that are drawn many at a time."""
+    now_s = 0.0
+    while True:
+        times_s = now_s + np.cumsum(draw())
+        yield from times_s.tolist()
+        now_s = float(times_s[-1])
+
+
+def constant(rate_rps: float) -> Iterator[float]:
+    """Evenly spaced arrival times, the first after one gap, for ever."""
+    return (number / rate_rps for number in count(1))
+
+
+def gamma(rate_rps: float, rng: np.random.Generator, *, cv: float) -> Iterator[float]:
+    """Arrival times with independent gamma gaps of mean `1 / rate_rps`, for ever.
+
+    cv: coefficient of variation of the gaps: 1 is `poisson`, more comes in bursts.
+    """
+    shape = cv**-2
+    return _cumulated(lambda: rng.gamma(shape, 1.0 / (rate_rps * shape), _DRAWS))
+
+
+def ramp(
+    first_rps: float, last_rps: float, length_s: float, rng: np.random.Generator
+) -> Iterator[float]:
+    """Arrivals at random, at a rate that goes evenly from one, zero or more, to another in
+    `length_s` seconds, then stays there."""
+    within = (first_rps + last_rps) / 2 * length_s
+    slope = (last_rps - first_rps) / length_s
+
+    def time_s(expected: float) -> float:
+        if expected >= within:
+            return length_s + (expected - within) / last_rps
+        # The root of first·t + slope·t²/2 = expected, in the form that bears a slope of zero.
+        return 2 * expected / (first_rps + math.sqrt(first_rps**2 + 2 * slope * expected))
+
+    # A unit Poisson process, put through the inverse of the expected number of arrivals.
+    return map(time_s, poisson(1.0, rng))
+
+
+def steps(rates_rps: Sequence[float], step_s: float, rng: np.random.Generator) -> Iterator[float]:
+    """Arrivals at random, at each rate for `step_s` seconds, and at the last one for ever; all but
+    the last may be zero."""
+    # The arrivals expected before each step begins.
+    before = list(accumulate((rate * step_s for rate in rates_rps[:-1]), initial=0.0))
+
+    def time_s(expected: float) -> float:
+        step = bisect_right(before, expected) - 1
+        return step * step_s + (expected - before[step]) / rates_rps[step]
+
+    return map(time_s, poisson(1.0, rng))
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRate:
+    """One client in one window: its rate, and the distribution of its gaps up to their mean.
+
+    The recorded scale is not kept: it disagrees with the rate where a client paused within the
+    window, and the rate is what was counted.
+    """
+
+    rate_rps: float
+    pattern: str
+    shape: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateDay:
+    """Consecutive windows of `WINDOW_S`, each with its active clients; it may be shorter than a
+    day, or longer.
+    """
+
+    windows: tuple[tuple[ClientRate, ...], ...]
+
+    @property
+    def mean_rps(self) -> float:
+        """Mean rate of all clients together over all windows."""
+        total = sum(client.rate_rps for window in self.windows for client in window)
+        return total / len(self.windows)
+
+
+def read_rates(path: Path) -> RateDay:
+    """Read a table of rates; windows between the first and the last that have no row are idle."""
+    table = read_table(path, _RATE_COLUMNS)
+    starts, patterns, shapes = table["window_s"], table["pattern"], table["arg1"]
+    refuse_rows(path, starts, starts % WINDOW_S != 0, f"must be a multiple of {WINDOW_S}")
+    refuse_rows(path, patterns, ~patterns.is_in(_PATTERNS), f"must be one of {_PATTERNS}")
+    refuse_rows(path, shapes, shapes <= 0, "must be above zero")
+    windows: dict[int, list[ClientRate]] = {}
+    for _, start_s, rate_rps, _, pattern, shape, _ in table.iter_rows():
+        windows.setdefault(start_s // WINDOW_S, []).append(ClientRate(rate_rps, pattern, shape))
+    first, last = min(windows), max(windows)
+    day = RateDay(tuple(tuple(windows.get(index, ())) for index in range(first, last + 1)))
+    if not day.mean_rps:
+        raise WorkloadError(f"{path}: every rate in column 'rate_rps' is zero")
+    return day
+
+
+def shipped_rates() -> RateDay:
+    """The day of client rates that ships with this package
+    (`workload/kappa_workload/data/README.md`)."""
+    return read_rates(Path(__file__).parent / "data" / "servegen_day_rates.parquet")
+
+
+def servegen(
+    rate_rps: float,
+    rng: np.random.Generator,
+    *,
+    rates: RateDay | None = None,
+    window_s: float = REPLAY_WINDOW_S,
+    steady: bool = False,
+) -> Iterator[float]:
+    """Arrival times of many clients, each bursty and unsteady in its own way, for ever.
+
+    The day starts at a random window and repeats. Every client's rate is scaled by one number, so
+    that the mean over a whole day is `rate_rps`; over less than a day it is what that part of the
+    day was. Each client gets as many arrivals in a window as its rate says, with gaps of the
+    fitted shape, beginning at a random point of their cycle.
+
+    rates: whose rates to use; those that ship with the package if None. window_s: seconds that a
+    window of the source lasts here. A run of R seconds that should see a whole day, and so the
+    exact mean, wants R / len(rates.windows). steady: every window has the mean rate, with its own
+    clients and their bursts.
+    """
+    rates = rates or shipped_rates()
+    index = int(rng.integers(len(rates.windows)))
+    start_s = 0.0
+    while True:
+        clients = rates.windows[index]
+        recorded_rps = sum(client.rate_rps for client in clients if steady) or rates.mean_rps
+        # Arrivals in this window, per recorded rps.
+        expected = rate_rps / recorded_rps * window_s
+        places = [_places(client, client.rate_rps * expected, rng) for client in clients]
+        if places:
+            yield from (start_s + window_s * np.sort(np.concatenate(places))).tolist()
+        index = (index + 1) % len(rates.windows)
+        start_s += window_s
+
+
+def _places(client: ClientRate, expected: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Where in a window, from 0 to 1, a client's requests fall: `expected` of them on average."""
+    count = int(expected + rng.random())
+    if client.pattern == "Gamma":
+        gaps = rng.standard_gamma(client.shape, count)
+    else:
+        gaps = rng.weibull(client.shape, count)
+    total = gaps.sum()
+    if not (np.isfinite(total) and total > 0):  # the smallest shapes leave the range of a float
+        return rng.random(count)
+    # On a circle, turned at random: otherwise the bursts of all clients would meet at the edges.
+    places: NDArray[np.float64] = (np.cumsum(gaps) / total + rng.random()) % 1.0
+    return places
+
+
+Kind = Literal["poisson", "constant", "gamma", "servegen", "trace", "ramp", "steps", "closed"]
+
+
+FORMS: dict[Kind, str] = {
+    "poisson": "poisson:RATE",
+    "constant": "constant:RATE",
+    "gamma": "gamma:RATE,cv=CV",
+    "servegen": "servegen:RATE[,window_s=SECONDS]",
+    "trace": "trace or trace:xFACTOR",
+    "ramp": "ramp:FROM-TO/SECONDS",
+    "steps": "steps:RATE,RATE,…/SECONDS",
+    "closed": "closed:SESSIONS",
+}
+"""How each kind is written. Rates are sessions a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalSpec:
+    """How sessions arrive.
+
+    rates_rps: one rate; the first and the last of a ramp; all of steps; none for trace and closed.
+    cv: coefficient of variation of gamma gaps. seconds: a ramp's length, a step's, or that of a
+    ServeGen window. speed: by which a trace's times are divided. concurrency: of a closed loop.
+    """
+
+    kind: Kind
+    rates_rps: tuple[float, ...] = ()
+    cv: float = 1.0
+    seconds: float = 0.0
+    speed: float = 1.0
+    concurrency: int | None = None
+    text: str = field(default="", compare=False)
+
+    def times(
+        self, rng: np.random.Generator, *, rate_factor: float = 1.0
+    ) -> Iterator[float] | None:
+        """Arrival times in seconds; None for a trace, whose workload has them.
+
+        rate_factor: multiplies every rate: one over the requests of a session, if rates are meant
+        in requests a second.
+        """
+        rates = [rate * rate_factor for rate in self.rates_rps]
+        match self.kind:
+            case "trace":
+                return None
+            case "closed":
+                return repeat(0.0)
+            case "poisson":
+                return poisson(rates[0], rng)
+            case "constant":
+                return constant(rates[0])
+            case "gamma":
+                return gamma(rates[0], rng, cv=self.cv)
+            case "servegen":
+                return servegen(rates[0], rng, window_s=self.seconds or REPLAY_WINDOW_S)
+            case "ramp":
+                return ramp(rates[0], rates[1], self.seconds, rng)
+            case "steps":
+                return steps(rates, self.seconds, rng)
+
+
+_NUMBER = r"[\d.]+(?:[eE][+-]?\d+)?"
+_WRITTEN: dict[Kind, str] = {
+    "poisson": "(?P<rates>N)", "constant": "(?P<rates>N)", "gamma": "(?P<rates>N),cv=(?P<cv>N)",
+    "servegen": "(?P<rates>N)(,window_s=(?P<seconds>N))?", "trace": "(x(?P<speed>N))?",
+    "ramp": "(?P<rates>N-N)/(?P<seconds>N)", "steps": "(?P<rates>N(,N)+)/(?P<seconds>N)",
+    "closed": r"(?P<concurrency>\d+)",
+}  # fmt: skip
+
+
+def parse_arrivals(text: str) -> ArrivalSpec:
+    """Read a spec; `ValueError` says how it is written."""
+    kind, _, rest = text.strip().partition(":")
+    if kind not in FORMS:
+        near = difflib.get_close_matches(kind, FORMS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"arrivals {text!r}: unknown kind {kind!r}.{hint} Known: {'; '.join(FORMS.values())}"
+        )
+    wrong = ValueError(
+        f"arrivals {text!r}: write {FORMS[kind]}; numbers above zero, the last of rates at least"
+    )
+    match = re.fullmatch(_WRITTEN[kind].replace("N", _NUMBER), rest)
+    if match is None:
+        raise wrong
+    given = {name: value for name, value in match.groupdict().items() if value}
+    try:
+        rates = tuple(map(float, re.findall(_NUMBER, given.pop("rates", ""))))
+        number = {name: float(value) for name, value in given.items()}
+    except ValueError:
+        raise wrong from None
+    if not all(0 < each < math.inf for each in (*rates[-1:], *number.values())):
+        raise wrong
+    return ArrivalSpec(
+        kind, rates, number.get("cv", 1.0), number.get("seconds", 0.0), number.get("speed", 1.0),
+        int(number["concurrency"]) if "concurrency" in number else None, text,
+    )  # fmt: skip
