@@ -12,7 +12,8 @@ from statistics import median
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.packages import ROOT, path_of
+
 PRODUCT = (
     "kappa", "router", "scheduler", "workers", "engine", "simulator", "workload", "loadtest",
     "deploy", "dashboards",
@@ -65,8 +66,8 @@ def closure(start: str) -> set[str]:
     pending = [start]
     while pending:
         name = pending.pop()
-        path = ROOT / f"{name.replace('.', '/')}.py"
-        if name in seen or name.split(".")[0] not in PRODUCT or not path.exists():
+        path = path_of(name)
+        if name in seen or name.startswith("kappa_benchmarks") or not path.exists():
             continue
         seen.add(name)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

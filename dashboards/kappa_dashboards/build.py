@@ -30,10 +30,10 @@ from kappa_dashboards.panels import Dashboard, Panel
 from kappa_dashboards.routing import ROUTING
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent
+ROOT = FOLDER.parents[1]
 DASHBOARDS = (OVERVIEW, CLUSTER, ROUTING)
 RULE_FILES = ("recording.yaml", "alerts.yaml")
-RULE_OBJECT = ROOT / "deploy" / "k8s" / "components" / "monitoring" / "prometheus-rule.yaml"
+RULE_OBJECT = ROOT / "deploy/kappa_deploy/k8s/components" / "monitoring" / "prometheus-rule.yaml"
 
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 # Grafana serves what lies in its `public` folder; whoever publishes docs/ elsewhere sets `docs`.
@@ -205,7 +205,10 @@ def rule_object() -> str:
         "metadata": {"name": "kappa-serve"},
         "spec": {"groups": groups},
     }
-    head = "# Made by `python -m kappa_dashboards.build` from dashboards/kappa_dashboards/rules; do not edit.\n"
+    head = (
+        "# Made by `python -m kappa_dashboards.build` from dashboards/kappa_dashboards/rules; "
+        "do not edit.\n"
+    )
     return head + yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True)
 
 

@@ -16,7 +16,9 @@ COPY requirements.lock ./
 RUN uv pip install --python /opt/kappa/bin/python --no-deps --require-hashes \
     --find-links "$TORCH_WHEELS" -r requirements.lock
 COPY . .
-RUN hatchling build -t wheel -d /dist \
+RUN for project in */pyproject.toml; do \
+        (cd "$(dirname "$project")" && hatchling build -t wheel -d /dist) || exit 1; \
+    done \
     && uv pip install --python /opt/kappa/bin/python --no-deps /dist/*.whl
 # Compiled here, since the file system is read-only later. torch ships files for later Pythons, which
 # do not compile: that is no fault.

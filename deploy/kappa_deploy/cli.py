@@ -22,12 +22,12 @@ from kappa_deploy.commands.console import fail
 
 # In brackets the extra without which it does nothing.
 _COMMANDS = {
-    name: EntryPoint(name, f"deploy.commands.{place}", COMMANDS)
+    name: EntryPoint(name, f"kappa_deploy.commands.{place}", COMMANDS)
     for name, place in {
         "serve": "serve:serve [serve]", "demo": "demo:demo", "profile": "profile:profile [serve]",
         "tables": "explain:tables", "explain": "explain:explain",
-        "roofline": "roofline:roofline [bench]", "simulate": "simulate:simulate [bench]",
-        "workload": "workload:workload [bench]", "replay": "replay:replay [bench]",
+        "roofline": "roofline:roofline [loadtest]", "simulate": "simulate:simulate [simulator]",
+        "workload": "workload:workload [loadtest]", "replay": "replay:replay [loadtest]",
         "power": "power:power", "why": "why:why", "dashboards": "dashboards:dashboards [serve]",
         "doctor": "doctor:doctor [serve]", "keys": "keys:app", "lmcache": "lmcache:app",
         "route": "route:app",

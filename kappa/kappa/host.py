@@ -50,22 +50,24 @@ def version_of(distribution: str) -> str:
     return ""
 
 
-# Modules that extras bring, by the extra that a user would ask for (pyproject.toml).
-_EXTRAS = {
+# Modules that extras bring, by the extra that a user would ask for (deploy/pyproject.toml).
+EXTRAS = {
     "serve": (
-        "fastapi", "gguf", "opentelemetry", "packaging", "psutil", "pynvml", "ray", "safetensors",
+        "fastapi", "gguf", "grafana_foundation_sdk", "kappa_dashboards", "kappa_engine",
+        "kappa_workers", "opentelemetry", "packaging", "psutil", "pynvml", "ray", "safetensors",
         "transformers",
     ),
     "gpu": ("lmcache", "torch", "vllm"),
-    "bench": ("grafana_foundation_sdk", "jinja2", "matplotlib", "polars", "xxhash"),
-    "dev": ("jsonschema", "kubernetes_validate", "promql_parser"),
+    "simulator": ("kappa_simulator", "kappa_workload", "polars", "scipy"),
+    "loadtest": ("huggingface_hub", "jinja2", "kappa_loadtest", "matplotlib"),
+    "kubernetes": ("jsonschema", "kubernetes_validate"),
 }  # fmt: skip
 
 
 def remedy_for(module: str) -> str:
     """How to install what `import module` lacks; empty if no extra of ours brings it."""
     package = module.partition(".")[0]
-    for extra, modules in _EXTRAS.items():
+    for extra, modules in EXTRAS.items():
         if package in modules:
             return f"needs {package}: pip install 'kappa-serve[{extra}]'"
     return ""
@@ -73,7 +75,7 @@ def remedy_for(module: str) -> str:
 
 def lacking(extras: Iterable[str]) -> str:
     """How to install the first module of these extras that is not here; empty if all are."""
-    for module in (module for extra in extras for module in _EXTRAS[extra]):
+    for module in (module for extra in extras for module in EXTRAS[extra]):
         try:
             is_here = find_spec(module) is not None
         except ValueError:  # it is known not to be importable

@@ -275,7 +275,7 @@ def document() -> str:
     ]
     head = (
         "# Metrics\n\n"
-        "`GET /metrics` on the decider, in Prometheus' text form. Made from `kappa/kappa/metrics.py` by\n"
+        "`GET /metrics` on the decider, in Prometheus' text form. Made from `kappa.metrics` by\n"
         "`.venv/bin/python -c \"from kappa import metrics; print(metrics.document(), end='')\"`;\n"
         "a test keeps the two equal. Seconds of a paced node are real ones, dilated.\n\n"
         "| name | kind | labels | meaning |\n|---|---|---|---|\n"

@@ -12,7 +12,7 @@ from kappa_deploy.prometheus import PrometheusError, configuration, tool
 from kappa_router.live.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
-RULES = [ROOT / "dashboards" / "rules" / name for name in build.RULE_FILES]
+RULES = [ROOT / "dashboards/kappa_dashboards/rules" / name for name in build.RULE_FILES]
 CASES = Path(__file__).with_name("rules_test.yaml")
 
 

@@ -1,11 +1,12 @@
-"""The wheel in an empty environment: the base's packages, and no torch, vLLM or Ray in sight.
+"""Each distribution's wheel in an environment of its own, with what it asks for and nothing else.
 
-Nothing is fetched: what the base needs is linked from the environment that runs the tests.
+Nothing is fetched: what others publish is linked from the environment that runs the tests.
 """
 
 import json
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from importlib import metadata
@@ -14,108 +15,167 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[2]
-ABSENT = ("ray", "torch", "vllm", "transformers", "polars", "matplotlib")
+from tests.packages import PACKAGES
+
+HEAVY = ("ray", "torch", "vllm", "transformers", "polars", "matplotlib")
+NAMES = {
+    tomllib.loads((folder.parent / "pyproject.toml").read_text())["project"]["name"]: package
+    for package, folder in PACKAGES.items()
+}
+CLI = "from kappa_deploy.cli import app; app()"
+# The least that shows that a distribution works with what it asks for: arguments of its Python.
+SMALLEST = {
+    "kappa-bench": ("-c", CLI, "bench", "--help"),
+    "kappa-core": ("-c", "from kappa.shapes import model_shape; model_shape('llama-3.1-8b')"),
+    "kappa-dashboards": ("-c", "from kappa_dashboards.build import DASHBOARDS; assert DASHBOARDS"),
+    "kappa-engine": ("-c", "import kappa_engine.loop"),
+    "kappa-loadtest": ("-c", "import kappa_loadtest.run"),
+    "kappa-router": ("-c", "import kappa_router.front.app, kappa_router.router"),
+    "kappa-scheduler": ("-c", "import kappa_scheduler.fair"),
+    "kappa-serve": ("-c", CLI, "tables", "--json"),
+    "kappa-simulator": ("-c", "import kappa_simulator.run"),
+    "kappa-workers": ("-c", "import kappa_workers.host_memory"),
+    "kappa-workload": ("-c", "import kappa_workload.catalogue, kappa_workload.sessions"),
+}
 
 
-def run(*command, **options):
+def run(*command, check=True, **options):
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == 0 or not check, done.stdout + done.stderr
+    return done
 
 
-def base_distributions(requirements):
-    """What these requirements bring, extras aside, as installed here."""
-    found, pending = {}, list(requirements)
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """The wheel of each of our distributions."""
+    folder = tmp_path_factory.mktemp("wheels")
+    build = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
+    for package in PACKAGES.values():
+        run(*build, cwd=package.parent)
+    return {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in folder.glob("*.whl")}
+
+
+def needs(wheel):
+    """What a wheel asks for."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        found = metadata.PathDistribution(zipfile.Path(archive, str(Path(name).parent) + "/"))
+        return list(map(Requirement, found.requires or ()))
+
+
+def brought(wheels, *names):
+    """(names of ours, distributions of others) that these requirements bring."""
+    seen, pending = set(), [(r.name, e) for r in map(Requirement, names) for e in ("", *r.extras)]
     while pending:
-        requirement = Requirement(pending.pop())
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+        name, extra = pending.pop()
+        if (name, extra) in seen:
             continue
-        if requirement.name not in found:
-            found[requirement.name] = metadata.distribution(requirement.name)
-            pending += found[requirement.name].requires or ()
-    return found.values()
+        seen.add((name, extra))
+        wheel = wheels.get(name)
+        for one in needs(wheel) if wheel else map(Requirement, metadata.requires(name) or ()):
+            if not one.marker or one.marker.evaluate({"extra": extra}):
+                pending += [(one.name, e) for e in ("", *one.extras)]
+    found = {name for name, _ in seen}
+    return found & wheels.keys(), [metadata.distribution(name) for name in found - wheels.keys()]
 
 
-def link(distributions, folder):
+def link(distributions, site):
     """The top-level files and folders of these distributions, as links."""
     for distribution in distributions:
         for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
-            target = folder / top
+            target = site / top
             if not target.exists():
                 target.symlink_to(Path(distribution.locate_file(top)))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    build = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
-    run(*build, cwd=ROOT)
-    (made,) = folder.glob("kappa_serve-*.whl")
+def environment(wheels, tmp_path_factory):
+    """Makes an environment of distributions of ours and what they ask for; returns its Python."""
+
+    def made(*names):
+        folder = tmp_path_factory.mktemp("empty")
+        venv.create(folder, symlinks=True)
+        (site,) = folder.glob("lib/python*/site-packages")
+        ours, others = brought(wheels, *names)
+        uv = Path(sys.executable).with_name("uv")
+        run(
+            uv, "pip", "install", "--offline", "--no-deps", "--python", folder / "bin/python",
+            *(wheels[name] for name in ours),
+        )  # fmt: skip
+        link(others, site)
+        return folder / "bin/python"
+
     return made
 
 
-@pytest.fixture(scope="module")
-def kappa(wheel, tmp_path_factory):
-    """Runs `kappa ARGUMENTS` of an environment in which only the wheel and its base are."""
-    folder = tmp_path_factory.mktemp("empty")
-    venv.create(folder, symlinks=True)
-    uv = Path(sys.executable).with_name("uv")
-    run(
-        uv, "pip", "install", "--offline", "--no-deps", "--python", folder / "bin/python", wheel
-    )  # fmt: skip
-    (site,) = folder.glob("lib/python*/site-packages")
-    (info,) = site.glob("kappa_serve-*.dist-info")
-    requirements = metadata.PathDistribution(info).requires
-    link(base_distributions(requirements), site)
-    found = f"import importlib.util as u; print([m for m in {ABSENT} if u.find_spec(m)])"
-    assert run(folder / "bin/python", "-c", found) == "[]\n"
-
-    def kappa_of(*arguments, check=True):
-        command = [str(folder / "bin/kappa"), *arguments]
-        environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "COLUMNS": "200"}
-        return subprocess.run(
-            command, capture_output=True, text=True, check=check, cwd=folder, env=environment
-        )
-
-    return kappa_of
+@pytest.fixture
+def alone(tmp_path):
+    """Where and with which variables a command of such an environment runs."""
+    return {
+        "cwd": tmp_path, "env": {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "COLUMNS": "200"},
+    }  # fmt: skip
 
 
-def test_the_wheel_holds_every_file_of_our_packages_and_the_licence(wheel):
-    shipped = set(zipfile.ZipFile(wheel).namelist())
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+def absent(python, modules, alone):
+    found = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m)])"
+    return run(python, "-c", found, **alone).stdout.split() == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wheel_holds_its_package_the_licence_and_nothing_else(wheels, name):
+    package = PACKAGES[NAMES[name]]
+    shipped = {Path(one) for one in zipfile.ZipFile(wheels[name]).namelist()}
     ours = {
-        str(path.relative_to(ROOT))
-        for package in packages
-        for path in (ROOT / package).rglob("*")
+        path.relative_to(package.parent)
+        for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert ours - shipped == set()
-    assert {
-        "dashboards/kappa_dashboards/kappa-routing.json",
-        "workload/kappa_workload/data/README.md",
-    } <= shipped
-    assert {"LICENSE", "NOTICE"} <= {Path(name).name for name in shipped - ours}
+    others = {one for one in shipped - ours if not one.parts[0].endswith(".dist-info")}
+    assert ours <= shipped and others == set()
+    assert {"LICENSE", "NOTICE"} <= {path.name for path in shipped - ours}
+    assert Path(NAMES[name], "py.typed") in shipped
 
 
-def test_help_lists_every_command_and_those_without_their_packages_name_the_extra(kappa):
-    listed = kappa("--help").stdout
-    for command in ("serve", "demo", "simulate", "explain", "replay", "bench", "keys"):
+@pytest.mark.parametrize("name", NAMES)
+def test_distribution_works_with_what_it_asks_for(environment, alone, name):
+    run(environment(name), *SMALLEST[name], **alone)
+
+
+def test_router_brings_neither_engine_nor_cluster_nor_simulator(environment, alone):
+    python = environment("kappa-router")
+    assert absent(python, (*HEAVY, "kappa_simulator", "kappa_deploy", "kappa_workers"), alone)
+
+
+@pytest.fixture(scope="module")
+def serve(environment):
+    """kappa-serve and nothing more."""
+    return environment("kappa-serve")
+
+
+def test_help_names_the_extra_of_each_command_that_lacks_packages(serve, alone):
+    kappa = serve.with_name("kappa")
+    listed = run(kappa, "--help", **alone).stdout
+    for command in ("serve", "demo", "simulate", "explain", "replay", "keys"):
         assert command in listed
     assert "Not installed: needs" in listed and "pip install 'kappa-serve[serve]'" in listed
-    refused = kappa("serve", "--port", "0", check=False)
+    refused = run(kappa, "serve", "--port", "0", check=False, **alone)
     assert refused.returncode == 1
-    assert refused.stderr == "kappa serve: needs ray: pip install 'kappa-serve[serve]'\n"
+    assert refused.stderr.startswith("kappa serve: needs ")
+    assert refused.stderr.endswith(": pip install 'kappa-serve[serve]'\n")
 
 
-def test_the_base_explains_and_shows_the_emulated_demo_without_an_engine(kappa):
+def test_emulated_demo_runs_without_an_engine(environment, alone):
+    python = environment("kappa-serve[loadtest]")
+    assert absent(python, ("ray", "torch", "vllm", "transformers"), alone)
+    kappa = python.with_name("kappa")
     explained = json.loads(
-        kappa(
-            "explain", "--model", "llama-3.1-8b", "--cached", "1000", "--new", "10", "--json"
+        run(
+            kappa, "explain", "--model", "llama-3.1-8b", "--cached", "1000", "--new", "10",
+            "--json", **alone,
         ).stdout
     )  # fmt: skip
     assert {"plans", "decoding"} <= explained["nodes"][0].keys()
-    shown = json.loads(kappa("demo", "--emulated", "--json").stdout)
+    shown = json.loads(run(kappa, "demo", "--emulated", "--json", **alone).stdout)
     assert shown["emulated"] is True
     assert {row["node"] for row in shown["requests"]} == {"gh200", "h100"}
     p99_s = {policy: found["ttft_s"]["p99"] for policy, found in shown["policies"].items()}

@@ -14,6 +14,7 @@ from kappa import compiled as module
 from kappa.compiled import compiled
 from kappa_router import policy, pricing
 from kappa_router.decision import ESTIMATE
+from tests.packages import modules
 
 
 def _ratio(a: float, b: float) -> float:
@@ -50,8 +51,7 @@ def test_other_errors_are_not_hidden(monkeypatch):
 
 
 def compiling_files():
-    root = Path(module.__file__).parents[1]
-    files = [p for package in ("kappa", "router") for p in (root / package).rglob("*.py")]
+    files = [p for package in ("kappa", "kappa_router") for p in modules(package)]
     return [p for p in files if "@compiled" in p.read_text()]
 
 
@@ -63,7 +63,8 @@ def test_compiled_loop_uses_only_files_whose_changes_are_seen(path):
     ours = {
         alias.asname or alias.name
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("kappa", "router")
+        if isinstance(node, ast.ImportFrom)
+        and node.module.split(".")[0] in ("kappa", "kappa_router")
         for alias in node.names
         if not watched & {node.module, f"{node.module}.{alias.name}"}
     }

@@ -19,6 +19,7 @@ from kappa_deploy.serve_app import settings_of
 from kappa_router.gateway.process import find_envoy
 
 ROOT = Path(__file__).parents[2]
+K8S, DASHBOARDS = "deploy/kappa_deploy/k8s", "dashboards/kappa_dashboards"
 
 pytestmark = [
     pytest.mark.ray,
@@ -123,7 +124,7 @@ WRONG = {
     "no YAML in serveConfigV2": (lambda s: s.update(serveConfigV2="{a"), "serveConfigV2"),
     "unknown field of Serve's": (in_serve("proxy_location", "proxy_locations"), "proxy_locations"),
     "Ray's own proxy": (in_serve("Disabled", "EveryNode"), "proxy_location: clients reach"),
-    "another application": (in_serve("kappa_deploy.serve_app:app", "kappa_deploy.serve_app:apps"), "apps"),
+    "another application": (in_serve("serve_app:app", "serve_app:apps"), "apps"),
     "an unknown setting": (in_serve("dilation: 30", "dilatation: 30"), "dilatation"),
     "an impossible setting": (in_serve("dilation: 30", "dilation: -1"), "dilation"),
     "an unknown profile": (in_serve("profile: c2c", "profile: d2d"), "d2d"),
@@ -357,16 +358,16 @@ def with_components(tmp_path):
     """gpu-mixed as an overlay of somebody's, with more components and other args."""
 
     def made(*components, args=""):
-        shutil.copytree(ROOT / "deploy" / "k8s", tmp_path / "deploy" / "k8s")
-        shutil.copytree(ROOT / "dashboards", tmp_path / "dashboards")
-        serve = tmp_path / "deploy" / "k8s" / "overlays" / "gpu-mixed" / "serve.yaml"
+        shutil.copytree(ROOT / K8S, tmp_path / K8S)
+        shutil.copytree(ROOT / DASHBOARDS, tmp_path / DASHBOARDS)
+        serve = tmp_path / K8S / "overlays" / "gpu-mixed" / "serve.yaml"
         serve.write_text(serve.read_text().replace("http: {replicas: 2}", args or "{}"))
         extra = tmp_path / "overlay"
         extra.mkdir()
         # Kustomize takes relative paths only.
-        named = [f"../deploy/kappa_deploy/k8s/components/{name}" for name in components]
+        named = [f"../{K8S}/components/{name}" for name in components]
         (extra / "kustomization.yaml").write_text(
-            f"resources: [../deploy/kappa_deploy/k8s/overlays/gpu-mixed]\ncomponents: {named}\n"
+            f"resources: [../{K8S}/overlays/gpu-mixed]\ncomponents: {named}\n"
         )
         return list(documents(extra))
 

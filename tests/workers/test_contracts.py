@@ -380,12 +380,14 @@ def test_the_source_has_what_we_rely_on(path):
 
 
 PRESENT = [
-    "kappa_workers.paced.metered_worker:MeteredCPUWorker", "kappa_workers.vllm.connector:HostTierConnector",
+    "kappa_workers.paced.metered_worker:MeteredCPUWorker",
+    "kappa_workers.vllm.connector:HostTierConnector",
     "kappa_workers.paced.connector:CpuHostTierConnector",
     "kappa_workers.paced.host_tier:HostTierSpec", "kappa_workers.vllm.native_tier:NativeTierSpec",
     "kappa_workers.no_download:NoDownload",
     "kappa_router.ray_router:KappaRouter", "kappa_workers.vllm.scheduler:FairScheduler",
-    "kappa_workers.vllm.measured_worker:MeasuredWorker", "kappa_workers.announcing:AnnouncingServer",
+    "kappa_workers.vllm.measured_worker:MeasuredWorker",
+    "kappa_workers.announcing:AnnouncingServer",
     "ray.serve._private.constants:RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY",
     *(f"{_CONNECTOR}:KVConnectorBase_V1.{name}" for name in (
         "bind_connector_metadata", "get_finished", "get_block_ids_with_load_errors",

@@ -22,7 +22,7 @@ from kappa_engine.config import ModelConfig, read_config
 from kappa_engine.kv_cache import ArenaSize
 from kappa_engine.profile import ProfileSettings
 
-TEXT = Path(__file__).parents[2] / "docs" / "adr"
+TEXT = Path(__file__).parents[3] / "docs" / "adr"
 """What a trained model reads: this project's decisions, all of 2026."""
 SMOLLM2 = "smollm2-135m"
 

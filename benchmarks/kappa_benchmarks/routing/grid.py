@@ -46,7 +46,7 @@ _LEFT_OUT = ("sticky",)  # a reference point, no router's default
 _MISPROFILE_FACTOR = 3.0
 _FAILED_SHARE = 8  # one node in so many fails
 _DOWN_SHARE = 0.1  # of the run
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _SOURCES = (
     "kappa",
     "router",

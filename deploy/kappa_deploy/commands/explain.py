@@ -71,7 +71,7 @@ def tables(
             paper.table3_rows(),
         ),
         "table5": (
-            "Table 5: watts of a GPU, measured by the paper, and modelled (kappa/kappa/power.py), as are "
+            "Table 5: watts of a GPU, measured by the paper, and modelled (kappa.power), as are "
             "the joules of a prompt on its eight GPUs, 40 prompts a step",
             table5_rows(),
         ),

@@ -29,7 +29,7 @@ from kappa_workers.vllm.lmcache.server import (
 
 app = typer.Typer(help="LMCache's server as host tier.", no_args_is_help=True)
 
-_LOCK = Path(__file__).parents[2] / "locks" / "lmcache-cpu.lock"
+_LOCK = Path(__file__).parents[3] / "locks" / "lmcache-cpu.lock"
 _TORCH = "https://download.pytorch.org/whl/cpu/torch/"
 _INSTALL_TIMEOUT_S = 900.0
 

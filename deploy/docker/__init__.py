@@ -1,1 +1,0 @@
-"""Dockerfiles for CPU and CUDA machines, and what checks them."""
