@@ -100,7 +100,7 @@ def test_code_lines_counts_neither_docstring_nor_comment():
     [
         ("kappa_router.router", 27),
         ("kappa_router.api.request_path", 61),  # goal: 40
-        ("engine.llm_engine", 49),
+        ("kappa_engine.llm_engine", 49),
     ],
 )
 def test_few_files_have_to_be_read_to_follow_a_module(module, most):

@@ -26,7 +26,7 @@ _COMMANDS = {
     for name, place in {
         "serve": "serve:serve [serve]", "demo": "demo:demo", "profile": "profile:profile [serve]",
         "tables": "explain:tables", "explain": "explain:explain",
-        "roofline": "roofline:roofline [loadtest]", "simulate": "simulate:simulate [simulator]",
+        "roofline": "roofline:roofline [loadtest]", "simulate": "simulate:simulate [loadtest]",
         "workload": "workload:workload [loadtest]", "replay": "replay:replay [loadtest]",
         "power": "power:power", "why": "why:why", "dashboards": "dashboards:dashboards [serve]",
         "doctor": "doctor:doctor [serve]", "keys": "keys:app", "lmcache": "lmcache:app",

@@ -1,4 +1,4 @@
-"""The block manager: `scheduler.work.Memory` over an engine's block pools and prefix caches.
+"""The block manager: `kappa_scheduler.work.Memory` over an engine's block pools and prefix caches.
 
 A request takes its device blocks when it is admitted, and pins the blocks of its prefix: on the
 device, and in host memory those that it will load. Its blocks stay private until their content is

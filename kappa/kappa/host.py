@@ -58,8 +58,10 @@ EXTRAS = {
         "transformers",
     ),
     "gpu": ("lmcache", "torch", "vllm"),
-    "simulator": ("kappa_simulator", "kappa_workload", "polars", "scipy"),
-    "loadtest": ("huggingface_hub", "jinja2", "kappa_loadtest", "matplotlib"),
+    "loadtest": (
+        "huggingface_hub", "jinja2", "kappa_benchmarks", "kappa_loadtest", "kappa_simulator",
+        "kappa_workload", "matplotlib", "polars", "scipy",
+    ),
     "kubernetes": ("jsonschema", "kubernetes_validate"),
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ def open_workload(
             whose file is `SHAREGPT_FILE` if none is named.
         tokenizer: a `tokenizer.json`, or the folder of a model that has one; for texts.
         scale: every length times this (`workload.scaling`); texts are given up if it is not 1.
-        reading: the fields of `workload.reading.ReadAs`.
+        reading: the fields of `kappa_workload.reading.ReadAs`.
 
     Raises:
         WorkloadError: there is no such workload, or it cannot be used or fetched.

@@ -37,7 +37,7 @@ _LOAD = (
     "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
     "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor",
 )  # fmt: skip
-# `factors`: as `router.engine_queue.EngineSpeed` has them.
+# `factors`: as `kappa_router.engine_queue.EngineSpeed` has them.
 _FIGURES = tuple((name, np.float64) for name in (*_IDENTITY, *_LOAD))
 WORKER = np.dtype([*_FIGURES, ("factors", np.float64, formulas.FACTORS)])
 

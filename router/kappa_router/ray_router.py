@@ -1,7 +1,7 @@
 """Ray Serve's side of routing: publishes a cluster's replicas, and decides alone as a drop-in.
 
 In a cluster of ours no client's request passes Ray; its decider learns here which workers there
-are. In a plain Ray Serve LLM app that named `router.ray_router.KappaRouter` as its
+are. In a plain Ray Serve LLM app that named `kappa_router.ray_router.KappaRouter` as its
 `request_router_class` it uses `router.standalone`, which routes by what it sent where and by what
 replicas announce. The only file that knows Ray's router interface; no arithmetic here.
 

@@ -66,7 +66,7 @@ class _NoOp(NamedTuple):
 
 
 class Fair:
-    """The default rule of every worker (`scheduler.work.Rule`)."""
+    """The default rule of every worker (`kappa_scheduler.work.Rule`)."""
 
     name = "fair"
     packs = True

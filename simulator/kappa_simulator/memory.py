@@ -1,4 +1,4 @@
-"""The blocks of a simulated node in all tiers: its engine's `scheduler.work.Memory`.
+"""The blocks of a simulated node in all tiers: its engine's `kappa_scheduler.work.Memory`.
 
 A request's blocks are reserved when it is admitted; until its tokens are computed or loaded they
 are private, then others can find them: on the device at once, in the host tier when the store has

@@ -45,7 +45,7 @@ class SimulationConfig:
     cluster: SimulatedCluster
     workload: Workload
     shape: ModelShape
-    # As `router.policy.policy_named` takes it, or a fresh policy.
+    # As `kappa_router.policy.policy_named` takes it, or a fresh policy.
     policy: str | Policy = "ttft"
     # The rule of every node.
     scheduler: str = "fcfs"

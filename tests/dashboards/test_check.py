@@ -79,7 +79,7 @@ def test_variables_are_filled_in_longest_name_first():
 
 def test_the_server_ends_with_whoever_started_it(server, tmp_path):
     program = (
-        "import time\nfrom deploy.prometheus import prometheus\n"
+        "import time\nfrom kappa_deploy.prometheus import prometheus\n"
         "with prometheus({}) as url:\n    print(url, flush=True)\n    time.sleep(60)\n"
     )
     process = subprocess.Popen(

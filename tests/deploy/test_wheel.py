@@ -28,7 +28,7 @@ SMALLEST = {
     "kappa-bench": ("-c", CLI, "bench", "--help"),
     "kappa-core": ("-c", "from kappa.shapes import model_shape; model_shape('llama-3.1-8b')"),
     "kappa-dashboards": ("-c", "from kappa_dashboards.build import DASHBOARDS; assert DASHBOARDS"),
-    "kappa-engine": ("-c", "import kappa_engine.loop"),
+    "kappa-engine": ("-c", "import kappa_engine.llm_engine"),
     "kappa-loadtest": ("-c", "import kappa_loadtest.run"),
     "kappa-router": ("-c", "import kappa_router.front.app, kappa_router.router"),
     "kappa-scheduler": ("-c", "import kappa_scheduler.fair"),

@@ -14,7 +14,7 @@ from kappa import compiled as module
 from kappa.compiled import compiled
 from kappa_router import policy, pricing
 from kappa_router.decision import ESTIMATE
-from tests.packages import modules
+from tests.packages import dotted, modules
 
 
 def _ratio(a: float, b: float) -> float:
@@ -58,8 +58,7 @@ def compiling_files():
 @pytest.mark.parametrize("path", compiling_files(), ids=lambda p: p.name)
 def test_compiled_loop_uses_only_files_whose_changes_are_seen(path):
     tree = ast.parse(path.read_text())
-    root = Path(module.__file__).parents[1]
-    watched = {".".join(p.relative_to(root).with_suffix("").parts) for p in compiling_files()}
+    watched = {dotted(p) for p in compiling_files()}
     ours = {
         alias.asname or alias.name
         for node in tree.body

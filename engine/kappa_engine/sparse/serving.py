@@ -53,7 +53,7 @@ class SparseCounts:
 
 
 class SparseServing:
-    """An `engine.approximate.ApproximateDecoder`: the slots of one engine, over its blocks."""
+    """An `kappa_engine.approximate.ApproximateDecoder`: the slots of one engine, over its blocks."""
 
     planner = "sparse"
 

@@ -57,7 +57,7 @@ class EngineWork(Work):
 
 
 class EngineMemory:
-    """The device's blocks (`scheduler.work.Memory`). manager: vLLM's KVCacheManager. host: whether
+    """The device's blocks (`kappa_scheduler.work.Memory`). manager: vLLM's KVCacheManager. host: whether
     there is a host tier to load from."""
 
     def __init__(self, manager: Any, block_tokens: int, host: bool) -> None:
@@ -116,7 +116,7 @@ class EngineMemory:
         return Quote(blocks, 0, self._host_tokens(work, 0), 0, work.key)
 
     def take(self, work: Work, quote: Quote) -> Quote | None:
-        """As `scheduler.work.Memory`; for this plan only."""
+        """As `kappa_scheduler.work.Memory`; for this plan only."""
         assert isinstance(work, EngineWork)
         if work.seen != self.version:
             quote = self._look_up(work)
