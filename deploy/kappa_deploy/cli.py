@@ -18,7 +18,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from kappa.host import COMMANDS, installed, lacking, remedy_for
-from kappa_deploy.commands.console import fail
+from kappa_router.console import fail
 
 # In brackets the extra without which it does nothing.
 _COMMANDS = {
@@ -76,11 +76,12 @@ class _Commands(TyperGroup):
 
 def summary(entry: EntryPoint) -> str:
     """What a command says of itself: its docstring's first paragraph, or its group's `help`, or the
-    docstring of the group's callback."""
+    docstring of the group's callback, there or in the module that it is imported from."""
     place = find_spec(entry.module)
     if place is None or place.origin is None:
         return ""
-    for node in ast.parse(Path(place.origin).read_text(encoding="utf-8")).body:
+    body = ast.parse(Path(place.origin).read_text(encoding="utf-8")).body
+    for node in body:
         if isinstance(node, ast.FunctionDef) and (
             node.name == entry.attr
             or any(ast.unparse(d).startswith(f"{entry.attr}.") for d in node.decorator_list)
@@ -90,6 +91,9 @@ def summary(entry: EntryPoint) -> str:
             for given in node.value.keywords if isinstance(node.value, ast.Call) else ():
                 if given.arg == "help":
                     return str(ast.literal_eval(given.value))
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and entry.attr in {name.name for name in node.names}:
+            return summary(EntryPoint(entry.name, f"{node.module}:{entry.attr}", entry.group))
     return ""
 
 

@@ -82,7 +82,7 @@ def test_no_command_is_imported_before_it_is_used():
         (("serve", "--port", "0"), "ray", "serve"),  # imported when the command runs
         (("dashboards",), "psutil", "serve"),  # imported with the command's file
         (("roofline",), "matplotlib", "loadtest"),
-        (("simulate", "--trace", "miniswe"), "polars", "simulator"),
+        (("simulate", "--trace", "miniswe"), "polars", "loadtest"),
         (("faults", "--no-such-option"), "psutil", "serve"),
     ],
 )

@@ -22,20 +22,31 @@ NAMES = {
     tomllib.loads((folder.parent / "pyproject.toml").read_text())["project"]["name"]: package
     for package, folder in PACKAGES.items()
 }
-CLI = "from kappa_deploy.cli import app; app()"
-# The least that shows that a distribution works with what it asks for: arguments of its Python.
+# The least that shows that a distribution works with what it asks for, by a program of its own.
 SMALLEST = {
-    "kappa-bench": ("-c", CLI, "bench", "--help"),
-    "kappa-core": ("-c", "from kappa.shapes import model_shape; model_shape('llama-3.1-8b')"),
-    "kappa-dashboards": ("-c", "from kappa_dashboards.build import DASHBOARDS; assert DASHBOARDS"),
-    "kappa-engine": ("-c", "import kappa_engine.llm_engine"),
-    "kappa-loadtest": ("-c", "import kappa_loadtest.run"),
-    "kappa-router": ("-c", "import kappa_router.front.app, kappa_router.router"),
-    "kappa-scheduler": ("-c", "import kappa_scheduler.fair"),
-    "kappa-serve": ("-c", CLI, "tables", "--json"),
-    "kappa-simulator": ("-c", "import kappa_simulator.run"),
-    "kappa-workers": ("-c", "import kappa_workers.host_memory"),
-    "kappa-workload": ("-c", "import kappa_workload.catalogue, kappa_workload.sessions"),
+    "kappa-bench": (
+        "python",
+        "-c",
+        "from kappa_router.policy import policy_named; policy_named('round_robin')",
+    ),
+    "kappa-core": (
+        "python",
+        "-c",
+        "from kappa.shapes import model_shape; model_shape('llama-3.1-8b')",
+    ),
+    "kappa-dashboards": (
+        "python",
+        "-c",
+        "from kappa_dashboards.build import DASHBOARDS; assert DASHBOARDS",
+    ),
+    "kappa-engine": ("python", "-c", "import kappa_engine.llm_engine"),
+    "kappa-loadtest": ("python", "-c", "import kappa_loadtest.run"),
+    "kappa-router": ("kappa-router", "--help"),
+    "kappa-scheduler": ("python", "-c", "import kappa_scheduler.fair"),
+    "kappa-serve": ("kappa", "tables", "--json"),
+    "kappa-simulator": ("python", "-c", "import kappa_simulator.run"),
+    "kappa-workers": ("python", "-c", "import kappa_workers.host_memory"),
+    "kappa-workload": ("python", "-c", "import kappa_workload.catalogue, kappa_workload.sessions"),
 }
 
 
@@ -138,7 +149,8 @@ def test_wheel_holds_its_package_the_licence_and_nothing_else(wheels, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_distribution_works_with_what_it_asks_for(environment, alone, name):
-    run(environment(name), *SMALLEST[name], **alone)
+    program, *arguments = SMALLEST[name]
+    run(environment(name).with_name(program), *arguments, **alone)
 
 
 def test_router_brings_neither_engine_nor_cluster_nor_simulator(environment, alone):

@@ -9,8 +9,8 @@ import typer
 
 from kappa.settings.cluster import ClusterSettings
 from kappa_benchmarks.harness import note
-from kappa_deploy.commands.console import fail
 from kappa_deploy.commands.serve import Config, settings_or_exit
+from kappa_router.console import fail
 
 if TYPE_CHECKING:
     from kappa_deploy.app.model import Model

@@ -1,8 +1,8 @@
 """What a start would ask of vLLM, Ray and the machine, and what is wrong; nothing is started.
 
 Made by the very functions of the start (`kappa_deploy.app.plan`,
-`kappa_workers.identity.configure_vllm`). What only a start knows stands in by name: sockets, the port of
-an LMCache server, rates once measured.
+`kappa_workers.identity.configure_vllm`). What only a start knows stands in by name: sockets, the
+port of an LMCache server, rates once measured.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from typing import Annotated
 
 import typer
 
-from kappa_deploy.commands.console import fail, warn
 from kappa_deploy.commands.serve import Config, Policy, Port, interrupt, running, settings_or_exit
 from kappa_deploy.prometheus import PrometheusError, prometheus, ray_targets, tool
 from kappa_loadtest.client import EndpointError
 from kappa_loadtest.sessions import chat_sessions, replay
+from kappa_router.console import fail, warn
 from kappa_workload.sessions import demo_sessions_path, read_sessions
 
 _ANSWER_TOKENS = 16

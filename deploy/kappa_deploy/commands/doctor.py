@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kappa import metrics as m
 from kappa.hardware import node_profile
 from kappa.host import EXAMINATIONS, installed, version_of
-from kappa_deploy.commands.console import (
+from kappa_deploy.commands.serve import Config, settings_or_exit
+from kappa_router.console import (
     ApiKey,
     Json,
     cluster_at,
@@ -27,7 +28,6 @@ from kappa_deploy.commands.console import (
     print_table,
     print_text,
 )
-from kappa_deploy.commands.serve import Config, settings_or_exit
 
 if TYPE_CHECKING:
     from kappa_deploy.checks.facts import Facts, Probe

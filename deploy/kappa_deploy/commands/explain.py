@@ -27,7 +27,7 @@ from kappa.plans.planners import alternatives, decoding
 from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 from kappa.power import table5_rows
 from kappa.shapes import SHAPES, model_shape
-from kappa_deploy.commands.console import (
+from kappa_router.console import (
     Json,
     KvDtype,
     bad_parameter,

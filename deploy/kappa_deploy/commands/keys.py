@@ -29,7 +29,7 @@ from kappa.keys import (
     read_digests,
     read_entries,
 )
-from kappa_deploy.commands.console import Json, fail, print_json, print_table, warn
+from kappa_router.console import Json, fail, print_json, print_table, warn
 
 app = typer.Typer(help="API keys: make, hash, list.", no_args_is_help=True)
 

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from kappa.settings.cluster import home
-from kappa_deploy.commands.console import fail
+from kappa_router.console import fail
 from kappa_workers.vllm.lmcache.server import (
     STAMP,
     LmcacheInstall,

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kappa.power import node_power, unnoticed_cap
-from kappa_deploy.commands import console
+from kappa_router import console
 
 _DECISIONS = 4096
 _TIMEOUT_S = 30.0

@@ -21,13 +21,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kappa_deploy.commands import console
 from kappa_loadtest.client import EndpointError, EndpointSettings
 from kappa_loadtest.cluster import Surveyed, survey
 from kappa_loadtest.options import LoadOptions
 from kappa_loadtest.run import Played, play, showing, streams_allowed
 from kappa_loadtest.run_folder import OPTIONS, RunFolder, RunFolderError, locked, read_run
 from kappa_loadtest.runner import Counts, RunSettings
+from kappa_router import console
 from kappa_workload.replay import ReplaySession
 
 _SECRET = ("--key", "--tenant-key")

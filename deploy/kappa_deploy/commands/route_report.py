@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kappa_deploy.commands.console import KEY_VARIABLES, ApiKey, Json, fail
+from kappa_router.console import KEY_VARIABLES, ApiKey, Json, fail
 
 if TYPE_CHECKING:
     from kappa_router.rollout_journal import RolloutSegment

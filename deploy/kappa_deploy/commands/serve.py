@@ -18,7 +18,7 @@ import typer
 
 from kappa.settings.cluster import ClusterSettings, home, load_settings
 from kappa.settings.pools import ModelSettings
-from kappa_deploy.commands.console import (
+from kappa_router.console import (
     bad_parameter,
     fail,
     print_json,

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from kappa_deploy.commands.console import (
+from kappa_router.console import (
     ApiKey,
     Json,
     cluster_at,

@@ -53,7 +53,7 @@ class SparseCounts:
 
 
 class SparseServing:
-    """An `kappa_engine.approximate.ApproximateDecoder`: the slots of one engine, over its blocks."""
+    """A `kappa_engine.approximate.ApproximateDecoder`: the slots of one engine, over its blocks."""
 
     planner = "sparse"
 

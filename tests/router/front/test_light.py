@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import sys
-import kappa_deploy.commands.route
+import kappa_router.front.command
 import kappa_router.front.gateway
 from kappa.settings.front import load_front_settings
 kappa_router.front.gateway.Front(

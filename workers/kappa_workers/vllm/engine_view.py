@@ -57,8 +57,8 @@ class EngineWork(Work):
 
 
 class EngineMemory:
-    """The device's blocks (`kappa_scheduler.work.Memory`). manager: vLLM's KVCacheManager. host: whether
-    there is a host tier to load from."""
+    """The device's blocks (`kappa_scheduler.work.Memory`). manager: vLLM's KVCacheManager. host:
+    whether there is a host tier to load from."""
 
     def __init__(self, manager: Any, block_tokens: int, host: bool) -> None:
         self.version = 0

@@ -1,4 +1,4 @@
-"""What all commands share: options, tables and figures, JSON, and how a fault ends a command."""
+"""What commands share: options, tables and figures, JSON, and how a fault ends a command."""
 
 from __future__ import annotations
 
@@ -186,11 +186,10 @@ def cluster_at(url: str, key: str | None, timeout_s: float) -> Iterator[httpx.Cl
     """A client of a running cluster; where it does not answer as one, the command ends with 1."""
     import httpx
 
-    from kappa_loadtest.client import bearer
-
     base = url.rstrip("/")
     try:
-        headers = bearer(api_key(key))
+        given = api_key(key)
+        headers = {"authorization": f"Bearer {given}"} if given else {}
         with httpx.Client(base_url=base, headers=headers, timeout=timeout_s) as client:
             yield client
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:

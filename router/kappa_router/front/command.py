@@ -1,0 +1,110 @@
+"""`kappa route`, alone `kappa-router`: our router before OpenAI-compatible servers that exist."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kappa.settings.front import FrontSettings, backend_of, load_front_settings
+from kappa_router.console import fail, warn
+
+app = typer.Typer(invoke_without_command=True, add_completion=False)
+
+
+@app.callback()
+def route(
+    ctx: typer.Context,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend",
+            "-b",
+            help="URL=PROFILE: a server and its node (kappa tables lists them). Say it again "
+            "for each.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Settings (YAML); see docs/route.md.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="HTTP port.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    allow_open: Annotated[
+        bool, typer.Option("--allow-open", help="Listen beyond loopback without keys.")
+    ] = False,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="Who steers: shadow (the present balancer), canary:N (percent) or on."),
+    ] = None,
+    present: Annotated[
+        str | None,
+        typer.Option(
+            help="The present balancer, emulated: round-robin, least-connections or prefix-hash."
+        ),
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Write here what was decided and came of it.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+) -> None:
+    """Route requests among OpenAI-compatible servers, until Ctrl-C."""
+    if ctx.invoked_subcommand is not None:
+        return
+    settings = front_settings_or_exit(
+        backend or [], config,
+        {"log_level": log_level, "present": present, "journal": str(journal) if journal else None},
+        {
+            "http": {"port": port, "host": host},
+            "access": {"allow_open": allow_open or None}, "router": {"mode": mode},
+        },
+    )  # fmt: skip
+    from kappa.logging import configure
+
+    seen = settings.observing
+    configure(seen.log_format, seen.log_file, settings.log_level)
+    _serve(settings)
+    sys.stderr.flush()
+
+
+def _announce(settings: FrontSettings, url: str) -> None:
+    servers = ", ".join(one.url for one in settings.backends)
+    warn(f"routing {url}/v1 among {servers}; watch it at {url}/", "dim")
+
+
+def _serve(settings: FrontSettings) -> None:
+    import asyncio
+
+    from uvicorn.loops.auto import auto_loop_factory
+
+    from kappa_router.front.gateway import serve
+    from kappa_router.gateway.process import EnvoyError
+
+    try:
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            runner.run(serve(settings, partial(_announce, settings)))
+    except EnvoyError as error:
+        fail(str(error), 1)
+
+
+def front_settings_or_exit(
+    backends: list[str], config: Path | None, top: dict[str, str | None],
+    given: dict[str, dict[str, Any]],
+) -> FrontSettings:  # fmt: skip
+    """Settings from file and options, on top level and by section; a fault ends it with 2."""
+    if not backends and config is None:
+        fail("give --backend URL=PROFILE, once for each server, or --config FILE", 2)
+    try:
+        changes: dict[str, Any] = {name: value for name, value in top.items() if value is not None}
+        if backends:
+            changes["backends"] = [backend_of(text) for text in backends]
+        settings = load_front_settings(config, **changes)
+        for section, options in given.items():
+            changed = {name: value for name, value in options.items() if value is not None}
+            if changed:
+                changes[section] = {**getattr(settings, section).model_dump(), **changed}
+        return load_front_settings(config, **changes)
+    except ValueError as error:
+        fail(str(error), 2)
