@@ -387,7 +387,7 @@ from tests.router.building import ask, prompt, router
 def loops():
     return {
         f"{name}.{key}": len(value.signatures)
-        for name, module in sys.modules.items() if name.split(".")[0] in ("router", "kappa")
+        for name, module in sys.modules.items() if name.split(".")[0] in ("kappa_router", "kappa")
         for key, value in vars(module).items() if isinstance(value, Dispatcher)
     }
 

@@ -12,7 +12,7 @@ from kappa_benchmarks.serving.processes import cpu_by_role, role_of
 @pytest.mark.parametrize(
     ("title", "role"),
     [
-        ("python -c from deploy.cli import app; app() route", "kappa route"),
+        ("python -c from kappa_deploy.cli import app; app() route", "kappa route"),
         ("ray::ServeReplica:kappa:KappaDecider.x", "decider"),
         ("ray::ServeReplica:kappa:KappaServer:pcie", "replica"),
         ("ray::ServeReplica:stock:LLMRouter", "stock router"),
