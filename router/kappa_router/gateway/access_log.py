@@ -8,25 +8,30 @@ message instead of one's.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import msgspec
 
 from kappa.protocol import TO_ID_HEADER
 from kappa_router.gateway.spec import ATTEMPTS, REQUESTS
 
-RECORD: Mapping[str, str] = {
+RECORD: dict[str, str] = {
     "id": f"%REQ({TO_ID_HEADER})%", "status": "%RESPONSE_CODE%", "flags": "%RESPONSE_FLAGS%",
     "sent_bytes": "%BYTES_SENT%", "duration_ms": "%DURATION%", "first_ms": "%RESPONSE_DURATION%",
     "upstream": "%UPSTREAM_REMOTE_ADDRESS%", "attempts": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
     "log": "%ACCESS_LOG_TYPE%",
 }  # fmt: skip
 """What Envoy writes of each, in its own terms; what it does not know is null."""
+ANSWER = "kappa.answer"
+"""Under this name `answer.lua` keeps what it saw of a foreign server's answer."""
+FOREIGN_RECORD = RECORD | {
+    name: f"%DYNAMIC_METADATA({ANSWER}:{name})%" for name in ("from", "events", "tail")
+}
+"""The same before foreign servers, which report nothing."""
 
 
-class LogEntry(msgspec.Struct):
+class LogEntry(msgspec.Struct, rename={"told": "from"}):
     """An entry as `RECORD` has Envoy write it. flags: its response flags, as it abbreviates them,
-    by comma."""
+    by comma. told, events, tail: of a foreign answer that ended; see `StreamEnd`."""
 
     id: str | None = None
     status: int | None = None
@@ -37,6 +42,9 @@ class LogEntry(msgspec.Struct):
     upstream: str | None = None
     attempts: int | None = None
     log: str | None = None
+    told: str | None = None
+    events: str | None = None
+    tail: str | None = None
 
     @property
     def goes_on(self) -> bool:

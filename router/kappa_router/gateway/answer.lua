@@ -1,5 +1,5 @@
--- Tells the decider of a request that a foreign server's answer has its first token, and at its end what it
--- ended with, how many events it had, and whom it says to come from.
+-- Tells the decider of a request that a foreign server's answer has its first token. What the answer ended
+-- with, how many events it had and whom it says to come from goes to Envoy's log.
 local DECIDED = "envoy.filters.http.ext_authz"
 -- In an event with a token; announcements and comments have neither.
 local MARKS = { '"choices"', "delta" }
@@ -31,10 +31,10 @@ function envoy_on_response(handle)
   local kind = handle:headers():get("content-type") or ""
   local streamed = string.find(kind, "text/event-stream", 1, true) == 1
   local from = FROM_HEADER ~= "" and handle:headers():get(FROM_HEADER) or ""
-  local function tell(path, body, events)
-    local headers = { [":method"] = "POST", [":authority"] = "decider", [":path"] = path .. id }
-    headers[EVENTS_HEADER], headers[TOLD_HEADER] = tostring(events), from
-    handle:httpCall(OF_SLOT .. decided[SLOT_HEADER], headers, body, 1000, true)
+  local function tell_first()
+    local headers = { [":method"] = "POST", [":authority"] = "decider", [":path"] = FIRST .. id }
+    headers[TOLD_HEADER] = from
+    handle:httpCall(OF_SLOT .. decided[SLOT_HEADER], headers, "", 1000, true)
   end
   local begun, events, seam = not streamed, 0, ""
   -- The last bytes are kept in pieces: to join them for every chunk costs more than all else here.
@@ -45,7 +45,7 @@ function envoy_on_response(handle)
     local bytes = chunk:getBytes(length - kept, kept)
     if not begun and has_token(bytes) then
       begun = true
-      tell(FIRST, "", 0)
+      tell_first()
     end
     if streamed then
       events = events + events_in(bytes)
@@ -64,5 +64,10 @@ function envoy_on_response(handle)
       pieces[first], first = nil, first + 1
     end
   end
-  tell(TAIL, string.sub(table.concat(pieces, "", first, last), -TAIL_BYTES), events)
+  local tail = string.sub(table.concat(pieces, "", first, last), -TAIL_BYTES)
+  local answer = handle:streamInfo():dynamicMetadata()
+  answer:set(ANSWER, "from", from)
+  answer:set(ANSWER, "events", tostring(events))
+  -- Text in ASCII alone: nothing in the log may look like the beginning of a message of its own.
+  answer:set(ANSWER, "tail", (string.gsub(tail, "[^\9\10\13\32-\126]", "?")))
 end

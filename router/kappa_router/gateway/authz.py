@@ -1,9 +1,9 @@
 """HTTP/1.1 on a Unix socket, by which Envoy asks the decider and tells it of foreign answers.
 
-Envoy's `ext_authz` asks under `ADMIT` and `DECIDE`, Lua under `AGAIN`; it tells under `FIRST` and
-`TAIL`. A raw protocol, since an HTTP library would cost more than a decision. Only Envoy can reach
-the socket, since its folder is private; a malformed question closes its connection. An Envoy
-that gives a question up closes its connection, too: the decision is cancelled.
+Envoy's `ext_authz` asks under `ADMIT` and `DECIDE`, Lua under `AGAIN`; it tells under `FIRST`. A
+raw protocol, since an HTTP library would cost more than a decision. Only Envoy can reach the
+socket, since its folder is private; a malformed question closes its connection. An Envoy that
+gives a question up closes its connection, too: the decision is cancelled.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from kappa_router.gateway.spec import (
     ADMITTER_HEADER,
     AGAIN,
     DECIDE,
-    EVENTS_HEADER,
     FIRST,
     SLOT_HEADER,
-    TAIL,
     TOLD_HEADER,
     DeciderSlot,
     veiled,
@@ -82,7 +80,6 @@ class Echo(Protocol):
 
     def again(self, request_id: str, attempt: int) -> Awaitable[Verdict]: ...
     def first(self, request_id: str, told: str) -> None: ...
-    def tail(self, request_id: str, told: str, tail: bytes, events: int) -> None: ...
     def unread(self, answer: Go) -> None: ...
 
 
@@ -205,13 +202,8 @@ class _Connection(asyncio.Protocol):
 
     def _ask(self, head: _Head, body: bytes) -> None:
         echo, target = self._echo, head.target
-        told = head.headers.get(TOLD_HEADER, "")
         if target.startswith(FIRST):
-            echo.first(target[len(FIRST) :], told)
-            self._answer(Go(), head)
-        elif target.startswith(TAIL):
-            events = _count(head.headers.get(EVENTS_HEADER, "0"))
-            echo.tail(target[len(TAIL) :], told, body, events)
+            echo.first(target[len(FIRST) :], head.headers.get(TOLD_HEADER, ""))
             self._answer(Go(), head)
         elif target.startswith(AGAIN):
             attempt = _count(head.headers.get(ATTEMPT_HEADER, "1"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from kappa.protocol import ENDPOINT_HEADER, RETRY_HEADER, TO_ID_HEADER
 from kappa_router.api import errors
-from kappa_router.gateway.access_log import RECORD
+from kappa_router.gateway.access_log import FOREIGN_RECORD, RECORD
 from kappa_router.gateway.clusters import (
     DECIDED,
     DECIDER,
@@ -165,7 +165,7 @@ def _manager(spec: GatewaySpec) -> Json:
         "path_with_escaped_slashes_action": "KEEP_UNCHANGED",
         "early_header_mutation_extensions": [_without_ours()],
         "local_reply_config": local_replies(bounds),
-        "access_log": [_log(REQUESTS, one) for one in spec.slots],
+        "access_log": [_log(REQUESTS, one, foreign=spec.foreign) for one in spec.slots],
         "access_log_options": {"access_log_flush_interval": seconds(GOES_ON_S)},
         "http_filters": [*_ask(spec), *tails(spec), _router(spec)],
         "route_config": {"virtual_hosts": [_host(spec)]},
@@ -184,7 +184,7 @@ def _without_ours() -> Json:
     )
 
 
-def _log(name: str, slot: DeciderSlot, *filters: Json) -> Json:
+def _log(name: str, slot: DeciderSlot, *filters: Json, foreign: bool = False) -> Json:
     """Tells a decider what the filters pass of the requests that it decided."""
     made = extension(
         "envoy.access_loggers.fluentd",
@@ -192,7 +192,7 @@ def _log(name: str, slot: DeciderSlot, *filters: Json) -> Json:
         cluster=of_slot(EVENTS, slot),
         tag=name,
         stat_prefix=name,
-        record=dict(RECORD),
+        record=dict(FOREIGN_RECORD if foreign else RECORD),
         # While a failed attempt is not known, the decider's answer about the next one waits.
         buffer_flush_interval="0.005s" if name == ATTEMPTS else "0.02s",
         buffer_size_bytes=_LOG_BYTES,

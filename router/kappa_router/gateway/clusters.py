@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from kappa.protocol import ENDPOINT_HEADER, TO_SECRET_HEADER
+from kappa_router.gateway.access_log import ANSWER
 from kappa_router.gateway.spec import (
     ADMITTER_HEADER,
     AGAIN,
-    EVENTS_HEADER,
     FIRST,
     SLOT_HEADER,
-    TAIL,
     TAIL_BYTES,
     TOLD_HEADER,
     DeciderSlot,
@@ -278,8 +277,8 @@ def tails(spec: GatewaySpec) -> list[Json]:
     if not spec.foreign:
         return []
     constants: dict[str, str | int] = {
-        "FIRST": FIRST, "TAIL": TAIL, "TAIL_BYTES": TAIL_BYTES, "EVENTS_HEADER": EVENTS_HEADER,
-        "TOLD_HEADER": TOLD_HEADER, "FROM_HEADER": spec.from_header.lower(),
-        "SLOT_HEADER": SLOT_HEADER, "OF_SLOT": f"{DECIDER}-",
+        "FIRST": FIRST, "TAIL_BYTES": TAIL_BYTES, "TOLD_HEADER": TOLD_HEADER, "ANSWER": ANSWER,
+        "FROM_HEADER": spec.from_header.lower(), "SLOT_HEADER": SLOT_HEADER,
+        "OF_SLOT": f"{DECIDER}-",
     }  # fmt: skip
     return [lua("answer", "answer.lua", **constants)]

@@ -53,6 +53,11 @@ class StreamEnd:
     upstream: str = ""
     # Servers tried.
     attempts: int = 1
+    # Of a foreign server's answer that came to its end: whom it names as its server, the events
+    # that it had, and its last bytes.
+    told: str = ""
+    events: int = 0
+    tail: bytes | None = None
 
     # The last server never saw the request.
     unreached = _Flagged("UF UH UO DF")
@@ -159,5 +164,6 @@ def end_of(request_id: str, entry: LogEntry) -> StreamEnd:
         request_id, entry.status or 0, frozenset((entry.flags or "").split(",")) - {"", "-"},
         entry.sent_bytes or 0, (entry.duration_ms or 0) / 1e3,
         None if entry.first_ms is None else entry.first_ms / 1e3,
-        entry.upstream or "", max(entry.attempts or 1, 1),
+        entry.upstream or "", max(entry.attempts or 1, 1), entry.told or "",
+        int(entry.events or 0), None if entry.tail is None else entry.tail.encode(),
     )  # fmt: skip

@@ -38,9 +38,7 @@ _NOT_SERVED = 503
 _EVENT_BYTES = 200
 # Envoy logs a failed attempt some milliseconds after it asks about the next.
 _FAILURE_S = 0.5
-# The end of a foreign server's answer comes by another way than the log, and may be later.
-_TAIL_S = 0.25
-# So may a worker's report, which is on its way within milliseconds unless the worker is busy.
+# A worker reports within milliseconds unless it is busy, and may do so after the log.
 _REPORT_S = 2.0
 _SWEEP_S = 10.0
 _CUT_S = 1.0
@@ -78,10 +76,7 @@ class Aloft(Generic[F]):
     """Being late may be its client's own wish where Envoy ends an attempt, too."""
     begun: bool = False
     """Its first token came."""
-    tail: bytes | None = None
-    """How its answer ended."""
     used: Used | None = None
-    events: int = 0
     end: StreamEnd | None = None
     ended_as: str = ""
     untold: asyncio.TimerHandle | None = None
@@ -137,8 +132,10 @@ class Aloft(Generic[F]):
         """Tokens that its client was sent, as far as that can be told."""
         if self.used is not None:
             return self.used.generated_tokens
-        if self.tail is not None or end is None or not self.streamed:
-            return self.events
+        if end is None:
+            return 0
+        if end.tail is not None or not self.streamed:
+            return end.events
         return end.sent_bytes // _EVENT_BYTES
 
 
@@ -275,17 +272,6 @@ class Flights(Generic[F]):
             self._told(aloft, told)
             self._live.first_token(request_id)
 
-    def tail(self, request_id: str, told: str, tail: bytes, events: int) -> None:
-        """Its answer ended so, after so many events."""
-        aloft = self._aloft.get(request_id)
-        if aloft is None or aloft.tail is not None:
-            return
-        if not aloft.begun:
-            self._told(aloft, told)
-        aloft.tail, aloft.events = tail, events
-        if aloft.end is not None:
-            self._end(request_id)
-
     def _told(self, aloft: Aloft[F], told: str) -> None:
         if aloft.flight.via:
             self._scene.arrived(aloft.flight, aloft.request, told)
@@ -297,7 +283,7 @@ class Flights(Generic[F]):
         self._end(answer.upstream.get(TO_ID_HEADER, ""), "client_gone")
 
     def ended(self, end: StreamEnd) -> None:
-        """It is over, and is done with unless its tail is still to come."""
+        """It is over, and is done with unless its worker has still to report."""
         aloft = self._aloft.get(end.request_id)
         if aloft is None or aloft.end is not None:
             return
@@ -306,17 +292,22 @@ class Flights(Generic[F]):
             self._asking.add(asked := asyncio.create_task(self._after_death(aloft)))
             asked.add_done_callback(self._asking.discard)
             return
-        if self._tails:
-            told, bound_s = aloft.tail is not None or end.client_gone, _TAIL_S
-        else:
-            told = end.broken or end.late or self._scene.used(aloft.flight, b"") is not None
-            bound_s = _REPORT_S
-        if told or end.status >= 400 or not end.upstream:
+        if end.tail is not None and not aloft.begun:
+            self._told(aloft, end.told)
+        told = end.broken or end.late or self._tails
+        if told or self._used(aloft) is not None or end.status >= 400 or not end.upstream:
             self._end(end.request_id)
         else:
             self._left(end.request_id)  # Only its account stays open.
             loop = asyncio.get_running_loop()
-            aloft.untold = loop.call_later(bound_s, self._end, end.request_id)
+            aloft.untold = loop.call_later(_REPORT_S, self._end, end.request_id)
+
+    def _used(self, aloft: Aloft[F]) -> Used | None:
+        """What it took, as far as it has been told."""
+        tail = aloft.end.tail if aloft.end is not None else None
+        if self._tails and tail is None:
+            return None
+        return self._scene.used(aloft.flight, tail or b"")
 
     def _reported(self, request_id: str) -> None:
         """Its worker said what it took: exact, where the log was sooner."""
@@ -364,8 +355,7 @@ class Flights(Generic[F]):
             at = end.upstream if end is not None and not aloft.flight.via else ""
             if at and not aloft.ended_as:
                 self._scene.arrived(aloft.flight, aloft.request, at)
-            if aloft.tail is not None or not self._tails:
-                aloft.used = self._scene.used(aloft.flight, aloft.tail or b"")
+            aloft.used = self._used(aloft)
             aloft.ended_as = ended_as or aloft.ended_as
             outcome, generated = aloft.outcome(end), aloft.generated(end)
             live.tokens(request_id, generated)

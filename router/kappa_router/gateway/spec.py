@@ -15,10 +15,10 @@ from typing import Literal
 # request that a server has failed may go to the next of its list, followed by its id.
 ADMIT, DECIDE, AGAIN = "/admit", "/decide", "/again/"
 # Paths under which the first bytes and the last of a foreign server's answer come, with its id.
-FIRST, TAIL = "/first/", "/tail/"
+FIRST = "/first/"
 TAIL_BYTES = 4096
 # With both: how many events there were so far as they were counted, and whom the answer names.
-EVENTS_HEADER, TOLD_HEADER = "x-kappa-events", "x-kappa-from"
+TOLD_HEADER = "x-kappa-from"
 # Of Envoy's own, by which the decider says how often, for how long at a server, and after which
 # answers besides the usual ones a request is tried.
 RETRIES_HEADER = "x-envoy-max-retries"

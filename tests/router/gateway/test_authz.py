@@ -10,7 +10,6 @@ from kappa_router.gateway import authz
 from kappa_router.gateway.authz import AuthzServer, Go, Refuse
 from kappa_router.gateway.spec import (
     ADMITTER_HEADER,
-    EVENTS_HEADER,
     SLOT_HEADER,
     TOLD_HEADER,
     DeciderSlot,
@@ -45,9 +44,6 @@ class ScriptedDesk:
 
     def first(self, request_id, told):
         self.told.append(("first", request_id, told))
-
-    def tail(self, request_id, told, tail, events):
-        self.told.append(("tail", request_id, told, tail, events))
 
     def unread(self, answer):
         self.lost.append(answer)
@@ -239,19 +235,14 @@ async def test_authz_holds_an_answer_for_read_when_more_follows(tmp_path, monkey
     assert not desk.lost and len(desk.asked) == 1
 
 
-async def test_authz_hears_of_first_bytes_and_tails(tmp_path):
+async def test_authz_hears_of_first_tokens_and_attempts(tmp_path):
     desk = ScriptedDesk()
     async with talking(desk, tmp_path) as (reader, writer):
-        writer.write(question("/first/r-1", b"") + question("/tail/r-1", b"[DONE]", more=""))
-        writer.write(
-            question("/tail/r-2", b"", more=f"{EVENTS_HEADER}: 17\r\n{TOLD_HEADER}: b\r\n")
-        )
+        writer.write(question("/first/r-1", b""))
+        writer.write(question("/first/r-2", b"", more=f"{TOLD_HEADER}: b\r\n"))
         writer.write(question("/again/r-3", b"", more=f"{authz.ATTEMPT_HEADER}: 2\r\n"))
-        assert [(await answer_of(reader))[0] for _ in range(4)] == [200] * 4
-    assert desk.told == [
-        ("first", "r-1", ""), ("tail", "r-1", "", b"[DONE]", 0), ("tail", "r-2", "b", b"", 17),
-        ("again", "r-3", 2),
-    ]  # fmt: skip
+        assert [(await answer_of(reader))[0] for _ in range(3)] == [200] * 3
+    assert desk.told == [("first", "r-1", ""), ("first", "r-2", "b"), ("again", "r-3", 2)]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +261,7 @@ async def test_authz_hears_of_first_bytes_and_tails(tmp_path):
         b"GET /else/x HTTP/1.1\r\n\r\n",
         b"GET /decide HTTP/1.1\r\n\r\n",
         b"\xff" * (authz.MAX_HEAD_BYTES + 1),
-        question("/tail/r", b"", more=f"{EVENTS_HEADER}: x\r\n"),
+        question("/again/r", b"", more=f"{authz.ATTEMPT_HEADER}: x\r\n"),
     ],
 )
 async def test_authz_closes_on_what_is_no_question(tmp_path, sent):

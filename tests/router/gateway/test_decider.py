@@ -254,9 +254,8 @@ async def test_a_large_body_counts_once_against_limits():
 async def test_a_request_ends_once_as_envoy_says(status, flags, path, expected):
     async with deciding("a", access=access_of(alice=Allowance(concurrent=1))) as here:
         await here.ask(path, headers={"x-request-id": "r", **ALICE})
-        here.flights.tail("r", "", b"", 3)
         for _ in range(3):
-            here.flights.ended(end("r", status, flags))
+            here.flights.ended(end("r", status, flags, tail=b"", events=3))
         assert here.scene.ends == [("a", expected)] and idle(here)
         assert isinstance(await here.ask(headers=ALICE), Go)
 
@@ -268,24 +267,19 @@ async def test_a_deadlines_504_is_no_failure():
         assert here.scene.ends == [("a", "deadline")]
 
 
-async def test_an_end_waits_a_moment_for_its_tail(monkeypatch):
-    monkeypatch.setattr(flights, "_TAIL_S", 60.0)
+async def test_an_ends_tail_says_what_was_used():
     async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
         await here.ask(body={"max_tokens": 500}, headers={"x-request-id": "r", **ALICE})
-        here.flights.ended(end("r"))
-        assert not idle(here)
-        here.flights.tail("r", "", b"80 20", 99)
+        here.flights.ended(end("r", tail=b"80 20", events=99))
         assert idle(here)
         left = here.door.limits.headers("alice", 0.0)["x-ratelimit-remaining-tokens"]
         assert left == "900"
 
 
-async def test_an_end_without_a_tail_counts_what_was_sent(monkeypatch):
-    monkeypatch.setattr(flights, "_TAIL_S", 0.0)
+async def test_an_end_without_a_tail_counts_what_was_sent():
     async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
         await here.ask(body={"stream": True}, headers={"x-request-id": "r", **ALICE})
         here.flights.ended(end("r", sent_bytes=100 * flights._EVENT_BYTES))
-        await asyncio.sleep(0.05)
         assert idle(here) and here.scene.ends == [("a", "done")]
         left = here.door.limits.headers("alice", 0.0)["x-ratelimit-remaining-tokens"]
         assert left == "800"
@@ -345,12 +339,11 @@ async def test_flights_end_what_envoy_had_when_it_was_killed(monkeypatch):
         assert "of-the-next-envoy" in here.flights and here.scene.ends == [("a", "timeout")]
 
 
-async def test_an_end_that_cannot_be_learnt_from_holds_nothing(monkeypatch):
+async def test_an_end_that_cannot_be_learnt_from_holds_nothing():
     async with deciding("a") as here:
         await here.ask(headers={"x-request-id": "r"})
-        here.flights.tail("r", "", b"no numbers", 0)
         with pytest.raises(ValueError, match="invalid literal"):
-            here.flights.ended(end("r"))
+            here.flights.ended(end("r", tail=b"no numbers"))
         assert not len(here.flights) and not len(here.decider._places)
 
 
@@ -361,8 +354,7 @@ async def test_a_present_balancer_tells_where_a_request_is():
             await here.ask(headers={"x-request-id": name})
         here.flights.first("streamed", "b")
         for name in ("streamed", "whole"):
-            here.flights.tail(name, "b", b"", 1)
-            here.flights.ended(end(name, upstream="10.1.1.1:90"))
+            here.flights.ended(end(name, upstream="10.1.1.1:90", told="b", events=1, tail=b""))
         assert [at for _, at in here.scene.moves] == ["b", "b"]
 
 
@@ -400,8 +392,8 @@ async def test_a_request_that_a_server_did_not_take_goes_to_the_next():
         assert here.scene.ends == [(first, "unsent")]
         assert here.live.records["r"].decision.worker == second
         assert here.live.router.in_flight_on(first) == 0
-        here.flights.tail("r", "", b"", 1)
-        here.flights.ended(end("r", upstream=here.scene.address(second), attempts=2))
+        at = here.scene.address(second)
+        here.flights.ended(end("r", upstream=at, attempts=2, events=1, tail=b""))
         assert here.scene.ends[1:] == [(second, "done")] and idle(here)
         assert not here.live.members.blocked().failing
 
@@ -485,7 +477,6 @@ async def test_a_request_of_another_decider_goes_on():
         assert isinstance(await here.flights.again("unknown", 2), Go)
         here.flights.failed(end("unknown", 0, DIED))
         here.flights.ended(end("unknown"))
-        here.flights.tail("unknown", "", b"", 0)
         assert idle(here)
 
 

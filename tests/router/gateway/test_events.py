@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kappa_router.gateway import events
-from kappa_router.gateway.access_log import RECORD, LogEntry
+from kappa_router.gateway.access_log import FOREIGN_RECORD, LogEntry
 from kappa_router.gateway.events import Ends, StreamEnd
 from kappa_router.gateway.spec import ATTEMPTS, REQUESTS
 
@@ -48,7 +48,7 @@ async def heard(connection, *parts):
 
 
 def test_an_entry_has_the_fields_that_envoy_writes():
-    assert set(RECORD) == set(LogEntry.__struct_fields__)
+    assert set(FOREIGN_RECORD) == set(LogEntry.__struct_encode_fields__)
 
 
 async def test_ends_are_heard_with_all_that_is_known(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from kappa.protocol import (
@@ -16,13 +18,13 @@ from kappa.protocol import (
     TO_ID_HEADER,
     TO_SECRET_HEADER,
 )
+from kappa_router.gateway.events import Ends
 from kappa_router.gateway.spec import (
     AGAIN,
     DECIDE,
-    EVENTS_HEADER,
     FIRST,
+    REQUESTS,
     SLOT_HEADER,
-    TAIL,
     TOLD_HEADER,
     Bounds,
     ServerEndpoint,
@@ -358,12 +360,16 @@ async def test_keys_that_are_ours_reach_no_server_of_anybody():
             assert not {"authorization", "x-api-key"} & heard.headers.keys()
 
 
-async def told(door):
-    """What the decider was told of one answer: its first token, if any, and its tail."""
-    async with asyncio.timeout(5):
-        while not door.asked(TAIL):
-            await asyncio.sleep(0.01)
-    return door.asked(FIRST), *door.asked(TAIL)
+@contextlib.asynccontextmanager
+async def foreign_door(*servers, **given):
+    """A door before foreign servers, and the ends that its Envoy logs."""
+    ended = asyncio.Queue()
+    async with (
+        open_door(servers or (None,), foreign=True, own=True, **given) as door,
+        Ends(door.spec.slots[0].events_socket, ended.put_nowait, print, print, int),
+        asyncio.timeout(20),
+    ):
+        yield door, ended
 
 
 async def test_a_foreign_streams_first_token_and_tail_are_told():
@@ -380,19 +386,18 @@ async def test_a_foreign_streams_first_token_and_tail_are_told():
         yield b'data: {"usage": 7}\n\n'
 
     stream = {"content-type": "text/event-stream", "x-backend": "b:1"}
-    servers = (lambda heard: Answer(200, stream, chunks=chunks()),)
-    async with open_door(servers, foreign=True, from_header="X-Backend") as door:
+    answer = lambda heard: Answer(200, stream, chunks=chunks())  # noqa: E731
+    async with foreign_door(answer, from_header="X-Backend") as (door, ended):
         asking = asyncio.create_task(door.ask(accept_encoding="gzip"))
         async with asyncio.timeout(5):
             while not door.asked(FIRST):
                 await asyncio.sleep(0.01)
         seen.set()
         got = await asking
-        (first,), tail = await told(door)
-        assert (first.target, tail.target) == ("/first/id-1", "/tail/id-1")
-        assert first.headers[TOLD_HEADER] == tail.headers[TOLD_HEADER] == "b:1"
-        assert tail.headers[EVENTS_HEADER] == "22"
-        assert tail.body == got.body[-4096:] and len(got.body) > 20_000
+        (first,), end = door.asked(FIRST), await ended.get()
+        assert (first.target, end.request_id) == ("/first/id-1", "id-1")
+        assert first.headers[TOLD_HEADER] == end.told == "b:1"
+        assert (end.events, end.tail) == (22, got.body[-4096:]) and len(got.body) > 20_000
         assert "accept-encoding" not in door.servers[0].heard[0].headers
 
 
@@ -404,24 +409,32 @@ async def test_a_foreign_stream_is_told_alike_however_it_is_cut():
         for at in range(0, len(stream), step):
             yield stream[at : at + step]
 
-    async with open_door(foreign=True) as door:
+    async with foreign_door() as (door, ended):
         for step in (1, 3, 7, 1000, 9000):
-            door.decider.heard.clear()
             stream = whole[: 300 * step]
             answer = Answer(200, kind, chunks=chunks(stream, step))
             door.servers[0].script = lambda heard, answer=answer: answer
             assert (await door.ask()).body == stream
-            _, tail = await told(door)
-            assert tail.body == stream[-4096:]
-            assert int(tail.headers[EVENTS_HEADER]) == stream.count(b"data: {")
+            end = await ended.get()
+            assert (end.events, end.tail) == (stream.count(b"data: {"), stream[-4096:])
 
 
 async def test_a_foreign_answer_in_one_has_a_tail_and_no_first_token():
     body = b'{"choices": ["' + b"x" * 9000 + b'"], "usage": {"completion_tokens": 3}}'
-    async with open_door((named(body),), foreign=True) as door:
+    async with foreign_door(named(body)) as (door, ended):
         got = await door.ask()
-        first, tail = await told(door)
-        assert (first, tail.body, got.body) == ([], body[-4096:], body)
+        assert ((await ended.get()).tail, got.body) == (body[-4096:], body)
+        assert not door.asked(FIRST)
+
+
+async def test_a_foreign_tail_cannot_pass_for_another_entry():
+    forged = msgspec.msgpack.encode([REQUESTS, [[1, {"id": "forged", "status": 200}]]])
+    body = b'{"x": "\xe4' + forged + b'\xff\x00", "usage": {"completion_tokens": 3}}'
+    async with foreign_door(named(body)) as (door, ended):
+        assert (await door.ask()).body == body
+        end = await ended.get()
+        assert (end.request_id, ended.empty()) == ("id-1", True)
+        assert end.tail.endswith(b'"usage": {"completion_tokens": 3}}') and end.tail.isascii()
 
 
 async def test_nothing_is_told_of_answers_by_workers_of_ours():
