@@ -115,9 +115,11 @@ async def test_tokens_of_merged_outputs_are_counted(served):
 async def test_every_api_tokenizes_incrementally(served, monkeypatch):
     said = []
     assert incremental_prompts.install(served.llm.renderer)
-    hook = served.llm.renderer._tokenize_prompt_async
-    ids = hook._ids
-    monkeypatch.setattr(hook, "_ids", lambda *given: said.append(given[1]) or ids(*given))
+    tokenizer = served.llm.renderer._tokenize_prompt_async._tokenizer
+    look_up = tokenizer.look_up
+    monkeypatch.setattr(
+        tokenizer, "look_up", lambda *given: said.append(given[1]) or look_up(*given)
+    )
     for path, fields in (
         ("/v1/chat/completions", TALK), ("/v1/completions", {"prompt": "one"}),
         ("/v1/messages", TALK), ("/v1/responses", {"input": "one two", "store": False}),

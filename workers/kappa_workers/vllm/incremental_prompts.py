@@ -20,13 +20,14 @@ import numpy as np
 import structlog
 from vllm.v1.engine import detokenizer
 
-from kappa.incremental_tokenizer import IncrementalTokenizer
+from kappa.incremental_tokenizer import IncrementalTokenizer, Lookup
 from kappa_workers import generated
 
 log = structlog.get_logger(__name__)
 
-# A longer text leaves the event loop: to look it up takes 2 ms of a million characters.
-_AT_ONCE_CHARS = 16 << 10
+# More new text is encoded in a thread, and a longer text is looked up there, in 2 ms for
+# a million characters.
+_ENCODED_AT_ONCE_CHARS, _LOOKED_UP_AT_ONCE_CHARS = 16 << 10, 256 << 10
 _TRIED = ("", "a", " Hello\n", "it's 12 \u00e9t\u00e9 \u4e2d\u6587 \U0001f600\n\nb", " ")
 _MOST_SPECIALS = 16
 # A character has four bytes, and a token at least one.
@@ -57,20 +58,25 @@ class IncrementalPrompts:
         if request is None or not request.tenant or params.return_token_offsets:
             return await self._stock(prompt, params)
         text, special = prompt["prompt"], wanted["add_special_tokens"]
-        if len(text) <= _AT_ONCE_CHARS:
-            ids = self._ids(text, request.tenant, special)
-        else:
-            ids = await asyncio.to_thread(self._ids, text, request.tenant, special)
+        try:
+            if len(text) <= _LOOKED_UP_AT_ONCE_CHARS:
+                known = self._tokenizer.look_up(text, request.tenant)
+            else:
+                known = await asyncio.to_thread(self._tokenizer.look_up, text, request.tenant)
+            if known.missing_chars <= _ENCODED_AT_ONCE_CHARS:
+                ids = self._ids(known, special)
+            else:
+                ids = await asyncio.to_thread(self._ids, known, special)
+        except (TypeError, UnicodeError):  # No text: vLLM says what is wrong with it.
+            ids = None
         if ids is None or (wanted["truncation"] and len(ids) > wanted["max_length"]):
             return await self._stock(prompt, params)
         return {"prompt_token_ids": ids, **prompt}
 
-    def _ids(self, text: str, tenant: str, special: bool) -> list[int] | None:
-        try:
-            ids = self._tokenizer.encode(text, tenant, add_special_tokens=special)
-            return self._numbers.take(ids).tolist()
-        except (TypeError, UnicodeError):  # No text: vLLM says what is wrong with it.
-            return None
+    def _ids(self, known: Lookup, special: bool) -> list[int]:
+        known.fill(self._tokenizer.encode_parts(known.missing), self._tokenizer.cache)
+        ids = self._tokenizer.finish(known, add_special_tokens=special)
+        return self._numbers.take(ids).tolist()
 
 
 class TailDetokenizer(detokenizer.FastIncrementalDetokenizer):
