@@ -14,11 +14,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 from numba import config, njit
-from numba.core.caching import (
-    InTreeCacheLocator,
-    UserProvidedCacheLocator,
-    UserWideCacheLocator,
-)
+from numba.core.caching import InTreeCacheLocator, UserProvidedCacheLocator, UserWideCacheLocator
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLACES = "_WhereSet", "_BesideSource", "_InUsersCache"

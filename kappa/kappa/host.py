@@ -31,8 +31,9 @@ CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 _UNLIMITED = 1 << 60
 # Of a cgroup, version 2 and 1: its limit and its use.
 _CGROUP_FILES = (
-    ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)  # fmt: skip
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _POLL_S = 0.2
 

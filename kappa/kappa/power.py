@@ -100,7 +100,7 @@ def table5_rows() -> list[dict[str, str | float]]:
     for workload, paper, counts in (
         ("ShareGPT", sharegpt[0], (10_000, 100, 40)),
         ("NarrativeQA", narrativeqa[0], (57_000, 12, 40)),
-    ):  # fmt: skip
+    ):
         for model in ("llama-3.1-70b", "qwen3-235b-a22b"):
             watts, joules = prompt_power(_SXM700, model_shape(model), node, counts, gpus=8)
             rows.append({

@@ -24,11 +24,7 @@ _REACH_TIMEOUT_S = 5.0
 
 
 def open_workload(
-    name: str,
-    *,
-    tokenizer: str | None = None,
-    scale: float | Fraction = 1,
-    **reading: Any,
+    name: str, *, tokenizer: str | None = None, scale: float | Fraction = 1, **reading: Any
 ) -> Workload:
     """The workload that a user named.
 

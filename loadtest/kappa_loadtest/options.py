@@ -87,8 +87,7 @@ class LoadOptions:
     usage: Annotated[bool, Option(help="Ask the endpoint for token counts.")] = True
     max_output: Annotated[int | None, Option(min=1, help="Longest answer, in tokens.")] = None
     max_context: Annotated[
-        int | None,
-        Option(min=1, help="Longest prompt and answer; default: as the endpoint says."),
+        int | None, Option(min=1, help="Longest prompt and answer; default: as the endpoint says.")
     ] = None
     max_turns: Annotated[int | None, Option(min=1, help="Turns of a session, at most.")] = None
     pause_factor: Annotated[

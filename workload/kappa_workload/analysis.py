@@ -164,11 +164,9 @@ def _values(workload: Workload, ratios: Ratios, quantity: str) -> Numbers:
     if quantity == "output":
         outputs = [turn.output_tokens for s in workload.sessions for turn in s.turns]
         return np.array(outputs, dtype=np.float64)
-    return {
-        "new": ratios.new_tokens,
-        "cached": ratios.cached_tokens,
-        "kappa": ratios.kappa,
-    }[quantity]
+    return {"new": ratios.new_tokens, "cached": ratios.cached_tokens, "kappa": ratios.kappa}[
+        quantity
+    ]
 
 
 def _statistic(values: Numbers, statistic: str) -> float:

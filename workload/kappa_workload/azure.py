@@ -16,13 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from kappa_workload.reading import SomeTokens, Tokens, WorkloadError, at, numbered_lines
-from kappa_workload.shapes import (
-    SessionShape,
-    Workload,
-    key_of,
-    stream_ids,
-    turn_of,
-)
+from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 BLOCK_TOKENS = 512
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]

@@ -145,9 +145,7 @@ _BUILT_IN: dict[str, Callable[[ReadAs], Workload]] = {
     "miniswe": lambda how: miniswe.read_miniswe(_DATA / "miniswe_lengths.parquet", how),
     "azure": lambda _: read_azure(_DATA / "azure2023_conv.csv.gz"),
     "finqa": lambda how: finqa.read_finqa(
-        _DATA / "finqa_filings.parquet",
-        _DATA / _FINQA_QUESTIONS,
-        _of_documents(how, finqa.READERS),
+        _DATA / "finqa_filings.parquet", _DATA / _FINQA_QUESTIONS, _of_documents(how, finqa.READERS)
     ),
 }
 

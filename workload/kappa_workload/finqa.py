@@ -118,11 +118,7 @@ def read_convfinqa(path: Path, how: ReadAs = DEFAULT) -> Workload:
 
 
 def _turns(
-    page: _Item,
-    place: int,
-    count_tokens: TokenCounter,
-    block_tokens: int,
-    rng: np.random.Generator,
+    page: _Item, place: int, count_tokens: TokenCounter, block_tokens: int, rng: np.random.Generator
 ) -> tuple[TurnShape, ...]:
     prompts = [count_tokens(page.prompt(i)) for i in range(len(page.annotation.dialogue_break))]
     page_tokens = min(count_tokens(page.text), prompts[0] - 1)

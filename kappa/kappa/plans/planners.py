@@ -22,13 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from kappa.cost import TokenCounts, least_ratio
-from kappa.plans.decoding import (
-    attention_refused,
-    split_ahead,
-    split_context,
-    split_paper,
-    split_s,
-)
+from kappa.plans.decoding import attention_refused, split_ahead, split_context, split_paper, split_s
 from kappa.plans.load_plan import Kind, LoadPlan, Segment, from_runs, layout
 from kappa.plans.rates import PlanRates
 from kappa.plans.split import (

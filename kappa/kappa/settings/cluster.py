@@ -12,12 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kappa.settings.access import (
-    AccessSettings,
-    HttpSettings,
-    TenantSettings,
-    open_door,
-)
+from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Fault, Section, refuse, settings_from
 from kappa.settings.engine import EngineSettings, SchedulerSettings, TransferSettings
 from kappa.settings.pools import (
@@ -38,10 +33,7 @@ class ClusterSettings(Section):
 
     model: ModelSettings = ModelSettings()
     nodes: tuple[NodeSettings, ...] = Field(
-        (
-            NodeSettings(name="pcie", profile="pcie"),
-            NodeSettings(name="c2c", profile="c2c"),
-        ),
+        (NodeSettings(name="pcie", profile="pcie"), NodeSettings(name="c2c", profile="c2c")),
         description="short form of pools: each node is a pool of one worker",
     )
     pools: tuple[PoolSettings, ...] = Field(

@@ -11,12 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
 
 from kappa.checks import http_parts
-from kappa.settings.access import (
-    AccessSettings,
-    HttpSettings,
-    TenantSettings,
-    open_door,
-)
+from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Finite, Section, settings_from
 from kappa.settings.pools import Name, ProfileName, ShapeName
 from kappa.settings.routing import ObservingSettings, RouterSettings

@@ -93,8 +93,7 @@ class ModelSettings(Section):
     seed: int = Field(0, ge=0, description="seed of the made model")
     emulate: ShapeName = Field("llama-3.1-8b", description="model whose cost a paced node emulates")
     adapters: dict[Annotated[str, Field(min_length=1)], str] = Field(
-        default_factory=dict,
-        description="LoRA adapters: the name that clients use, and its folder",
+        default_factory=dict, description="LoRA adapters: the name that clients use, and its folder"
     )
 
     @model_validator(mode="after")

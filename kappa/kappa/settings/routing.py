@@ -77,8 +77,7 @@ class RouterSettings(Section):
 
     policy: PolicyName = "priced"
     mode: str = Field(
-        "on",
-        description="who steers: shadow (the others, ours watches), canary:N (percent), or on",
+        "on", description="who steers: shadow (the others, ours watches), canary:N (percent), or on"
     )
     index_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
     max_body_bytes: int = Field(4 << 20, ge=1024)
