@@ -53,11 +53,8 @@ _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_
 def of(metric: Metric | str, part: str = "") -> str:
     """The series name of a metric, or of a foreign one's by name; `part` of a histogram is
     `bucket`, `sum` or `count`."""
-    name = metric if isinstance(metric, str) else metric.name
-    if part:
-        return f"{name}_{part}"
-    is_counter = not isinstance(metric, str) and metric.kind == "counter"
-    return f"{name}_total" if is_counter else name
+    name = metric if isinstance(metric, str) else metric.exposed
+    return f"{name}_{part}" if part else name
 
 
 def _series_of(metric: Metric) -> list[str]:
@@ -74,7 +71,7 @@ def documented(name: str) -> tuple[str, str]:
     for page, metrics in (("metrics.md", m.ALL), ("dashboards.md", FOREIGN)):
         for metric in metrics:
             if name in _series_of(metric):
-                return page, of(metric)
+                return page, metric.exposed
     raise KeyError(
         f"{name}: not in kappa/kappa/metrics.py, not in dashboards/kappa_dashboards/names.py"
     )
@@ -82,7 +79,4 @@ def documented(name: str) -> tuple[str, str]:
 
 def document() -> str:
     """The table of docs/dashboards.md: the foreign metrics that panels use."""
-    rows = [
-        f"| `{of(f)}` | {f.kind} | {', '.join(f.labels) or '–'} | {f.meaning} |" for f in FOREIGN
-    ]
-    return "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    return m.table(FOREIGN)

@@ -43,23 +43,8 @@ _ENTRY_BYTES = 256
 _BOUNDARY = "\n"
 
 # Representatives of the classes that pre-tokenizers' patterns tell apart.
-_CLASSES = (
-    "a",
-    "Z",
-    "7",
-    " ",
-    "\n",
-    "\r",
-    "\t",
-    ".",
-    "'",
-    "_",
-    "\u00e9",
-    "\u4e2d",
-    "\u0301",
-    "\u00a0",
-)
-_LETTERS = ("a", "Z", "\u00e9", "\u4e2d")
+_CLASSES = tuple("aZ7 \n\r\t.'_\u00e9\u4e2d\u0301\u00a0")
+_LETTERS = tuple("aZ\u00e9\u4e2d")
 _WORDS = (
     "", " ", "a", " a", "a ", "Hello world", "\n", "\nuser\n", "\n\n", "it's 12345", ".",
     " \u00e9t\u00e9", "\u4e2d\u6587", "\U0001f600", "\u0301x",

@@ -6,6 +6,7 @@ dashboards are made from this list.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,11 @@ class Metric:
     meaning: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+
+    @property
+    def exposed(self) -> str:
+        """Its name in a scrape; a histogram's parts have suffixes besides."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 def _counter(name: str, meaning: str, *labels: str) -> Metric:
@@ -271,18 +277,21 @@ ADDING: frozenset[str] = frozenset(
 """What each of several deciders counts of its own requests; the rest is in workers' reports."""
 
 
+def table(metrics: Iterable[Metric]) -> str:
+    """A table in Markdown: metrics with kind, labels and meaning."""
+    rows = (
+        f"| `{m.exposed}` | {m.kind} | {', '.join(m.labels) or '–'} | {m.meaning} |\n"
+        for m in metrics
+    )
+    return "".join(("| name | kind | labels | meaning |\n|---|---|---|---|\n", *rows))
+
+
 def document() -> str:
-    """`docs/metrics.md`: every metric with kind, labels and meaning."""
-    rows = [
-        f"| `{m.name}{'_total' if m.kind == 'counter' else ''}` | {m.kind} "
-        f"| {', '.join(m.labels) or '–'} | {m.meaning} |"
-        for m in ALL
-    ]
+    """`docs/metrics.md`: every metric of ours."""
     head = (
         "# Metrics\n\n"
         "`GET /metrics` on the decider, in Prometheus' text form. Made from `kappa.metrics` by\n"
         "`.venv/bin/python -c \"from kappa import metrics; print(metrics.document(), end='')\"`;\n"
         "a test keeps the two equal. Seconds of a paced node are real ones, dilated.\n\n"
-        "| name | kind | labels | meaning |\n|---|---|---|---|\n"
     )
-    return head + "\n".join(rows) + "\n"
+    return head + table(ALL)

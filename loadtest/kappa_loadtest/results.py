@@ -234,8 +234,7 @@ class Objective:
             return slo.limits(idle_ttft, idle_tpot, self.dilation), idle_ttft, "idle"
         predicted = table["predicted_load_s"] + table["predicted_compute_s"]
         idle = predicted.to_numpy().astype(np.float64)
-        ttft = np.maximum(slo.TTFT_FLOOR_S * self.dilation, slo.TTFT_IDLE_FACTOR * idle)
-        return slo.Limits(ttft, unlimited), idle, "predicted"
+        return slo.limits(idle, unlimited, self.dilation), idle, "predicted"
 
     def _idle(self, table: pl.DataFrame) -> tuple[Floats, Floats]:
         """Idle TTFT and TPOT on the median node, the reusable prefix in its host tier."""

@@ -18,8 +18,7 @@ from kappa_loadtest.client import Endpoint, EndpointError, EndpointSettings
 from kappa_loadtest.cluster import survey
 from kappa_loadtest.run_folder import RequestRecord
 from kappa_workload.sessions import Session, as_messages
-
-Message = dict[str, str]
+from kappa_workload.shapes import Message
 
 _NODES_TIMEOUT_S = 30.0
 _DECISIONS_READ = 256

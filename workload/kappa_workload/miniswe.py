@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,15 +40,15 @@ _COLUMNS: dict[str, type] = {
 _CACHE_BLOCK_TOKENS = 16  # of the cache that `cached_C` was computed with
 
 
-@dataclass(frozen=True, slots=True)
-class _SweRow:
-    """One request. cached_tokens: how much of its prompt had been seen before."""
+class _SweRow(NamedTuple):
+    """One request."""
 
     session: str
     t_s: float
     input_tokens: int
     output_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # of the prompt, those that had been seen before
+    new_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -79,22 +80,27 @@ class _Prompts:
 def read_miniswe(path: Path, how: ReadAs = DEFAULT) -> Workload:
     """Read the table of lengths."""
     table = read_table(path, _COLUMNS, lengths={"input_length": 1, "output_length": 0})
-    rows: list[_SweRow] = []
+    block_tokens, prompts = how.blocks(BLOCK_TOKENS), _Prompts({}, {})
+    turns: dict[str, list[TurnShape]] = {}
     latest_s: dict[str, float] = {}
-    for number, fields in enumerate(table.iter_rows(), start=1):
-        row, new_tokens = _SweRow(*fields[:5]), fields[5]
+    for number, row in enumerate(map(_SweRow._make, table.iter_rows()), start=1):
+        before_s = latest_s.get(row.session, row.t_s)
         with at(f"{path}: row {number}"):
-            if row.cached_tokens + new_tokens != row.input_tokens:
+            if row.cached_tokens + row.new_tokens != row.input_tokens:
                 raise ValueError(
-                    f"columns 'cached_C' {row.cached_tokens} and 'new_N' {new_tokens} do not add "
-                    f"up to 'input_length' {row.input_tokens}"
+                    f"columns 'cached_C' {row.cached_tokens} and 'new_N' {row.new_tokens} do not "
+                    f"add up to 'input_length' {row.input_tokens}"
                 )
-            before_s = latest_s.get(row.session, 0.0)
             if row.t_s < before_s:
                 raise ValueError(f"column 't_s' {row.t_s} is before the previous turn's {before_s}")
         latest_s[row.session] = row.t_s
-        rows.append(row)
-    return _workload(rows, how.blocks(BLOCK_TOKENS))
+        group = turns.setdefault(row.session, [])
+        stop = (row.input_tokens + max(row.output_tokens, 1)) // block_tokens
+        ids = prompts.ids(row, len(group), stop, block_tokens)
+        lengths = row.input_tokens, row.output_tokens
+        group.append(turn_of(row.t_s - before_s, *lengths, ids, block_tokens, row.new_tokens))
+    sessions = tuple(SessionShape(id=name, turns=tuple(group)) for name, group in turns.items())
+    return Workload("miniswe", block_tokens, sessions, SOURCE)
 
 
 def read_miniswe_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
@@ -157,19 +163,3 @@ def _common_length(one: str, other: str) -> int:
     """How many characters two texts have in common from the start."""
     most = range(1, min(len(one), len(other)) + 1)
     return bisect_left(most, True, key=lambda length: one[:length] != other[:length])
-
-
-def _workload(rows: list[_SweRow], block_tokens: int) -> Workload:
-    prompts = _Prompts({}, {})
-    turns: dict[str, list[TurnShape]] = {}
-    latest_s: dict[str, float] = {}
-    for row in rows:
-        group = turns.setdefault(row.session, [])
-        stop = (row.input_tokens + max(row.output_tokens, 1)) // block_tokens
-        ids = prompts.ids(row, len(group), stop, block_tokens)
-        after_s = row.t_s - latest_s.get(row.session, row.t_s)
-        new = row.input_tokens - row.cached_tokens
-        group.append(turn_of(after_s, row.input_tokens, row.output_tokens, ids, block_tokens, new))
-        latest_s[row.session] = row.t_s
-    sessions = tuple(SessionShape(id=name, turns=tuple(group)) for name, group in turns.items())
-    return Workload("miniswe", block_tokens, sessions, SOURCE)

@@ -184,13 +184,9 @@ def _turns(
 ) -> tuple[TurnShape, ...]:
     turns: list[TurnShape] = []
     before_ms = requests[chain[0]].t_ms
-    for index in chain:
-        request = requests[index]
-        after_s, lengths = (
-            (request.t_ms - before_ms) / 1e3,
-            (request.input_tokens, request.output_tokens),
-        )
-        turns.append(turn_of(after_s, *lengths, kept[index], BLOCK_TOKENS))
+    for request in (requests[index] for index in chain):
+        after_s, lengths = request.t_ms - before_ms, (request.input_tokens, request.output_tokens)
+        turns.append(turn_of(after_s / 1e3, *lengths, kept[request.index], BLOCK_TOKENS))
         before_ms = request.t_ms
     return tuple(turns)
 

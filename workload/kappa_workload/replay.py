@@ -82,12 +82,12 @@ class Reuse:
 
     def visit(self, session: SessionShape, turn: int) -> int:
         """Tokens held of the turn's prompt, which is then kept."""
-        held = self.cached_tokens(session, turn)
-        self.note(session, turn)
+        held = self._held_tokens(session, turn)
+        self._keep(session, turn)
         return held
 
-    def cached_tokens(self, session: SessionShape, turn: int) -> int:
-        """Tokens held of the turn's prompt; an engine computes the last one in any case."""
+    def _held_tokens(self, session: SessionShape, turn: int) -> int:
+        """An engine computes a prompt's last token in any case."""
         shape = session.turns[turn]
         size = self._source_block_tokens
         blocks = matched_blocks(shape.blocks, self._seen)
@@ -100,8 +100,7 @@ class Reuse:
         usable = min(shared, shape.input_tokens - 1)
         return usable // self._block_tokens * self._block_tokens
 
-    def note(self, session: SessionShape, turn: int) -> None:
-        """Keep what the turn leaves."""
+    def _keep(self, session: SessionShape, turn: int) -> None:
         shape = session.turns[turn]
         self._seen.update((shape.kept_blocks if self._outputs_kept else shape.blocks).tolist())
         rest = shape.input_tokens % self._source_block_tokens

@@ -59,19 +59,16 @@ _Lengths = list[tuple[int, int, int]]  # (prompt, output, new) tokens of each tu
 def read_sharegpt_table(path: Path, how: ReadAs = DEFAULT) -> Workload:
     """Read the table of turns; the source cuts conversations into pieces of about 2,000 tokens."""
     conversations: dict[str, _Lengths] = {}
-    next_turn: dict[str, int] = {}
     rows = read_table(path, _COLUMNS, lengths={"out": 0}).iter_rows()
     for number, (name, _, turn, cached, new, output, uncut) in enumerate(rows, start=1):
         lengths = conversations.setdefault(name, [])
         prompt = (uncut if how.whole_history else cached) + new
         with at(f"{path}: row {number}"):
-            if turn != next_turn.get(name, 0):
+            if turn != len(lengths):
                 raise ValueError(
-                    f"column 'turn' must be {next_turn.get(name, 0)} for this conversation, "
-                    f"found {turn}"
+                    f"column 'turn' must be {len(lengths)} for this conversation, found {turn}"
                 )
             _check_prompt(prompt, cached + new, lengths)
-        next_turn[name] = turn + 1
         lengths.append((prompt, output, new))
     return _workload(conversations.items(), how)
 

@@ -34,11 +34,6 @@ class StepSplit:
     def share(self) -> float:
         return self.tokens / self.context_tokens
 
-    @property
-    def gain(self) -> float:
-        """Share of the step's time that the split saves over loading all KV."""
-        return 1.0 - self.step_s / self.load_all_s
-
 
 def _best(
     price: Callable[[float], float], at: float, context_tokens: int, block_tokens: int,
