@@ -115,6 +115,20 @@ def gauge_by_node(metric: Metric | str, legend: str = "{{node}}") -> Query:
     return Query(gauge(metric, "max", ("node",), NODE), legend)
 
 
+def rates(metric: Metric | str, *labels: str, where: str = "") -> tuple[Query]:
+    """A counter's rate by labels; their values name the series."""
+    return (Query(rate(metric, labels, where), _legend(labels)),)
+
+
+def gauges(metric: Metric | str, *labels: str, how: str = "sum", where: str = "") -> tuple[Query]:
+    """A gauge by labels; their values name the series."""
+    return (Query(gauge(metric, how, labels, where), _legend(labels)),)
+
+
+def _legend(labels: Sequence[str]) -> str:
+    return " ".join(f"{{{{{label}}}}}" for label in labels)
+
+
 def _by(labels: Sequence[str]) -> str:
     return f" by ({', '.join(labels)})" if labels else ""
 

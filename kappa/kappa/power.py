@@ -182,7 +182,6 @@ class PowerReporter:
         else:
             return
         self._energy_j += watts * window_s
-        self._figures = {
-            "power_w": watts, "power_cap_w": cap_w, "energy_j_total": self._energy_j,
-            "power_source": source,
-        }  # fmt: skip
+        self._figures = dict(
+            power_w=watts, power_cap_w=cap_w, energy_j_total=self._energy_j, power_source=source
+        )

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kappa.cost import StepLimit
 from kappa_scheduler.work import PENDING, Memory, Quote, Room, Rule, Work
 
 
+@dataclass(slots=True, eq=False)
 class Step:
-    """One iteration's work besides one token for each decoding request.
+    """One iteration's work besides one token for each decoding request."""
 
-    chunks: (request, new tokens, context tokens before them). prefilled: those of them whose
-    prompt is complete with it. admitted: now, with what they took.
-    """
-
-    __slots__ = ("admitted", "chunks", "prefilled")
-
-    def __init__(self) -> None:
-        self.chunks: list[tuple[Work, int, int]] = []
-        self.prefilled: list[Work] = []
-        self.admitted: list[tuple[Work, Quote]] = []
+    # (request, new tokens, context tokens before them).
+    chunks: list[tuple[Work, int, int]] = field(default_factory=list)
+    # Requests that complete their prompt in this step.
+    prefilled: list[Work] = field(default_factory=list)
+    # Requests admitted now, with what each took.
+    admitted: list[tuple[Work, Quote]] = field(default_factory=list)
 
 
 class Batcher:

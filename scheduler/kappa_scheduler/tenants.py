@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
@@ -38,22 +39,22 @@ _NEWEST = 0.2
 _NOTHING_BLOCKS = 1e-6
 
 
+@dataclass(slots=True, eq=False)
 class _Tenant:
-    """fresh, preempted: its requests that wait, in line; those that ran before go first. own,
-    elsewhere: seconds charged. behind_s: how far it was behind the least of the others when the
-    last of its requests went. blocks: held by those admitted. mean_s: what a request of it cost."""
-
-    __slots__ = (
-        "behind_s", "blocks", "elsewhere", "fresh", "lift_s", "mean_s", "own", "preempted",
-        "weight",
-    )  # fmt: skip
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.fresh: list[Work] = []
-        self.preempted: list[Work] = []
-        self.own, self.elsewhere = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        self.lift_s = self.behind_s = self.blocks = self.mean_s = 0.0
+    weight: float
+    # Its requests that wait, in line; those that ran before go first.
+    fresh: list[Work] = field(default_factory=list)
+    preempted: list[Work] = field(default_factory=list)
+    # Seconds of VRAM, gpu and link charged here and by other workers.
+    own: list[float] = field(default_factory=lambda: [0.0] * 3)
+    elsewhere: list[float] = field(default_factory=lambda: [0.0] * 3)
+    lift_s: float = 0.0
+    # How far it was behind the least of the others when the last of its requests went.
+    behind_s: float = 0.0
+    # Held by its admitted requests.
+    blocks: float = 0.0
+    # Mean charge of a request.
+    mean_s: float = 0.0
 
     def service_s(self) -> float:
         own, other = self.own, self.elsewhere

@@ -21,34 +21,30 @@ VRAM, LINK, BUDGET, SLOTS, RESERVED, CAP, PENDING = (
 )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class Work:
-    """One request inside an engine.
+    """One request inside an engine."""
 
-    total_tokens: what must be in the cache before it decodes: its prompt and, after a preemption,
-    what it had generated. computed_tokens: how much of that is there, scheduled work included.
-    max_tokens: bound on its answer. tenant: who is charged. priority: its class; lower goes first.
-    skips: how often one behind it took what it lacked. seq: order of arrival; the rule sets it, and
-    late_s, by which its class sets it back, and place_s, where it stands in line. grown_blocks:
-    taken since its admission, as it decoded; the engine counts them.
-    """
-
-    __slots__ = (
-        "arrival_s", "computed_tokens", "grown_blocks", "late_s", "max_tokens", "place_s",
-        "priority", "seq", "skips", "tenant", "total_tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, total_tokens: int, arrival_s: float, max_tokens: int = 1, tenant: str = "",
-        priority: int = 0,
-    ) -> None:  # fmt: skip
-        self.total_tokens, self.max_tokens = total_tokens, max_tokens
-        self.arrival_s, self.tenant, self.priority = arrival_s, tenant, priority
-        self.computed_tokens = self.grown_blocks = self.skips = 0
-        self.seq, self.late_s, self.place_s = -1, 0.0, 0.0
+    # Must be in the cache before it decodes: its prompt and, after a preemption, its answer so far.
+    total_tokens: int
+    arrival_s: float
+    max_tokens: int = 1  # bound on its answer
+    tenant: str = ""  # is charged for it
+    priority: int = 0  # its class; lower goes first
+    # Of `total_tokens`, those in the cache, scheduled ones included.
+    computed_tokens: int = field(default=0, init=False)
+    # Blocks that it took since its admission, as it decoded; the engine counts them.
+    grown_blocks: int = field(default=0, init=False)
+    # How often a request behind it took blocks or budget that it lacked.
+    skips: int = field(default=0, init=False)
+    # Set by the rule: order of arrival, how far its class sets it back, and its place in line.
+    seq: int = field(default=-1, init=False)
+    late_s: float = field(default=0.0, init=False)
+    place_s: float = field(default=0.0, init=False)
 
     def join(self, seq: int, now_s: float, class_s: float) -> None:
-        """Take a place in line. Each class stands `class_s` behind the one before it, so whoever
-        comes later than that after it does not pass it."""
+        """Take a place in line. Each class stands `class_s` seconds behind the one before it: a
+        request of a higher class that comes later than that does not pass it."""
         self.seq, self.late_s = seq, class_s * self.priority
         self.place_s = now_s + self.late_s
 

@@ -32,10 +32,9 @@ ArrivalProcess = Callable[[float, np.random.Generator], Iterator[float]]
 # Apache-2.0.
 WINDOW_S = 600
 
-_RATE_COLUMNS: dict[str, type] = {
-    "client": int, "window_s": int, "rate_rps": float, "cv": float, "pattern": str, "arg1": float,
-    "arg2": float,
-}  # fmt: skip
+_RATE_COLUMNS: dict[str, type] = dict(
+    client=int, window_s=int, rate_rps=float, cv=float, pattern=str, arg1=float, arg2=float
+)
 _PATTERNS = ("Gamma", "Weibull")
 
 # Seconds that `servegen` gives to a window which lasted 600 s: runs last minutes, not a day, and

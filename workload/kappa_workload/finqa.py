@@ -49,9 +49,9 @@ QUESTIONS_PER_FILING = 9
 READERS = 2
 OUTPUT_TOKENS = 8
 
-_FILING_COLUMNS: dict[str, type] = {
-    "doc_name": str, "pdf_bytes": int, "pages": int, "words": int, "llama2_tokens": int,
-}  # fmt: skip
+_FILING_COLUMNS: dict[str, type] = dict(
+    doc_name=str, pdf_bytes=int, pages=int, words=int, llama2_tokens=int
+)
 
 
 def read_finqa(filings: Path, questions: Path, how: ReadAs = DEFAULT) -> Workload:

@@ -33,10 +33,9 @@ from kappa_workload.shapes import (
 BLOCK_TOKENS = 64
 SOURCE = "mini-SWE agent traces, LMCache/lmcache-agent-trace, Apache-2.0"
 
-_COLUMNS: dict[str, type] = {
-    "session": str, "t_s": float, "input_length": int, "output_length": int, "cached_C": int,
-    "new_N": int,
-}  # fmt: skip
+_COLUMNS: dict[str, type] = dict(
+    session=str, t_s=float, input_length=int, output_length=int, cached_C=int, new_N=int
+)
 _CACHE_BLOCK_TOKENS = 16  # of the cache that `cached_C` was computed with
 
 

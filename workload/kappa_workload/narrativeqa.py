@@ -39,9 +39,9 @@ TOKENS_PER_WORD = 1.3
 LEAST_OUTPUT_TOKENS = 4
 
 _DOCUMENT_COLUMNS: dict[str, type] = {
-    "document_id": str, "set": str, "kind": str, "story_word_count": int, "story_file_size": int,
-    "wiki_title": str, "wiki_url": str, "est_tokens": int,
-}  # fmt: skip
+    **dict.fromkeys(("document_id", "set", "kind", "wiki_title", "wiki_url"), str),
+    **dict.fromkeys(("story_word_count", "story_file_size", "est_tokens"), int),
+}
 
 
 def read_narrativeqa(

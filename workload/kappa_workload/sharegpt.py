@@ -45,10 +45,9 @@ SOURCE = "ShareGPT lengths, derived from a sample of ShareGPT_V3_unfiltered_clea
 # An assumption, since the source has only texts: mean pause between an answer and the next query.
 MEAN_THINK_S = 15.0
 
-_COLUMNS: dict[str, type] = {
-    "conv_id": str, "split_offset_msgs": int, "turn": int, "cached_C": int, "new_N": int,
-    "out": int, "cached_C_unsplit_est": int,
-}  # fmt: skip
+_COLUMNS: dict[str, type] = {"conv_id": str} | dict.fromkeys(
+    ("split_offset_msgs", "turn", "cached_C", "new_N", "out", "cached_C_unsplit_est"), int
+)
 _Speaker = Literal["human", "user", "system", "gpt", "chatgpt", "bing", "bard"]
 _ROLES: dict[str, str] = {"human": "user", "user": "user", "system": "system"}
 """All other speakers are assistants."""

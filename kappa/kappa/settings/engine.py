@@ -42,16 +42,18 @@ class SparseSection(Section):
         64, ge=1, le=4096, description="new tokens at a time behind a prefix that is not loaded"
     )
     loss: Finite | None = Field(
-        None, gt=0, le=10, description="of perplexity with these numbers, as a share, as measured "
-        "(kappa bench offload); a client may name the most it takes; none: unknown",
-    )  # fmt: skip
+        None,
+        gt=0,
+        le=10,
+        description="measured increase of perplexity with these settings, as a share "
+        "(kappa bench offload); clients may set a limit; none: unknown",
+    )
     heads: str | None = Field(
         None, description="file of head importance (JSON); none: all heads count alike"
     )
     persistent_heads: int | None = Field(
-        None, ge=0, description="KV heads, over all layers, whose KV may stay on the device; none: "
-        "as many as are hard to reuse",
-    )  # fmt: skip
+        None, ge=0, description="KV heads of all layers kept on the device; none: the hard ones"
+    )
 
     @model_validator(mode="after")
     def _whole_words(self) -> SparseSection:
@@ -174,9 +176,8 @@ class LmcacheSettings(Section):
     )
     heartbeat_s: Finite = Field(1.0, gt=0, le=60, description="how often its health is asked")
     retry_s: Finite = Field(
-        5.0, gt=0, le=600, description="after a failure it is left alone so long, then twice as "
-        "long, up to a minute",
-    )  # fmt: skip
+        5.0, gt=0, le=600, description="pause after a failure; doubles each time, up to a minute"
+    )
 
 
 # Limits by the name of vLLM's argument, and what they are where there is no GPU to size them by.
