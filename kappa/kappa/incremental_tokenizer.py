@@ -1,4 +1,4 @@
-"""Tokenizes a text that mostly repeats an earlier one at the cost of what is new.
+"""Tokenizes a text that mostly repeats an earlier one at the cost of its new part.
 
 Theory of operation. A tokenizer of Hugging Face first cuts a text at its special tokens, then
 normalizes, cuts (pre-tokenizes) and encodes every part by itself. So the tokens of a text are the
@@ -9,11 +9,11 @@ behind a single line feed. Cuts depend only on the text before them, so a longer
 
 Neither holds for every tokenizer (one may put a space before the first part only, or strip around a
 special token). `exactness` decides at load, by the tokenizer's structure and by trying every
-combination of character classes around a cut; what is not proved is encoded whole.
+combination of character classes around a cut; without that proof texts are encoded whole.
 
 The router's decider and the worker's engine use the same class. Pure but for its cache, which is
-safe between threads, bounded in bytes, and kept apart by tenant: whoever sees a fast answer learns
-only what the tenant itself sent.
+safe between threads, bounded in bytes, and kept apart by tenant: a fast answer tells a tenant only
+about its own texts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Ids = NDArray[np.int32]
 CACHE_BYTES = 256 << 20
 """Default bound of a cache: ids of 64 million tokens."""
 
-# A part is cut at the first boundary behind so many characters: a changed word costs encoding that
-# much again, a smaller figure costs more look-ups.
+# A part is cut at the first boundary after this many characters. Larger: a changed word costs
+# encoding that much again; smaller: more look-ups.
 _CHUNK_CHARS = 4096
-# Of what a cached part takes besides its ids: key, array, list node.
+# Memory of a cached part besides its ids: key, array, list node.
 _ENTRY_BYTES = 256
 _BOUNDARY = "\n"
 
@@ -100,7 +100,7 @@ class SegmentCache:
 
 
 class Lookup:
-    """A text on its way to ids: what the cache knows of it, and what is left to encode."""
+    """A text being encoded: the ids found in the cache, and the parts still to encode."""
 
     def __init__(
         self, parts: Sequence[Part], keys: Sequence[bytes], found: list[Ids | None]
@@ -108,17 +108,17 @@ class Lookup:
         self._keys, self._found = keys, found
         self._missing = [i for i, ids in enumerate(found) if ids is None]
         self.missing: list[str] = [parts[i].text for i in self._missing]
-        """Texts that are not known, in their order."""
+        """Texts that are not in the cache, in order."""
         self.missing_chars = sum(map(len, self.missing))
 
     def fill(self, encoded: Sequence[Ids], cache: SegmentCache) -> None:
-        """Take the ids of `missing`, in that order, and remember them."""
+        """Add the ids of `missing`, in that order, here and to the cache."""
         for at, ids in zip(self._missing, encoded, strict=True):
             self._found[at] = ids
             cache.put(self._keys[at], ids)
 
     def ids(self, before: Ids, after: Ids) -> Ids:
-        """All ids, between those that the tokenizer puts around a text."""
+        """All ids, with those that the tokenizer puts before and after a text."""
         known = [ids for ids in self._found if ids is not None]
         assert len(known) == len(self._found), "fill it first"
         return np.concatenate([before, *known, after])
@@ -129,7 +129,7 @@ class IncrementalTokenizer:
 
     Args:
         backend: the tokenizer; neither truncating nor padding.
-        cache: shared by whoever encodes the same texts with the same tokenizer.
+        cache: may be shared by several tokenizers.
     """
 
     def __init__(self, backend: Any, cache: SegmentCache | None = None) -> None:
@@ -142,7 +142,7 @@ class IncrementalTokenizer:
         self._around = {special: self._ends(special) for special in (False, True)}
 
     def look_up(self, text: str, tenant: str = "") -> Lookup:
-        """What is known of a text; the parts of one that has to be encoded whole are one."""
+        """Look a text's parts up in the cache; a text that must be encoded whole is one part."""
         parts = list(self._parts(text))
         seed = hashlib.blake2b(self._name, key=tenant.encode()[:64], digest_size=16)
         keys, found = list[bytes](), list[Ids | None]()
@@ -164,11 +164,11 @@ class IncrementalTokenizer:
         return looked_up.ids(*self._around[add_special_tokens])
 
     def finish(self, looked_up: Lookup, *, add_special_tokens: bool = False) -> Ids:
-        """Ids of a text all of whose parts are known by now."""
+        """Ids of a text after `fill`, or if nothing was missing."""
         return looked_up.ids(*self._around[add_special_tokens])
 
     def encode_parts(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each of some texts, without special tokens around them. Releases the GIL."""
+        """Ids of several texts, without special tokens around them. Releases the GIL."""
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int32) for one in found]
 
@@ -296,7 +296,7 @@ def _encoded(backend: Any, text: str) -> list[int]:
 
 
 def _normalizes_locally(normalizer: Any) -> bool:
-    """Whether a letter behind a line feed is normalized alike without what stands before."""
+    """Whether a letter after a line feed is normalized independently of the text before."""
     return normalizer is None or normalizer.get("type") in ("NFC", "NFKC", "Lowercase")
 
 

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import structlog
 
 FIRST_KEYS = ("time", "level", "event", "request_id", "tenant")
-"""What a line begins with, where it has it."""
+"""Keys that begin a line, where it has them."""
 
 
 def stamped(_logger: object, method: str, line: MutableMapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A Hugging Face ``config.json`` as a ``ModelShape``: of any family, listed here or not.
 
-Head layout, KV entry, dtypes, and parameter counts, total and active, are worked out from the
-config alone. What its keys do not tell of a family stands in `_FAMILIES`; one that is not there is
+Head layout, KV entry, dtypes, and parameter counts, total and active, come from the config alone.
+Facts about a family that its keys do not give stand in `_FAMILIES`. A family that is not listed is
 counted as a Llama-like decoder by the keys that it has, and `unlisted` says so: such a shape is a
 prior, which measured steps and the engine's own bytes replace. Layers with a window, or with a
 state in place of KV, do not count as KV that grows with the context. Vision towers are left out.
@@ -95,7 +95,7 @@ _KIND_BYTES = {
     "turboquant_": 0.5,
 }  # fmt: skip
 
-# What methods store a weight in that do not say so; MXFP4 has a scale of 8 bits for each 32.
+# Bytes of a weight by methods that do not give them; MXFP4 has a scale of 8 bits for each 32.
 _METHOD_BYTES = {"fp8": 1.0, "fbgemm_fp8": 1.0, "mxfp4": 0.53125, "awq": 0.5, "gptq": 0.5}
 
 
@@ -185,7 +185,7 @@ class _MlpParams(NamedTuple):
 
 
 class _Reader:
-    """A config's keys, the file to name when one is missing or wrong, and what they add up to."""
+    """A config's keys, read with checks: errors name the file, the key and the remedy."""
 
     def __init__(self, data: Mapping[str, Any], origin: str) -> None:
         self.data, self.origin = data, origin
@@ -215,7 +215,7 @@ class _Reader:
         return ValueError(f"{self.origin}: key {key!r} {problem}")
 
     def key(self, name: str) -> str:
-        """As this config calls it."""
+        """The name that this config uses for a key."""
         names = (name, *_NAMES.get(name, ()))
         return next((each for each in names if self.data.get(each) not in (None, [])), names[0])
 

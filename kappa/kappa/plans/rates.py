@@ -144,7 +144,7 @@ class PlanRates:
 
     name: str
     layers: int
-    # Of a token, over all layers.
+    # Bytes of a token, over all layers.
     kv_bytes: float
     activation_bytes: float
     # Seconds of n tokens over all layers: to load their KV over the link, and to project it from
@@ -277,8 +277,8 @@ class PlanRates:
 def rates_from_law(
     shape: ModelShape, node: NodeProfile, *, overlap: float | None = None
 ) -> PlanRates:
-    """Rates by formula, for a node of which only bandwidth and FLOP/s are known. overlap: as
-    `PlanRates.overlap`."""
+    """Rates by formula, for a node known by bandwidth and FLOP/s alone. overlap: as in
+    `PlanRates`."""
     all_weights_bytes = shape.params_total * shape.weight_dtype_bytes
     in_experts, idle = expert_params(shape)
     return PlanRates(

@@ -37,7 +37,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A split and the seconds to first token it is priced at."""
+    """A split and its predicted seconds to the first token."""
 
     split: Split
     ttft_s: float
@@ -61,7 +61,7 @@ class Costs:
         modelled_s = rates.modelled_prefill_s(self.new, context)
         self._start_s = self.plain_s - modelled_s + rates.step.fixed_s
         self.terms = ((rates.serial_share, 1.0), (1.0, rates.serial_share))
-        """The two terms of `ttft_s` as (factor of load, factor of compute)."""
+        """(factor of load, factor of compute) of the two terms of `ttft_s`."""
 
     def _flop_s(self, *, tail: bool) -> Poly:
         """FLOP seconds over the recomputed tokens x, without floor and projection.
@@ -84,7 +84,7 @@ class Costs:
         """Gpu seconds: the new tokens, the recomputed ones, and the projection.
 
         Experts that no token of the step touches are next to nothing from 100 tokens on: they are
-        left out here, but not in the closed form, whose floor is that of all experts.
+        left out here, but not in the closed form, which has the floor of all experts.
         """
         c0, c1, c2 = self._flop_s(tail=split.tail)
         flop_s = c0 + split.recompute * (c1 + split.recompute * c2)
@@ -107,7 +107,7 @@ class Costs:
         return self.ttft_s(self.load_s(split), self.compute_s(split))
 
     def pieces(self, *, tail: bool = False, activations: Poly = (0.0, 0.0, 0.0)) -> list[Poly]:
-        """Gpu seconds along a line, as polynomials of which the larger one holds.
+        """Gpu seconds along a line: the larger of these polynomials.
 
         activations: tokens from activations along the same line.
         """

@@ -20,7 +20,7 @@ FETCHING_POLICY: PolicyName = "priced_fetch"
 
 
 class FailoverSettings(Section):
-    """When a worker counts as failed, and when it is probed
+    """When a worker counts as failed, and when it gets a trial
     (`kappa_router.live.circuit_breaker`)."""
 
     stall_after_s: Finite = Field(
@@ -46,8 +46,8 @@ class FailoverSettings(Section):
 
 
 class ObjectiveSettings(Section):
-    """What a request may take (`kappa.slo.ServiceObjective`): admission refuses what would
-    take longer, and the policy prices by it. Seconds are dilated, as the engines' time is."""
+    """Limits on a request's latency (`kappa.slo.ServiceObjective`): admission refuses requests that
+    would take longer, and the policy prices by them. Seconds are dilated, as engines' time is."""
 
     ttft_s: Finite = Field(
         TTFT_FLOOR_S, ge=0, description="of a first token; or the next, if that is longer"
@@ -85,13 +85,13 @@ class RouterSettings(Section):
     stale_after_s: float = Field(10.0, gt=0, description="a silent worker is not chosen after this")
     calibrate: bool = True
     calibrate_requests: int | None = Field(
-        None, ge=0, description="learn from so many outcomes, then freeze; none: for ever"
+        None, ge=0, description="outcomes to learn from before freezing; none: for ever"
     )
     forecast_workers: int = Field(
         4, ge=0, description="pools up to this size are forecast step by step, larger ones not"
     )
     admission: bool = Field(
-        True, description="refuse (429) what is predicted to miss its objective"
+        True, description="refuse (429) requests predicted to miss their objective"
     )
     objective: ObjectiveSettings = ObjectiveSettings()
     request_timeout_s: float = Field(600.0, gt=0)
