@@ -46,7 +46,7 @@ def read_azure(path: Path) -> Workload:
 
 
 def _rows(path: Path) -> Iterator[tuple[datetime, int, int]]:
-    """(time, prompt tokens, output tokens) of each row; times without zone can be compared."""
+    """(time, prompt tokens, output tokens) of each row; times have no zone, so they compare."""
     rows = _numbered_rows(path)
     header = next(rows, None)
     if header is None:

@@ -1,9 +1,9 @@
 """FinQA: analysts who put many questions to a financial report.
 
 Either two tables of lengths, of whole filings (`doc_name`, `pdf_bytes`, `pages`, `words`,
-`llama2_tokens`) and of questions (`question_tokens`), whose pairing is ours; or ConvFinQA's own
-items with texts (`id`, `pre_text`, `table`, `post_text`, `annotation.dialogue_break`), one report
-page each, as JSON lines or a JSON list. Sources: patronus-ai/financebench, czyssrs/ConvFinQA.
+`llama2_tokens`) and of questions (`question_tokens`), which we pair; or ConvFinQA's own items with
+texts (`id`, `pre_text`, `table`, `post_text`, `annotation.dialogue_break`), one report page each,
+as JSON lines or a JSON list. Sources: patronus-ai/financebench, czyssrs/ConvFinQA.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _FILING_COLUMNS: dict[str, type] = dict(
 
 
 def read_finqa(filings: Path, questions: Path, how: ReadAs = DEFAULT) -> Workload:
-    """Read the two tables of lengths; each filing is dealt questions at random, by the seed
-    of `how`; `notes` counts those that are cut."""
+    """Read the two tables of lengths; each filing is dealt questions at random, by `how.seed`;
+    `notes` counts filings that are cut."""
     table = read_table(filings, _FILING_COLUMNS, lengths={"llama2_tokens": 1})
     refuse_repeated(filings, table["doc_name"])
     column = "question_tokens"
@@ -102,7 +102,7 @@ def read_convfinqa(path: Path, how: ReadAs = DEFAULT) -> Workload:
     `.jsonl.gz`.
 
     A session is one page and the dialogue on it. Each prompt is the page and the questions so far,
-    and so extends the one before; answers are no part of it, since the test set has none.
+    and so extends the one before. Prompts hold no answers, since the test set has none.
     """
     read = json_lines if path.name.endswith((".jsonl", ".jsonl.gz")) else json_items
     pages = [page for _, page in read(path, _Item)]

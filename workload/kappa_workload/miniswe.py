@@ -2,9 +2,9 @@
 
 A Parquet table of `session`, `t_s`, `input_length`, `output_length`, `cached_C`, `new_N` (lengths
 in Llama-2 tokens; C is what an unlimited cache of 16-token prompt blocks held), or the recorded
-texts themselves. A prompt extends the one before it; the recorded replies are no part of it. The
-recorded gap between two turns is taken for the pause, though it also holds the time of the first
-one's answer. Source: LMCache/lmcache-agent-trace.
+texts themselves. A prompt extends the one before it, without the recorded replies. The recorded gap
+between two turns is taken for the pause, though it also holds the time of the first one's answer.
+Source: LMCache/lmcache-agent-trace.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class _SweRow(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Prompts:
-    """Block ids of the prompts so far, to be found by those that repeat them."""
+    """Block ids of earlier prompts, for prompts that repeat them."""
 
     last: dict[str, BlockIds]  # session -> its latest prompt
     of_length: dict[int, BlockIds]  # prompt length in whole cache blocks -> the latest such prompt
 
     def ids(self, row: _SweRow, number: int, stop: int, block_tokens: int) -> BlockIds:
-        """Ids of the row's prompt and output, and note its prompt.
+        """Ids of the row's prompt and output; its prompt is noted.
 
-        What was cached came from the session's previous prompt, or else from another session's
+        The cached part came from the session's previous prompt, or else from another session's
         prompt of just that length, which this one repeats. The rest is new.
         """
         shared = row.cached_tokens // block_tokens
@@ -134,7 +134,7 @@ def shapes_of(sessions: list[Session], how: ReadAs = DEFAULT) -> Workload:
 
 @dataclass(slots=True, eq=False)
 class _CommonBeginnings:
-    """Prompts in alphabetical order: the longest common beginning is always with a neighbour."""
+    """Prompts in alphabetical order, where the longest common beginning is with a neighbour."""
 
     texts: list[str]
     ids: list[BlockIds]
@@ -142,7 +142,7 @@ class _CommonBeginnings:
     block_tokens: int
 
     def shared_ids(self, text: str) -> BlockIds:
-        """Ids of the full blocks that `text` has in common with an earlier prompt."""
+        """Ids of the full blocks that `text` shares with an earlier prompt."""
         place = bisect_left(self.texts, text)
         best, ids = 0, np.empty(0, dtype=np.uint64)
         for neighbour in range(max(place - 1, 0), min(place + 1, len(self.texts))):
@@ -159,6 +159,6 @@ class _CommonBeginnings:
 
 
 def _common_length(one: str, other: str) -> int:
-    """How many characters two texts have in common from the start."""
+    """The number of characters that two texts share from the start."""
     most = range(1, min(len(one), len(other)) + 1)
     return bisect_left(most, True, key=lambda length: one[:length] != other[:length])

@@ -51,11 +51,11 @@ def read_narrativeqa(
     summaries: Path | None = None,
     how: ReadAs = DEFAULT,
 ) -> Workload:
-    """Read questions with the lengths of their documents; `notes` counts those that are cut.
+    """Read questions with the lengths of their documents; `notes` counts documents that are cut.
 
-    documents: their table, whose `est_tokens` then count and not the questions' `doc_est_tokens`;
-    documents without a question are left out, and `notes` counts them. summaries: what documents
-    begin with: with it and the questions' texts the workload has texts.
+    documents: a table with `est_tokens`, which replace the questions' `doc_est_tokens`; documents
+    without a question are left out, and `notes` counts them. summaries: beginnings of documents;
+    with them, and the questions' texts, the workload has texts.
     """
     lengths = None if documents is None else _document_tokens(documents)
     described = None if summaries is None else _summaries(summaries)
@@ -81,7 +81,7 @@ def document_texts(
     tokens: Sequence[int],
     summaries: Mapping[str, tuple[str, int]],
 ) -> Texts:
-    """Documents whose bodies are not at hand: a summary, then plain words up to their length.
+    """Texts of documents without their bodies: a summary, then plain words up to their length.
 
     asked: the questions of each session, in order. tokens: the length of each session's document.
     summaries: text and tokens of each document's summary; a document without one is plain words.

@@ -137,7 +137,7 @@ def read_sharegpt_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
 def _measured(
     talk: tuple[Message, ...], count_tokens: TokenCounter
 ) -> tuple[tuple[int, ...], _Lengths]:
-    """How many messages each turn sends, and its lengths."""
+    """(number of messages that each turn sends, lengths of each turn)."""
     sent: list[int] = []
     lengths: _Lengths = []
     context = answered = 0
@@ -152,13 +152,13 @@ def _measured(
 
 
 def _workload(conversations: Iterable[tuple[str, _Lengths]], how: ReadAs) -> Workload:
-    """With pauses that are exponential, of mean `MEAN_THINK_S`."""
+    """The workload of these conversations, with exponential pauses of mean `MEAN_THINK_S`."""
     block_tokens, rng = how.blocks(BLOCK_TOKENS), np.random.default_rng(how.seed)
     sessions: list[SessionShape] = []
     for name, lengths in conversations:
         think_s = rng.exponential(MEAN_THINK_S, len(lengths))
         think_s[0] = 0.0
-        # One text: every prompt, and what an engine keeps of it, is a beginning of it.
+        # One text: every prompt, with or without its answer, is a beginning of this text.
         stop = max(prompt + max(output, 1) for prompt, output, _ in lengths) // block_tokens
         ids = stream_ids(key_of("sharegpt", name), 0, stop)
         turns = tuple(
