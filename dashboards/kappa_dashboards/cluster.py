@@ -1,4 +1,4 @@
-"""The dashboard "Cluster": is the service well, how much does it do, and what limits it.
+"""The dashboard "Cluster": health of the service, its load, and its limits.
 
 The objective comes first; then traffic, latency, engines, cache, lengths and machines. Its panels
 use our metrics, and Ray's and vLLM's where those count what we do not.

@@ -1,4 +1,4 @@
-"""The dashboard "Overview": what to look at first when called at night, on one screen.
+"""The dashboard "Overview": one screen to look at first when called at night.
 
 Twelve panels: is it well (objective, errors, who is gone), what is it short of (backlogs, VRAM,
 caches), is the router right (prediction). Most are panels of the other two, which say why.

@@ -1,4 +1,4 @@
-"""The dashboard "Routing and fairness": why requests went where they went, and who got how much.
+"""The dashboard "Routing and fairness": reasons of decisions, and tenants' shares.
 
 The ratio against the critical ratio first, then decisions and the quality of their forecast,
 tenants, and how full iterations and steps are. Its panels use our metrics only.

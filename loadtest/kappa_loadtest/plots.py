@@ -1,4 +1,4 @@
-"""The pictures of a load test's report, as SVG that stands inside the page and takes its colours.
+"""The pictures of a load test's report, as inline SVG in the page's colours.
 
 Lines and text of the page's own colour are drawn in a stand-in that becomes `currentColor`, so one
 picture does for light and dark; the data's colours are readable on both. Text stays text.
@@ -45,7 +45,7 @@ Summary = Mapping[str, Any]
 
 
 def pictures(table: pl.DataFrame, summary: Summary) -> dict[str, str]:
-    """Every picture of a run with requests, by name; those that would show nothing are left out."""
+    """The pictures of a run with requests, by name; empty ones are left out."""
     found = {}
     for name, draw, title in (
         ("cdf", _latency_cdfs, "Cumulative shares of TTFT, inter-token and end-to-end times"),
@@ -59,8 +59,8 @@ def pictures(table: pl.DataFrame, summary: Summary) -> dict[str, str]:
 
 
 def picture(name: str, draw: Callable[[Figure], None], title: str) -> str:
-    """SVG of what `draw` draws, empty if it draws nothing. name: apart from others of a page."""
-    # The salt keeps pictures' ids apart, and the same again.
+    """The SVG of a figure, empty if `draw` draws nothing; `name` is unique within a page."""
+    # The salt makes ids unique among pictures, and the same for every run.
     style: Any = {**_STYLE, "svg.hashsalt": name}
     text = io.StringIO()
     with mpl.rc_context(style):
@@ -192,12 +192,12 @@ def cdf(values: pl.Series, points: int = 400) -> tuple[Floats, Floats]:
 
 
 def sampled(table: pl.DataFrame, most: int = _POINTS) -> pl.DataFrame:
-    """Every n-th row, at most so many."""
+    """Every n-th row, at most `most` rows."""
     return table.gather_every(max(-(-table.height // most), 1))
 
 
 def _by_node(points: pl.DataFrame) -> list[tuple[str, pl.DataFrame]]:
-    """Points by node, those with most first; what has no colour of its own shares the last."""
+    """Points by node, those with most first; nodes beyond the last colour are merged."""
     found = points.partition_by("node", as_dict=True)
     ordered = sorted(
         ((str(name[0]), rows) for name, rows in found.items()),
@@ -210,7 +210,7 @@ def _by_node(points: pl.DataFrame) -> list[tuple[str, pl.DataFrame]]:
 
 
 def logarithmic(axes: Any, name: str) -> None:
-    """Scale what is drawn by decades, with plain numbers so few that they do not meet."""
+    """Make an axis logarithmic, with few enough plain numbers that they do not overlap."""
     axes.set(**{f"{name}scale": "log"})
     low, high = axes.get_xlim() if name == "x" else axes.get_ylim()
     decades = np.log10(high / low)
@@ -222,7 +222,7 @@ def logarithmic(axes: Any, name: str) -> None:
 
 
 def _legend_above(axes: Any, **options: Any) -> None:
-    """Where it hides no data."""
+    """A legend above the axes, where it hides no data."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
         columns = len(labels) if sum(map(len, labels)) <= _LEGEND_LETTERS else 4

@@ -27,7 +27,7 @@ SUMMARY, PARQUET, REPORT = "summary.json", "records.parquet", "report.html"
 Facts = Mapping[str, Any]
 
 _LATE_S = 0.1
-"""A client that sends a hundredth of its requests later than this did not offer the load."""
+"""A client that sends 1 % of its requests later than this did not offer the load."""
 _PARTS = {
     "late": "sent late", "queue": "queue", "load": "load", "compute": "compute",
     "way": "between client and router", "unknown": "not split",
@@ -74,7 +74,7 @@ def drawn(table: pl.DataFrame, summary: Facts) -> dict[str, str]:
 
 
 def _notes(run: Facts, summary: Facts, is_cut: bool) -> Iterator[str]:
-    """What a reader must know before any figure."""
+    """Caveats about the run, for the head of the report."""
     if not summary["requests"]:
         yield "No request has ended yet: the journal is empty."
     elif run.get("interrupted"):
@@ -128,10 +128,10 @@ def _page(summary: Facts, svg: Mapping[str, str]) -> str:
 
 
 def _or_dash(text: Callable[..., str], value: float | None, *unit: str) -> str:
-    """Text for people; a dash stands for what is not known."""
+    """A figure as text; a dash stands for None."""
     return "–" if value is None else text(value, *unit)
 
 
 def _number(value: float, unit: str = "") -> str:
-    """Three digits that mean something."""
+    """A number with three significant digits."""
     return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}") + unit
