@@ -66,15 +66,9 @@ def dashboard_json(dashboard: Dashboard) -> str:
     return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def metric_names(expr: str) -> list[str]:
-    """The series that an expression names, in order, each once."""
-    return list(dict.fromkeys(_SERIES.findall(expr)))
-
-
 def doc_link(panel: Panel) -> str:
     """The line of the docs that explains the panel's first metric, below the variable `docs`."""
-    first = metric_names(panel.queries[0].expr)[0]
-    page, row = names.documented(first)
+    page, row = names.documented(_SERIES.findall(panel.queries[0].expr)[0])
     # A text fragment: the browser scrolls to the name, wherever the line has moved.
     return f"${{docs}}/{page}#:~:text={row}"
 

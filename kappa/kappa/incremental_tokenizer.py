@@ -135,7 +135,7 @@ class IncrementalTokenizer:
     def __init__(self, backend: Any, cache: SegmentCache | None = None) -> None:
         self._backend = backend
         self.cache = cache or SegmentCache()
-        self._specials = _Specials.of(backend)
+        self._specials = _Specials(backend)
         self.exact = exactness(backend, self._specials)
         # A cache may be shared by tokenizers of several models.
         self._name = hashlib.blake2b(backend.to_str().encode(), digest_size=16).digest()
@@ -196,27 +196,21 @@ class IncrementalTokenizer:
 class _Specials:
     """Special tokens that a text is cut at before anything else happens to it."""
 
-    def __init__(self, ids: dict[str, int], kept: frozenset[str]) -> None:
-        """ids: of those that are cut at, by text. kept: found as well, but left in their part."""
-        self.ids, self.kept = ids, kept
-        every = sorted({*ids, *kept}, key=len, reverse=True)
-        # By first character, which `find` looks for at memory speed. Longest first: of several
-        # tokens that begin at one place the longest is found.
-        self._by_start: dict[str, tuple[str, ...]] = {}
-        for one in every:
-            self._by_start[one[0]] = (*self._by_start.get(one[0], ()), one)
-
-    @classmethod
-    def of(cls, backend: Any) -> _Specials:
-        ids, kept = dict[str, int](), set[str]()
+    def __init__(self, backend: Any) -> None:
+        # Ids of those that are cut at, by text; others are found as well, but left in their part.
+        self.ids, kept = dict[str, int](), set[str]()
         for token_id, token in backend.get_added_tokens_decoder().items():
             if token.normalized or not token.content:
                 continue  # Looked for within a part, once that is normalized.
             if token.lstrip or token.rstrip or token.single_word:
                 kept.add(token.content)
             else:
-                ids[token.content] = int(token_id)
-        return cls(ids, frozenset(kept))
+                self.ids[token.content] = int(token_id)
+        # By first character, which `find` looks for at memory speed. Longest first: of several
+        # tokens that begin at one place the longest is found.
+        self._by_start: dict[str, tuple[str, ...]] = {}
+        for one in sorted({*self.ids, *kept}, key=len, reverse=True):
+            self._by_start[one[0]] = (*self._by_start.get(one[0], ()), one)
 
     def cut(self, text: str) -> Iterator[Part]:
         """The parts of a text; none of them is empty."""
@@ -272,7 +266,7 @@ def _is_boundary(text: str, at: int) -> bool:
 
 def exactness(backend: Any, specials: _Specials | None = None) -> Exactness:
     """What may be cut without changing a token. Takes some 100 ms."""
-    specials = specials or _Specials.of(backend)
+    specials = specials or _Specials(backend)
     added = backend.get_added_tokens_decoder().values()
     state = json.loads(backend.to_str())
     deterministic = not state["model"].get("dropout")

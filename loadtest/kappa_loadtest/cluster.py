@@ -178,7 +178,8 @@ class Decisions:
         for request_id, (ticket, until_s) in list(self._wanted.items()):
             decision = found.get(request_id)
             is_last = now_s >= until_s or self._made - ticket >= _REMEMBERED
-            if decision is not None and (is_last or is_complete(decision.actual)):
+            done = decision and all(decision.actual.get(n, 0) is not None for n in _REPORTED_LAST)
+            if decision is not None and (is_last or done):
                 decision.predicted = _figures(decision.predicted)
                 decision.actual = _figures(decision.actual)
                 self._write(decision)
@@ -188,11 +189,6 @@ class Decisions:
             else:
                 continue
             del self._wanted[request_id]
-
-
-def is_complete(actual: dict[str, Any]) -> bool:
-    """Whether a request's worker has reported its prompt."""
-    return all(actual.get(name, 0) is not None for name in _REPORTED_LAST)
 
 
 def _figures(found: dict[str, Any]) -> dict[str, Any]:

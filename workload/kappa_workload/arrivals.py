@@ -207,17 +207,18 @@ def _places(client: ClientRate, expected: float, rng: np.random.Generator) -> ND
 Kind = Literal["poisson", "constant", "gamma", "servegen", "trace", "ramp", "steps", "closed"]
 
 
-FORMS: dict[Kind, str] = {
-    "poisson": "poisson:RATE",
-    "constant": "constant:RATE",
-    "gamma": "gamma:RATE,cv=CV",
-    "servegen": "servegen:RATE[,window_s=SECONDS]",
-    "trace": "trace or trace:xFACTOR",
-    "ramp": "ramp:FROM-TO/SECONDS",
-    "steps": "steps:RATE,RATE,…/SECONDS",
-    "closed": "closed:SESSIONS",
+FORMS: dict[Kind, tuple[str, str]] = {
+    "poisson": ("poisson:RATE", "(?P<rates>N)"),
+    "constant": ("constant:RATE", "(?P<rates>N)"),
+    "gamma": ("gamma:RATE,cv=CV", "(?P<rates>N),cv=(?P<cv>N)"),
+    "servegen": ("servegen:RATE[,window_s=SECONDS]", "(?P<rates>N)(,window_s=(?P<seconds>N))?"),
+    "trace": ("trace or trace:xFACTOR", "(x(?P<speed>N))?"),
+    "ramp": ("ramp:FROM-TO/SECONDS", "(?P<rates>N-N)/(?P<seconds>N)"),
+    "steps": ("steps:RATE,RATE,…/SECONDS", "(?P<rates>N(,N)+)/(?P<seconds>N)"),
+    "closed": ("closed:SESSIONS", r"(?P<concurrency>\d+)"),
 }
-"""How each kind is written. Rates are sessions a second."""
+"""Syntax of each kind, for people and as a pattern in which N is a number. Rates are sessions a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +263,6 @@ class ArrivalSpec:
 
 
 _NUMBER = r"[\d.]+(?:[eE][+-]?\d+)?"
-_WRITTEN: dict[Kind, str] = {
-    "poisson": "(?P<rates>N)", "constant": "(?P<rates>N)", "gamma": "(?P<rates>N),cv=(?P<cv>N)",
-    "servegen": "(?P<rates>N)(,window_s=(?P<seconds>N))?", "trace": "(x(?P<speed>N))?",
-    "ramp": "(?P<rates>N-N)/(?P<seconds>N)", "steps": "(?P<rates>N(,N)+)/(?P<seconds>N)",
-    "closed": r"(?P<concurrency>\d+)",
-}  # fmt: skip
 
 
 def parse_arrivals(text: str) -> ArrivalSpec:
@@ -276,13 +271,13 @@ def parse_arrivals(text: str) -> ArrivalSpec:
     if kind not in FORMS:
         near = difflib.get_close_matches(kind, FORMS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"arrivals {text!r}: unknown kind {kind!r}.{hint} Known: {'; '.join(FORMS.values())}"
-        )
+        known = "; ".join(form for form, _ in FORMS.values())
+        raise ValueError(f"arrivals {text!r}: unknown kind {kind!r}.{hint} Known: {known}")
+    form, pattern = FORMS[kind]
     wrong = ValueError(
-        f"arrivals {text!r}: write {FORMS[kind]}; numbers above zero, the last of rates at least"
+        f"arrivals {text!r}: write {form}; numbers above zero, the last of rates at least"
     )
-    match = re.fullmatch(_WRITTEN[kind].replace("N", _NUMBER), rest)
+    match = re.fullmatch(pattern.replace("N", _NUMBER), rest)
     if match is None:
         raise wrong
     given = {name: value for name, value in match.groupdict().items() if value}

@@ -142,7 +142,7 @@ def read_chats(path: Path, how: ReadAs = DEFAULT) -> Workload:
     notes: Counter[str] = Counter()
     kind = ""
     for where, fields in islice(json_lines(path, dict[str, Any]), how.limit):
-        kind = kind or format_of(fields)
+        kind = kind or next((name for name in FORMATS if fields.get(name) is not None), "")
         with at(where):
             request = _request(fields, kind)
             key = where if request.session_id is None else str(request.session_id)
@@ -168,11 +168,6 @@ def read_chats(path: Path, how: ReadAs = DEFAULT) -> Workload:
         ),
         texts=Texts(lambda session, turn: chats[session][turn]),
     )
-
-
-def format_of(fields: Mapping[str, Any]) -> str:
-    """The format of a line, of `FORMATS`; empty if it has none."""
-    return next((name for name in FORMATS if fields.get(name) is not None), "")
 
 
 def _request(fields: Mapping[str, Any], kind: str) -> _ChatLine:

@@ -108,7 +108,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """
     number = 0
     try:
-        with _open_text(path) as lines:
+        opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8") as lines:
             for line in lines:
                 number += 1
                 yield number, line
@@ -118,12 +119,6 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         reason = getattr(error, "strerror", None) or error
         where = f"{path}:{number + 1}" if number else str(path)
         raise WorkloadError(f"{where}: {reason}") from error
-
-
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
 
 
 def json_lines(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
