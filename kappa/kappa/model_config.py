@@ -84,16 +84,16 @@ _NAMES = {
 }
 
 _DTYPE_BYTES = {
-    "float32": 4.0, "float": 4.0, "fp32": 4.0, "float16": 2.0, "fp16": 2.0, "half": 2.0,
-    "bfloat16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.0,
-    "fp4": 0.5, "nvfp4": 0.5, "int4": 0.5,
-}  # fmt: skip
+    **dict.fromkeys(("float32", "float", "fp32"), 4.0),
+    **dict.fromkeys(("float16", "fp16", "half", "bfloat16", "bf16"), 2.0),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8"), 1.0),
+    **dict.fromkeys(("fp4", "nvfp4", "int4"), 0.5),
+}
 
 # Of dtypes that come in variants, such as vLLM's "fp8_per_token_head".
-_KIND_BYTES = {
-    "fp8_": 1.0, "int8_": 1.0, "nvfp4_": 0.5, "int4_": 0.5, "turboquant_k8v4": 0.75,
-    "turboquant_": 0.5,
-}  # fmt: skip
+_KIND_BYTES = dict(
+    fp8_=1.0, int8_=1.0, nvfp4_=0.5, int4_=0.5, turboquant_k8v4=0.75, turboquant_=0.5
+)
 
 # Bytes of a weight by methods that do not give them; MXFP4 has a scale of 8 bits for each 32.
 _METHOD_BYTES = {"fp8": 1.0, "fbgemm_fp8": 1.0, "mxfp4": 0.53125, "awq": 0.5, "gptq": 0.5}

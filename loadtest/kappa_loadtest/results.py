@@ -222,16 +222,14 @@ class Objective:
     def _limits(self, table: pl.DataFrame) -> tuple[slo.Limits, Floats, str]:
         """(limits of each request, NaN or inf for none; its idle TTFT, NaN if unknown; basis)."""
         idle_ttft, idle_tpot = self._idle(table)
-        unlimited = np.full(table.height, np.inf)
         if self.has_limits:
-            ttft, tpot = (unlimited if limit is None else np.full(table.height, limit)
-                          for limit in (self.ttft_s, self.tpot_s))  # fmt: skip
+            ttft, tpot = (np.full(table.height, s or np.inf) for s in (self.ttft_s, self.tpot_s))
             return slo.Limits(ttft, tpot), idle_ttft, "given"
         if self.speeds:
             return slo.limits(idle_ttft, idle_tpot, self.dilation), idle_ttft, "idle"
         predicted = table["predicted_load_s"] + table["predicted_compute_s"]
         idle = predicted.to_numpy().astype(np.float64)
-        return slo.limits(idle, unlimited, self.dilation), idle, "predicted"
+        return slo.limits(idle, np.full(table.height, np.inf), self.dilation), idle, "predicted"
 
     def _idle(self, table: pl.DataFrame) -> tuple[Floats, Floats]:
         """Idle TTFT and TPOT on the median node, with the reusable prefix in its host tier."""

@@ -29,11 +29,6 @@ _GOOD_ENOUGH = 0.98
 class Candidate:
     """A waiting request as considered in one iteration."""
 
-    __slots__ = (
-        "admitted", "blocks", "footprint", "high", "leaves_blocks", "leaves_slots", "new_tokens",
-        "quote", "reserve", "reserves", "starving", "tier", "why", "work",
-    )  # fmt: skip
-
     def __init__(
         self, work: Work, quote: Quote, prompt_blocks: int, reserve: int, blocks_per_token: float
     ) -> None:

@@ -248,11 +248,8 @@ class Fair:
             return None
         arrivals_s = [c.work.arrival_s + c.work.late_s for c in candidates if not c.starving]
         starving_s = min(arrivals_s, default=math.inf) + self.config.due_after_s
-        budget_tokens = budget if CAP in reasons else None
-        return _NoOp(
-            memory.version, memory.available(), budget_tokens, LINK in reasons, starving_s,
-            plan.passed,
-        )  # fmt: skip
+        state = memory.version, memory.available(), budget if CAP in reasons else None
+        return _NoOp(*state, LINK in reasons, starving_s, plan.passed)
 
     # -- bookkeeping --------------------------------------------------------------------------
 

@@ -90,10 +90,8 @@ class _ChatLine(msgspec.Struct):
     @property
     def answer_tokens(self) -> int | None:
         """The requested length of its answer, under any of its names."""
-        return (
-            self.output_tokens or self.output_length or self.max_completion_tokens
-            or self.max_tokens
-        )  # fmt: skip
+        given = self.output_tokens, self.output_length, self.max_completion_tokens, self.max_tokens
+        return next(filter(None, given), None)
 
     @property
     def words(self) -> str:

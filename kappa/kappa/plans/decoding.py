@@ -35,12 +35,8 @@ class StepSplit:
         return self.tokens / self.context_tokens
 
 
-def _best(
-    price: Callable[[float], float], at: float, context_tokens: int, block_tokens: int,
-    held: int | None = None,
-) -> StepSplit:  # fmt: skip
-    most = context_tokens if held is None else max(0, min(context_tokens, held))
-    step_s, tokens = best_1d(price, rounded([at], float(most), block_tokens))
+def _best(price: Callable[[float], float], xs: list[float], context_tokens: int) -> StepSplit:
+    step_s, tokens = best_1d(price, xs)
     return StepSplit(int(tokens), context_tokens, step_s, price(0), price(context_tokens))
 
 
@@ -82,7 +78,8 @@ def split_paper(
         return paper_s(rates, batch, context_tokens, tokens)
 
     at = activation_share(rates) * context_tokens
-    return _best(price, at, context_tokens, block_tokens, held)
+    most = context_tokens if held is None else max(0, min(context_tokens, held))
+    return _best(price, rounded([at], float(most), block_tokens), context_tokens)
 
 
 def split_ahead(
@@ -101,7 +98,7 @@ def split_ahead(
     link_s, rest_s = rates.decode_s(batch, context_tokens)
     per_token_s = rates.project_token_s + (1.0 - rho) * rates.load_token_s
     balance = (link_s - rest_s - rates.project.fixed_s) / (batch * per_token_s) if rho < 1 else 0.0
-    return _best(price, balance, context_tokens, block_tokens)
+    return _best(price, rounded([balance], float(context_tokens), block_tokens), context_tokens)
 
 
 # --- Attention on the CPU ------------------------------------------------------------------------
@@ -178,4 +175,4 @@ def split_context(
     each_s = batch * (attend.per_token_s + busy.load_token_s)
     each_s -= (all_s - none_s) / max(context_tokens, 1)
     balance = lead_s / each_s if each_s > 0 else float(context_tokens)
-    return _best(price, balance, context_tokens, block_tokens)
+    return _best(price, rounded([balance], float(context_tokens), block_tokens), context_tokens)

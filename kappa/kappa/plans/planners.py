@@ -339,12 +339,10 @@ class Alternative:
         """Ready for JSON; seconds undilated."""
         row: dict[str, Any] = {"plan": self.name, "chosen": self.chosen, "refused": self.refused}
         if self.plan is not None:
+            figures = "ttft_s", "load_s", "compute_s", "load_bytes", "step_s"
+            row |= {name: getattr(self.plan, name) for name in figures}
             segments = [(s.kind, s.start_tokens, s.end_tokens) for s in self.plan.segments]
-            row |= {
-                "ttft_s": self.plan.ttft_s, "load_s": self.plan.load_s,
-                "compute_s": self.plan.compute_s, "load_bytes": self.plan.load_bytes,
-                "step_s": self.plan.step_s, "segments": segments, "why": self.plan.why,
-            }  # fmt: skip
+            row |= {"segments": segments, "why": self.plan.why}
         return row
 
 
@@ -388,16 +386,13 @@ def decoding(rates: PlanRates, context_tokens: int, block_tokens: int = 16) -> d
     gives a reason why it does not.
     """
     refused = attention_refused(rates)
-    row: dict[str, Any] = {
-        "device_s": rates.decode_gpu_s(1, context_tokens), "refused": refused,
-        "load_all_s": None, "cpu_all_s": None, "split_s": None, "cpu_share": None,
-    }  # fmt: skip
+    row: dict[str, Any] = {"device_s": rates.decode_gpu_s(1, context_tokens), "refused": refused}
+    of_host = "load_all_s", "cpu_all_s", "split_s", "cpu_share"
+    row |= dict.fromkeys(of_host)
     if context_tokens:
         row["load_all_s"] = max(rates.load.seconds(context_tokens), row["device_s"])
     if context_tokens and not refused:
         split = split_context(rates, 1, context_tokens, block_tokens)
-        row |= {
-            "load_all_s": split.load_all_s, "cpu_all_s": split.load_none_s,
-            "split_s": split.step_s, "cpu_share": split.share,
-        }  # fmt: skip
+        figures = split.load_all_s, split.load_none_s, split.step_s, split.share
+        row |= zip(of_host, figures, strict=True)
     return row
