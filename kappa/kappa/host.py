@@ -67,7 +67,7 @@ EXTRAS = {
 
 
 def remedy_for(module: str) -> str:
-    """How to install a missing module; empty if no extra of ours brings it."""
+    """The command that installs a missing module; empty if no extra of ours brings it."""
     package = module.partition(".")[0]
     for extra, modules in EXTRAS.items():
         if package in modules:
@@ -76,7 +76,7 @@ def remedy_for(module: str) -> str:
 
 
 def lacking(extras: Iterable[str]) -> str:
-    """How to install the first missing module of these extras; empty if none is missing."""
+    """The command that installs the first missing module of these extras; empty if all are here."""
     for module in (module for extra in extras for module in EXTRAS[extra]):
         try:
             is_here = find_spec(module) is not None

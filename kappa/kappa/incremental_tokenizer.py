@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What was proved of a tokenizer. Without `specials` it must encode a text whole."""
+    """Properties proved of a tokenizer. Without `specials` it must encode a text whole."""
 
     specials: bool
     """Tokens of a text are those of its parts between special tokens."""
@@ -173,7 +173,7 @@ class IncrementalTokenizer:
         return [np.array(one.ids, dtype=np.int32) for one in found]
 
     def _ends(self, special: bool) -> tuple[Ids, Ids]:
-        """What the tokenizer puts before and behind a text."""
+        """Ids that the tokenizer puts before and after a text."""
         bare = list(self._backend.encode("a", add_special_tokens=False).ids)
         dressed = list(self._backend.encode("a", add_special_tokens=special).ids)
         at = next(
@@ -232,7 +232,7 @@ class _Specials:
             yield Part(text[start:])
 
     def _next(self, text: str, first: str, at: int) -> int:
-        """Where the next token that begins with this character stands, -1 if none does."""
+        """Position of the next special token with this first character; -1 if there is none."""
         tokens = self._by_start[first]
         at = text.find(first, at)
         while at >= 0 and not text.startswith(tokens, at):
@@ -265,7 +265,7 @@ def _is_boundary(text: str, at: int) -> bool:
 
 
 def exactness(backend: Any, specials: _Specials | None = None) -> Exactness:
-    """What may be cut without changing a token. Takes some 100 ms."""
+    """Find out where texts may be cut without changing a token. Takes some 100 ms."""
     specials = specials or _Specials(backend)
     added = backend.get_added_tokens_decoder().values()
     state = json.loads(backend.to_str())

@@ -45,7 +45,7 @@ def is_hashed(entry: str) -> bool:
 
 
 def entry_fault(entry: str, least_characters: int = 16) -> str | None:
-    """Why an entry is neither a usable key nor a digest, without its text; None if it is one."""
+    """The fault of an entry that is neither key nor digest, without its text; else None."""
     if is_hashed(entry):
         if re.fullmatch(r"[0-9a-fA-F]{64}", entry.removeprefix(DIGEST_PREFIX)):
             return None

@@ -1,4 +1,4 @@
-"""How every process writes its log: for people or as JSON, to standard output and a file.
+"""The log of every process: for people or as JSON, to standard output and a file.
 
 One call at start, in the decider, in each replica and in each process of its engine, so that all
 write the same keys in the same order. The id of the request that a line belongs to comes from the

@@ -30,7 +30,7 @@ class Metric:
 
     @property
     def exposed(self) -> str:
-        """Its name in a scrape; a histogram's parts have suffixes besides."""
+        """The metric's name in a scrape; parts of a histogram have further suffixes."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
@@ -138,7 +138,7 @@ TENANT_REQUESTS = _counter(
 )
 KEY_FILE_READS = _counter(
     "kappa_key_file_reads",
-    "times that the file of API keys was read anew, by outcome: read, or failed",
+    "times that the file of API keys was read again, by outcome: read, or failed",
     "outcome",
 )
 TENANT_CHARGE = _counter(

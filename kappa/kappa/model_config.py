@@ -20,7 +20,7 @@ from kappa.model import Attention, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a ``model_type`` implies and its config does not say."""
+    """Facts that a ``model_type`` implies and its config does not give."""
 
     tied: bool = False  # embeddings, in and out
     gated: bool = True  # the MLP

@@ -370,7 +370,7 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"report: {error}; {_SPEAKS}") from None
 
     def renamed(self, name: Callable[[str], str]) -> WorkerReport:
-        """The same report with each request's id replaced by `name` of it."""
+        """The same report with all requests renamed by `name`."""
 
         def ids(rows: Iterable[_Request]) -> tuple[_Request, ...]:
             return tuple(replace(row, request_id=name(row.request_id)) for row in rows)

@@ -90,7 +90,7 @@ class Limits:
     tpot_s: Floats
 
     def met(self, ttft_s: ArrayLike, tpot_s: ArrayLike) -> NDArray[np.bool_]:
-        """Which requests meet both; NaN for a TTFT is a rejection, for a TPOT a single token."""
+        """Whether each request meets both. TTFT is NaN for a rejection, TPOT for a single token."""
         ttft, tpot = np.asarray(ttft_s, dtype=np.float64), np.asarray(tpot_s, dtype=np.float64)
         met: Any = (ttft <= self.ttft_s) & (np.isnan(tpot) | (tpot <= self.tpot_s))
         return np.asarray(met, dtype=np.bool_)

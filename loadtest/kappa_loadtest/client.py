@@ -61,7 +61,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
-    """Where and how requests are sent."""
+    """The endpoint, and the options of every request to it."""
 
     url: str  # base, with or without `/v1`
     model: str  # as the endpoint names it

@@ -30,7 +30,7 @@ def open_workload(
 
     Args:
         name: of a built-in workload, a path, or `hf:OWNER/NAME[/FILE]` for a data set on the hub,
-            whose file is `SHAREGPT_FILE` if none is named.
+            with `SHAREGPT_FILE` as the default file.
         tokenizer: a `tokenizer.json`, or the folder of a model that has one; for texts.
         scale: every length times this (`kappa_workload.scaling`); unless it is 1, without texts.
         reading: the fields of `kappa_workload.reading.ReadAs`.

@@ -34,7 +34,7 @@ class NotMade:
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """A session to send from `first` on, whose request is already made."""
+    """A session to send from turn `first` on, with that turn's request."""
 
     session: ReplaySession
     first: int

@@ -83,7 +83,7 @@ def figures(table: pl.DataFrame, objective: Objective, is_closed: bool = False) 
 
 
 def spread(values: pl.Series) -> dict[str, float | None]:
-    """Mean, quantiles and largest of what is not null; None where there is nothing."""
+    """Mean, quantiles and largest of the values that are not null; None if there are none."""
     found = values.drop_nulls().to_numpy()
     if not len(found):
         return dict.fromkeys(("mean", *_QUANTILES, "max"))
@@ -101,7 +101,7 @@ def itl_s(table: pl.DataFrame) -> pl.Series:
 
 
 def _span_s(first: pl.Series, last: pl.Series) -> float:
-    """From the least to the largest; 0 where that is no time."""
+    """Seconds from the least to the largest time; 0 if there are none."""
     if not len(first):
         return 0.0
     return max(float(last.max()) - float(first.min()), 0.0)  # type: ignore[arg-type]

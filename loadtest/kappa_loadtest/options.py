@@ -187,7 +187,7 @@ class LoadOptions:
         """The sessions to send, in order of arrival; the workload once if nothing bounds them.
 
         Raises:
-            ValueError: the workload has no times of its own, or nothing of it fits.
+            ValueError: the workload has no times of its own, or no request fits.
         """
         spec = self.spec()
         factor = 1.0 if self.rates == "sessions" else 1.0 / mean_turns(workload)

@@ -1,4 +1,4 @@
-"""From a replay's folder to its report: `summary.json`, `records.parquet` and `report.html`.
+"""Writes a replay's report: `summary.json`, `records.parquet` and `report.html`.
 
 Reads what a run writes as it goes, so a run that was stopped or killed has a report too, and so has
 one without a single request. The page has no script and needs no network: `page.html` lays out the

@@ -61,7 +61,7 @@ async def play(
     with quick_process(), Feeder(sessions, endpoint.prepare, run_folder.done) as feeder:
         begin_s = time.monotonic() - run_folder.elapsed_s
         async with Endpoint(endpoint, lambda: time.monotonic() - begin_s) as client:
-            # Nothing is fetched from endpoints whose answers do not carry our headers.
+            # Nothing is fetched unless answers carry our headers.
             decisions = Decisions(client.decisions, run_folder.write)
             runner = Runner(
                 client, settings, run_folder.write, counts, decisions, run_folder.elapsed_s

@@ -188,7 +188,7 @@ class RunFolder:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a folder for one run at a time; the system lets go of it however the process ends.
+    """Lock a folder for one run at a time; the lock ends with the process.
 
     Raises:
         RunFolderError: another run writes into it, or it is no folder.

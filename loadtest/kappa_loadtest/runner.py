@@ -35,7 +35,7 @@ _MAY_PASS = ("connect", "timeout", "cut", "429", "503")
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How requests are sent."""
+    """Options of a run: concurrency, retries and bounds."""
 
     closed: int | None = None  # sessions at a time; None: an open loop
     retries: int = 0  # further attempts after a failure that may pass

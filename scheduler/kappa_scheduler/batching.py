@@ -1,8 +1,8 @@
 """The next iteration of an engine: events in, one iteration's work out.
 
-Running requests first, then those whose loads have landed, then what a `Rule` admits, all within a
-token budget; a prompt that exceeds what is left of it is computed in chunks. An admitted request is
-loading, ready or running here; those that wait are the rule's.
+Running requests go first, then those with landed loads, then those that a `Rule` admits, all within
+a token budget; a prompt beyond the rest of the budget is computed in chunks. An admitted request is
+loading, ready or running here; waiting ones belong to the rule.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""VRAM as promised, not only as used.
+"""Accounting of VRAM: blocks in use, and blocks declared for growth or reserved.
 
 Blocks are taken as a request grows, but admission must look ahead: each request declares at its
-admission what it will need besides (its *reserve*, for decoding), and what is still outstanding of
-all reserves is not free for others. A starving request that does not fit gets a reservation (EASY
-backfilling, Lifka 1995): until it is admitted, those who come after it may together hold no more
-than what it leaves of the whole, so once those who ran before are done, it fits.
+admission the blocks that it will need for decoding (its *reserve*), and the part of all reserves
+that is not taken yet is not free for others. A starving request that does not fit gets a
+reservation (EASY backfilling, Lifka 1995): until it is admitted, later requests may together hold
+only the blocks that it leaves, so it fits once those that ran before are done.
 
 Blocks of a shared prefix are charged to their holders in equal parts.
 """
@@ -78,7 +78,7 @@ class Ledger:
         return min(reserve, max(self._reserved_blocks - prompt_blocks, 0))
 
     def unreserve(self) -> None:
-        """It was admitted, or is gone."""
+        """End the reservation: its request was admitted, or is gone."""
         self.reserved_for = None
         self._reserved_blocks = self._backfilled_blocks = 0
 

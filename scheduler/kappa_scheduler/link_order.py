@@ -40,7 +40,7 @@ class LinkOrder(Generic[T]):
         (self.loads if load or self._fifo else self.stores).append(transfer)
 
     def next_queue(self) -> deque[T] | None:
-        """The queue whose head is served next; None, and the credit is lost, if nothing waits."""
+        """The queue to serve next; if none waits None, and the credit is lost."""
         if self.urgent:
             return self.urgent
         if self.loads and not (self.stores and self._store_s(self.stores[0]) <= self.credit_s):

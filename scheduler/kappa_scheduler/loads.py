@@ -1,9 +1,9 @@
 """Just-in-time loads: when the next one may start.
 
-A load that waits for the link holds blocks and gains nothing. So loads start only while the link
-is about to run empty: while what is queued on it would be done before the engine has had the chance
-to start another. The engine has that chance once per iteration, and learns of a landed load an
-iteration late; two iterations ahead, then, and never less than one load.
+A load that waits for the link holds blocks and gains nothing. So a load starts only while the link
+is about to run empty: when its queue would be done before the engine could start another load. The
+engine can do so once per iteration, and learns of a landed load an iteration late; hence it looks
+two iterations ahead, and always allows one load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When sessions arrive: endless seeded streams of times in seconds, at a mean rate.
+"""Arrivals of sessions: endless seeded streams of times in seconds, at a mean rate.
 
 `poisson` is for sources without arrival times. `servegen` is for independent single requests:
 production clients that come in bursts and change their rates from window to window. `gamma` gives

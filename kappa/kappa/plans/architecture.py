@@ -52,7 +52,7 @@ class Architecture:
         return exact - self.refused().keys()
 
     def peculiar(self) -> str:
-        """Why not all kinds work, and which do; empty if all do."""
+        """The reasons why not all kinds work, and those that do; empty if all do."""
         reasons = self.refused()
         if not reasons:
             return ""
@@ -61,7 +61,7 @@ class Architecture:
 
 
 def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
-    """From a parsed Hugging Face `config.json` (of the text model)."""
+    """The architecture of a parsed Hugging Face `config.json` (of the text model)."""
     layers, model_type = config.get("layer_types"), str(config.get("model_type"))
     if layers:
         state_layers = sum(kind not in _TOKEN_KV_LAYERS for kind in layers)

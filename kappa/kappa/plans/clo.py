@@ -126,7 +126,7 @@ class CloConfig:
 
 @dataclass(frozen=True, slots=True)
 class SparseSettings:
-    """How an engine decodes sparsely."""
+    """Settings of an engine's sparse decoding."""
 
     # The parameters of paper 004.
     clo: CloConfig = field(default_factory=CloConfig)

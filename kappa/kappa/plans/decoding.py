@@ -1,4 +1,4 @@
-"""How a decoding step over KV in host memory is divided between link, device and CPU.
+"""Splits of a decoding step over KV in host memory between link, device and CPU.
 
 KVPR (I/O-aware partial KV recomputation, Eq. 6-12) loads the activations of [0, l), then projects
 them while the KV of [l, s) loads: `split_paper`; `split_ahead` is for an engine that loads the next
@@ -108,7 +108,7 @@ LEAST_SHARE = 0.3
 
 
 def attention_refused(rates: PlanRates) -> str:
-    """Why the CPU is not to attend on this node, or "" where it is: B_c must reach 0.3 B."""
+    """The reason why the CPU does not attend on this node; empty if it does: B_c reaches 0.3 B."""
     if rates.attend is None:
         return (
             "CPU attention refused: it is not measured here; give the engine threads for it "

@@ -106,7 +106,7 @@ def r_squared(measured: Floats, modelled: Floats) -> float:
 
 
 def _guesses(works: Sequence[StepWork[float]]) -> list[NDArray[np.bool_]]:
-    """Which steps may compute for longer than they read: those above some number of tokens."""
+    """Guesses of the steps that compute for longer than they read: those above some size."""
     tokens = np.asarray([work.tokens for work in works])
     return [tokens > bound for bound in (0.0, *np.unique(tokens)[:-1])]
 

@@ -127,7 +127,7 @@ class ComputeGrid:
     def correction_s(
         self, modelled_s: Callable[[float, float], float], new_tokens: float, context_tokens: float
     ) -> float:
-        """What was measured above the model (below: negative) at the nearest point."""
+        """Measured minus modelled seconds at the nearest point."""
         point = self.clamp(new_tokens, context_tokens)
         return self.seconds_at(*point) - modelled_s(*point)
 
@@ -234,7 +234,7 @@ class PlanRates:
         return self._step_s(chunk_work(new_tokens, context_tokens))
 
     def _step_s(self, work: StepWork[float]) -> float:
-        """By the cost model; it reads all KV, and of experts those touched."""
+        """Seconds of a step by the cost model, which reads all KV, and only the experts touched."""
         parts = self.step.parts(work)
         return parts._replace(read_s=parts.read_s - self.idle_experts_s(work.tokens)).step_s
 

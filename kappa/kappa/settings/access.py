@@ -184,7 +184,7 @@ class HttpSettings(Section):
 
 
 def open_door(tenants: TenantSettings, access: AccessSettings, http: HttpSettings) -> str | None:
-    """Why this endpoint must not be opened as it is, with the remedy; None if it may be."""
+    """The reason not to open this endpoint as it is, with the remedy; None if it may be opened."""
     if http.loopback or tenants.closed or access.allow_open:
         return None
     return (

@@ -93,7 +93,7 @@ def settings_from(
 
 
 def _shown(loc: tuple[int | str, ...]) -> list[str]:
-    """The path to a fault, without the secret key that may be part of it."""
+    """The path to a fault, without a secret key as one of its parts."""
     parts = [str(part) for part in loc]
     return ["(key)" if i and parts[i - 1] == "by_key" else part for i, part in enumerate(parts)]
 

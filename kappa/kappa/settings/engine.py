@@ -215,7 +215,7 @@ NOT_IN_EXTRA = {
 
 
 class EngineSettings(Section):
-    """Which engine runs, and its limits; the device cache is small so that sessions spill to the
+    """The engine and its limits. On CPUs the device cache is small, so that sessions spill to the
     host tier. `engine: torch` is short for `engine: {kind: torch}`."""
 
     kind: EngineKind = Field(

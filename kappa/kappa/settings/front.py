@@ -67,7 +67,7 @@ class BackendSettings(Section):
 
     @property
     def worker(self) -> str:
-        """Its name, or the host and port of its url."""
+        """The backend's name, by default the host and port of its url."""
         return self.name or urlsplit(self.url).netloc
 
     @field_validator("events", mode="before")
@@ -97,7 +97,7 @@ class BackendSettings(Section):
 
 
 class ProbeSettings(Section):
-    """How often backends are probed for health and metrics, and when they count as down."""
+    """Probes of backends for health and metrics, and when a backend counts as down."""
 
     every_s: Finite = Field(1.0, gt=0, le=60)
     timeout_s: Finite = Field(2.0, gt=0, le=60)
@@ -116,7 +116,7 @@ class RoutingSettings(RouterSettings):
 
 
 class ListenSettings(HttpSettings):
-    """Where it listens: one process, beside a server on the same machine."""
+    """The address of `kappa route`: one process, beside a server on the same machine."""
 
     port: int = Field(8080, ge=0, le=65535)
     replicas: Literal[1] = 1

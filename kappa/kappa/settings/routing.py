@@ -1,4 +1,4 @@
-"""How requests are routed, and the limits of the decider."""
+"""Settings of routing, failover and observation, and the limits of the decider."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FETCHING_POLICY: PolicyName = "priced_fetch"
 
 
 class FailoverSettings(Section):
-    """When a worker counts as failed, and when it gets a trial
+    """Bounds beyond which a worker counts as failed, and its pauses before a trial
     (`kappa_router.live.circuit_breaker`)."""
 
     stall_after_s: Finite = Field(
@@ -73,7 +73,7 @@ class ObjectiveSettings(Section):
 
 
 class RouterSettings(Section):
-    """How requests are routed, and the limits of the decider."""
+    """The policy, and the limits of the decider."""
 
     policy: PolicyName = "priced"
     mode: str = Field(
