@@ -20,10 +20,6 @@ from kappa.cost import StepModel, StepWork, prompt_s, transfer_s
 
 Floats = NDArray[np.float64]
 
-TTFT_FLOOR_S = 0.5
-TTFT_IDLE_FACTOR = 5.0
-TPOT_IDLE_FACTOR = 3.0
-
 
 class ServiceObjective(NamedTuple):
     """Limits on a first token and on each later one.
@@ -32,10 +28,10 @@ class ServiceObjective(NamedTuple):
     whichever is longer.
     """
 
-    ttft_s: float = TTFT_FLOOR_S
-    ttft_idle_factor: float = TTFT_IDLE_FACTOR
+    ttft_s: float = 0.5
+    ttft_idle_factor: float = 5.0
     tpot_s: float = 0.0
-    tpot_idle_factor: float = TPOT_IDLE_FACTOR
+    tpot_idle_factor: float = 3.0
 
 
 OBJECTIVE = ServiceObjective()
@@ -97,8 +93,8 @@ class Limits:
 
 
 def limits(idle_ttft: Floats, idle_tpot: Floats, dilation: float = 1.0) -> Limits:
-    """The objective of requests with these idle figures, in real seconds."""
+    """The limits of requests with these idle figures by `OBJECTIVE`, in real seconds."""
     return Limits(
-        ttft_s=np.maximum(TTFT_FLOOR_S * dilation, TTFT_IDLE_FACTOR * idle_ttft),
-        tpot_s=TPOT_IDLE_FACTOR * idle_tpot,
+        ttft_s=np.maximum(OBJECTIVE.ttft_s * dilation, OBJECTIVE.ttft_idle_factor * idle_ttft),
+        tpot_s=OBJECTIVE.tpot_idle_factor * idle_tpot,
     )

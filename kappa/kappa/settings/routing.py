@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kappa.checks import http_parts, steered_percent
 from kappa.settings.base import Finite, Section
-from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
+from kappa.slo import OBJECTIVE
 
 PolicyName = Literal[
     "priced", "priced_fetch", "threshold", "threshold_literal", "ttft", "least_backlog"
@@ -50,15 +50,15 @@ class ObjectiveSettings(Section):
     would take longer, and the policy prices by them. Seconds are dilated, as engines' time is."""
 
     ttft_s: Finite = Field(
-        TTFT_FLOOR_S, ge=0, description="of a first token; or the next, if that is longer"
+        OBJECTIVE.ttft_s, ge=0, description="to the first token; or the next, if that is longer"
     )
     ttft_idle_factor: Finite = Field(
-        TTFT_IDLE_FACTOR, ge=0, description="times what the median node takes with nothing to do"
+        OBJECTIVE.ttft_idle_factor, ge=0, description="multiple of the idle median node's seconds"
     )
     tpot_s: Finite = Field(
-        0.0, ge=0, description="per token after the first; or the next, if that is longer"
+        OBJECTIVE.tpot_s, ge=0, description="per later token; or the next, if that is longer"
     )
-    tpot_idle_factor: Finite = Field(TPOT_IDLE_FACTOR, ge=0)
+    tpot_idle_factor: Finite = Field(OBJECTIVE.tpot_idle_factor, ge=0)
 
     @model_validator(mode="after")
     def _can_be_met(self) -> ObjectiveSettings:
