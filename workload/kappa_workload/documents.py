@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kappa_workload.reading import ReadAs, WorkloadError
-from kappa_workload.shapes import BlockIds, SessionShape, TurnShape, key_of, stream_ids, turn_of
+from kappa_workload.shapes import SessionShape, TurnShape, extended, key_of, stream_ids, turn_of
 
 # An assumption, since the sources have no times: mean pause of a reader between an answer and the
 # next question.
@@ -102,8 +102,7 @@ def _turns(
     for number, (question, after_s) in enumerate(zip(questions, think_s, strict=True)):
         prompt = document_tokens + question.tokens
         stop = (prompt + question.output_tokens) // block_tokens
-        own = stream_ids(key_of(workload, session, number), len(shared), stop)
-        ids: BlockIds = np.concatenate([shared, own])
+        ids = extended(shared, key_of(workload, session, number), stop)
         turns.append(
             turn_of(after_s, prompt, question.output_tokens, ids, block_tokens, question.tokens)
         )

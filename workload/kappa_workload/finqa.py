@@ -26,11 +26,11 @@ from kappa_workload.reading import (
     refuse_repeated,
 )
 from kappa_workload.shapes import (
-    BlockIds,
     SessionShape,
     Texts,
     TurnShape,
     Workload,
+    extended,
     key_of,
     of_user,
     stream_ids,
@@ -126,10 +126,8 @@ def _turns(
     stream = stream_ids(key_of("convfinqa", page.id, place), 0, prompts[-1] // block_tokens)
     turns: list[TurnShape] = []
     for turn, tokens in enumerate(prompts):
-        full = tokens // block_tokens
-        stop = (tokens + OUTPUT_TOKENS) // block_tokens
-        answer = stream_ids(key_of("convfinqa answer", page.id, place, turn), full, stop)
-        ids: BlockIds = np.concatenate([stream[:full], answer])
+        prompt, stop = stream[: tokens // block_tokens], (tokens + OUTPUT_TOKENS) // block_tokens
+        ids = extended(prompt, key_of("convfinqa answer", page.id, place, turn), stop)
         after_s = float(rng.exponential(MEAN_THINK_S)) if turn else 0.0
         new = max(tokens - before[turn], 1)
         turns.append(turn_of(after_s, tokens, OUTPUT_TOKENS, ids, block_tokens, new))

@@ -24,9 +24,9 @@ from kappa_workload.shapes import (
     Texts,
     TurnShape,
     Workload,
+    extended,
     key_of,
     of_user,
-    stream_ids,
     turn_of,
 )
 
@@ -68,8 +68,7 @@ class _Prompts:
         if len(before) < shared:
             before = self.of_length.get(row.cached_tokens // _CACHE_BLOCK_TOKENS, before)
         before = before[:shared]
-        key = key_of("miniswe", row.session, number)
-        ids: BlockIds = np.concatenate([before, stream_ids(key, len(before), stop)])
+        ids = extended(before, key_of("miniswe", row.session, number), stop)
         prompt = ids[: row.input_tokens // block_tokens]
         self.last[row.session] = prompt
         self.of_length[row.input_tokens // _CACHE_BLOCK_TOKENS] = prompt
@@ -120,8 +119,7 @@ def shapes_of(sessions: list[Session], how: ReadAs = DEFAULT) -> Workload:
             output_tokens = turn.output_tokens or max(count_tokens(turn.output_text), 1)
             known = prompts.shared_ids(turn.input_text)[: input_tokens // block_tokens]
             stop = (input_tokens + output_tokens) // block_tokens
-            own = stream_ids(key_of("recorded", session.id, number), len(known), stop)
-            ids: BlockIds = np.concatenate([known, own])
+            ids = extended(known, key_of("recorded", session.id, number), stop)
             turns.append(
                 turn_of(turn.t_s - before_s, input_tokens, output_tokens, ids, block_tokens)
             )

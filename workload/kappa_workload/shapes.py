@@ -140,6 +140,11 @@ def stream_ids(key: np.uint64, first: int, stop: int) -> BlockIds:
     return mixed(key + positions * _GOLDEN)
 
 
+def extended(known: BlockIds, key: np.uint64, stop: int) -> BlockIds:
+    """Ids of a text up to position `stop`: `known` blocks, then those of the stream `key`."""
+    return np.concatenate([known, stream_ids(key, len(known), stop)])
+
+
 def recorded_ids(numbers: BlockIds) -> BlockIds:
     """Well-mixed ids for the prefix-chained block numbers of a recorded trace, one to one."""
     return mixed(numbers + _GOLDEN)

@@ -86,8 +86,7 @@ def settings_from(
         return kind.model_validate({**data, **overrides})
     except ValidationError as error:
         faults = "\n".join(
-            f"  {'.'.join(_shown(fault['loc'])) or '(file)'}: {fault['msg']}"
-            for fault in error.errors(include_input=False, include_url=False)
+            f"  {'.'.join(_shown(loc)) or '(file)'}: {reason}" for loc, reason in faults_in(error)
         )
         raise SettingsError(f"{where}: {error.error_count()} fault(s)\n{faults}") from None
 
