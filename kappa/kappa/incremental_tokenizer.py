@@ -72,14 +72,11 @@ class SegmentCache:
     """Ids by tenant and text, least recently used first out."""
 
     def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
-        self._most_bytes, self._bytes = most_bytes, 0
+        self._most_bytes = most_bytes
+        # Of all entries, their keys and lists included.
+        self.size_bytes = 0
         self._ids: OrderedDict[bytes, Ids] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that the entries take, their keys and lists included."""
-        return self._bytes
 
     def get(self, key: bytes) -> Ids | None:
         with self._lock:
@@ -91,12 +88,12 @@ class SegmentCache:
     def put(self, key: bytes, ids: Ids) -> None:
         with self._lock:
             before = self._ids.pop(key, None)
-            self._bytes += ids.nbytes + _ENTRY_BYTES
-            self._bytes -= before.nbytes + _ENTRY_BYTES if before is not None else 0
+            self.size_bytes += ids.nbytes + _ENTRY_BYTES
+            self.size_bytes -= before.nbytes + _ENTRY_BYTES if before is not None else 0
             self._ids[key] = ids
-            while self._bytes > self._most_bytes and self._ids:
+            while self.size_bytes > self._most_bytes and self._ids:
                 gone = self._ids.popitem(last=False)[1]
-                self._bytes -= gone.nbytes + _ENTRY_BYTES
+                self.size_bytes -= gone.nbytes + _ENTRY_BYTES
 
 
 class Lookup:
