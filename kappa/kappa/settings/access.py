@@ -29,9 +29,8 @@ class TenantClasses(Section):
     """A tenant's classes of priority; lower classes go first."""
 
     own: PriorityClass = 0
-    may_ask: tuple[PriorityClass, ...] = Field(
-        (), description="classes that a request may choose by its field `priority`"
-    )
+    # Classes that a request may choose by its field `priority`.
+    may_ask: tuple[PriorityClass, ...] = ()
 
 
 class TenantSettings(Section):
