@@ -9,10 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 NO_SPLIT = "no split: the endpoint does not report one"
-_PARTS = {
-    "late": "late_s", "queue": "actual_queue_s", "load": "actual_load_s",
-    "compute": "actual_compute_s", "way": "way_s", "unknown": "unknown_s",
-}  # fmt: skip
+PARTS = {
+    "late": ("late_s", "sent late"),
+    "queue": ("actual_queue_s", "queue"),
+    "load": ("actual_load_s", "load"),
+    "compute": ("actual_compute_s", "compute"),
+    "way": ("way_s", "between client and router"),
+    "unknown": ("unknown_s", "not split"),
+}
+"""The parts of a TTFT: column, and label in the report."""
 _MOST = 0.5
 
 Row = Mapping[str, Any]
@@ -20,7 +25,7 @@ Row = Mapping[str, Any]
 
 def why_slow(row: Row) -> str:
     """The cause of a late first token, the router's prediction, and tokens missing from caches."""
-    parts = {name: row[column] or 0.0 for name, column in _PARTS.items()}
+    parts = {name: row[column] or 0.0 for name, (column, _) in PARTS.items()}
     cause = max(parts, key=parts.__getitem__)
     part, whole = seconds(parts[cause]), seconds(row["ttft_s"])
     took = part if part == whole else f"{part.removesuffix(' s')} of {whole}"

@@ -110,22 +110,18 @@ def _ttft_over_time(figure: Figure, table: pl.DataFrame, summary: Summary) -> No
     axes = figure.subplots()
     by_node = _by_node(sampled(table.drop_nulls("ttft_s")))
     for (node, points), colour in zip(by_node, COLOURS, strict=False):
-        axes.scatter(
-            points["scheduled_s"], points["ttft_s"].clip(_LEAST_S),
-            s=7, alpha=0.55, color=colour, label=_short(node) or "requests", linewidths=0,
-        )  # fmt: skip
+        ttft_s, label = points["ttft_s"].clip(_LEAST_S), _short(node) or "requests"
+        look: Any = {"s": 7, "alpha": 0.55, "color": colour, "linewidths": 0}
+        axes.scatter(points["scheduled_s"], ttft_s, label=label, **look)
     failed = sampled(table.filter(pl.col("error") != ""), _MOST_FAILED)
     if failed.height:
-        axes.scatter(
-            failed["scheduled_s"], (failed["ended_s"] - failed["scheduled_s"]).clip(_LEAST_S),
-            s=26, marker="x", color=_FAILED, label="failed, after so long",
-        )  # fmt: skip
+        after_s = (failed["ended_s"] - failed["scheduled_s"]).clip(_LEAST_S)
+        look = {"s": 26, "marker": "x", "color": _FAILED, "label": "failed, after so long"}
+        axes.scatter(failed["scheduled_s"], after_s, **look)
     if limit_s:
         axes.axhline(limit_s, color=_PAGE_COLOUR, linewidth=0.9, linestyle=":")
-        axes.annotate(
-            "limit (median)", (1, limit_s), xycoords=("axes fraction", "data"),
-            ha="right", va="bottom", fontsize=8,
-        )  # fmt: skip
+        place: Any = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        axes.annotate("limit (median)", (1, limit_s), fontsize=8, **place)
     if by_node or failed.height:
         logarithmic(axes, "y")
         _legend_above(axes, markerscale=2)
@@ -139,16 +135,16 @@ def _rates_over_time(figure: Figure, table: pl.DataFrame, summary: Summary) -> N
     times_s = (np.arange(len(timeline["due"])) + 0.5) * bin_s
     upper, lower = figure.subplots(2, 1, sharex=True)
     for series, label, colour in (
-        ("due", "due", COLOURS[7]), ("completed", "completed", COLOURS[0]),
-        ("met", "within the objective", COLOURS[2]), ("failed", "failed", _FAILED),
-    ):  # fmt: skip
+        ("due", "due", COLOURS[7]),
+        ("completed", "completed", COLOURS[0]),
+        ("met", "within the objective", COLOURS[2]),
+        ("failed", "failed", _FAILED),
+    ):
         rate = np.array(timeline[series]) / bin_s
         if rate.any():
             upper.step(times_s, rate, where="mid", label=label, color=colour, linewidth=1.3)
-    lower.fill_between(
-        times_s, timeline["in_flight"], step="mid", alpha=0.45, color=COLOURS[0],
-        label="in flight", linewidth=0,
-    )  # fmt: skip
+    look: Any = {"step": "mid", "alpha": 0.45, "color": COLOURS[0], "linewidth": 0}
+    lower.fill_between(times_s, timeline["in_flight"], label="in flight", **look)
     waiting = timeline["waiting"]
     if max(waiting) > 1:
         lower.step(times_s, waiting, where="mid", color=COLOURS[1], label="due, not yet sent")

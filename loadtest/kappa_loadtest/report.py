@@ -17,8 +17,7 @@ from typing import Any
 import jinja2
 import polars as pl
 
-from kappa_loadtest import run_folder
-from kappa_loadtest.explain import seconds
+from kappa_loadtest import explain, run_folder
 from kappa_loadtest.figures import figures
 from kappa_loadtest.results import PARTS, objective_of, table_of
 
@@ -28,10 +27,6 @@ Facts = Mapping[str, Any]
 
 _LATE_S = 0.1
 """A client that sends 1 % of its requests later than this did not offer the load."""
-_PARTS = {
-    "late": "sent late", "queue": "queue", "load": "load", "compute": "compute",
-    "way": "between client and router", "unknown": "not split",
-}  # fmt: skip
 _PICTURES = ("cdf", "time", "rates", "ratio")
 
 
@@ -106,24 +101,25 @@ def slowest_lines(summary: Facts, most: int = 5) -> Iterator[str]:
 
 
 def _page(summary: Facts, svg: Mapping[str, str]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    strict: Any = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(loader=loader, autoescape=True, **strict)
     shown: dict[str, Callable[..., str]] = {
-        "seconds": seconds, "percent": lambda share: f"{100 * share:.1f} %", "number": _number,
+        "seconds": explain.seconds,
+        "percent": lambda share: f"{100 * share:.1f} %",
+        "number": _number,
         "count": lambda count: f"{count:,}",
-    }  # fmt: skip
+    }
     for name, text in shown.items():
         environment.filters[name] = partial(_or_dash, text)
     environment.filters["split"] = lambda row: " / ".join(
-        _or_dash(seconds, row[name]) for name in PARTS
+        _or_dash(explain.seconds, row[name]) for name in PARTS
     )
     return environment.get_template("page.html").render(
         run=summary["run"],
         summary=summary,
         pictures={name: svg.get(name) for name in _PICTURES},
-        parts=_PARTS,
+        parts={name: label for name, (_, label) in explain.PARTS.items()},
     )
 
 

@@ -103,6 +103,7 @@ def _timed(table: pl.DataFrame) -> pl.DataFrame:
     c = pl.col
     is_done, later_tokens = c.error == "", c.generated_tokens - 1
     is_timed = is_done & c.first_token_s.is_not_null()
+    memory, compute = pl.lit("memory-bound"), pl.lit("compute-bound")
     return table.with_columns(
         ttft_s=pl.when(is_done).then(c.first_token_s - c.scheduled_s),
         # By tokens and not by chunks; null for one token or none.
@@ -111,10 +112,8 @@ def _timed(table: pl.DataFrame) -> pl.DataFrame:
         ),
         e2e_s=pl.when(is_done).then(c.ended_s - c.scheduled_s),
         late_s=(c.sent_s - c.scheduled_s).clip(0.0),
-        bound=pl.when(c.ratio.is_not_null() & c.crit.is_not_null()).then(
-            pl.when(c.ratio >= c.crit).then(pl.lit("memory-bound")).otherwise(
-                pl.lit("compute-bound"))),
-    )  # fmt: skip
+        bound=pl.when(c.ratio >= c.crit).then(memory).when(c.ratio < c.crit).then(compute),
+    )
 
 
 def _split(table: pl.DataFrame) -> pl.DataFrame:

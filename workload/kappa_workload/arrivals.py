@@ -288,7 +288,6 @@ def parse_arrivals(text: str) -> ArrivalSpec:
         raise wrong from None
     if not all(0 < each < math.inf for each in (*rates[-1:], *number.values())):
         raise wrong
-    return ArrivalSpec(
-        kind, rates, number.get("cv", 1.0), number.get("seconds", 0.0), number.get("speed", 1.0),
-        int(number["concurrency"]) if "concurrency" in number else None, text,
-    )  # fmt: skip
+    sessions = number.pop("concurrency", None)
+    concurrency = None if sessions is None else int(sessions)
+    return ArrivalSpec(kind, rates, concurrency=concurrency, text=text, **number)
