@@ -206,10 +206,8 @@ def _model_faults(models: Sequence[ModelSettings]) -> list[Fault]:
 def engine_faults(pools: Sequence[PoolSettings], shared: EngineSettings) -> list[Fault]:
     """Faults of pools' own engine arguments together with the cluster's `engine` section, and of
     that section on the machines where it is used."""
-    if not pools or any(not pool.engine and not pool.placement.gpus for pool in pools):
-        unfit = _faults_of(partial(shared.on, 0))
-    else:
-        unfit = []
+    is_used = not pools or any(not pool.engine and not pool.placement.gpus for pool in pools)
+    unfit = _faults_of(partial(shared.on, 0)) if is_used else []
     found: list[Fault] = [(("engine", *loc), reason) for loc, reason in unfit]
     for number, pool in enumerate(pools):
         where = ("pools", number, "engine")
