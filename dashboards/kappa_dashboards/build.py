@@ -1,7 +1,7 @@
-"""Writes the dashboards' JSON, and the rules as a Kubernetes object, from what this package says.
+"""Writes the dashboards' JSON, and the rules as a Kubernetes object, from this package.
 
-`python -m kappa_dashboards.build` after a change of a panel, a rule or a metric; `--check` tells
-whether that was forgotten. Grafana's JSON is made with its own SDK. Panels link to the line of the
+Run `python -m kappa_dashboards.build` after a change of a panel, a rule or a metric; `--check`
+fails if that was forgotten. Grafana's JSON is made with its own SDK. Panels link to the line of the
 docs that explains their metric, below the address in the dashboard's variable `docs`.
 """
 
@@ -36,7 +36,7 @@ RULE_FILES = ("recording.yaml", "alerts.yaml")
 RULE_OBJECT = ROOT / "deploy/kappa_deploy/k8s/components" / "monitoring" / "prometheus-rule.yaml"
 
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-# Grafana serves what lies in its `public` folder; whoever publishes docs/ elsewhere sets `docs`.
+# Grafana serves files of its `public` folder; for docs published elsewhere set `docs`.
 _DOCS = "/public/kappa-serve/docs"
 _SERIES = re.compile(r"\b(?:kappa|ray)_[a-z0-9_]+")
 
@@ -66,15 +66,9 @@ def dashboard_json(dashboard: Dashboard) -> str:
     return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def metric_names(expr: str) -> list[str]:
-    """The series that an expression names, in order, each once."""
-    return list(dict.fromkeys(_SERIES.findall(expr)))
-
-
 def doc_link(panel: Panel) -> str:
     """The line of the docs that explains the panel's first metric, below the variable `docs`."""
-    first = metric_names(panel.queries[0].expr)[0]
-    page, row = names.documented(first)
+    page, row = names.documented(_SERIES.findall(panel.queries[0].expr)[0])
     # A text fragment: the browser scrolls to the name, wherever the line has moved.
     return f"${{docs}}/{page}#:~:text={row}"
 
@@ -219,7 +213,7 @@ def outputs() -> dict[Path, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the files, or with `--check` tell which are out of date."""
+    """Write the files, or with `--check` list those that are out of date."""
     parser = argparse.ArgumentParser(prog="python -m kappa_dashboards.build", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
     check = parser.parse_args(arguments).check

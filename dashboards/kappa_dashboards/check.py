@@ -1,4 +1,4 @@
-"""Sends every query of every panel to a live Prometheus, and reports which return nothing.
+"""Sends every query of every panel to a live Prometheus, and reports those without a result.
 
 `python -m kappa_dashboards.check --prometheus URL [--window S]`: queries are read from the
 committed JSON, with the dashboards' variables filled in as Grafana would. Exits with 1 if a panel
@@ -26,17 +26,13 @@ _POINTS = 120
 
 @dataclass(slots=True)
 class PanelAnswer:
-    """What Prometheus says to one panel.
-
-    values: the last of each series with a number. empty: the queries that returned no such series.
-    absent: why that may be so.
-    """
+    """Prometheus' results for one panel."""
 
     dashboard: str
     title: str
-    absent: str
-    values: list[float] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
+    absent: str  # why queries may be empty; "": they may not
+    values: list[float] = field(default_factory=list)  # the last number of each series
+    empty: list[str] = field(default_factory=list)  # queries without a series with a number
 
     @property
     def is_missing(self) -> bool:
@@ -45,7 +41,7 @@ class PanelAnswer:
 
 
 class CheckError(RuntimeError):
-    """Prometheus cannot be asked; the message says where and why."""
+    """Prometheus cannot be queried; the message gives place and reason."""
 
 
 def fill(expr: str, variables: dict[str, str]) -> str:
@@ -70,7 +66,7 @@ def variables_of(board: dict, rate_window_s: float) -> dict[str, str]:
 
 
 def panels_of(board: dict) -> Iterator[dict]:
-    """The panels of a dashboard's JSON that ask something."""
+    """The panels with queries of a dashboard's JSON."""
     return (panel for panel in board["panels"] if panel.get("targets"))
 
 
@@ -80,7 +76,7 @@ def ask(
     """Evaluate every panel over the `window_s` seconds before `end_s`.
 
     Raises:
-        CheckError: nobody answers at `url`, or it refuses a query.
+        CheckError: no answer at `url`, or a refused query.
     """
     answers = []
     with httpx.Client(base_url=url, timeout=_TIMEOUT_S) as client:
@@ -121,7 +117,7 @@ def _range(client: httpx.Client, expr: str, end_s: float, window_s: float) -> li
 
 
 def report(answers: Sequence[PanelAnswer]) -> str:
-    """Which panels returned nothing, and why that may be so."""
+    """A summary, with the panels that returned nothing."""
     lines = [f"{len(answers)} panels, {sum(len(a.values) for a in answers)} series"]
     for answer in answers:
         if answer.empty:
@@ -132,7 +128,7 @@ def report(answers: Sequence[PanelAnswer]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask and report."""
+    """Query Prometheus and print the report."""
     parser = argparse.ArgumentParser(prog="python -m kappa_dashboards.check", description=__doc__)
     parser.add_argument("--prometheus", required=True, metavar="URL")
     parser.add_argument("--window", type=float, default=300.0, metavar="S", help="look back, in s")

@@ -1,4 +1,4 @@
-"""The dashboard "Cluster": is the service well, how much does it do, and what limits it.
+"""The dashboard "Cluster": health of the service, its load, and its limits.
 
 The objective comes first; then traffic, latency, engines, cache, lengths and machines. Its panels
 use our metrics, and Ray's and vLLM's where those count what we do not.
@@ -14,9 +14,11 @@ from kappa_dashboards.panels import (
     PanelRow,
     Query,
     gauge,
+    gauges,
     heat,
     rate,
     rate_by_node,
+    rates,
     spread,
 )
 
@@ -52,18 +54,18 @@ TRAFFIC = PanelRow(
     "Traffic",
     (
         Panel("Requests by status", "Requests per second by HTTP status.", "reqps",
-              (Query(rate(m.REQUESTS, ("status",)), "{{status}}"),), stacked=True),
+              rates(m.REQUESTS, "status"), stacked=True),
         Panel("Prompt tokens by source", "Prompt tokens per second: on the device already, loaded "
               "from the host tier, or new (computed).", "cps",
-              (Query(rate(m.PROMPT_TOKENS, ("source",), NODE), "{{source}}"),), stacked=True),
+              rates(m.PROMPT_TOKENS, "source", where=NODE), stacked=True),
         Panel("Generated tokens", "Tokens generated per second, by node.", "cps",
               (rate_by_node(m.OUTPUT_TOKENS),), stacked=True),
         Panel("Input to output", "Prompt tokens for each generated token.", "none",
               (Query(f"{rate(m.PROMPT_TOKENS, (), NODE)} / {rate(m.OUTPUT_TOKENS, (), NODE)}",
                "input/output"),), width=6),
         Panel("Ended by", "Ended requests per second, by model and by why they ended.", "reqps",
-              (Query(rate("ray_vllm_request_success_total", ("model_name", "finished_reason")),
-               "{{model_name}} {{finished_reason}}"),), stacked=True, width=6),
+              rates("ray_vllm_request_success_total", "model_name", "finished_reason"),
+              stacked=True, width=6),
         Panel("Workers", "Workers that report to the router, by whether their speed is emulated.",
               "none", (Query(gauge(m.WORKERS, by=("paced",)), "paced: {{paced}}"),), width=6,
               stacked=True),
@@ -104,13 +106,11 @@ SCHEDULER = PanelRow(
     "Engines",
     (
         Panel("In flight", "Requests routed to a node whose stream has not ended.", "none",
-              (Query(gauge(m.RESERVATIONS, by=("node",), where=NODE), "{{node}}"),), stacked=True),
+              gauges(m.RESERVATIONS, "node", where=NODE), stacked=True),
         Panel("Requests in the engines", "Waiting, loading and running, in the last iteration.",
-              "none", (Query(gauge(m.ENGINE_REQUESTS, by=("state",), where=NODE), "{{state}}"),),
-              stacked=True),
+              "none", gauges(m.ENGINE_REQUESTS, "state", where=NODE), stacked=True),
         Panel("Waiting, by why", f"Requests that vLLM keeps waiting, by reason. {_IDLE_GAUGE}",
-              "none", (Query(gauge("ray_vllm_num_requests_waiting_by_reason", by=("reason",)),
-               "{{reason}}"),)),
+              "none", gauges("ray_vllm_num_requests_waiting_by_reason", "reason")),
         Panel("Preemptions", "Running requests per second that lost their blocks.", "cps",
               (rate_by_node(m.PREEMPTIONS),)),
         Panel("Longest answers allowed", "Most tokens a request may generate.", "none",
@@ -157,7 +157,7 @@ CACHE = PanelRow(
                rate_by_node(m.MISUSED_BLOCKS, "{{node}} misused blocks"))),
         Panel("Cached tokens by tier", "Tokens whose KV the nodes hold, as the router's index "
               "knows; what several tiers hold counts in each.", "none",
-              (Query(gauge(m.CACHED_TOKENS, by=("tier",), where=NODE), "{{tier}}"),)),
+              gauges(m.CACHED_TOKENS, "tier", where=NODE)),
         Panel("Prefix index", "Entries of the router's prefix index.", "none",
               (Query(gauge(m.INDEX_BLOCKS), "entries"),)),
     ),
@@ -179,8 +179,7 @@ HOST = PanelRow(
     "Machines",
     (
         Panel("CPU", "Percent of a machine's cores in use.", "percent",
-              (Query(gauge("ray_node_cpu_utilization", "max", ("ip",)), "{{ip}}"),), width=6,
-              top=100.0),
+              gauges("ray_node_cpu_utilization", "ip", how="max"), width=6, top=100.0),
         Panel("Memory", "Share of a machine's memory in use; the host tier lives there.",
               "percentunit", (Query(f"{gauge('ray_node_mem_used', 'max', ('ip',))} / "
                f"{gauge('ray_node_mem_total', 'max', ('ip',))}", "{{ip}}"),), width=6, top=1.0),

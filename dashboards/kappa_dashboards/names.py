@@ -1,4 +1,4 @@
-"""Which metrics a panel may use: ours, and those of Ray and vLLM that are listed here by name.
+"""The metrics that a panel may use: ours, and those of Ray and vLLM that are listed here.
 
 Ray's metrics agent, one per Ray node, exposes its own metrics and Serve's, and vLLM's with `ray_`
 before their names and `_` for the colon. Meanings are ours. Gauges of vLLM vanish from a scrape
@@ -51,13 +51,12 @@ _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_
 
 
 def of(metric: Metric | str, part: str = "") -> str:
-    """The series name of a metric, or of a foreign one's by name; `part` of a histogram is
-    `bucket`, `sum` or `count`."""
-    name = metric if isinstance(metric, str) else metric.name
-    if part:
-        return f"{name}_{part}"
-    is_counter = not isinstance(metric, str) and metric.kind == "counter"
-    return f"{name}_total" if is_counter else name
+    """The series name of a metric, or of a foreign one by name.
+
+    part: of a histogram, `bucket`, `sum` or `count`.
+    """
+    name = metric if isinstance(metric, str) else metric.exposed
+    return f"{name}_{part}" if part else name
 
 
 def _series_of(metric: Metric) -> list[str]:
@@ -70,11 +69,11 @@ def series() -> dict[str, Kind]:
 
 
 def documented(name: str) -> tuple[str, str]:
-    """Where a series is explained: the file below docs/, and the name that its line holds."""
+    """(file below docs/, name in its line) of the explanation of a series."""
     for page, metrics in (("metrics.md", m.ALL), ("dashboards.md", FOREIGN)):
         for metric in metrics:
             if name in _series_of(metric):
-                return page, of(metric)
+                return page, metric.exposed
     raise KeyError(
         f"{name}: not in kappa/kappa/metrics.py, not in dashboards/kappa_dashboards/names.py"
     )
@@ -82,7 +81,4 @@ def documented(name: str) -> tuple[str, str]:
 
 def document() -> str:
     """The table of docs/dashboards.md: the foreign metrics that panels use."""
-    rows = [
-        f"| `{of(f)}` | {f.kind} | {', '.join(f.labels) or '–'} | {f.meaning} |" for f in FOREIGN
-    ]
-    return "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    return m.table(FOREIGN)

@@ -1,4 +1,4 @@
-"""The dashboard "Overview": what to look at first when called at night, on one screen.
+"""The dashboard "Overview": one screen to look at first when called at night.
 
 Twelve panels: is it well (objective, errors, who is gone), what is it short of (backlogs, VRAM,
 caches), is the router right (prediction). Most are panels of the other two, which say why.
@@ -20,7 +20,7 @@ from kappa_dashboards.panels import (
     Query,
     gauge,
     quantile,
-    rate,
+    rates,
 )
 from kappa_dashboards.routing import ROUTING
 
@@ -67,8 +67,8 @@ OVERVIEW = Dashboard(
                        Query(f"0 * {_WORKERS} + $ttft_slo", "objective")), width=6),
                 Panel("Load shedding", "Requests per second that were refused for load or for "
                       "their tenant's limits, by why.", "reqps",
-                      (Query(rate(m.TENANT_REQUESTS, ("outcome",), _REFUSED), "{{outcome}}"),),
-                      width=6, stacked=True, absent=RARE),
+                      rates(m.TENANT_REQUESTS, "outcome", where=_REFUSED), width=6,
+                      stacked=True, absent=RARE),
                 _again("Error of the prediction"),
                 _again("Link backlog"),
                 _again("GPU backlog"),

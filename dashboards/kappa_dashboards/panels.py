@@ -1,4 +1,4 @@
-"""What a dashboard is made of, before Grafana's JSON: rows of panels with their queries.
+"""The parts of a dashboard, before Grafana's JSON: rows of panels with their queries.
 
 The helpers write the PromQL that recurs, so that counters only ever stand inside a rate and
 histograms are merged before a quantile is taken. `NODE` restricts a query to the nodes chosen in
@@ -23,7 +23,7 @@ RARE = "a counter with labels appears with its first event"
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One expression and how its series are called."""
+    """One expression, and the legend of its series."""
 
     expr: str
     legend: str
@@ -31,23 +31,21 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. width and height are Grafana's grid units (a row is 24 wide).
-
-    thresholds: values from which the colour is orange, then red; `falling` if low is bad.
-    absent: why its queries may return nothing on a healthy cluster; empty: they never may.
-    """
+    """One panel."""
 
     title: str
     description: str
     unit: str
     queries: tuple[Query, ...]
     kind: PanelKind = "timeseries"
+    # In Grafana's grid units; a row is 24 wide.
     width: int = 8
     height: int = 8
-    top: float | None = None
-    thresholds: tuple[float, ...] = ()
-    falling: bool = False
+    top: float | None = None  # of the axis; None: as the data
+    thresholds: tuple[float, ...] = ()  # from these values on orange, then red
+    falling: bool = False  # low values are bad
     stacked: bool = False
+    # Why its queries may return nothing on a healthy cluster; empty: they never may.
     absent: str = ""
 
 
@@ -82,7 +80,7 @@ def rate(
 
 
 def gauge(metric: Metric | str, how: str = "sum", by: Sequence[str] = (), where: str = "") -> str:
-    """A gauge, put together over what is not in `by`."""
+    """A gauge, aggregated over all labels but those of `by`."""
     return f"{how}{_by(by)} ({names.of(metric)}{_braces(where)})"
 
 
@@ -113,6 +111,20 @@ def rate_by_node(metric: Metric | str, legend: str = "{{node}}") -> Query:
 
 def gauge_by_node(metric: Metric | str, legend: str = "{{node}}") -> Query:
     return Query(gauge(metric, "max", ("node",), NODE), legend)
+
+
+def rates(metric: Metric | str, *labels: str, where: str = "") -> tuple[Query]:
+    """A counter's rate by labels; their values name the series."""
+    return (Query(rate(metric, labels, where), _legend(labels)),)
+
+
+def gauges(metric: Metric | str, *labels: str, how: str = "sum", where: str = "") -> tuple[Query]:
+    """A gauge by labels; their values name the series."""
+    return (Query(gauge(metric, how, labels, where), _legend(labels)),)
+
+
+def _legend(labels: Sequence[str]) -> str:
+    return " ".join(f"{{{{{label}}}}}" for label in labels)
 
 
 def _by(labels: Sequence[str]) -> str:

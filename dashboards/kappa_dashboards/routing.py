@@ -1,4 +1,4 @@
-"""The dashboard "Routing and fairness": why requests went where they went, and who got how much.
+"""The dashboard "Routing and fairness": reasons of decisions, and tenants' shares.
 
 The ratio against the critical ratio first, then decisions and the quality of their forecast,
 tenants, and how full iterations and steps are. Its panels use our metrics only.
@@ -16,10 +16,12 @@ from kappa_dashboards.panels import (
     Query,
     gauge,
     gauge_by_node,
+    gauges,
     mean,
     quantile,
     rate,
     rate_by_node,
+    rates,
     spread,
 )
 
@@ -35,8 +37,8 @@ RATIOS = PanelRow(
                Query(quantile(0.9, m.RATIO, ("node",), NODE), "{{node}} P90"),
                gauge_by_node(m.CRITICAL_RATIO, "{{node}} critical")), width=10),
         Panel("Memory-bound or compute-bound", "Decisions per second by what bounds the request on "
-              "its node.", "reqps", (Query(rate(m.DECISIONS, ("bound",), NODE), "{{bound}}"),),
-              width=7, stacked=True),
+              "its node.", "reqps", rates(m.DECISIONS, "bound", where=NODE), width=7,
+              stacked=True),
         Panel("Share of decisions by node", "Where requests go.", "percentunit",
               (Query(f"{rate(m.DECISIONS, ('node',), NODE)} / on () group_left () "
                f"{rate(m.DECISIONS)}", "{{node}}"),), width=7, stacked=True, top=1.0),
@@ -48,7 +50,7 @@ DECISIONS = PanelRow(
     (
         Panel("Decisions by reason", "What set the chosen node apart: a shorter queue, a faster "
               "load, less to compute, less harm to others, or nothing (tie).", "reqps",
-              (Query(rate(m.DECISIONS, ("reason",), NODE), "{{reason}}"),), stacked=True),
+              rates(m.DECISIONS, "reason", where=NODE), stacked=True),
         Panel("Predicted and real time to first token", "Means over the requests that a node "
               "served.", "s", (Query(mean(m.PREDICTED_TTFT, ("node",), NODE), "{{node}} predicted"),
                Query(mean(m.TTFT, ("node",), NODE), "{{node}} real"))),
@@ -104,26 +106,23 @@ TENANTS = PanelRow(
     "Tenants",
     (
         Panel("Requests by tenant", "Requests per second by tenant and outcome.", "reqps",
-              (Query(rate(m.TENANT_REQUESTS, ("tenant", "outcome")), "{{tenant}} {{outcome}}"),),
-              stacked=True),
+              rates(m.TENANT_REQUESTS, "tenant", "outcome"), stacked=True),
         Panel("Charged by tenant", "Seconds of the whole resource per second that a tenant was "
               "charged, of the resource it used most.", "none", (Query(_CHARGE, "{{tenant}}"),),
               stacked=True),
         Panel("Charged by resource", "Seconds of vram, gpu and link charged per second.", "none",
-              (Query(rate(m.TENANT_CHARGE, ("resource",)), "{{resource}}"),)),
+              rates(m.TENANT_CHARGE, "resource")),
         Panel("Jain's index of the charges", "1: the tenants that were served were charged alike, "
               "by weight; 1/n: one of n had it all. Demand is not taken into account.", "none",
               (Query(f"sum({_POSITIVE}) ^ 2 / (count({_POSITIVE}) * sum({_POSITIVE} ^ 2))",
                "Jain's index"),), top=1.0),
         Panel("Credit by tenant", "Seconds of service, by weight, that a tenant is behind the mean "
               "of all that were charged (below 0: ahead of it).", "s",
-              (Query(gauge(m.TENANT_CREDIT, "max", ("tenant",)), "{{tenant}}"),)),
+              gauges(m.TENANT_CREDIT, "tenant", how="max")),
         Panel("Oldest wait by tenant", "How long a tenant's oldest request has waited for an "
-              "engine to admit it.", "s", (Query(gauge(m.TENANT_OLDEST, "max", ("tenant",)),
-               "{{tenant}}"),)),
+              "engine to admit it.", "s", gauges(m.TENANT_OLDEST, "tenant", how="max")),
         Panel("Passed over, by reason", "Waiting requests per second that the rule looked at and "
-              "left, by why.", "cps", (Query(rate(m.PASSED, ("reason",), NODE), "{{reason}}"),),
-              stacked=True,
+              "left, by why.", "cps", rates(m.PASSED, "reason", where=NODE), stacked=True,
               absent="a request is passed over only when the engine is short of something"),
         Panel("Failures of the rule", "Iterations per second in which the scheduling rule failed "
               "and arrival order took over.", "cps", (rate_by_node(m.RULE_ERRORS),)),
@@ -186,23 +185,21 @@ FAILOVER = PanelRow(
         Panel("Circuit breakers", "0: closed, 0.5: half open (a trial is under way), 1: open, the "
               "node gets nothing.", "none", (gauge_by_node(m.BREAKER_OPEN),), top=1.0),
         Panel("Breakers opened", "How often per second a node's breaker opened, by why.", "cps",
-              (Query(rate(m.BREAKER_OPENED, ("node", "why"), NODE), "{{node}} {{why}}"),),
-              absent=RARE),
+              rates(m.BREAKER_OPENED, "node", "why", where=NODE), absent=RARE),
         Panel("Tried elsewhere", "Requests per second that a node failed before their first token "
-              "and another served, by why.", "reqps", (Query(rate(m.RETRIES, ("node", "why"), NODE),
-               "{{node}} {{why}}"),), absent=RARE),
+              "and another served, by why.", "reqps", rates(m.RETRIES, "node", "why", where=NODE),
+              absent=RARE),
         Panel("Sent by other deciders", "Requests in flight that other decider replicas sent.",
               "none", (Query(gauge(m.OTHERS_RESERVATIONS, "max"), "in flight"),), width=6),
         Panel("Prompts by where they were computed", "With prefill workers: handed over, kept by "
               "the decoding worker, or failed.", "reqps",
-              (Query(rate(m.PREFILLS, ("where",)), "{{where}}"),), stacked=True, width=6,
+              rates(m.PREFILLS, "where"), stacked=True, width=6,
               absent="counted where there are prefill workers"),
         Panel("Failures of the host tier's server", "What an LMCache server failed to do, per "
               "second; each is followed by computing the tokens.", "cps",
-              (Query(rate(m.TIER_FAILURES, ("node", "why"), NODE), "{{node}} {{why}}"),),
-              absent=RARE, width=6),
+              rates(m.TIER_FAILURES, "node", "why", where=NODE), absent=RARE, width=6),
         Panel("File of keys", "Reads per second of the file of API keys, by outcome.", "cps",
-              (Query(rate(m.KEY_FILE_READS, ("outcome",)), "{{outcome}}"),), width=6),
+              rates(m.KEY_FILE_READS, "outcome"), width=6),
     ),
 )  # fmt: skip
 
@@ -213,7 +210,7 @@ ROLLOUT = PanelRow(
     "Rollout",
     (
         Panel("Who steers", "Requests per second by whose rule chose their worker.", "reqps",
-              (Query(rate(m.ROLLOUT_REQUESTS, ("arm",)), "{{arm}}"),), stacked=True),
+              rates(m.ROLLOUT_REQUESTS, "arm"), stacked=True),
         Panel("Time to first token by who steered", "P50 and P90 of the real time.", "s",
               tuple(Query(quantile(q, m.ROLLOUT_TTFT, ("arm",)), f"{{{{arm}}}} P{100 * q:g}")
                for q in (0.5, 0.9))),

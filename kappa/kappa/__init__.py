@@ -1,1 +1,1 @@
-"""The law: what a cached token and a new token cost, in seconds, on a given node."""
+"""The cost model: seconds of a cached token and of a new token on a given node."""

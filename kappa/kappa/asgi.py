@@ -1,6 +1,6 @@
-"""An ASGI request's body: read whole by who bounds it, then handed on. Pure.
+"""An ASGI request's body: read whole within a bound, then replayed to the application. Pure.
 
-The decider's own paths and each worker's gate stand before an application in the same way.
+Used by the decider's own paths and by the gate of each worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def body_of(receive: Receive, most_bytes: int, too_large: Exception) -> by
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, then what the server tells (that the client left)."""
+    """A `receive` that gives the body in one piece, then the server's next messages."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

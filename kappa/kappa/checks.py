@@ -1,4 +1,4 @@
-"""Refusing records that cannot be, with the field, the value and what to give instead."""
+"""Checks of records and files: errors name the field, the value and what to give instead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_share(owner: object, *names: str) -> None:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], remedy: str) -> ValueError:
-    """The error for a name that is none of the known ones; tells the near ones."""
+    """The error for an unknown name; it lists the known ones and suggests the nearest."""
     known = sorted(known)
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -76,8 +76,8 @@ def record_from(cls: type[T], data: Mapping[str, Any], what: str, remedy: str = 
 
 
 def steered_percent(mode: str) -> float:
-    """Percent of the conversations that ours steers in `shadow`, `canary:N` (0 < N < 100) or `on`;
-    ValueError for any other mode."""
+    """Percent of conversations that our router steers in `shadow`, `canary:N` (0 < N < 100) or
+    `on`; ValueError for any other mode."""
     percents = {"shadow": 0.0, "on": 100.0}
     name, _, share = mode.partition(":")
     with contextlib.suppress(ValueError):
@@ -89,7 +89,7 @@ def steered_percent(mode: str) -> float:
 
 
 def http_parts(url: str) -> SplitResult | None:
-    """The parts of an address that something may listen at by HTTP; None if it is none."""
+    """The parts of an http(s) URL with a host; None if the text is not one."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -99,7 +99,7 @@ def http_parts(url: str) -> SplitResult | None:
 
 
 def read_json_object(path: str | Path, what: str) -> dict[str, Any]:
-    """The object in a file; `what` says in errors what it was wanted as, such as "node profile".
+    """The JSON object in a file; `what` names it in errors, as in "node profile".
 
     Raises:
         ValueError: it cannot be read, is no JSON, or is no object.

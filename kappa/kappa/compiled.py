@@ -1,4 +1,4 @@
-"""Loops over arrays as machine code, for what is done on every request.
+"""Loops over arrays as machine code, for work that every request repeats.
 
 A decision on a few workers costs numpy some forty calls of a microsecond each, however short the
 arrays are; one compiled loop costs as much as two of them, and reads like the formula.
@@ -14,24 +14,21 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 from numba import config, njit
-from numba.core.caching import (
-    InTreeCacheLocator,
-    UserProvidedCacheLocator,
-    UserWideCacheLocator,
-)
+from numba.core.caching import InTreeCacheLocator, UserProvidedCacheLocator, UserWideCacheLocator
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLACES = "_WhereSet", "_BesideSource", "_InUsersCache"
 
 
 def compiled(function: F, *, nogil: bool = False) -> F:
-    """`function`, compiled when it is first called with arguments of these types (numba); `nogil`:
-    it runs without the interpreter's lock.
+    """`function` compiled by numba, at its first call with arguments of given types.
 
-    Division by zero gives infinity or NaN, as with arrays; indices are not checked. It may call
-    compiled functions of other files and use their constants. What was compiled is kept for the
-    next process beside the source or in the user's cache, until one of the files that it is made of
-    changes; where there is no place for it each process compiles for itself, which takes seconds.
+    nogil: it runs without the interpreter's lock.
+
+    Division by zero gives infinity or NaN, as with arrays; indices are not checked. The function
+    may call compiled functions of other files and use their constants. Machine code is kept for
+    the next process, beside the source or in the user's cache, until one of the files that it is
+    made of changes. Where neither can be written each process compiles, which takes seconds.
     """
     before = config.CACHE_LOCATOR_CLASSES
     config.CACHE_LOCATOR_CLASSES = ",".join(f"{__name__}.{name}" for name in _PLACES)
@@ -45,8 +42,10 @@ def compiled(function: F, *, nogil: bool = False) -> F:
 
 
 def interpreted(function: F) -> F:
-    """A compiled function, and those that it calls, as Python runs them: quicker for a few numbers
-    than to enter compiled code, and they take arrays and any object."""
+    """The Python form of a compiled function and of those that it calls.
+
+    It is quicker for a few numbers than entering compiled code, and takes arrays and any object.
+    """
     plain = getattr(function, "py_func", None)
     if plain is None:
         return function
@@ -57,8 +56,11 @@ def interpreted(function: F) -> F:
 
 
 class _Stamp:
-    """numba looks at the age of a function's own file; this at the files that it is made of, since
-    their functions and constants are frozen into it."""
+    """A cache key over all files that a function is made of.
+
+    numba looks at the age of the function's own file; functions and constants of others are frozen
+    into the machine code as well.
+    """
 
     def __init__(self, function: Callable[..., Any], path: str) -> None:
         super().__init__(function, path)  # type: ignore[call-arg]  # A mixin before a locator.
@@ -78,7 +80,7 @@ _InUsersCache = type("_InUsersCache", (_Stamp, UserWideCacheLocator), {})
 
 
 def _frozen(names: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
-    """Files with compiled functions from which `names` has functions, or the module itself."""
+    """Files with compiled functions that `names` refers to, directly or through others."""
     for value in list(names.values()):
         of = value.__name__ if isinstance(value, ModuleType) else None
         of = getattr(getattr(value, "py_func", None), "__module__", of)

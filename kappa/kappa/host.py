@@ -1,10 +1,9 @@
-"""The host that this process runs on: what is installed there, its memory, its other processes.
+"""The host that this process runs on: installed extensions, memory, locks, ports, children.
 
-Installed: what is added by name from outside of a package, by entry points of distributions.
-`kappa.commands` adds commands to `kappa`, `kappa.routing_policies` and `kappa.scheduling_rules`
-what their names say, `kappa.doctor` examinations to `kappa doctor`. Our own `benchmarks` comes in
-this way (pyproject.toml). Memory: the machine's, within this process' control groups. Processes: a
-lock on a file between them, children that end with their parent, a port that none of them has.
+Extensions come by name, through entry points of installed distributions: `kappa.commands` adds
+commands to `kappa`, `kappa.doctor` examinations to `kappa doctor`, `kappa.routing_policies` and
+`kappa.scheduling_rules` policies and rules. Our own `benchmarks` comes in this way
+(pyproject.toml). Memory is the machine's, within this process' control groups.
 """
 
 from __future__ import annotations
@@ -29,22 +28,23 @@ ROUTING_POLICIES = "kappa.routing_policies"
 SCHEDULING_RULES = "kappa.scheduling_rules"
 CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 _UNLIMITED = 1 << 60
-# Of a cgroup, version 2 and 1: its limit and its use.
+# Files of a cgroup's limit and use, version 2 and 1.
 _CGROUP_FILES = (
-    ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)  # fmt: skip
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _POLL_S = 0.2
 
 
 @cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group, by name in order of the alphabet; nothing is imported yet."""
+    """Entry points of a group by name, in alphabetical order; nothing is imported yet."""
     return {entry.name: entry for entry in sorted(entry_points(group=group))}
 
 
 def version_of(distribution: str) -> str:
-    """Which version of a distribution is installed; empty: none."""
+    """The installed version of a distribution; empty if it is not installed."""
     with suppress(PackageNotFoundError):
         return version(distribution)
     return ""
@@ -67,7 +67,7 @@ EXTRAS = {
 
 
 def remedy_for(module: str) -> str:
-    """How to install what `import module` lacks; empty if no extra of ours brings it."""
+    """The command that installs a missing module; empty if no extra of ours brings it."""
     package = module.partition(".")[0]
     for extra, modules in EXTRAS.items():
         if package in modules:
@@ -76,7 +76,7 @@ def remedy_for(module: str) -> str:
 
 
 def lacking(extras: Iterable[str]) -> str:
-    """How to install the first module of these extras that is not here; empty if all are."""
+    """The command that installs the first missing module of these extras; empty if all are here."""
     for module in (module for extra in extras for module in EXTRAS[extra]):
         try:
             is_here = find_spec(module) is not None
@@ -88,21 +88,21 @@ def lacking(extras: Iterable[str]) -> str:
 
 
 def memory_bytes(cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
-    """Of the machine in all, or as much of it as this process' cgroups allow; 0: not known."""
+    """Memory of the machine, or this process' cgroup limit if that is lower; 0 if not known."""
     whole = 1024 * _figures(proc / "meminfo").get("MemTotal:", 0)
     return min([limit for _, limit, _ in _cgroup_limits(cgroups, proc)] + [whole])
 
 
 def machine_free(proc: Path = PROC) -> int | None:
-    """The kernel's estimate for the machine, in bytes; None: not known."""
+    """The kernel's estimate of the machine's available memory, in bytes; None if not known."""
     available = _figures(proc / "meminfo").get("MemAvailable:")
     return None if available is None else 1024 * available
 
 
 def cgroup_free(cgroups: Path = CGROUPS, proc: Path = PROC) -> int | None:
-    """Bytes below the tightest of the limits; None without one.
+    """Bytes left below the tightest cgroup limit; None without a limit.
 
-    Page cache counts as free: the kernel drops it before it kills anybody.
+    Page cache counts as free: the kernel drops it before it kills a process.
     """
     frees = []
     for folder, limit, used_name in _cgroup_limits(cgroups, proc):
@@ -114,8 +114,8 @@ def cgroup_free(cgroups: Path = CGROUPS, proc: Path = PROC) -> int | None:
 
 
 def _cgroup_limits(cgroups: Path, proc: Path) -> Iterator[tuple[Path, int, str]]:
-    """(folder, bytes, name of the file of what is used) of each limit from this process' cgroup up
-    to the root (v2, else v1)."""
+    """(folder, limit in bytes, name of the file with the use) for each limit from this process'
+    cgroup up to the root (v2, else v1)."""
     path = ""
     with suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():
@@ -133,7 +133,7 @@ def _cgroup_limits(cgroups: Path, proc: Path) -> Iterator[tuple[Path, int, str]]
 
 
 def _figures(path: Path) -> dict[str, int]:
-    """A file of names and figures; empty where it cannot be read."""
+    """Figures by name, from a file of such lines; empty if it cannot be read."""
     found = {}
     with suppress(OSError):
         for line in path.read_text().splitlines():
@@ -162,7 +162,7 @@ class Lock:
         self._fd = os.open(path, mode | os.O_CLOEXEC, 0o600)
 
     def take(self, wait_s: float = 0.0) -> bool:
-        """Whether it is ours, within so many seconds.
+        """Take the lock, waiting up to `wait_s` seconds; False if another process holds it.
 
         Raises:
             OSError: its file system has no locks.
@@ -193,13 +193,13 @@ def free_port(host: str) -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing).
+    """Have the kernel kill this process when its parent dies (Linux only).
 
-    parent: its id, where it may have died before this was called; as it is now, if not given.
+    parent: the parent's id, where it may have died before this call; default: the present one.
     """
     if sys.platform != "linux":
         return
     parent = parent or os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it died before that
+        os._exit(1)  # the parent died before prctl took effect

@@ -1,4 +1,4 @@
-"""Tokenizes a text that mostly repeats an earlier one at the cost of what is new.
+"""Tokenizes a text that mostly repeats an earlier one at the cost of its new part.
 
 Theory of operation. A tokenizer of Hugging Face first cuts a text at its special tokens, then
 normalizes, cuts (pre-tokenizes) and encodes every part by itself. So the tokens of a text are the
@@ -9,11 +9,11 @@ behind a single line feed. Cuts depend only on the text before them, so a longer
 
 Neither holds for every tokenizer (one may put a space before the first part only, or strip around a
 special token). `exactness` decides at load, by the tokenizer's structure and by trying every
-combination of character classes around a cut; what is not proved is encoded whole.
+combination of character classes around a cut; without that proof texts are encoded whole.
 
 The router's decider and the worker's engine use the same class. Pure but for its cache, which is
-safe between threads, bounded in bytes, and kept apart by tenant: whoever sees a fast answer learns
-only what the tenant itself sent.
+safe between threads, bounded in bytes, and kept apart by tenant: a fast answer tells a tenant only
+about its own texts.
 """
 
 from __future__ import annotations
@@ -35,31 +35,16 @@ Ids = NDArray[np.int32]
 CACHE_BYTES = 256 << 20
 """Default bound of a cache: ids of 64 million tokens."""
 
-# A part is cut at the first boundary behind so many characters: a changed word costs encoding that
-# much again, a smaller figure costs more look-ups.
+# A part is cut at the first boundary after this many characters. Larger: a changed word costs
+# encoding that much again; smaller: more look-ups.
 _CHUNK_CHARS = 4096
-# Of what a cached part takes besides its ids: key, array, list node.
+# Memory of a cached part besides its ids: key, array, list node.
 _ENTRY_BYTES = 256
 _BOUNDARY = "\n"
 
 # Representatives of the classes that pre-tokenizers' patterns tell apart.
-_CLASSES = (
-    "a",
-    "Z",
-    "7",
-    " ",
-    "\n",
-    "\r",
-    "\t",
-    ".",
-    "'",
-    "_",
-    "\u00e9",
-    "\u4e2d",
-    "\u0301",
-    "\u00a0",
-)
-_LETTERS = ("a", "Z", "\u00e9", "\u4e2d")
+_CLASSES = tuple("aZ7 \n\r\t.'_\u00e9\u4e2d\u0301\u00a0")
+_LETTERS = tuple("aZ\u00e9\u4e2d")
 _WORDS = (
     "", " ", "a", " a", "a ", "Hello world", "\n", "\nuser\n", "\n\n", "it's 12345", ".",
     " \u00e9t\u00e9", "\u4e2d\u6587", "\U0001f600", "\u0301x",
@@ -75,7 +60,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What was proved of a tokenizer. Without `specials` it must encode a text whole."""
+    """Properties proved of a tokenizer. Without `specials` it must encode a text whole."""
 
     specials: bool
     """Tokens of a text are those of its parts between special tokens."""
@@ -87,14 +72,11 @@ class SegmentCache:
     """Ids by tenant and text, least recently used first out."""
 
     def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
-        self._most_bytes, self._bytes = most_bytes, 0
+        self._most_bytes = most_bytes
+        # Of all entries, their keys and lists included.
+        self.size_bytes = 0
         self._ids: OrderedDict[bytes, Ids] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that the entries take, their keys and lists included."""
-        return self._bytes
 
     def get(self, key: bytes) -> Ids | None:
         with self._lock:
@@ -106,16 +88,16 @@ class SegmentCache:
     def put(self, key: bytes, ids: Ids) -> None:
         with self._lock:
             before = self._ids.pop(key, None)
-            self._bytes += ids.nbytes + _ENTRY_BYTES
-            self._bytes -= before.nbytes + _ENTRY_BYTES if before is not None else 0
+            self.size_bytes += ids.nbytes + _ENTRY_BYTES
+            self.size_bytes -= before.nbytes + _ENTRY_BYTES if before is not None else 0
             self._ids[key] = ids
-            while self._bytes > self._most_bytes and self._ids:
+            while self.size_bytes > self._most_bytes and self._ids:
                 gone = self._ids.popitem(last=False)[1]
-                self._bytes -= gone.nbytes + _ENTRY_BYTES
+                self.size_bytes -= gone.nbytes + _ENTRY_BYTES
 
 
 class Lookup:
-    """A text on its way to ids: what the cache knows of it, and what is left to encode."""
+    """A text being encoded: the ids found in the cache, and the parts still to encode."""
 
     def __init__(
         self, parts: Sequence[Part], keys: Sequence[bytes], found: list[Ids | None]
@@ -123,17 +105,17 @@ class Lookup:
         self._keys, self._found = keys, found
         self._missing = [i for i, ids in enumerate(found) if ids is None]
         self.missing: list[str] = [parts[i].text for i in self._missing]
-        """Texts that are not known, in their order."""
+        """Texts that are not in the cache, in order."""
         self.missing_chars = sum(map(len, self.missing))
 
     def fill(self, encoded: Sequence[Ids], cache: SegmentCache) -> None:
-        """Take the ids of `missing`, in that order, and remember them."""
+        """Add the ids of `missing`, in that order, here and to the cache."""
         for at, ids in zip(self._missing, encoded, strict=True):
             self._found[at] = ids
             cache.put(self._keys[at], ids)
 
     def ids(self, before: Ids, after: Ids) -> Ids:
-        """All ids, between those that the tokenizer puts around a text."""
+        """All ids, with those that the tokenizer puts before and after a text."""
         known = [ids for ids in self._found if ids is not None]
         assert len(known) == len(self._found), "fill it first"
         return np.concatenate([before, *known, after])
@@ -144,20 +126,20 @@ class IncrementalTokenizer:
 
     Args:
         backend: the tokenizer; neither truncating nor padding.
-        cache: shared by whoever encodes the same texts with the same tokenizer.
+        cache: may be shared by several tokenizers.
     """
 
     def __init__(self, backend: Any, cache: SegmentCache | None = None) -> None:
         self._backend = backend
         self.cache = cache or SegmentCache()
-        self._specials = _Specials.of(backend)
+        self._specials = _Specials(backend)
         self.exact = exactness(backend, self._specials)
         # A cache may be shared by tokenizers of several models.
         self._name = hashlib.blake2b(backend.to_str().encode(), digest_size=16).digest()
         self._around = {special: self._ends(special) for special in (False, True)}
 
     def look_up(self, text: str, tenant: str = "") -> Lookup:
-        """What is known of a text; the parts of one that has to be encoded whole are one."""
+        """Look a text's parts up in the cache; a text that must be encoded whole is one part."""
         parts = list(self._parts(text))
         seed = hashlib.blake2b(self._name, key=tenant.encode()[:64], digest_size=16)
         keys, found = list[bytes](), list[Ids | None]()
@@ -179,16 +161,16 @@ class IncrementalTokenizer:
         return looked_up.ids(*self._around[add_special_tokens])
 
     def finish(self, looked_up: Lookup, *, add_special_tokens: bool = False) -> Ids:
-        """Ids of a text all of whose parts are known by now."""
+        """Ids of a text after `fill`, or if nothing was missing."""
         return looked_up.ids(*self._around[add_special_tokens])
 
     def encode_parts(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each of some texts, without special tokens around them. Releases the GIL."""
+        """Ids of several texts, without special tokens around them. Releases the GIL."""
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int32) for one in found]
 
     def _ends(self, special: bool) -> tuple[Ids, Ids]:
-        """What the tokenizer puts before and behind a text."""
+        """Ids that the tokenizer puts before and after a text."""
         bare = list(self._backend.encode("a", add_special_tokens=False).ids)
         dressed = list(self._backend.encode("a", add_special_tokens=special).ids)
         at = next(
@@ -211,27 +193,21 @@ class IncrementalTokenizer:
 class _Specials:
     """Special tokens that a text is cut at before anything else happens to it."""
 
-    def __init__(self, ids: dict[str, int], kept: frozenset[str]) -> None:
-        """ids: of those that are cut at, by text. kept: found as well, but left in their part."""
-        self.ids, self.kept = ids, kept
-        every = sorted({*ids, *kept}, key=len, reverse=True)
-        # By first character, which `find` looks for at memory speed. Longest first: of several
-        # tokens that begin at one place the longest is found.
-        self._by_start: dict[str, tuple[str, ...]] = {}
-        for one in every:
-            self._by_start[one[0]] = (*self._by_start.get(one[0], ()), one)
-
-    @classmethod
-    def of(cls, backend: Any) -> _Specials:
-        ids, kept = dict[str, int](), set[str]()
+    def __init__(self, backend: Any) -> None:
+        # Ids of those that are cut at, by text; others are found as well, but left in their part.
+        self.ids, kept = dict[str, int](), set[str]()
         for token_id, token in backend.get_added_tokens_decoder().items():
             if token.normalized or not token.content:
                 continue  # Looked for within a part, once that is normalized.
             if token.lstrip or token.rstrip or token.single_word:
                 kept.add(token.content)
             else:
-                ids[token.content] = int(token_id)
-        return cls(ids, frozenset(kept))
+                self.ids[token.content] = int(token_id)
+        # By first character, which `find` looks for at memory speed. Longest first: of several
+        # tokens that begin at one place the longest is found.
+        self._by_start: dict[str, tuple[str, ...]] = {}
+        for one in sorted({*self.ids, *kept}, key=len, reverse=True):
+            self._by_start[one[0]] = (*self._by_start.get(one[0], ()), one)
 
     def cut(self, text: str) -> Iterator[Part]:
         """The parts of a text; none of them is empty."""
@@ -253,7 +229,7 @@ class _Specials:
             yield Part(text[start:])
 
     def _next(self, text: str, first: str, at: int) -> int:
-        """Where the next token that begins with this character stands, -1 if none does."""
+        """Position of the next special token with this first character; -1 if there is none."""
         tokens = self._by_start[first]
         at = text.find(first, at)
         while at >= 0 and not text.startswith(tokens, at):
@@ -286,8 +262,8 @@ def _is_boundary(text: str, at: int) -> bool:
 
 
 def exactness(backend: Any, specials: _Specials | None = None) -> Exactness:
-    """What may be cut without changing a token. Takes some 100 ms."""
-    specials = specials or _Specials.of(backend)
+    """Find out where texts may be cut without changing a token. Takes some 100 ms."""
+    specials = specials or _Specials(backend)
     added = backend.get_added_tokens_decoder().values()
     state = json.loads(backend.to_str())
     deterministic = not state["model"].get("dropout")
@@ -311,7 +287,7 @@ def _encoded(backend: Any, text: str) -> list[int]:
 
 
 def _normalizes_locally(normalizer: Any) -> bool:
-    """Whether a letter behind a line feed is normalized alike without what stands before."""
+    """Whether a letter after a line feed is normalized independently of the text before."""
     return normalizer is None or normalizer.get("type") in ("NFC", "NFKC", "Lowercase")
 
 

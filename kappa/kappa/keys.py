@@ -40,12 +40,12 @@ def hashed(key: str) -> str:
 
 
 def is_hashed(entry: str) -> bool:
-    """Whether an entry says that it is a digest; `entry_fault` tells if it really is one."""
+    """Whether an entry is marked as a digest; `entry_fault` checks the digest itself."""
     return entry.startswith(DIGEST_PREFIX)
 
 
 def entry_fault(entry: str, least_characters: int = 16) -> str | None:
-    """Why an entry must be no key and no digest of one, without its text; None if it may."""
+    """The fault of an entry that is neither key nor digest, without its text; else None."""
     if is_hashed(entry):
         if re.fullmatch(r"[0-9a-fA-F]{64}", entry.removeprefix(DIGEST_PREFIX)):
             return None
@@ -66,8 +66,8 @@ def entry_fault(entry: str, least_characters: int = 16) -> str | None:
 
 
 def entry_digest(entry: str) -> bytes:
-    """The digest of an entry of a keys file: of a key in the clear, or the one that it holds;
-    `ValueError` if it is neither."""
+    """The digest that an entry of a keys file stands for; `ValueError` if it is neither a key nor a
+    digest."""
     fault = entry_fault(entry, least_characters=0)
     if fault is not None:
         raise ValueError(f"a key {fault}")
@@ -82,11 +82,11 @@ _MAX_FILE_BYTES = 4 << 20
 
 
 class KeysUnreadableError(ValueError):
-    """The file could not be opened or read: nothing is known of what it says."""
+    """The keys file could not be opened or read."""
 
 
 def read_entries(path: str | Path) -> dict[str, Any]:
-    """The file's entries as they stand there; what they say is not checked.
+    """The file's entries as they stand there, not checked.
 
     Raises:
         ValueError: it cannot be read, is no mapping, or is cut short.
@@ -137,7 +137,7 @@ def read_digests(path: str | Path) -> dict[bytes, str]:
 
 
 def _parsed(text: str) -> tuple[int, Any]:
-    """The line of the first key that stood there before, 0 without one; and what the file holds."""
+    """(line of the first repeated key, 0 if none is; the file's content)."""
     # libyaml's loader: 1,000 keys take a twentieth of the time of the one in Python.
     loader = yaml.CSafeLoader(text)
     try:

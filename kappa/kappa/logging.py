@@ -1,4 +1,4 @@
-"""How every process writes its log: for people or as JSON, to standard output and a file.
+"""The log of every process: for people or as JSON, to standard output and a file.
 
 One call at start, in the decider, in each replica and in each process of its engine, so that all
 write the same keys in the same order. The id of the request that a line belongs to comes from the
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import structlog
 
 FIRST_KEYS = ("time", "level", "event", "request_id", "tenant")
-"""What a line begins with, where it has it."""
+"""Keys that begin a line, where it has them."""
 
 
 def stamped(_logger: object, method: str, line: MutableMapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ dashboards are made from this list.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,11 @@ class Metric:
     meaning: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+
+    @property
+    def exposed(self) -> str:
+        """The metric's name in a scrape; parts of a histogram have further suffixes."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 def _counter(name: str, meaning: str, *labels: str) -> Metric:
@@ -67,8 +73,9 @@ INDEX_BLOCKS = _gauge("kappa_index_blocks", "entries of the prefix index")
 CACHED_TOKENS = _gauge(
     "kappa_cached_tokens",
     "tokens whose KV a node holds, by tier (device, host, disk), as the prefix index knows",
-    "node", "tier",
-)  # fmt: skip
+    "node",
+    "tier",
+)
 INDEX_LOSSES = _counter(
     "kappa_index_losses", "blocks that the prefix index could not place, by why", "why"
 )
@@ -77,7 +84,7 @@ STREAM_FLOODS = _counter(
     "kappa_stream_floods",
     "times that a worker sent more events than are followed, and they were dropped",
     "node",
-)  # fmt: skip
+)
 PROMPT_TOKENS = _counter(
     "kappa_prompt_tokens", "prompt tokens by where they came from", "node", "source"
 )
@@ -93,8 +100,9 @@ LOAD_BANDWIDTH = _gauge("kappa_load_bytes_per_second", "measured host-to-device 
 ANNOUNCED_BANDWIDTH = _gauge(
     "kappa_announced_bytes_per_second",
     "bandwidth that a node announced, by direction: load, store",
-    "node", "direction",
-)  # fmt: skip
+    "node",
+    "direction",
+)
 STEP_FIT = _gauge(
     "kappa_step_fit_ratio", "R² of the constants fitted to a node's measured steps", "node"
 )
@@ -125,18 +133,20 @@ OVERHEAD = _gauge(
 TENANT_REQUESTS = _counter(
     "kappa_tenant_requests",
     "requests by tenant and outcome: answered, or the error's code",
-    "tenant", "outcome",
-)  # fmt: skip
+    "tenant",
+    "outcome",
+)
 KEY_FILE_READS = _counter(
     "kappa_key_file_reads",
-    "times that the file of API keys was read anew, by outcome: read, or failed",
+    "times that the file of API keys was read again, by outcome: read, or failed",
     "outcome",
-)  # fmt: skip
+)
 TENANT_CHARGE = _counter(
     "kappa_tenant_charge_seconds",
     "seconds of the whole resource (vram, gpu, link) that workers charged a tenant",
-    "tenant", "resource",
-)  # fmt: skip
+    "tenant",
+    "resource",
+)
 ENGINE_REQUESTS = _gauge(
     "kappa_engine_requests", "requests in an engine's last iteration, by state", "node", "state"
 )
@@ -147,8 +157,9 @@ QUEUED_ITERATIONS = _counter(
 FILL = _counter(
     "kappa_scheduler_fill",
     "share of budget and of vram in use, summed over iterations with requests that wait",
-    "node", "resource",
-)  # fmt: skip
+    "node",
+    "resource",
+)
 PASSED = _counter(
     "kappa_scheduler_passed", "waiting requests looked at and left, by reason", "node", "reason"
 )
@@ -166,48 +177,50 @@ STORES_DROPPED = _counter(
 TIER_FAILURES = _counter(
     "kappa_tier_failures",
     "what an LMCache server or a disk failed to do, by what: absent, lookup, load, store",
-    "node", "why",
-)  # fmt: skip
+    "node",
+    "why",
+)
 FAILED_LOADS = _counter(
     "kappa_failed_loads",
     "loads that did not arrive, each followed by computing its tokens (engines of kind torch,"
     " LMCache as host tier, disk tiers)",
     "node",
-)  # fmt: skip
+)
 MISUSED_BLOCKS = _counter(
     "kappa_misused_blocks",
     "blocks freed twice, unknown, or of a wrong length: a fault of the engine (of kind torch)",
     "node",
-)  # fmt: skip
+)
 TENANT_CREDIT = _gauge(
     "kappa_tenant_credit_seconds",
     "seconds of service, by weight, that a tenant is behind (below 0: ahead of) the mean",
     "tenant",
-)  # fmt: skip
+)
 TENANT_OLDEST = _gauge(
     "kappa_tenant_oldest_wait_seconds",
     "how long a tenant's oldest request has waited for an engine to admit it",
     "tenant",
-)  # fmt: skip
+)
 TENANT_WEIGHT = _gauge("kappa_tenant_weight", "a tenant's share", "tenant")
 POWER = _gauge(
     "kappa_node_power_watts",
-    "what a node's GPUs draw; source: nvml, model, or paced (modelled, as the node it is "
-    "paced as)",
-    "node", "source",
-)  # fmt: skip
+    "what a node's GPUs draw; source: nvml, model, or paced (modelled, as the node it is paced as)",
+    "node",
+    "source",
+)
 POWER_CAP = _gauge("kappa_node_power_cap_watts", "what they may draw", "node", "source")
 ENERGY = _counter(
     "kappa_energy_joules",
     "energy that a node's GPUs used; of a paced node in its own, undilated time",
-    "node", "source",
-)  # fmt: skip
+    "node",
+    "source",
+)
 PREFILLS = _counter(
     "kappa_prefills",
     "prompts by where they were computed (handed_over, failed, kept, memory_bound), where "
     "there are prefill workers",
     "where",
-)  # fmt: skip
+)
 ROLLOUT_REQUESTS = _counter(
     "kappa_rollout_requests", "requests by who steered them (kappa, ray, present)", "arm"
 )
@@ -218,19 +231,17 @@ SHADOWS = _counter(
     "kappa_shadow_decisions",
     "requests that Ray's router steered, by whether ours would have chosen the same worker",
     "agreed",
-)  # fmt: skip
+)
 SHADOW_SAVING = _counter(
     "kappa_shadow_saving_seconds",
     "predicted time to first token that our choice would have saved, where it would have",
-)  # fmt: skip
+)
 OTHERS_RESERVATIONS = _gauge(
     "kappa_others_reservations", "requests in flight that other deciders sent"
 )
 RETRIES = _counter(
-    "kappa_retries",
-    "requests tried elsewhere, by the node that failed them and why",
-    "node", "why",
-)  # fmt: skip
+    "kappa_retries", "requests tried elsewhere, by the node that failed them and why", "node", "why"
+)
 ENDS_LOST = _counter(
     "kappa_request_ends_lost", "requests of which the front door said no more, and no end"
 )
@@ -245,7 +256,7 @@ TASK_RESTARTS = _counter(
     "tasks that failed and were started again: what follows a worker's stream (feed), its "
     "connection (line), or watches over all workers (watch)",
     "task",
-)  # fmt: skip
+)
 RECORD_DROPPED = _counter(
     "kappa_record_dropped", "entries that router.record lost, its file having ended"
 )
@@ -266,18 +277,21 @@ ADDING: frozenset[str] = frozenset(
 """What each of several deciders counts of its own requests; the rest is in workers' reports."""
 
 
+def table(metrics: Iterable[Metric]) -> str:
+    """A table in Markdown: metrics with kind, labels and meaning."""
+    rows = (
+        f"| `{m.exposed}` | {m.kind} | {', '.join(m.labels) or '–'} | {m.meaning} |\n"
+        for m in metrics
+    )
+    return "".join(("| name | kind | labels | meaning |\n|---|---|---|---|\n", *rows))
+
+
 def document() -> str:
-    """`docs/metrics.md`: every metric with kind, labels and meaning."""
-    rows = [
-        f"| `{m.name}{'_total' if m.kind == 'counter' else ''}` | {m.kind} "
-        f"| {', '.join(m.labels) or '–'} | {m.meaning} |"
-        for m in ALL
-    ]
+    """`docs/metrics.md`: every metric of ours."""
     head = (
         "# Metrics\n\n"
         "`GET /metrics` on the decider, in Prometheus' text form. Made from `kappa.metrics` by\n"
         "`.venv/bin/python -c \"from kappa import metrics; print(metrics.document(), end='')\"`;\n"
         "a test keeps the two equal. Seconds of a paced node are real ones, dilated.\n\n"
-        "| name | kind | labels | meaning |\n|---|---|---|---|\n"
     )
-    return head + "\n".join(rows) + "\n"
+    return head + table(ALL)

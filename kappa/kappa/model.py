@@ -18,36 +18,30 @@ Attention = Literal["mha", "gqa", "mla"]
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the cost model needs to know of a model.
-
-    ``params_active`` counts the parameters one token passes through, ``params_total`` all of them;
-    they differ for mixtures of experts. For ``attention="mla"`` the KV entry is a latent of
-    ``kv_lora_rank + rope_head_dim`` elements per layer, ``kv_heads`` does not enter its size, and
-    ``head_dim`` is the width of one head without its rotary part.
-
-    ``attention_layers`` attend to all of the context, and their KV grows with it; 0: all layers do.
-    Others see a window or keep a state, whose size does not. ``kv_token_bytes`` is what an engine
-    was found to keep of one more token, all its ranks together; 0: as the heads have it.
-    """
+    """A model's dimensions, as the cost model uses them."""
 
     name: str
     layers: int
     hidden: int
     heads: int
-    kv_heads: int
-    head_dim: int
-    params_active: float
+    kv_heads: int  # not used for MLA
+    head_dim: int  # for MLA without the rotary part
+    params_active: float  # used by one token; fewer than in total for mixtures of experts
     params_total: float
     attention: Attention
     kv_dtype_bytes: float = 2.0
     weight_dtype_bytes: float = 2.0
+    # For MLA the KV entry of a layer is a latent of kv_lora_rank + rope_head_dim elements.
     kv_lora_rank: int = 0
     rope_head_dim: int = 0
     experts: int = 0
     experts_active: int = 0
-    max_context_tokens: int = 0
+    max_context_tokens: int = 0  # 0: not known
     source: str = ""
+    # Layers that attend to the whole context, so that their KV grows with it; 0: all. The others
+    # see a window or keep a state of constant size.
     attention_layers: int = 0
+    # KV bytes that an engine was found to keep per token, over all ranks; 0: as the heads give it.
     kv_token_bytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -75,13 +69,13 @@ class ModelShape:
 
     @property
     def kv_layers(self) -> int:
-        """Layers whose KV grows with the context."""
+        """The number of layers with KV that grows with the context."""
         return self.attention_layers or self.layers
 
 
 def kv_bytes_per_token(shape: ModelShape) -> float:
-    """KV bytes of one more token over all layers that keep it, each KV head once (paper 001, Eq. 1
-    and 2); or as an engine was found to keep it."""
+    """KV bytes of one token over all layers, each KV head once (paper 001, Eq. 1 and 2); or as
+    measured at an engine."""
     if shape.kv_token_bytes:
         return shape.kv_token_bytes
     if shape.attention == "mla":
@@ -123,7 +117,7 @@ def attention_flops(shape: ModelShape, new_tokens: float, context_tokens: float)
 
 
 def attention_lines(shape: ModelShape, new_tokens: float) -> tuple[tuple[float, float], ...]:
-    """Attention FLOPs as lines in the context: (without any, per token of it), one per form."""
+    """Attention FLOPs as lines in the context, one per form: (FLOPs at 0, FLOPs per token)."""
     heads = shape.kv_layers * shape.heads
     square = 0.5 * new_tokens * new_tokens
     if shape.attention != "mla":

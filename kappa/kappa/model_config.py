@@ -1,7 +1,7 @@
 """A Hugging Face ``config.json`` as a ``ModelShape``: of any family, listed here or not.
 
-Head layout, KV entry, dtypes, and parameter counts, total and active, are worked out from the
-config alone. What its keys do not tell of a family stands in `_FAMILIES`; one that is not there is
+Head layout, KV entry, dtypes, and parameter counts, total and active, come from the config alone.
+Facts about a family that its keys do not give stand in `_FAMILIES`. A family that is not listed is
 counted as a Llama-like decoder by the keys that it has, and `unlisted` says so: such a shape is a
 prior, which measured steps and the engine's own bytes replace. Layers with a window, or with a
 state in place of KV, do not count as KV that grows with the context. Vision towers are left out.
@@ -9,11 +9,8 @@ state in place of KV, do not count as KV that grows with the context. Vision tow
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,22 +20,21 @@ from kappa.model import Attention, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a ``model_type`` implies and its config does not say.
+    """Facts that a ``model_type`` implies and its config does not give."""
 
-    head_norms: of queries and keys, one per head or one over all heads. balanced: its router has a
-    bias per expert that balances them. biased_experts: experts and router have biases, and heads
-    attention sinks. shared_experts: beside those that the config counts. gated_heads: queries come
-    with a gate of their size.
-    """
-
-    tied: bool = False
-    gated: bool = True
+    tied: bool = False  # embeddings, in and out
+    gated: bool = True  # the MLP
     norms_per_layer: int = 2
     qkv_bias: bool = False
+    # Norms of queries and keys: one per head, or one over all heads.
     head_norms: Literal["", "each", "all"] = ""
+    # The router has a bias per expert, which balances them.
     balanced: bool = False
+    # Experts and router have biases, and heads have attention sinks.
     biased_experts: bool = False
+    # Besides those that the config counts.
     shared_experts: int = 0
+    # Queries come with a gate of their size.
     gated_heads: bool = False
 
 
@@ -88,22 +84,18 @@ _NAMES = {
 }
 
 _DTYPE_BYTES = {
-    "float32": 4.0, "float": 4.0, "fp32": 4.0, "float16": 2.0, "fp16": 2.0, "half": 2.0,
-    "bfloat16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.0,
-    "fp4": 0.5, "nvfp4": 0.5, "int4": 0.5,
-}  # fmt: skip
+    **dict.fromkeys(("float32", "float", "fp32"), 4.0),
+    **dict.fromkeys(("float16", "fp16", "half", "bfloat16", "bf16"), 2.0),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8"), 1.0),
+    **dict.fromkeys(("fp4", "nvfp4", "int4"), 0.5),
+}
 
 # Of dtypes that come in variants, such as vLLM's "fp8_per_token_head".
-_KIND_BYTES = {
-    "fp8_": 1.0, "int8_": 1.0, "nvfp4_": 0.5, "int4_": 0.5, "turboquant_k8v4": 0.75,
-    "turboquant_": 0.5,
-}  # fmt: skip
+_KIND_BYTES = dict(
+    fp8_=1.0, int8_=1.0, nvfp4_=0.5, int4_=0.5, turboquant_k8v4=0.75, turboquant_=0.5
+)
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-_BESIDE = re.compile(r"vis(ion|ual)|multi_modal|mm_projector|\bmtp\b")
-_SCALE = re.compile(r"_scales?(_inv)?$|\.scales?$|zero(_point|s)$|g_idx$")
-
-# What methods store a weight in that do not say so; MXFP4 has a scale of 8 bits for each 32.
+# Bytes of a weight by methods that do not give them; MXFP4 has a scale of 8 bits for each 32.
 _METHOD_BYTES = {"fp8": 1.0, "fbgemm_fp8": 1.0, "mxfp4": 0.53125, "awq": 0.5, "gptq": 0.5}
 
 
@@ -121,8 +113,13 @@ def dtype_bytes(dtype: str) -> float:
     return size
 
 
+def _or_auto(dtype: str, auto_bytes: float) -> float:
+    """Bytes per element of a dtype, which may be "auto"."""
+    return auto_bytes if dtype == "auto" else dtype_bytes(dtype)
+
+
 def unlisted(config: Mapping[str, Any]) -> str:
-    """What to say of a config whose family is known by its keys alone; else empty."""
+    """A warning about a config of a family that is not listed; empty for those that are."""
     name = _text_model(config).get("model_type")
     if _family_of(str(name)) in _FAMILIES:
         return ""
@@ -154,49 +151,6 @@ def shape_from_config(
     return _Reader(_text_model(data), origin).shape(name or origin, kv_dtype, weight_dtype)
 
 
-def with_stored_weights(shape: ModelShape, folder: Path) -> ModelShape:
-    """The shape with the parameters that lie in a folder's safetensors files, and with their bytes
-    where they are packed; unchanged without such files.
-
-    Only headers are read. Vision towers, scales and layers beyond the model's (which only predict
-    ahead) are left out; what an expert holds is as the config has it.
-
-    Raises:
-        ValueError: a file that is not what it is called.
-    """
-    params, stored_bytes, is_packed = 0, 0, False
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in _header(path).items():
-            layer = _LAYER.search(name)
-            beyond = layer is not None and int(layer[1]) >= shape.layers
-            if name == "__metadata__" or beyond or _BESIDE.search(name):
-                continue
-            start, stop = tensor["data_offsets"]
-            stored_bytes += stop - start
-            if not _SCALE.search(name):
-                params += math.prod(tensor["shape"])
-                is_packed |= tensor["dtype"] in ("U8", "I32", "U32")
-    if not params:
-        return shape
-    if is_packed:
-        return replace(shape, weight_dtype_bytes=stored_bytes / shape.params_total)
-    idle = min(shape.params_total - shape.params_active, params - 1)
-    return replace(shape, params_total=float(params), params_active=float(params - idle))
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """Of a safetensors file: its length in eight bytes, then JSON."""
-    try:
-        with path.open("rb") as file:
-            header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return header
-    except (OSError, ValueError, OverflowError, MemoryError):
-        raise ValueError(
-            f"{path} is no safetensors file: fetch the model again (of Git LFS, the files "
-            "themselves and not what stands for them)"
-        ) from None
-
-
 def _text_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the decoder: a multimodal wrapper keeps it within, its dtype outside."""
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
@@ -215,15 +169,23 @@ def _family_of(model_type: str) -> str:
 
 
 class _Layers(NamedTuple):
-    """Layers that attend to all of the context, to a window of it, and that keep a state."""
+    """The number of layers of each kind."""
 
-    full: int
+    full: int  # attend to the whole context
     windowed: int
-    state: int
+    state: int  # keep a state in place of KV
+
+
+class _MlpParams(NamedTuple):
+    """Parameters of the feed-forward parts."""
+
+    every_token: int  # used by every token, over all layers
+    expert: int = 0  # one expert
+    expert_layers: int = 0
 
 
 class _Reader:
-    """A config's keys, the file to name when one is missing or wrong, and what they add up to."""
+    """A config's keys, read with checks: errors name the file, the key and the remedy."""
 
     def __init__(self, data: Mapping[str, Any], origin: str) -> None:
         self.data, self.origin = data, origin
@@ -253,7 +215,7 @@ class _Reader:
         return ValueError(f"{self.origin}: key {key!r} {problem}")
 
     def key(self, name: str) -> str:
-        """As this config calls it."""
+        """The name that this config uses for a key."""
         names = (name, *_NAMES.get(name, ()))
         return next((each for each in names if self.data.get(each) not in (None, [])), names[0])
 
@@ -279,10 +241,10 @@ class _Reader:
 
     def shape(self, name: str, kv_dtype: str, weight_dtype: str) -> ModelShape:
         attention: Attention = "mha" if self.kv_heads == self.heads else "gqa"
-        kinds = self._kinds()
+        kinds, mlp = self._kinds(), self._mlp()
         base = self._outside() + (kinds.full + kinds.windowed) * self._attention()
-        every_token, expert, moe_layers = self._mlp()
-        base += every_token + kinds.state * self._state()
+        base += mlp.every_token + kinds.state * self._state()
+        experts = mlp.expert_layers * mlp.expert
         model_bytes = self._model_bytes()
         return ModelShape(
             name=name,
@@ -291,11 +253,11 @@ class _Reader:
             heads=max(self.heads, self.kv_heads),
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            params_active=float(base + moe_layers * expert * self.experts_active),
-            params_total=float(base + moe_layers * expert * self.experts),
+            params_active=float(base + experts * self.experts_active),
+            params_total=float(base + experts * self.experts),
             attention="mla" if self.latent else attention,
-            kv_dtype_bytes=model_bytes if kv_dtype == "auto" else dtype_bytes(kv_dtype),
-            weight_dtype_bytes=self._weight_bytes(model_bytes, weight_dtype),
+            kv_dtype_bytes=_or_auto(kv_dtype, model_bytes),
+            weight_dtype_bytes=self._quantised_bytes() or _or_auto(weight_dtype, model_bytes),
             kv_lora_rank=self.latent,
             rope_head_dim=self.integer("qk_rope_head_dim") if self.latent else 0,
             experts=self.experts,
@@ -336,11 +298,11 @@ class _Reader:
         except ValueError as error:
             raise self.fail(key, f"names an {error}") from None
 
-    def _weight_bytes(self, model_bytes: float, weight_dtype: str) -> float:
-        """Quantised weights stay as they are, whatever dtype is computed in."""
+    def _quantised_bytes(self) -> float | None:
+        """Bytes of a quantised weight, whatever dtype is computed in; None if none is quantised."""
         quantisation = self.data.get("quantization_config")
         if not isinstance(quantisation, Mapping):
-            return model_bytes if weight_dtype == "auto" else dtype_bytes(weight_dtype)
+            return None
         if quantisation.get("load_in_4bit"):
             return 0.5
         if quantisation.get("load_in_8bit"):
@@ -351,12 +313,9 @@ class _Reader:
         for bits in (quantisation.get("bits"), quantisation.get("w_bit"), weights.get("num_bits")):
             if isinstance(bits, int) and bits > 0:
                 return bits / 8.0
-        method, algorithm = quantisation.get("quant_method"), str(quantisation.get("quant_algo"))
-        if method in _METHOD_BYTES:
-            return _METHOD_BYTES[method]
-        if "FP4" in algorithm or "FP8" in algorithm:
-            return 0.5 if "FP4" in algorithm else 1.0
-        return model_bytes if weight_dtype == "auto" else dtype_bytes(weight_dtype)
+        algorithm = str(quantisation.get("quant_algo"))
+        named = 0.5 if "FP4" in algorithm else 1.0 if "FP8" in algorithm else None
+        return _METHOD_BYTES.get(str(quantisation.get("quant_method")), named)
 
     def _outside(self) -> int:
         """Parameters of embeddings, and of all norms."""
@@ -418,14 +377,13 @@ class _Reader:
         kernel = self.integer("linear_conv_kernel_dim", 4)
         return hidden * wide + mixed * kernel + 2 * heads + value
 
-    def _mlp(self) -> tuple[int, int, int]:
-        """Parameters: (that every token passes, over all layers; of one expert; expert layers)."""
+    def _mlp(self) -> _MlpParams:
         hidden, layers, experts = self.hidden, self.layers, self.experts
         matrices = 3 if self.family.gated else 2
         if not experts:
             inner = self.integer("intermediate_size", 4 * hidden)
             bias = inner + hidden if self.is_opt else 0
-            return layers * (matrices * hidden * inner + bias), 0, 0
+            return _MlpParams(layers * (matrices * hidden * inner + bias))
         moe_layers = self._moe_layers()
         inner = self.integer("intermediate_size", 0)
         expert_inner = self.integer("moe_intermediate_size", inner)
@@ -441,7 +399,7 @@ class _Reader:
         always += matrices * hidden * shared_inner + (hidden if shared_inner else 0)
         wide = self.integer("intermediate_size_mlp", inner)
         dense = (layers - moe_layers) * matrices * hidden * wide
-        return dense + moe_layers * always, expert, moe_layers
+        return _MlpParams(dense + moe_layers * always, expert, moe_layers)
 
     def _moe_layers(self) -> int:
         """Layers that have experts."""

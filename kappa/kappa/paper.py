@@ -28,7 +28,7 @@ def pcie_overhead(kappa: float, critical: float) -> float:
 def max_concurrent_requests(
     vram_bytes: float, cached_tokens: float, new_tokens: float, kv_token_bytes: float
 ) -> float:
-    """Eq. 9: N = V/((C + T)·M), requests whose KV fits VRAM at once, fractional.
+    """Eq. 9: N = V/((C + T)·M), the number of requests that fit VRAM at once, fractional.
 
     Raises:
         ValueError: a request without tokens.
@@ -149,12 +149,11 @@ def table3_rows() -> list[dict[str, str | float]]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A figure from the text: as printed (None where the print lost it), and as its own inputs
-    give it."""
+    """A figure from the text."""
 
     name: str
-    paper: float | None
-    recomputed: float
+    paper: float | None  # as printed; None where the print lost it
+    recomputed: float  # from the paper's own inputs
 
 
 def cases() -> list[Case]:

@@ -1,9 +1,9 @@
 """Watts: what a node draws, paper 001's Table 5, and the cap that its requests would not notice.
 
-NVML's figures are used where there are some (`workers.nvml`); elsewhere a model from data-sheet
-caps, labelled so: idle watts, plus the rest of the cap in proportion to computing, plus
-`MEMORY_SHARE` of it in proportion to time that waits for memory. Paper 001's Table 5 measures the
-effect: memory-bound serving draws 150 to 350 W of a 700 W cap. Pure.
+NVML's figures are used where it gives some (`workers.nvml`). Elsewhere a model from data-sheet
+caps, labelled so: idle watts, plus the rest of the cap in proportion to time that computes, plus
+`MEMORY_SHARE` of the rest in proportion to time that waits for memory. Paper 001's Table 5 measures
+the effect: memory-bound serving draws 150 to 350 W of a 700 W cap. Pure.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kappa.protocol import Announcement, WorkerReport
 from kappa.shapes import model_shape
 
 MEMORY_SHARE = 0.5
-"""Of the watts above idle, what a step that waits for memory draws: assumed. Data sheets do not
-tell; measured bandwidth-bound kernels on recent GPUs draw about half of what GEMMs draw."""
+"""Share of the watts above idle that a step draws while it waits for memory: assumed. Data sheets
+do not say; bandwidth-bound kernels on recent GPUs were measured at about half of GEMMs."""
 
 CLOCK_EXPONENT = 2.0
 """Watts above idle go with speed to this power when a cap lowers the clock: assumed. Voltage falls
@@ -36,15 +36,12 @@ _REPORT_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GpuPower:
-    """What a GPU may draw, in watts: its default cap, the lowest cap that it takes, and idle.
+    """A GPU's power limits; lowest cap and idle are typical figures, not from data sheets."""
 
-    reference: where the cap is from; idle and lowest are typical, not from data sheets.
-    """
-
-    cap_w: float
+    cap_w: float  # default
     least_cap_w: float
     idle_w: float
-    reference: str = ""
+    reference: str = ""  # source of `cap_w`
 
 
 _SXM700 = GpuPower(700.0, 200.0, 70.0, "NVIDIA H100/H200 SXM data sheets: 700 W")
@@ -64,8 +61,11 @@ GPUS: dict[str, GpuPower] = {
 
 
 def modelled_w(power: GpuPower, window_s: float, step_s: float, compute_s: float) -> float:
-    """Mean watts over a window, from the seconds of all its steps, and of what they computed at
-    full rate; the rest of the steps waited for memory."""
+    """Mean watts over a window of `window_s` seconds.
+
+    step_s: seconds of all steps in it; compute_s: of these, seconds that compute at full rate. The
+    rest of the steps waits for memory.
+    """
     busy = min(step_s / window_s, 1.0)
     computing = min(compute_s / window_s, busy)
     waiting = busy - computing
@@ -100,7 +100,7 @@ def table5_rows() -> list[dict[str, str | float]]:
     for workload, paper, counts in (
         ("ShareGPT", sharegpt[0], (10_000, 100, 40)),
         ("NarrativeQA", narrativeqa[0], (57_000, 12, 40)),
-    ):  # fmt: skip
+    ):
         for model in ("llama-3.1-70b", "qwen3-235b-a22b"):
             watts, joules = prompt_power(_SXM700, model_shape(model), node, counts, gpus=8)
             rows.append({
@@ -111,7 +111,7 @@ def table5_rows() -> list[dict[str, str | float]]:
 
 
 def node_power(gpu: str, cap_w: float) -> GpuPower | None:
-    """A node's GPUs of one kind together, as many as its cap in watts holds; None: not known."""
+    """A node's GPUs together, as many as its cap in watts holds; None if they are not known."""
     one = GPUS.get(gpu)
     if one is None or cap_w <= 0:
         return None
@@ -142,14 +142,16 @@ def unnoticed_cap(
 
 
 class PowerReporter:
-    """Adds watts and joules to a worker's reports, once a second. A paced node's are those of the
-    node that it stands for, in that node's own time."""
+    """Adds watts and joules to a worker's reports, once a second.
+
+    Figures of a paced node are those of the node that it is paced as, in that node's own time.
+    """
 
     def __init__(
         self, announced: Announcement, measured: Callable[[], tuple[float, float]] | None = None
     ) -> None:
-        """announced: node and step model. measured: watts that the worker's GPUs draw and may draw
-        now; None: as modelled, and nothing for a GPU that the catalogue lacks."""
+        """announced: the worker, with node and step model. measured: gives (watts drawn, cap in
+        watts) of its GPUs; None: modelled, for GPUs of the catalogue."""
         self._announced, self._measured = announced, measured
         self._modelled = GPUS.get(announced.node.gpu)
         self._before: WorkerReport | None = None
@@ -182,7 +184,6 @@ class PowerReporter:
         else:
             return
         self._energy_j += watts * window_s
-        self._figures = {
-            "power_w": watts, "power_cap_w": cap_w, "energy_j_total": self._energy_j,
-            "power_source": source,
-        }  # fmt: skip
+        self._figures = dict(
+            power_w=watts, power_cap_w=cap_w, energy_j_total=self._energy_j, power_source=source
+        )

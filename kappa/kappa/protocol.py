@@ -1,4 +1,4 @@
-"""What a worker reports to the cluster: who it is (once), and what it measured (all the time).
+"""Records that workers send to routers: their announcement (once) and their reports (always).
 
 An `Announcement` travels with Ray Serve's routing statistics, a `WorkerReport` on the worker's own
 stream beside the KV events. Both become plain data, so that workers and routers share these records
@@ -24,20 +24,20 @@ PROTOCOL = 1
 # "forget all blocks".
 KV, REPORT, RESET = b"kv", b"report", b"reset"
 
-# Of steps, and of loads, that a report holds.
+# The most step samples, and the most load samples, in a report.
 SAMPLES = 16
 
 # Under these keys of Ray Serve's routing statistics a replica announces itself (an `Announcement`),
 # and of a plain Ray Serve LLM app how many requests its engine has: some fields of `WorkerReport`.
 ANNOUNCEMENT_KEY, LOAD_KEY = "kappa", "kappa_load"
 
-# How an event of a stream begins that tells an error.
+# The beginning of a stream's event that carries an error.
 ERROR_EVENT = 'data: {"error"'
 
 # Under these keys the decider's request metadata travels in vLLM's `SamplingParams.extra_args`:
-# its request id; the tenant and its weight; how many tokens the prompt has, and how many of them it
-# expects to find on the device, in the tiers behind it, and of these on disk alone; JSON of what
-# other workers charged ({tenant: [vram_s, gpu_s, link_s]}, cumulative).
+# its request id; the tenant and its weight; the prompt's tokens, and how many of them it expects on
+# the device, in the tiers behind it, and of the latter on disk alone; JSON of other workers'
+# charges ({tenant: [vram_s, gpu_s, link_s]}, cumulative).
 REQUEST_ID_KEY = "kappa_request_id"
 TENANT_KEY = "kappa_tenant"
 WEIGHT_KEY = "kappa_weight"
@@ -53,11 +53,11 @@ GPU_S_KEY = "kappa_gpu_s"
 PLAN_KEY = "kappa_plan"
 # Set where the answer may be approximate.
 APPROX_KEY = "kappa_approx"
-# By which a client asks for that, and is told of it.
+# A client asks for that by this header, and an approximate answer carries it.
 APPROX_HEADER = "x-kappa-approx"
-# On each answer of a worker whose engine only emulates one.
+# On each answer of an emulated engine.
 ENGINE_HEADER = "x-kappa-engine"
-# In `kv_transfer_params`: the peer whose host tier holds what the worker lacks, and what that is.
+# In `kv_transfer_params`: the peer that holds missing blocks in its host tier, and which blocks.
 PEER_PARAM = "kappa_peer"
 OWN_ENGINES = ("torch", "emulated")
 
@@ -66,24 +66,26 @@ OWN_ENGINES = ("torch", "emulated")
 # they are tried, `HOST:PORT,HOST:PORT`, which no server sees.
 ENDPOINT_HEADER = "x-gateway-destination-endpoint"
 # From the decider to a worker: the request's id in the decider, and fields that the worker puts
-# into the body (JSON). By the server, on each attempt: the cluster's secret.
+# into the body (JSON).
 TO_ID_HEADER = "x-kappa-to-id"
 TO_BODY_HEADER = "x-kappa-to-body"
 # Names of top-level fields that the body loses, with commas between.
 TO_DROP_HEADER = "x-kappa-to-drop"
+# The cluster's secret, set by the server on each attempt.
 TO_SECRET_HEADER = "x-kappa-to-secret"
-# Headers that the worker puts on its answer (JSON): a client is told of the one that served it.
+# Headers that the worker puts on its answer (JSON), as for the node that served it.
 TO_SHOW_HEADER = "x-kappa-to-show"
-# In a worker's 429 or 5xx: no byte of an answer was sent, and the request may be tried at another;
-# or its engine died, and what the request had to do with it its decider must judge before.
+# In a worker's 429 or 5xx: no byte of an answer was sent, and the request may be tried elsewhere;
+# or its engine died, and the decider must first judge whether the request caused that.
 RETRY_HEADER = "x-kappa-retry"
 RETRY_ELSEWHERE, RETRY_DIED = "elsewhere", "died"
-# Of a worker's port, for its decider: measure the machine again; end what an engine that hangs has.
+# Paths of a worker's port, for its decider: measure the machine again; end all requests of an
+# engine that hangs.
 PROFILE_PATH, GIVE_UP_PATH = "/kappa/profile", "/kappa/give-up"
 
-# Charges are kept of so many tenants, here and in whatever adds them up.
+# The most tenants with charges of their own, in a worker and in sums over workers.
 MAX_TENANTS = 1024
-# Of the classes of priority, 0 first.
+# The last class of priority; 0 goes first.
 MOST_PRIORITY = 9
 
 _SPEAKS = f"this side speaks protocol {PROTOCOL}"
@@ -93,43 +95,24 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 
 
 class EngineDiedError(RuntimeError):
-    """A worker's engine is dead, and so soon will be the worker: try another."""
+    """A worker's engine died, and the worker is about to: try another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """A worker's identity, hardware and limits; constant for the life of the worker.
 
-    worker: the replica's unique id. node: its profile (measured, catalogue or paced). step: the
-    constants of an engine step. kv_bytes_per_token: M of the model it serves, or emulates.
     load_s = load_fixed_s + tokens * kv_bytes_per_token / node.h2d_bytes_per_s, and as much again at
-    node.disk_bytes_per_s for those of them on disk. disk_blocks: of its disk tier, else 0.
-    fingerprint: hash of everything two workers must share for their KV blocks to mean the same.
-    net_bytes_per_s: how fast it can fetch blocks from another worker's host tier, until it did; 0
-    when it cannot. peer: where its own host tier can be read, host:port/token; empty: nowhere.
-    packs: its scheduler goes on past a request that does not fit, and starts loads just in time.
-    step_factor: what bounds its steps besides the token budget (`kappa.cost.StepLimit`).
-    engine: its kind.
-    load_plan: how it brings cached prefixes back, {"planner": name, "cpu_room_share": as in the
-    settings, where its CPU attends to host memory, "act_share": share of stored blocks kept as
-    activations, "rates": as `kappa.plans.rates` reads them, of vLLM with the overlap of a request
-    that is alone}; empty if it loads them whole and then computes. tier: the kind of its host tier;
-    shared_tier: names the server that several workers have as their host tier, empty if it is the
-    worker's own. start_s: from the start of its process until it could serve; 0: not known.
-    max_sequences: requests that it runs at a time; 0: not known. pool: the cluster file's pool that
-    it belongs to. role: `both`, `prefill` (hands its KV over) or `decode` (takes it over).
-    measured: what the machine and the engine were measured to do (`engine.profile`,
-    `kappa_workers.vllm.measured_engine`), with `at_s`, when; node and step have the figures that
-    are priced, and profile_error names what fits badly or is missing. graphs: CUDA graphs that it
-    runs by, vLLM's `cudagraph_mode`; empty: not known.
+    node.disk_bytes_per_s for tokens on disk.
     """
 
-    worker: str
+    worker: str  # the replica's unique id
     model: str
-    node: NodeProfile
-    step: StepModel
-    kv_bytes_per_token: float
+    node: NodeProfile  # measured, of the catalogue, or paced
+    step: StepModel  # constants of an engine step
+    kv_bytes_per_token: float  # of the model that it serves, or emulates
     emulated_model: str
+    # Hash of everything that two workers must share for their KV blocks to mean the same.
     fingerprint: str
     block_tokens: int
     device_blocks: int
@@ -138,24 +121,37 @@ class Announcement:
     max_context_tokens: int
     events_endpoint: str
     snapshot_endpoint: str
+    # Measured figures that fit badly or are missing.
     profile_error: str = ""
+    # Prior speed of fetching blocks from another worker's host tier; 0: it cannot fetch.
     net_bytes_per_s: float = 0.0
+    # Where its own host tier can be read, host:port/token; empty: nowhere.
     peer: str = ""
+    # Its scheduler goes on past a request that does not fit, and starts loads just in time.
     packs: bool = False
-    engine: str = "vllm"
+    engine: str = "vllm"  # kind
+    # How cached prefixes come back; empty: loaded whole, then computed. {"planner": name,
+    # "cpu_room_share": as in the settings, where its CPU attends to host memory, "act_share": share
+    # of stored blocks kept as activations, "rates": as `kappa.plans.rates` reads them, of vLLM with
+    # the overlap of a request that is alone}.
     load_plan: Mapping[str, Any] = field(default_factory=dict)
-    tier: str = "own"
+    tier: str = "own"  # kind of host tier
+    # The server that several workers use as their host tier; empty: the tier is its own.
     shared_tier: str = ""
-    start_s: float = 0.0
+    start_s: float = 0.0  # from its process' start until it could serve; 0: not known
+    # What machine and engine were measured to do (`kappa_engine.profile`,
+    # `kappa_workers.vllm.measured_engine`), with the time `at_s`; node and step have the figures
+    # that are priced.
     measured: Mapping[str, Any] = field(default_factory=dict)
-    pool: str = ""
-    role: str = "both"
-    max_sequences: int = 0
-    disk_blocks: int = 0
-    graphs: str = ""
+    pool: str = ""  # of the cluster file
+    role: str = "both"  # or "prefill" (hands its KV over), "decode" (takes it over)
+    max_sequences: int = 0  # requests that it runs at a time; 0: not known
+    disk_blocks: int = 0  # of its disk tier; 0: none
+    graphs: str = ""  # vLLM's `cudagraph_mode`; empty: not known
+    # Bounds its steps besides the token budget (`kappa.cost.StepLimit`).
     step_factor: float = 0.0
+    # Its own HTTP port, HOST:PORT, for fronts that know the cluster's secret; empty: none.
     http: str = ""
-    """Its own HTTP port, HOST:PORT, for fronts that know the cluster's secret; empty: none."""
     protocol: int = PROTOCOL
 
     @property
@@ -186,49 +182,40 @@ class _ReportRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Admission(_ReportRow, frozen=True):
-    """The engine admitted a request: its prompt's tokens by source, for good.
-
-    disk_tokens: of `host_tokens`, those that came from disk.
-    """
+    """The engine admitted a request: its prompt's tokens by source, which is final."""
 
     request_id: str
     device_tokens: int
     host_tokens: int
     new_tokens: int
-    disk_tokens: int = 0
+    disk_tokens: int = 0  # of `host_tokens`, those from disk
 
 
 class Arrival(_ReportRow, frozen=True):
-    """A request is at the worker, whichever decider sent it, with what that decider expected.
+    """A request at the worker, from any decider, with that decider's expectation.
 
-    Tokens of the prompt by source, as expected; all zero where the decider knew nothing of it.
-    disk_tokens: of `host_tokens`. max_tokens: the client's bound on generated tokens, 0 if it gave
-    none. prefilled: its prompt is done.
+    Tokens are the prompt's by source; all zero where the decider expected nothing.
     """
 
     request_id: str
     device_tokens: Count = 0
     host_tokens: Count = 0
     new_tokens: Count = 0
-    max_tokens: Count = 0
-    prefilled: bool = False
-    disk_tokens: Count = 0
+    max_tokens: Count = 0  # the client's bound on generated tokens; 0: none
+    prefilled: bool = False  # its prompt is computed
+    disk_tokens: Count = 0  # of `host_tokens`
 
 
 class Spent(_ReportRow, frozen=True):
-    """What a request had taken when its prompt was computed, in real seconds.
-
-    load_s: of the link, by its own load; compute_s: of the steps that computed its prompt, which
-    may have served others too.
-    """
+    """Real seconds spent on a request until its prompt was computed."""
 
     request_id: str
-    load_s: float
-    compute_s: float
+    load_s: float  # link time of its own load
+    compute_s: float  # of the steps that computed its prompt, which may have served others too
 
 
 class StepSample(_ReportRow, frozen=True):
-    """A step that the engine ran: its work (`kappa.cost.StepWork`), and real seconds."""
+    """A step of the engine: its work (`kappa.cost.StepWork`), and real seconds."""
 
     tokens: float
     pairs: float
@@ -237,12 +224,11 @@ class StepSample(_ReportRow, frozen=True):
 
 
 class LoadSample(_ReportRow, frozen=True, omit_defaults=True):
-    """Tokens that were loaded at once, and real seconds of the link; disk_tokens: of these, those
-    that came from disk."""
+    """Tokens that were loaded together, and real seconds of the link."""
 
     tokens: float
     seconds: float
-    disk_tokens: float = 0.0
+    disk_tokens: float = 0.0  # of `tokens`, those from disk
 
 
 def _size(tokens: float) -> int:
@@ -250,24 +236,26 @@ def _size(tokens: float) -> int:
 
 
 class Samples:
-    """Of the steps and loads since the last report the latest of each size (a power of two), so
-    that the many that decode leave room for the few that prefill; `SAMPLES` of each at most."""
+    """Samples of steps and loads for the next report: the latest of each size, a power of two.
+
+    So the many steps that decode leave room for the few that prefill; `SAMPLES` of each at most.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[int, StepSample] = {}
         self._loads: dict[tuple[bool, int], LoadSample] = {}
 
     def add_step(self, work: StepWork[float], seconds: float) -> None:
-        """A step of that work lasted so long."""
+        """Note a step's work and real seconds."""
         self._steps[_size(work.tokens)] = StepSample(*work, seconds)
 
     def add_load(self, tokens: float, seconds: float, disk_tokens: float = 0.0) -> None:
-        """So many tokens, some of them from disk, took so long of the link."""
+        """Note a load's tokens, those of them from disk, and real seconds of the link."""
         sample = LoadSample(tokens, seconds, disk_tokens)
         self._loads[disk_tokens > 0, _size(tokens)] = sample
 
     def take(self) -> tuple[tuple[StepSample, ...], tuple[LoadSample, ...]]:
-        """What was kept; it starts anew."""
+        """The samples since the last call, which are then forgotten."""
         taken = tuple(self._steps.values()), tuple(self._loads.values())
         self._steps, self._loads = {}, {}
         return taken
@@ -277,19 +265,15 @@ _Request = TypeVar("_Request", Admission, Arrival, Spent)
 
 
 class Charge(NamedTuple):
-    """What was used of one worker, in seconds of the whole resource.
+    """Use of one worker, in seconds of the whole resource."""
 
-    vram_s: share of all blocks held, times seconds; gpu_s: share of an iteration's tokens, times
-    its seconds; link_s: seconds of loading.
-    """
-
-    vram_s: float = 0.0
-    gpu_s: float = 0.0
-    link_s: float = 0.0
+    vram_s: float = 0.0  # share of all blocks held, times seconds
+    gpu_s: float = 0.0  # share of an iteration's tokens, times its seconds
+    link_s: float = 0.0  # seconds of loading
 
 
 class TenantCharge(_ReportRow, frozen=True):
-    """What one tenant used of the reporting worker since that started; see `Charge`."""
+    """A tenant's use of the reporting worker since its start; see `Charge`."""
 
     tenant: str
     vram_s: Seconds
@@ -302,27 +286,9 @@ class TenantCharge(_ReportRow, frozen=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker measured since its last report, and its totals since it started.
+    """A worker's measurements since its last report, and its totals since it started.
 
-    Seconds are real (dilated on a paced node). `*_total` never fall within one worker's life;
-    `admitted`, `prefilled` and `spent` list requests of this report only; `steps` and `loads` some
-    of those that it adds to the totals, unlike each other (`Samples`).
-    host_spare_blocks: of the host tier, unused or held only as copies of what another worker has.
-    `fetch_*_total`: what it took from others' host tiers; net_tokens_per_s: an EWMA of how fast, 0:
-    not known.
-
-    Of the engine's scheduler: `iterations_total` counts iterations, `queued_iterations_total` those
-    with a non-empty queue; over the latter `budget_fill_sum` and `vram_fill_sum` add up the share
-    of the token budget and of the blocks in use. `tier_failures_total`: what an LMCache server
-    or a peer failed to do, by what. `passed_total`: how often a waiting request was
-    looked at and left, by reason. `waiting`, `loading`, `running`: requests, in the last iteration.
-    `power_w`, `power_cap_w`: what its GPUs draw and may draw; `energy_j_total`: since it started;
-    `power_source`: `nvml`, `model`, `paced` (modelled, in emulated time), or empty: not known.
-    `charges`: cumulative, at least of the tenants whose charge changed since the last report.
-    `arrived`, `finished`: requests that came to the replica, or left it, since the last report;
-    `generated`: of those that left, the tokens of their answers, by request, unless there were
-    none; `failed`: of those that left, those whose engine failed while it answered; `in_flight`:
-    all that are there, now and then and after every snapshot, else None.
+    Seconds are real (dilated on a paced node). `*_total` never fall within one worker's life.
     """
 
     worker: str
@@ -339,40 +305,56 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_seconds_total: float = 0.0
     store_wait_seconds_total: float = 0.0
     h2d_bytes_per_s: float = 0.0
+    # Fetched from other workers' host tiers.
     fetch_tokens_total: int = 0
     fetch_bytes_total: int = 0
     fetch_seconds_total: float = 0.0
+    # Speed of these fetches, an EWMA; 0: not known.
     net_tokens_per_s: float = 0.0
     event_gaps_total: int = 0
+    # Blocks of the host tier that are unused, or only copies of other workers' blocks.
     host_spare_blocks: int = 0
+    # Iterations of the engine's scheduler; those with a non-empty queue, and over these the sums of
+    # the shares of the token budget and of the blocks in use.
     iterations_total: int = 0
     queued_iterations_total: int = 0
     budget_fill_sum: float = 0.0
     vram_fill_sum: float = 0.0
+    # How often a waiting request was looked at and left, by reason.
     passed_total: Mapping[str, int] = {}
+    # Failures of an LMCache server, a disk or a peer, by operation.
     tier_failures_total: Mapping[str, int] = {}
     rule_errors_total: int = 0
     preemptions_total: int = 0
     stores_dropped_total: int = 0
     failed_loads_total: int = 0
     misused_blocks_total: int = 0
+    # Watts that its GPUs draw, and may draw.
     power_w: float = 0.0
     power_cap_w: float = 0.0
     energy_j_total: float = 0.0
-    power_source: str = ""
+    power_source: str = ""  # nvml, model or paced (modelled, in emulated time); empty: not known
+    # Requests in the last iteration.
     waiting: int = 0
     loading: int = 0
     running: int = 0
+    # Requests of this report only, since the last one.
     admitted: tuple[Admission, ...] = ()
     prefilled: tuple[str, ...] = ()
     spent: tuple[Spent, ...] = ()
+    # A choice of the steps and loads that the totals count (`Samples`).
     steps: tuple[StepSample, ...] = ()
     loads: tuple[LoadSample, ...] = ()
+    # Cumulative; at least the tenants with a charge that changed since the last report.
     charges: tuple[TenantCharge, ...] = ()
+    # Requests that came to the replica, and that left it, since the last report.
     arrived: tuple[Arrival, ...] = ()
     finished: tuple[str, ...] = ()
+    # Tokens of the answers of finished requests, by request; none if there are none.
     generated: Mapping[str, Count] = {}
+    # Finished requests that the engine failed while it answered them.
     failed: tuple[str, ...] = ()
+    # All requests at the replica, now and then and after every snapshot; else None.
     in_flight: tuple[Arrival, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -388,7 +370,7 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"report: {error}; {_SPEAKS}") from None
 
     def renamed(self, name: Callable[[str], str]) -> WorkerReport:
-        """The same report with each request's id as `name` gives it."""
+        """The same report with all requests renamed by `name`."""
 
         def ids(rows: Iterable[_Request]) -> tuple[_Request, ...]:
             return tuple(replace(row, request_id=name(row.request_id)) for row in rows)

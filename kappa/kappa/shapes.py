@@ -1,16 +1,26 @@
-"""Model shapes by name: a few built in, or of a ``config.json`` (`kappa.model_config`).
+"""Model shapes by name: a few built in, or of a ``config.json`` and the weights beside it.
 
-Built-ins are such configs cut to the keys that matter, so both take one path.
+Built-ins are such configs cut to the keys that matter, so both take one path
+(`kappa.model_config`).
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kappa.checks import unknown_name
 from kappa.model import ModelShape
-from kappa.model_config import dtype_bytes, shape_from_config, with_stored_weights
+from kappa.model_config import dtype_bytes, shape_from_config
+
+# Tensors by name: of which layer; of a vision tower or of layers that predict ahead; scales.
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_BESIDE = re.compile(r"vis(ion|ual)|multi_modal|mm_projector|\bmtp\b")
+_SCALE = re.compile(r"_scales?(_inv)?$|\.scales?$|zero(_point|s)$|g_idx$")
 
 
 def _decoder(
@@ -86,3 +96,46 @@ def model_shape(name_or_path: str | Path, kv_dtype: str = "auto") -> ModelShape:
         known = SHAPES[name]
         return known if kv_dtype == "auto" else replace(known, kv_dtype_bytes=dtype_bytes(kv_dtype))
     raise unknown_name("model", text, SHAPES, "or give the path of a config.json")
+
+
+def with_stored_weights(shape: ModelShape, folder: Path) -> ModelShape:
+    """The shape with the parameters of a folder's safetensors files, and with their bytes where
+    they are packed; unchanged without such files.
+
+    Only headers are read. Vision towers, scales and layers beyond the model's (which only predict
+    ahead) are left out; what an expert holds is as the config has it.
+
+    Raises:
+        ValueError: a file that is not what it is called.
+    """
+    params, stored_bytes, is_packed = 0, 0, False
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in _header(path).items():
+            layer = _LAYER.search(name)
+            beyond = layer is not None and int(layer[1]) >= shape.layers
+            if name == "__metadata__" or beyond or _BESIDE.search(name):
+                continue
+            start, stop = tensor["data_offsets"]
+            stored_bytes += stop - start
+            if not _SCALE.search(name):
+                params += math.prod(tensor["shape"])
+                is_packed |= tensor["dtype"] in ("U8", "I32", "U32")
+    if not params:
+        return shape
+    if is_packed:
+        return replace(shape, weight_dtype_bytes=stored_bytes / shape.params_total)
+    idle = min(shape.params_total - shape.params_active, params - 1)
+    return replace(shape, params_total=float(params), params_active=float(params - idle))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: its length in eight bytes, then JSON."""
+    try:
+        with path.open("rb") as file:
+            header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return header
+    except (OSError, ValueError, OverflowError, MemoryError):
+        raise ValueError(
+            f"{path} is no safetensors file: fetch the model again (of Git LFS, the files "
+            "themselves and not what stands for them)"
+        ) from None

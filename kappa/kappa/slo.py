@@ -20,19 +20,18 @@ from kappa.cost import StepModel, StepWork, prompt_s, transfer_s
 
 Floats = NDArray[np.float64]
 
-TTFT_FLOOR_S = 0.5
-TTFT_IDLE_FACTOR = 5.0
-TPOT_IDLE_FACTOR = 3.0
-
 
 class ServiceObjective(NamedTuple):
-    """What a first token, and each later one, may take: so many seconds of the node's own time, or
-    so many times what an idle node takes, whichever is longer."""
+    """Limits on a first token and on each later one.
 
-    ttft_s: float = TTFT_FLOOR_S
-    ttft_idle_factor: float = TTFT_IDLE_FACTOR
+    Each is a number of seconds, in the node's own time, or a multiple of the idle node's seconds,
+    whichever is longer.
+    """
+
+    ttft_s: float = 0.5
+    ttft_idle_factor: float = 5.0
     tpot_s: float = 0.0
-    tpot_idle_factor: float = TPOT_IDLE_FACTOR
+    tpot_idle_factor: float = 3.0
 
 
 OBJECTIVE = ServiceObjective()
@@ -40,12 +39,12 @@ OBJECTIVE = ServiceObjective()
 
 @dataclass(frozen=True, slots=True)
 class IdleSpeed:
-    """What a node needs for a request that it serves alone, in seconds of its own time."""
+    """A node's speed for a request that it serves alone, in seconds of its own time."""
 
     step: StepModel
     load_token_s: float
     load_fixed_s: float
-    budget_tokens: int = 8192
+    budget_tokens: int = 8192  # of a step
 
 
 def idle_ttft_s(speed: IdleSpeed, cached_tokens: ArrayLike, new_tokens: ArrayLike) -> Floats:
@@ -65,8 +64,10 @@ def idle_tpot_s(speed: IdleSpeed, prompt_tokens: ArrayLike, output_tokens: Array
 
 
 def median_node(by_node: Sequence[Floats], counts: Sequence[int] | None = None) -> Floats:
-    """The least figure that half of the nodes reach; by_node: a vector over requests for each node,
-    or kind of node, of which there are `counts`."""
+    """The median node's figure for each request: the least that half of the nodes reach.
+
+    by_node: a vector over requests for each node or kind of node; counts: nodes of each kind.
+    """
     values = np.stack([np.atleast_1d(row) for row in by_node])
     weights = np.asarray([1] * len(by_node) if counts is None else counts)
     order = np.argsort(values, axis=0, kind="stable")
@@ -79,21 +80,21 @@ def median_node(by_node: Sequence[Floats], counts: Sequence[int] | None = None) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Limits:
-    """What each request may take: seconds to the first token, and seconds per later token."""
+    """Limits of each request: seconds to the first token, and seconds per later token."""
 
     ttft_s: Floats
     tpot_s: Floats
 
     def met(self, ttft_s: ArrayLike, tpot_s: ArrayLike) -> NDArray[np.bool_]:
-        """Which requests meet both; NaN for a TTFT is a rejection, for a TPOT a single token."""
+        """Whether each request meets both. TTFT is NaN for a rejection, TPOT for a single token."""
         ttft, tpot = np.asarray(ttft_s, dtype=np.float64), np.asarray(tpot_s, dtype=np.float64)
         met: Any = (ttft <= self.ttft_s) & (np.isnan(tpot) | (tpot <= self.tpot_s))
         return np.asarray(met, dtype=np.bool_)
 
 
 def limits(idle_ttft: Floats, idle_tpot: Floats, dilation: float = 1.0) -> Limits:
-    """The objective of requests with these idle figures, in real seconds."""
+    """The limits of requests with these idle figures by `OBJECTIVE`, in real seconds."""
     return Limits(
-        ttft_s=np.maximum(TTFT_FLOOR_S * dilation, TTFT_IDLE_FACTOR * idle_ttft),
-        tpot_s=TPOT_IDLE_FACTOR * idle_tpot,
+        ttft_s=np.maximum(OBJECTIVE.ttft_s * dilation, OBJECTIVE.ttft_idle_factor * idle_ttft),
+        tpot_s=OBJECTIVE.tpot_idle_factor * idle_tpot,
     )

@@ -29,7 +29,7 @@ from kappa_loadtest.run_folder import RequestRecord
 from kappa_workload.replay import Prompt
 
 PROBE_S = 10.0
-"""What a question about the endpoint itself may take."""
+"""Timeout of requests about the endpoint itself."""
 NETWORK_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 _ERROR_BYTES = 4096
 _LONGEST_EVENT_BYTES = 4 << 20
@@ -40,11 +40,11 @@ _NO_STREAMS = ("application/json", "text/html")
 
 
 class EndpointError(ValueError):
-    """The endpoint cannot be used so; the message says where, why and what to do."""
+    """The endpoint cannot be used; the message gives place, reason and remedy."""
 
 
 class StreamFault(Exception):
-    """The stream is not what it should be; `kind` is one of the kinds of errors of a record."""
+    """The stream breaks the protocol; `kind` is one of `run_folder.ERROR_KINDS`."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -61,33 +61,26 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
-    """Where and how requests are sent.
+    """The endpoint, and the options of every request to it."""
 
-    url: base, with or without `/v1`; model: as the endpoint names it. keys, priorities: by tenant,
-    with "" for all others; without a priority the field is not sent. timeout_s: for a whole answer.
-    ignore_eos: whether to send vLLM's option that makes answers as long as requested. usage: ask
-    for token counts at the end of the stream. max_output_tokens: bound on every answer, None for
-    what the workload says. as_chat: texts go as chats of one message, for endpoints that know no
-    completions.
-    """
-
-    url: str
-    model: str
+    url: str  # base, with or without `/v1`
+    model: str  # as the endpoint names it
+    # By tenant, with "" for all others; without a priority the field is not sent.
     keys: Mapping[str, str] = field(default_factory=dict)
     priorities: Mapping[str, int] = field(default_factory=dict)
-    timeout_s: float = 300.0
-    ignore_eos: bool = False
-    usage: bool = True
-    max_output_tokens: int | None = None
-    as_chat: bool = False
+    timeout_s: float = 300.0  # of a whole answer
+    ignore_eos: bool = False  # send vLLM's option that makes answers as long as requested
+    usage: bool = True  # ask for token counts at the end of the stream
+    max_output_tokens: int | None = None  # of every answer; None: no bound
+    as_chat: bool = False  # texts go as chats of one message, where there are no completions
 
     def output_tokens(self, wanted: int) -> int:
-        """How many tokens to request, at least one."""
+        """The number of tokens to request, at least one."""
         bound = self.max_output_tokens
         return max(wanted if bound is None else min(wanted, bound), 1)
 
     def priority(self, tenant: str) -> int | None:
-        """The class to ask for; None: the endpoint's own choice."""
+        """The class of priority to request; None: none."""
         return self.priorities.get(tenant, self.priorities.get(""))
 
     def prepare(self, prompt: Prompt, output_tokens: int, tenant: str = "") -> Prepared:
@@ -122,7 +115,7 @@ class Endpoint:
     _session: aiohttp.ClientSession
 
     def __init__(self, settings: EndpointSettings, now_s: Callable[[], float]) -> None:
-        """Raises EndpointError for a URL that is none."""
+        """Raises EndpointError for a malformed URL."""
         self.settings, self.now_s = settings, now_s
         self._url = base_url(settings.url)
         self._headers = {tenant: bearer(key) for tenant, key in settings.keys.items()}
@@ -151,10 +144,9 @@ class Endpoint:
             context.trace_request_ctx.sent_s = self.now_s()
 
     async def send(self, prepared: Prepared, record: RequestRecord) -> float | None:
-        """Send one attempt and fill `record` with what came; returns the seconds of a
-        `Retry-After`, if the endpoint gave one.
+        """Send one attempt and fill `record`; returns the seconds of `Retry-After`, if given.
 
-        Only a cancellation gets through, after the record has been filled.
+        Only a cancellation is raised, after the record has been filled.
         """
         retry_after_s = None
         stream = Stream()
@@ -253,7 +245,7 @@ def base_url(url: str) -> str:
 
 
 def _read_headers(headers: Mapping[str, str], record: RequestRecord) -> None:
-    """What our cluster reports of the attempt; nothing is left of the attempt before."""
+    """Take our cluster's headers into the record, in place of those of the attempt before."""
     record.request_id = printable(headers.get("x-request-id", ""))
     record.node = printable(headers.get("x-kappa-node", ""))
     ours = headers if record.node else {}
@@ -308,14 +300,14 @@ def error_message(error: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of others without what a record cannot hold, or a terminal would obey."""
+    """Foreign text without unprintable characters, which could control a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _number(text: str | None) -> float | None:
-    """A finite number of a header that is zero or above; None for anything else."""
+    """A header's finite number, zero or above; None for anything else."""
     try:
         value = float(text) if text else math.nan
     except ValueError:
@@ -340,7 +332,7 @@ class _Choice(msgspec.Struct):
     finish_reason: Any = None
 
 
-# What a table's column of integers holds.
+# The integers that a table's column can hold.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
@@ -359,19 +351,19 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Stream:
-    """Reads one answer. `outputs` counts events with output; token counts: None until reported."""
+    """Parser of one streamed answer; token counts are None until reported."""
 
     __slots__ = ("_rest", "completion_tokens", "done", "finished", "outputs", "prompt_tokens")
 
     def __init__(self) -> None:
         self._rest = b""
-        self.outputs = 0
+        self.outputs = 0  # events with output
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
         self.finished = self.done = False
 
     def feed(self, chunk: bytes) -> int:
-        """Read on; returns how many events with output ended in this chunk.
+        """Read a chunk; returns the number of events with output that ended in it.
 
         Raises:
             StreamFault: an event that is no JSON of OpenAI's, an error of the endpoint, or
@@ -386,7 +378,7 @@ class Stream:
         return self.outputs - before
 
     def end(self) -> int:
-        """The stream ended: read a last line without its end; returns as `feed`.
+        """Read a last line without its line break at the stream's end; returns as `feed`.
 
         A last line that cannot be read is a stream cut in the middle, which its lack of an end
         shows already.

@@ -1,8 +1,8 @@
-"""What an endpoint reports of itself: before a load test, and of each request afterwards.
+"""An endpoint's reports: about itself before a load test, and about each request afterwards.
 
-Before: models, nodes, what options it takes. vLLM, SGLang and clusters of ours are recognised by
-what they report; an endpoint that is none of these gets plain OpenAI requests. Afterwards: what a
-cluster of ours predicted of each request and what became of that (`/v1/decisions`).
+Before: models, nodes and options. vLLM, SGLang and clusters of ours are recognised by their
+reports; other endpoints get plain OpenAI requests. Afterwards: a cluster of ours reports its
+prediction for each request and the outcome (`/v1/decisions`).
 """
 
 from __future__ import annotations
@@ -28,31 +28,27 @@ from kappa_loadtest.client import (
 from kappa_loadtest.run_folder import RequestDecision
 
 _EOS_OWNERS = ("vllm", "sglang")
-# What a cluster of ours remembers; router/kappa_router/live/live_router.py.
+# Decisions that a cluster of ours remembers; router/kappa_router/live/live_router.py.
 _REMEMBERED = 4096
 _BATCH = 256
 _POLL_S = 1.0
 # Others may use the same cluster; their decisions lie between ours.
 _SLACK = 64
 _SETTLE_S = 0.5
-# Workers report about once a second; what they have not reported by then they never will.
+# Workers report about once a second: reports that have not come by then never will.
 _PATIENCE_S = 5.0
-# Of what really happened: known when the worker has reported the request's prompt.
+# Outcomes that are known when the worker has reported the request's prompt.
 _REPORTED_LAST = ("new_tokens", "compute_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What an endpoint reports.
-
-    models; contexts: of those for which it gives one; nodes: none unless it is a cluster of ours;
-    takes_ignore_eos: whether it is known to, which those do that take token ids.
-    """
+    """An endpoint's report about itself."""
 
     models: tuple[str, ...]
-    contexts: dict[str, int]
-    nodes: tuple[dict[str, Any], ...]
-    takes_ignore_eos: bool
+    contexts: dict[str, int]  # tokens, by model, where it gives them
+    nodes: tuple[dict[str, Any], ...]  # empty unless it is a cluster of ours
+    takes_ignore_eos: bool  # known to take vLLM's option; then it takes token ids, too
 
 
 class _Card(msgspec.Struct):
@@ -69,7 +65,7 @@ async def survey(url: str, key: str = "", timeout_s: float = PROBE_S) -> Surveye
     """Find out what an endpoint is, without generating anything.
 
     Raises:
-        EndpointError: nobody answers, the key is refused, or it serves no model.
+        EndpointError: no answer, a refused key, or no model.
     """
     base, timeout = base_url(url), aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(headers=bearer(key), timeout=timeout) as session:
@@ -117,11 +113,12 @@ class _Answer(msgspec.Struct):
 
 
 class Decisions:
-    """Decisions still to be fetched. `fetch` gives the last so many as JSON; `write` keeps one.
+    """Collects decisions during a run. fetch: gives the last n as JSON; write: keeps one.
 
-    A cluster remembers a few thousand, newest last: they are fetched while the run goes on, a few
-    hundred at a time, so that neither side is busy with it for long. A decision is waited for
-    `patience_s` after its request has ended, and then kept as it is; what is not found is counted.
+    A cluster remembers a few thousand, newest last. They are fetched while the run goes on, a few
+    hundred at a time, so that neither side is busy with it for long. A decision may be completed
+    until `patience_s` after its request has ended, and is then kept as it is; missing ones are
+    counted.
     """
 
     def __init__(
@@ -137,19 +134,19 @@ class Decisions:
         self.written = self.lost = 0
 
     def ticket(self) -> int:
-        """Call as a request is sent: its place in the order of decisions."""
+        """A request is sent; returns its place in the order of decisions."""
         self._made += 1
         return self._made
 
     def want(self, request_id: str, ticket: int) -> None:
-        """A request has ended: its decision is to be fetched."""
+        """A request has ended: fetch its decision."""
         self._wanted[request_id] = (ticket, time.monotonic() + self._patience_s)
         if len(self._wanted) >= _BATCH:
             self._enough.set()
 
     @property
     def missing(self) -> int:
-        """Requests whose decision was not found, or is still wanted."""
+        """The number of requests without their decision, lost or still to be fetched."""
         return self.lost + len(self._wanted)
 
     async def follow(self) -> None:
@@ -181,7 +178,8 @@ class Decisions:
         for request_id, (ticket, until_s) in list(self._wanted.items()):
             decision = found.get(request_id)
             is_last = now_s >= until_s or self._made - ticket >= _REMEMBERED
-            if decision is not None and (is_last or is_complete(decision.actual)):
+            done = decision and all(decision.actual.get(n, 0) is not None for n in _REPORTED_LAST)
+            if decision is not None and (is_last or done):
                 decision.predicted = _figures(decision.predicted)
                 decision.actual = _figures(decision.actual)
                 self._write(decision)
@@ -193,13 +191,8 @@ class Decisions:
             del self._wanted[request_id]
 
 
-def is_complete(actual: dict[str, Any]) -> bool:
-    """Whether a request's worker has reported what became of its prompt."""
-    return all(actual.get(name, 0) is not None for name in _REPORTED_LAST)
-
-
 def _figures(found: dict[str, Any]) -> dict[str, Any]:
-    """Numbers, and what is not known: a report counts with them."""
+    """The numbers of a decision, None included, which a report adds up."""
     return {
         name: value
         for name, value in found.items()

@@ -1,7 +1,7 @@
-"""Workloads as a command line names them: built in, in a file, or on the Hugging Face hub.
+"""Workloads by the names of a command line: built in, in a file, or on the Hugging Face hub.
 
-Only a name that begins with `hf:` goes to the network, and only to fetch what is not in the hub's
-cache yet.
+Only a name that begins with `hf:` goes to the network, and only to fetch files that are not in the
+hub's cache yet.
 """
 
 from __future__ import annotations
@@ -24,19 +24,15 @@ _REACH_TIMEOUT_S = 5.0
 
 
 def open_workload(
-    name: str,
-    *,
-    tokenizer: str | None = None,
-    scale: float | Fraction = 1,
-    **reading: Any,
+    name: str, *, tokenizer: str | None = None, scale: float | Fraction = 1, **reading: Any
 ) -> Workload:
-    """The workload that a user named.
+    """A workload by a user's name for it.
 
     Args:
         name: of a built-in workload, a path, or `hf:OWNER/NAME[/FILE]` for a data set on the hub,
-            whose file is `SHAREGPT_FILE` if none is named.
+            with `SHAREGPT_FILE` as the default file.
         tokenizer: a `tokenizer.json`, or the folder of a model that has one; for texts.
-        scale: every length times this (`workload.scaling`); texts are given up if it is not 1.
+        scale: every length times this (`kappa_workload.scaling`); unless it is 1, without texts.
         reading: the fields of `kappa_workload.reading.ReadAs`.
 
     Raises:
@@ -50,7 +46,7 @@ def open_workload(
 
 
 def token_counter(tokenizer: str) -> TokenCounter:
-    """Counts the tokens of a text, special ones left out.
+    """A counter of a text's tokens, special ones left out.
 
     Raises:
         WorkloadError: there is no tokenizer there.

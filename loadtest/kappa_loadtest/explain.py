@@ -1,6 +1,6 @@
-"""Why a request was slow: a plain sentence about the largest part of its time.
+"""Explains why a request was slow, in a sentence about the largest part of its time.
 
-Requests are rows of the table of `loadtest.results`, of those that were answered.
+Requests are rows of the table of `kappa_loadtest.results` that were answered.
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 NO_SPLIT = "no split: the endpoint does not report one"
-_PARTS = {
-    "late": "late_s", "queue": "actual_queue_s", "load": "actual_load_s",
-    "compute": "actual_compute_s", "way": "way_s", "unknown": "unknown_s",
-}  # fmt: skip
+PARTS = {
+    "late": ("late_s", "sent late"),
+    "queue": ("actual_queue_s", "queue"),
+    "load": ("actual_load_s", "load"),
+    "compute": ("actual_compute_s", "compute"),
+    "way": ("way_s", "between client and router"),
+    "unknown": ("unknown_s", "not split"),
+}
+"""The parts of a TTFT: column, and label in the report."""
 _MOST = 0.5
 
 Row = Mapping[str, Any]
 
 
 def why_slow(row: Row) -> str:
-    """What made its first token late, what the router had expected, and what was in no cache."""
-    parts = {name: row[column] or 0.0 for name, column in _PARTS.items()}
+    """The cause of a late first token, the router's prediction, and tokens missing from caches."""
+    parts = {name: row[column] or 0.0 for name, (column, _) in PARTS.items()}
     cause = max(parts, key=parts.__getitem__)
     part, whole = seconds(parts[cause]), seconds(row["ttft_s"])
     took = part if part == whole else f"{part.removesuffix(' s')} of {whole}"
@@ -57,7 +62,7 @@ def _sentence(row: Row, cause: str, part: str, took: str) -> str:
 
 
 def _missed(row: Row) -> str:
-    """What of the expected prefix was in no cache."""
+    """The part of the expected prefix that was in no cache, as a clause."""
     device, host = row["actual_device_tokens"], row["actual_cached_tokens"]
     if device is None or host is None:
         return ""
@@ -69,7 +74,7 @@ def _missed(row: Row) -> str:
 
 
 def why_slow_tokens(row: Row) -> str:
-    """Why its later tokens came slowly: one long pause, or all of them."""
+    """The cause of slow later tokens: one long pause, or all of them."""
     gaps_s = row["gaps_s"]
     if not gaps_s:
         return "it has no second token"
@@ -87,7 +92,7 @@ def why_slow_tokens(row: Row) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds for people: three digits that mean something."""
+    """Seconds as text, with three significant digits."""
     if abs(value) < 0.0995:
         return f"{1e3 * value:.3g} ms"
     return f"{value:.2f} s" if abs(value) < 0.995 else f"{value:.1f} s"

@@ -34,7 +34,7 @@ class NotMade:
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """A session to send from `first` on, whose request is already made."""
+    """A session to send from turn `first` on, with that turn's request."""
 
     session: ReplaySession
     first: int
@@ -44,8 +44,8 @@ class Fed:
 class Feeder:
     """Sessions in order, made ahead; use as a context manager, from one event loop.
 
-    `done`: how many turns of a session were answered in an earlier part of the run; sessions all
-    of whose turns were are left out.
+    `done`: turns of each session that were answered in an earlier part of the run; sessions with
+    all turns answered are left out.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ def figures(table: pl.DataFrame, objective: Objective, is_closed: bool = False) 
 
 
 def spread(values: pl.Series) -> dict[str, float | None]:
-    """Mean, quantiles and largest of what is not null; None where there is nothing."""
+    """Mean, quantiles and largest of the values that are not null; None if there are none."""
     found = values.drop_nulls().to_numpy()
     if not len(found):
         return dict.fromkeys(("mean", *_QUANTILES, "max"))
@@ -101,7 +101,7 @@ def itl_s(table: pl.DataFrame) -> pl.Series:
 
 
 def _span_s(first: pl.Series, last: pl.Series) -> float:
-    """From the least to the largest; 0 where that is no time."""
+    """Seconds from the least to the largest time; 0 if there are none."""
     if not len(first):
         return 0.0
     return max(float(last.max()) - float(first.min()), 0.0)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def _per(count: float, seconds: float) -> float | None:
 
 
 def _counts(values: pl.Series) -> dict[str, int]:
-    """How often each occurs, the most frequent first; of equals the one that came first."""
+    """Counts by value, the most frequent first; of equals the one that came first."""
     counts = values.alias("value").to_frame().group_by("value", maintain_order=True).len()
     return dict(counts.sort("len", descending=True, maintain_order=True).iter_rows())
 
@@ -138,7 +138,7 @@ def _slo(table: pl.DataFrame, objective: Objective) -> dict[str, Any]:
         "not_judged": no_limit,
         "asked": is_required,
         "share": objective.share,
-        # What nobody required can be met in part, but neither passed nor missed.
+        # An objective that was not required has no pass or fail.
         "passed": met >= objective.share if met is not None and is_required else None,
     }
 
@@ -154,7 +154,7 @@ def _errors(failed: pl.DataFrame) -> dict[str, Any]:
 
 
 def _cached(table: pl.DataFrame) -> dict[str, Any]:
-    """Expected with an unlimited cache, against what engines found, where they reported it."""
+    """Cached tokens as expected with an unlimited cache, and as engines reported them."""
     reported = table.drop_nulls([f"actual_{name}" for name in TOKENS])
     device, host, computed = (int(reported[f"actual_{name}"].sum()) for name in TOKENS)
     found = {"actual": device + host, "device": device, "host": host, "computed": computed}
@@ -217,7 +217,7 @@ def jain(values: ArrayLike) -> float | None:
 
 
 def _few_owners(table: pl.DataFrame, column: str) -> pl.DataFrame:
-    """The table with owners beyond the first so many as one: a workload may name one a request."""
+    """The table with owners beyond the first `_MOST_OWNERS` merged: each request may name one."""
     names = table[column].unique(maintain_order=True)
     if len(names) <= _MOST_OWNERS:
         return table
@@ -260,7 +260,7 @@ def _largest(table: pl.DataFrame, column: str, most: int) -> list[dict[str, Any]
 
 
 def _slow_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One with a late first token: predicted and actual, split alike, and why."""
+    """A row on a late first token: predicted and actual parts, and the cause."""
     parts = {name: row[f"actual_{name}"] for name in PARTS}
     rest = {name: row[name] for name in ("ttft_s", "late_s", "way_s", "unknown_s")}
     return {
@@ -295,10 +295,10 @@ def _named(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def timeline(table: pl.DataFrame) -> dict[str, Any]:
-    """What happened in each of at most `_BINS` bins of `bin_s` seconds, by series.
+    """Series of events in at most `_BINS` bins of `bin_s` seconds.
 
-    One that was never sent was neither due nor ended. in_flight: sent and not yet ended; waiting:
-    due and not yet sent; at the end of a bin.
+    A request that was never sent counts as neither due nor ended. in_flight: sent and not yet
+    ended; waiting: due and not yet sent; at the end of a bin.
     """
     c = pl.col
     sent, done = table.filter(c.error != "prompt"), table.filter(c.error == "")

@@ -1,7 +1,7 @@
-"""The options of a load test that two runs must share to be parts of one: what is sent, and how.
+"""The options of a load test that two runs must share to be parts of one.
 
-`kappa replay` has them as they stand here; they are kept in run.json, where a run that goes on
-finds them.
+`kappa replay` has them as they stand here; they are kept in run.json, where a resumed run finds
+them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _factor(text: str) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """An option's value, unless it is no number of seconds."""
+    """An option's value; BadParameter if it is not a finite number of seconds."""
     if value is not None and not math.isfinite(value):
         raise BadParameter(f"{value} is no number of seconds")
     return value
@@ -57,10 +57,7 @@ def finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """A load test's options. None leaves out a bound.
-
-    `digest` tells two versions of a workload's file apart.
-    """
+    """A load test's options; None: no bound."""
 
     workload: Annotated[
         str | None, Argument(help="A built-in workload, a file of one, hf:OWNER/NAME.")
@@ -71,11 +68,11 @@ class LoadOptions:
         str, Option(help="Sessions a second: poisson:5, gamma:5,cv=3, trace, ramp:1-9/60 …")
     ] = "poisson:1"
     closed: Annotated[
-        int | None, Option(min=1, help="So many sessions at a time, instead of arrivals.")
+        int | None, Option(min=1, help="Sessions at a time, instead of arrivals.")
     ] = None
     rates: Annotated[Rates, Option(help="What rates count.")] = "sessions"
-    sessions: Annotated[int | None, Option(min=1, help="End after so many sessions.")] = None
-    requests: Annotated[int | None, Option(min=1, help="End after so many requests.")] = None
+    sessions: Annotated[int | None, Option(min=1, help="The most sessions.")] = None
+    requests: Annotated[int | None, Option(min=1, help="The most requests.")] = None
     duration: Annotated[
         float | None, Option(min=1e-9, callback=finite, help="Nothing is due after these s.")
     ] = None
@@ -87,8 +84,7 @@ class LoadOptions:
     usage: Annotated[bool, Option(help="Ask the endpoint for token counts.")] = True
     max_output: Annotated[int | None, Option(min=1, help="Longest answer, in tokens.")] = None
     max_context: Annotated[
-        int | None,
-        Option(min=1, help="Longest prompt and answer; default: as the endpoint says."),
+        int | None, Option(min=1, help="Longest prompt and answer; default: as the endpoint says.")
     ] = None
     max_turns: Annotated[int | None, Option(min=1, help="Turns of a session, at most.")] = None
     pause_factor: Annotated[
@@ -107,11 +103,12 @@ class LoadOptions:
         str | None, Option(help="Measures texts: a tokenizer.json, or a model's folder.")
     ] = None
     scale: Annotated[str, Option(callback=_factor, help="Every length times this, as 1/32.")] = "1"
-    limit: Annotated[int | None, Option(min=1, help="Read so many sessions of the file.")] = None
-    digest: str = ""
+    limit: Annotated[int | None, Option(min=1, help="Sessions to read of the file.")] = None
+    digest: str = ""  # of the workload's file, so that a resumed run notices a changed one
 
     def checked(self) -> LoadOptions:
-        """With the digest of the workload's file; ValueError for what is missing or no use."""
+        """These options with the digest of the workload's file; ValueError for missing or unusable
+        ones."""
         for name, given in (("WORKLOAD", self.workload), ("--url URL", self.url)):
             if not given:
                 raise ValueError(f"give {name}")
@@ -125,10 +122,10 @@ class LoadOptions:
         return replace(self, digest=digest)
 
     def open(self) -> Workload:
-        """The workload itself; reads its file.
+        """Read the workload.
 
         Raises:
-            ValueError: there is none, or it cannot be used; says file and line.
+            ValueError: it does not exist or cannot be used; names file and line.
         """
         return open_workload(
             str(self.workload),
@@ -140,13 +137,13 @@ class LoadOptions:
         )
 
     def spec(self) -> ArrivalSpec:
-        """The arrivals; a ValueError says what is wrong with them."""
+        """The arrivals; ValueError if they are malformed."""
         if self.closed is not None:
             return ArrivalSpec("closed", concurrency=self.closed, text=f"closed:{self.closed}")
         return parse_arrivals(self.arrivals)
 
     def priorities(self) -> dict[str, int]:
-        """Class by tenant, of the others under ""; ValueError for what is no class."""
+        """Class by tenant, with "" for all others; ValueError for a malformed one."""
         found: dict[str, int] = {}
         for given in self.priority or ():
             tenant, _, text = given.rpartition("=")
@@ -161,7 +158,7 @@ class LoadOptions:
         return found
 
     def endpoint(self, surveyed: Surveyed | None, keys: Mapping[str, str]) -> EndpointSettings:
-        """Where and how to send; `surveyed`: None if the endpoint did not answer."""
+        """Settings of the client; `surveyed` is None if the endpoint did not answer."""
         takes = surveyed is not None and surveyed.takes_ignore_eos
         return EndpointSettings(
             url=str(self.url),
@@ -176,7 +173,7 @@ class LoadOptions:
         )
 
     def run_settings(self, in_flight: int, grace_s: float) -> RunSettings:
-        """When to send, with as many streams as the system allows."""
+        """Settings of the runner, with at most `in_flight` streams."""
         return RunSettings(
             closed=self.spec().concurrency,
             retries=self.retries,
@@ -190,7 +187,7 @@ class LoadOptions:
         """The sessions to send, in order of arrival; the workload once if nothing bounds them.
 
         Raises:
-            ValueError: the workload has no times of its own, or nothing of it fits.
+            ValueError: the workload has no times of its own, or no request fits.
         """
         spec = self.spec()
         factor = 1.0 if self.rates == "sessions" else 1.0 / mean_turns(workload)
@@ -220,7 +217,7 @@ class LoadOptions:
 def bounded(
     sessions: Iterator[ReplaySession], most_sessions: int | None, most_requests: int | None
 ) -> Iterator[ReplaySession]:
-    """The first sessions, with so many requests in all; the last session may be cut short."""
+    """The first sessions, up to both bounds; the last session may be cut short."""
     left = most_requests
     for session in islice(sessions, most_sessions):
         if left is None:

@@ -1,4 +1,4 @@
-"""The pictures of a load test's report, as SVG that stands inside the page and takes its colours.
+"""The pictures of a load test's report, as inline SVG in the page's colours.
 
 Lines and text of the page's own colour are drawn in a stand-in that becomes `currentColor`, so one
 picture does for light and dark; the data's colours are readable on both. Text stays text.
@@ -45,7 +45,7 @@ Summary = Mapping[str, Any]
 
 
 def pictures(table: pl.DataFrame, summary: Summary) -> dict[str, str]:
-    """Every picture of a run with requests, by name; those that would show nothing are left out."""
+    """The pictures of a run with requests, by name; empty ones are left out."""
     found = {}
     for name, draw, title in (
         ("cdf", _latency_cdfs, "Cumulative shares of TTFT, inter-token and end-to-end times"),
@@ -59,8 +59,8 @@ def pictures(table: pl.DataFrame, summary: Summary) -> dict[str, str]:
 
 
 def picture(name: str, draw: Callable[[Figure], None], title: str) -> str:
-    """SVG of what `draw` draws, empty if it draws nothing. name: apart from others of a page."""
-    # The salt keeps pictures' ids apart, and the same again.
+    """The SVG of a figure, empty if `draw` draws nothing; `name` is unique within a page."""
+    # The salt makes ids unique among pictures, and the same for every run.
     style: Any = {**_STYLE, "svg.hashsalt": name}
     text = io.StringIO()
     with mpl.rc_context(style):
@@ -110,22 +110,18 @@ def _ttft_over_time(figure: Figure, table: pl.DataFrame, summary: Summary) -> No
     axes = figure.subplots()
     by_node = _by_node(sampled(table.drop_nulls("ttft_s")))
     for (node, points), colour in zip(by_node, COLOURS, strict=False):
-        axes.scatter(
-            points["scheduled_s"], points["ttft_s"].clip(_LEAST_S),
-            s=7, alpha=0.55, color=colour, label=_short(node) or "requests", linewidths=0,
-        )  # fmt: skip
+        ttft_s, label = points["ttft_s"].clip(_LEAST_S), _short(node) or "requests"
+        look: Any = {"s": 7, "alpha": 0.55, "color": colour, "linewidths": 0}
+        axes.scatter(points["scheduled_s"], ttft_s, label=label, **look)
     failed = sampled(table.filter(pl.col("error") != ""), _MOST_FAILED)
     if failed.height:
-        axes.scatter(
-            failed["scheduled_s"], (failed["ended_s"] - failed["scheduled_s"]).clip(_LEAST_S),
-            s=26, marker="x", color=_FAILED, label="failed, after so long",
-        )  # fmt: skip
+        after_s = (failed["ended_s"] - failed["scheduled_s"]).clip(_LEAST_S)
+        look = {"s": 26, "marker": "x", "color": _FAILED, "label": "failed, after so long"}
+        axes.scatter(failed["scheduled_s"], after_s, **look)
     if limit_s:
         axes.axhline(limit_s, color=_PAGE_COLOUR, linewidth=0.9, linestyle=":")
-        axes.annotate(
-            "limit (median)", (1, limit_s), xycoords=("axes fraction", "data"),
-            ha="right", va="bottom", fontsize=8,
-        )  # fmt: skip
+        place: Any = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        axes.annotate("limit (median)", (1, limit_s), fontsize=8, **place)
     if by_node or failed.height:
         logarithmic(axes, "y")
         _legend_above(axes, markerscale=2)
@@ -139,16 +135,16 @@ def _rates_over_time(figure: Figure, table: pl.DataFrame, summary: Summary) -> N
     times_s = (np.arange(len(timeline["due"])) + 0.5) * bin_s
     upper, lower = figure.subplots(2, 1, sharex=True)
     for series, label, colour in (
-        ("due", "due", COLOURS[7]), ("completed", "completed", COLOURS[0]),
-        ("met", "within the objective", COLOURS[2]), ("failed", "failed", _FAILED),
-    ):  # fmt: skip
+        ("due", "due", COLOURS[7]),
+        ("completed", "completed", COLOURS[0]),
+        ("met", "within the objective", COLOURS[2]),
+        ("failed", "failed", _FAILED),
+    ):
         rate = np.array(timeline[series]) / bin_s
         if rate.any():
             upper.step(times_s, rate, where="mid", label=label, color=colour, linewidth=1.3)
-    lower.fill_between(
-        times_s, timeline["in_flight"], step="mid", alpha=0.45, color=COLOURS[0],
-        label="in flight", linewidth=0,
-    )  # fmt: skip
+    look: Any = {"step": "mid", "alpha": 0.45, "color": COLOURS[0], "linewidth": 0}
+    lower.fill_between(times_s, timeline["in_flight"], label="in flight", **look)
     waiting = timeline["waiting"]
     if max(waiting) > 1:
         lower.step(times_s, waiting, where="mid", color=COLOURS[1], label="due, not yet sent")
@@ -192,12 +188,12 @@ def cdf(values: pl.Series, points: int = 400) -> tuple[Floats, Floats]:
 
 
 def sampled(table: pl.DataFrame, most: int = _POINTS) -> pl.DataFrame:
-    """Every n-th row, at most so many."""
+    """Every n-th row, at most `most` rows."""
     return table.gather_every(max(-(-table.height // most), 1))
 
 
 def _by_node(points: pl.DataFrame) -> list[tuple[str, pl.DataFrame]]:
-    """Points by node, those with most first; what has no colour of its own shares the last."""
+    """Points by node, those with most first; nodes beyond the last colour are merged."""
     found = points.partition_by("node", as_dict=True)
     ordered = sorted(
         ((str(name[0]), rows) for name, rows in found.items()),
@@ -210,7 +206,7 @@ def _by_node(points: pl.DataFrame) -> list[tuple[str, pl.DataFrame]]:
 
 
 def logarithmic(axes: Any, name: str) -> None:
-    """Scale what is drawn by decades, with plain numbers so few that they do not meet."""
+    """Make an axis logarithmic, with few enough plain numbers that they do not overlap."""
     axes.set(**{f"{name}scale": "log"})
     low, high = axes.get_xlim() if name == "x" else axes.get_ylim()
     decades = np.log10(high / low)
@@ -222,7 +218,7 @@ def logarithmic(axes: Any, name: str) -> None:
 
 
 def _legend_above(axes: Any, **options: Any) -> None:
-    """Where it hides no data."""
+    """A legend above the axes, where it hides no data."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
         columns = len(labels) if sum(map(len, labels)) <= _LEGEND_LETTERS else 4

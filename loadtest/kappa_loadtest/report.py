@@ -1,4 +1,4 @@
-"""From a replay's folder to its report: `summary.json`, `records.parquet` and `report.html`.
+"""Writes a replay's report: `summary.json`, `records.parquet` and `report.html`.
 
 Reads what a run writes as it goes, so a run that was stopped or killed has a report too, and so has
 one without a single request. The page has no script and needs no network: `page.html` lays out the
@@ -17,8 +17,7 @@ from typing import Any
 import jinja2
 import polars as pl
 
-from kappa_loadtest import run_folder
-from kappa_loadtest.explain import seconds
+from kappa_loadtest import explain, run_folder
 from kappa_loadtest.figures import figures
 from kappa_loadtest.results import PARTS, objective_of, table_of
 
@@ -27,11 +26,7 @@ SUMMARY, PARQUET, REPORT = "summary.json", "records.parquet", "report.html"
 Facts = Mapping[str, Any]
 
 _LATE_S = 0.1
-"""A client that sends a hundredth of its requests later than this did not offer the load."""
-_PARTS = {
-    "late": "sent late", "queue": "queue", "load": "load", "compute": "compute",
-    "way": "between client and router", "unknown": "not split",
-}  # fmt: skip
+"""A client that sends 1 % of its requests later than this did not offer the load."""
 _PICTURES = ("cdf", "time", "rates", "ratio")
 
 
@@ -74,7 +69,7 @@ def drawn(table: pl.DataFrame, summary: Facts) -> dict[str, str]:
 
 
 def _notes(run: Facts, summary: Facts, is_cut: bool) -> Iterator[str]:
-    """What a reader must know before any figure."""
+    """Caveats about the run, for the head of the report."""
     if not summary["requests"]:
         yield "No request has ended yet: the journal is empty."
     elif run.get("interrupted"):
@@ -106,32 +101,33 @@ def slowest_lines(summary: Facts, most: int = 5) -> Iterator[str]:
 
 
 def _page(summary: Facts, svg: Mapping[str, str]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    strict: Any = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(loader=loader, autoescape=True, **strict)
     shown: dict[str, Callable[..., str]] = {
-        "seconds": seconds, "percent": lambda share: f"{100 * share:.1f} %", "number": _number,
+        "seconds": explain.seconds,
+        "percent": lambda share: f"{100 * share:.1f} %",
+        "number": _number,
         "count": lambda count: f"{count:,}",
-    }  # fmt: skip
+    }
     for name, text in shown.items():
         environment.filters[name] = partial(_or_dash, text)
     environment.filters["split"] = lambda row: " / ".join(
-        _or_dash(seconds, row[name]) for name in PARTS
+        _or_dash(explain.seconds, row[name]) for name in PARTS
     )
     return environment.get_template("page.html").render(
         run=summary["run"],
         summary=summary,
         pictures={name: svg.get(name) for name in _PICTURES},
-        parts=_PARTS,
+        parts={name: label for name, (_, label) in explain.PARTS.items()},
     )
 
 
 def _or_dash(text: Callable[..., str], value: float | None, *unit: str) -> str:
-    """Text for people; a dash stands for what is not known."""
+    """A figure as text; a dash stands for None."""
     return "–" if value is None else text(value, *unit)
 
 
 def _number(value: float, unit: str = "") -> str:
-    """Three digits that mean something."""
+    """A number with three significant digits."""
     return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}") + unit

@@ -1,9 +1,9 @@
 """A load test's records as one table, each request held against its objective.
 
-What a request may take is found in one of three ways, tried in this order: limits that the user
-gave in seconds; the objective of `kappa.slo` on the endpoint's own nodes (`GET /v1/nodes` reports
-their profiles); five times the idle TTFT that the endpoint predicted for the request. An endpoint
-that reports nothing, without limits given, has no objective, and then there is no goodput.
+The objective is one of three, tried in this order: limits that the user gave in seconds; the
+objective of `kappa.slo` on the endpoint's own nodes (`GET /v1/nodes` reports their profiles); five
+times the idle TTFT that the endpoint predicted for the request. An endpoint that reports nothing,
+without limits given, has no objective, and then there is no goodput.
 
 A request takes about 2 kB and 8 bytes a token. `loadtest.figures` makes the report's figures.
 """
@@ -51,7 +51,7 @@ _TYPES: dict[Any, Any] = {
     int | None: pl.Int64, float | None: pl.Float64,
     list[float]: pl.List(pl.Float64), list[str]: pl.List(pl.String),
 }  # fmt: skip
-# As recorded, and what the endpoint reported of each request.
+# Columns of the record, and of the endpoint's reports.
 _RECORDED: dict[str, Any] = {
     field.name: _TYPES[field.type]
     for field in msgspec.structs.fields(RequestRecord)
@@ -99,10 +99,11 @@ def _row(record: RequestRecord) -> dict[str, Any]:
 
 
 def _timed(table: pl.DataFrame) -> pl.DataFrame:
-    """With the seconds that count: from when a request was due, of those that did not fail."""
+    """Add latencies, counted from when a request was due; null for requests that failed."""
     c = pl.col
     is_done, later_tokens = c.error == "", c.generated_tokens - 1
     is_timed = is_done & c.first_token_s.is_not_null()
+    memory, compute = pl.lit("memory-bound"), pl.lit("compute-bound")
     return table.with_columns(
         ttft_s=pl.when(is_done).then(c.first_token_s - c.scheduled_s),
         # By tokens and not by chunks; null for one token or none.
@@ -111,18 +112,16 @@ def _timed(table: pl.DataFrame) -> pl.DataFrame:
         ),
         e2e_s=pl.when(is_done).then(c.ended_s - c.scheduled_s),
         late_s=(c.sent_s - c.scheduled_s).clip(0.0),
-        bound=pl.when(c.ratio.is_not_null() & c.crit.is_not_null()).then(
-            pl.when(c.ratio >= c.crit).then(pl.lit("memory-bound")).otherwise(
-                pl.lit("compute-bound"))),
-    )  # fmt: skip
+        bound=pl.when(c.ratio >= c.crit).then(memory).when(c.ratio < c.crit).then(compute),
+    )
 
 
 def _split(table: pl.DataFrame) -> pl.DataFrame:
-    """With the TTFT in parts: late, queue, load, compute, way (between client and router), unknown.
+    """Add the parts of the TTFT: late, queue, load, compute, way (client to router), unknown.
 
-    What the router saw is split as the endpoint reported it (`told`). If it reported only token
-    counts, load and compute are its predictions, scaled to the tokens that really were loaded and
-    computed, and the queue is what is left (`derived`). Else all of it is unknown (`none`).
+    The router's part is split as the endpoint reported it (`told`). If it reported only token
+    counts, load and compute are its predictions, scaled to the tokens that were really loaded and
+    computed, and the queue is the rest (`derived`). Else the whole part is unknown (`none`).
     """
     c = pl.col
     since_sent_s = (c.first_token_s - c.sent_s).clip(0.0)
@@ -132,7 +131,7 @@ def _split(table: pl.DataFrame) -> pl.DataFrame:
     is_told = has_token & is_seen & pl.all_horizontal(part.is_not_null() for part in actual)
     load_s, compute_s = _scaled("load_s", "cached_tokens"), _scaled("compute_s", "new_tokens")
     is_derived = has_token & is_seen & (load_s + compute_s).is_not_null()
-    # What was predicted for these tokens cannot have taken longer than all of it together.
+    # The predictions for these tokens cannot have taken longer than all parts together.
     excess = pl.when(seen_s > 0).then(((load_s + compute_s) / seen_s).clip(1.0)).otherwise(1.0)
     load_s, compute_s = load_s / excess, compute_s / excess
     queue_s = (seen_s - load_s - compute_s).clip(0.0)
@@ -162,20 +161,17 @@ def _scaled(part: str, tokens: str) -> pl.Expr:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What requests are held against.
+    """The objective that requests are held against."""
 
-    ttft_s, tpot_s: limits given, in seconds; None leaves that one unlimited, or to the endpoint's
-    own objective if both are None. share: of the requests that must meet it for the run to pass;
-    has_share: whether that was given, so that the endpoint's own objective must be met, too.
-    speeds, dilation: of the endpoint's nodes, one entry per worker; none if not reported.
-    """
-
+    # Limits given by the user, in seconds; None: no limit, or the endpoint's own objective if both
+    # are None.
     ttft_s: float | None = None
     tpot_s: float | None = None
-    share: float = SHARE
+    share: float = SHARE  # of requests that must meet it for the run to pass
+    # One per worker of the endpoint; empty if not reported.
     speeds: tuple[slo.IdleSpeed, ...] = ()
-    dilation: float = 1.0
-    has_share: bool = False
+    dilation: float = 1.0  # of the endpoint's nodes
+    has_share: bool = False  # `share` was given: the endpoint's own objective must be met, too
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
@@ -191,7 +187,7 @@ class Objective:
 
     @property
     def is_required(self) -> bool:
-        """Whether the user gave any of it: a run can only miss what was required."""
+        """Whether the user gave limits or a share: only then can a run fail."""
         return self.has_share or self.has_limits
 
     def limits_text(self) -> str:
@@ -212,7 +208,7 @@ class Objective:
             "basis": np.where(has_limit, basis, "none").tolist(),
             "ttft_met": ttft <= found.ttft_s,
             "tpot_met": answered & has_limit & ~(tpot > found.tpot_s),
-            # What was answered met or missed a limit only if there was one; what failed missed.
+            # An answered request met or missed a limit only if it had one; a failed one missed it.
             "met": [
                 bool(met) if known else None
                 for met, known in zip(found.met(ttft, tpot), has_limit | ~answered, strict=True)
@@ -223,22 +219,19 @@ class Objective:
         )
 
     def _limits(self, table: pl.DataFrame) -> tuple[slo.Limits, Floats, str]:
-        """Limits of each request, NaN or inf for none; its seconds idle, NaN if unknown; basis."""
+        """(limits of each request, NaN or inf for none; its idle TTFT, NaN if unknown; basis)."""
         idle_ttft, idle_tpot = self._idle(table)
-        unlimited = np.full(table.height, np.inf)
         if self.has_limits:
-            ttft, tpot = (unlimited if limit is None else np.full(table.height, limit)
-                          for limit in (self.ttft_s, self.tpot_s))  # fmt: skip
+            ttft, tpot = (np.full(table.height, s or np.inf) for s in (self.ttft_s, self.tpot_s))
             return slo.Limits(ttft, tpot), idle_ttft, "given"
         if self.speeds:
             return slo.limits(idle_ttft, idle_tpot, self.dilation), idle_ttft, "idle"
         predicted = table["predicted_load_s"] + table["predicted_compute_s"]
         idle = predicted.to_numpy().astype(np.float64)
-        ttft = np.maximum(slo.TTFT_FLOOR_S * self.dilation, slo.TTFT_IDLE_FACTOR * idle)
-        return slo.Limits(ttft, unlimited), idle, "predicted"
+        return slo.limits(idle, np.full(table.height, np.inf), self.dilation), idle, "predicted"
 
     def _idle(self, table: pl.DataFrame) -> tuple[Floats, Floats]:
-        """Idle TTFT and TPOT on the median node, the reusable prefix in its host tier."""
+        """Idle TTFT and TPOT on the median node, with the reusable prefix in its host tier."""
         if not self.speeds:
             unknown = np.full(table.height, np.nan)
             return unknown, unknown
@@ -267,7 +260,7 @@ def objective_of(run: Mapping[str, Any]) -> Objective:
     """The objective of a run, from its `run.json`: `objective` as given, `nodes` as reported.
 
     Raises:
-        ValueError: an objective that is none.
+        ValueError: a malformed objective.
     """
     given = run.get("objective") or {}
     unknown = sorted(set(given) - {"ttft_s", "tpot_s", "share"})
@@ -281,17 +274,17 @@ def objective_of(run: Mapping[str, Any]) -> Objective:
         tpot_s=given.get("tpot_s"),
         share=SHARE if share is None else float(share),
         speeds=_node_speeds(rows, str(run.get("model") or "")),
-        # Of the node that is slowed down most.
+        # That of the slowest paced node.
         dilation=max((float(d) for d in dilations if isinstance(d, int | float)), default=1.0),
         has_share=share is not None,
     )
 
 
 def _node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[slo.IdleSpeed, ...]:
-    """How fast each node of `GET /v1/nodes` is when idle; empty if one of them cannot be priced.
+    """The idle speed of each node of `GET /v1/nodes`; empty if one of them cannot be priced.
 
-    A paced node is priced as the model that it emulates, any other as the model served: that one's
-    shape must be known by name, or nothing is known.
+    A paced node is priced as the model that it emulates, any other as the served model, if its
+    shape is known by name.
     """
     speeds = []
     for row in rows:

@@ -27,7 +27,7 @@ from kappa_loadtest.run_folder import RunFolder
 from kappa_loadtest.runner import Counts, Runner, RunSettings
 from kappa_workload.replay import ReplaySession
 
-# So many signals, and nothing is waited for any more.
+# From this many signals on, decisions are not waited for.
 _IN_A_HURRY = 2
 # Files besides streams: the folder's, the event loop's own, the interpreter's.
 _OTHER_FILES = 256
@@ -39,13 +39,12 @@ _COLLECT_AFTER = (50_000, 20, 50)
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """How a run went: whether it was stopped by a signal, what the client took of one core, and
-    how many requests' decisions our cluster did not report."""
+    """A run's outcome, besides its records."""
 
-    was_stopped: bool
+    was_stopped: bool  # by a signal
     elapsed_s: float
-    client_cpu_share: float
-    decisions_missing: int = 0
+    client_cpu_share: float  # of one core
+    decisions_missing: int = 0  # requests without a decision of our cluster
 
 
 async def play(
@@ -55,12 +54,14 @@ async def play(
     run_folder: RunFolder,
     counts: Counts,
 ) -> Played:
-    """Send all sessions, in order of arrival, less what the open folder says was answered; its
-    `elapsed_s` is where the clock of this part begins. Brings `counts` up to date meanwhile."""
+    """Send all sessions in order of arrival, without turns that the open folder has answers to.
+
+    The clock begins at the folder's `elapsed_s`. `counts` is updated during the run.
+    """
     with quick_process(), Feeder(sessions, endpoint.prepare, run_folder.done) as feeder:
         begin_s = time.monotonic() - run_folder.elapsed_s
         async with Endpoint(endpoint, lambda: time.monotonic() - begin_s) as client:
-            # Nothing is fetched from endpoints whose answers do not carry our headers.
+            # Nothing is fetched unless answers carry our headers.
             decisions = Decisions(client.decisions, run_folder.write)
             runner = Runner(
                 client, settings, run_folder.write, counts, decisions, run_folder.elapsed_s
@@ -80,7 +81,7 @@ async def play(
                 was_stopped = bool(signals)
                 elapsed_s = client.now_s() - run_folder.elapsed_s
                 cpu_share = (time.process_time() - cpu_s) / max(elapsed_s, 1e-9)
-                # The records are complete without: whoever is in a hurry need not wait.
+                # Records are complete without decisions: a second signal skips the wait.
                 if len(signals) < _IN_A_HURRY:
                     settling = asyncio.create_task(decisions.settle())
                     stops.append(settling.cancel)
@@ -90,7 +91,7 @@ async def play(
 
 
 def streams_allowed(wanted: int) -> int:
-    """How many streams may be open at once: as many as wanted, or as files the system allows."""
+    """The most streams at once: `wanted`, or fewer if the system allows fewer open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < hard:
         with suppress(ValueError, OSError):
@@ -101,7 +102,7 @@ def streams_allowed(wanted: int) -> int:
 
 @contextmanager
 def quick_process() -> Iterator[None]:
-    """Set the interpreter for many short tasks: fewer collections, quicker turns of threads."""
+    """Tune the interpreter for many short tasks: fewer collections, faster thread switches."""
     thresholds, switch_s = gc.get_threshold(), sys.getswitchinterval()
     gc.collect()
     gc.freeze()

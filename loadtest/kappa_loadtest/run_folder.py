@@ -1,8 +1,8 @@
-"""What a load test leaves on disk, written as it happens: records.jsonl, decisions.jsonl, run.json.
+"""A load test's files, written as it runs: records.jsonl, decisions.jsonl, run.json.
 
 Every ended request is one line, appended with one write: a run that is killed loses no line, at
-most the end of the last. What our cluster decided is reported later than the request ends, so it
-has a file of its own; whoever reads the records finds it on them.
+most the end of the last. Our cluster reports its decisions later than requests end, so they have a
+file of their own; `read_records` puts them on the records.
 """
 
 from __future__ import annotations
@@ -42,50 +42,40 @@ ERROR_KINDS: Mapping[str, str] = {
 
 
 class RunFolderError(ValueError):
-    """The folder cannot be used so; the message says which file, why and what to do."""
+    """The folder cannot be used; the message gives file, reason and remedy."""
 
 
 class RequestRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """What became of one request. Times in seconds since the run began, on one monotonic clock.
-
-    session, turn (from 0), tenant: whose request it was; priority: the class that it asked for, if
-    any; attempt: from 0, above it a retry.
-    scheduled_s: when it was due, which is its session's arrival, or its predecessor's end plus the
-    pause; latency counts from here, also if sending was late (coordinated omission). sent_s: when
-    the bytes were handed over (of the last attempt); first_token_s, last_token_s: arrival of the
-    first and last chunk with output, None without one; ended_s: end of the answer, or of the
-    attempt to get one.
-    input_tokens, output_tokens: as requested; generated_tokens: as reported in the endpoint's
-    usage, else chunks with output; prompt_tokens: as reported in usage, else None. cached_tokens,
-    new_tokens: as expected with an unlimited cache. gaps_s: between chunks with output.
-    status: HTTP status, 0 without an answer; error: one of `ERROR_KINDS` or empty; error_detail:
-    for people, at most a line; retried: the errors of the attempts before, in order.
-    request_id, node, paced, reason, ratio, crit, predicted_ttft_s: from the response headers of our
-    cluster; empty or None elsewhere. predicted, actual: the decision from `GET /v1/decisions`, with
-    queue_s, load_s, compute_s, ttft_s and token counts; None where it was not reported.
-    """
+    """The outcome of one request. Times are seconds since the run began, on one monotonic clock."""
 
     session: str
-    turn: int
+    turn: int  # in its session, from 0
     tenant: str = ""
-    priority: int | None = None
-    attempt: int = 0
+    priority: int | None = None  # requested class; None: none
+    attempt: int = 0  # above 0: a retry
+    # When it was due: its session's arrival, or its predecessor's end plus the pause. Latency
+    # counts from here, also if sending was late (coordinated omission).
     scheduled_s: float = 0.0
-    sent_s: float = 0.0
+    sent_s: float = 0.0  # the bytes of the last attempt were handed over
+    # Arrival of the first and the last chunk with output; None without one.
     first_token_s: float | None = None
     last_token_s: float | None = None
-    ended_s: float = 0.0
+    ended_s: float = 0.0  # end of the answer, or of the attempt to get one
+    # As requested.
     input_tokens: int = 0
     output_tokens: int = 0
+    # As in the endpoint's usage; without it chunks with output, and None.
     generated_tokens: int = 0
     prompt_tokens: int | None = None
+    # As expected with an unlimited cache.
     cached_tokens: int = 0
     new_tokens: int = 0
-    gaps_s: list[float] = []
-    status: int = 0
-    error: str = ""
-    error_detail: str = ""
-    retried: list[str] = []
+    gaps_s: list[float] = []  # between chunks with output
+    status: int = 0  # of HTTP; 0: no answer
+    error: str = ""  # one of `ERROR_KINDS`; empty: none
+    error_detail: str = ""  # for people, at most a line
+    retried: list[str] = []  # errors of the attempts before, in order
+    # From the response headers of our cluster; empty or None elsewhere.
     request_id: str = ""
     node: str = ""
     paced: bool = False
@@ -93,12 +83,14 @@ class RequestRecord(msgspec.Struct, forbid_unknown_fields=True):
     ratio: float | None = None
     crit: float | None = None
     predicted_ttft_s: float | None = None
+    # The decision from `GET /v1/decisions`, with queue_s, load_s, compute_s, ttft_s and token
+    # counts; None where it was not reported.
     predicted: dict[str, Any] | None = None
     actual: dict[str, Any] | None = None
 
 
 class RequestDecision(msgspec.Struct):
-    """What our cluster predicted of a request, and what became of that (`GET /v1/decisions`)."""
+    """Our cluster's prediction for a request, and the outcome (`GET /v1/decisions`)."""
 
     request_id: str
     predicted: dict[str, Any]
@@ -109,14 +101,12 @@ class RequestDecision(msgspec.Struct):
 
 
 class RunFolder:
-    """The open files of one run, from `create` or `resume`.
-
-    done: turns already answered, by session; elapsed_s: when the last of them ended, in seconds
-    since the run began.
-    """
+    """The open files of one run, from `create` or `resume`."""
 
     def __init__(self, folder: Path, run: dict[str, Any]) -> None:
         self.folder, self.run = folder, run
+        # Turns already answered, by session, and when the last of them ended, in seconds since the
+        # run began.
         self.done: dict[str, int] = {}
         self.elapsed_s = 0.0
         self._files: dict[str, int] = {}
@@ -126,7 +116,7 @@ class RunFolder:
         """Begin a run in a folder that holds none.
 
         Raises:
-            RunFolderError: it does, or cannot be written.
+            RunFolderError: it holds one, or cannot be written.
         """
         with file_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +133,7 @@ class RunFolder:
         """Go on with the run in `folder`, without half a line and requests that were stopped.
 
         Raises:
-            RunFolderError: there is none, it is damaged, or its options were others.
+            RunFolderError: it holds no run, a damaged one, or one with other options.
         """
         opened = cls(folder, read_run(folder))
         before = opened.run.get(OPTIONS) or {}
@@ -171,7 +161,7 @@ class RunFolder:
         return opened
 
     def write(self, entry: RequestRecord | RequestDecision) -> None:
-        """Append with one write: a line is in the file or it is not. A full disk is an OSError."""
+        """Append a line with one write, whole or not at all. A full disk raises OSError."""
         name = RECORDS if isinstance(entry, RequestRecord) else DECISIONS
         if name not in self._files:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -198,13 +188,13 @@ class RunFolder:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a folder for one run at a time; the system lets go of it however the process ends.
+    """Lock a folder for one run at a time; the lock ends with the process.
 
     Raises:
-        RunFolderError: another run writes into it, or it is none.
+        RunFolderError: another run writes into it, or it is no folder.
     """
     with file_errors(folder):
-        os.scandir(folder).close()  # of a folder that is none a lock would make a file
+        os.scandir(folder).close()  # a lock would create a missing folder as a file
         lock = Lock(folder)
     try:
         free = True
@@ -228,7 +218,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What run.json says.
+    """The content of run.json.
 
     Raises:
         RunFolderError: there is none, or it is damaged.
@@ -246,13 +236,13 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def read_records(folder: Path) -> Iterator[RequestRecord]:
-    """A run's records, one at a time, with what was decided of each; none if there is no file.
+    """A run's records, one at a time, with their decisions; none if there is no file.
 
-    A last line without its end is left out. Of several decisions of a request the last one counts;
-    they are looked up where they lie in their file: all of them are larger than memory should be.
+    A last line without its end is left out. Of several decisions on a request the last one counts.
+    Decisions are looked up in their file, since all of them together would take too much memory.
 
     Raises:
-        RunFolderError: a line that is no record, naming file and line; or no leave to read.
+        RunFolderError: a malformed line, by file and line; or a file that cannot be read.
     """
     decisions, places = folder / DECISIONS, {}
     for place, line, where in _lines(decisions):

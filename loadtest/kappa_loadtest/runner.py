@@ -1,6 +1,6 @@
-"""Sends each request of a load test when it is due, whatever became of those before it.
+"""Sends each request of a load test when it is due, regardless of the outcome of earlier ones.
 
-Open loop: sessions begin at their arrivals. Closed loop: so many sessions at a time. In both, a
+Open loop: sessions begin at their arrivals. Closed loop: a number of sessions at a time. In both, a
 later turn is due a pause after its predecessor has ended. Latency counts from when a request was
 due, so a client that is late hides nothing (coordinated omission). All streams live in one event
 loop; a bound on them holds requests back and says how often.
@@ -29,42 +29,37 @@ _LONGEST_RETRY_S = 60.0
 _FIRST_RETRY_S = 0.5
 # Timers of an event loop have a resolution of a millisecond: a shorter one would spin.
 _TICK_S = 0.001
-# Another attempt may do better.
+# Errors worth another attempt.
 _MAY_PASS = ("connect", "timeout", "cut", "429", "503")
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How requests are sent.
+    """Options of a run: concurrency, retries and bounds."""
 
-    closed: sessions at a time, None for an open loop. retries: further attempts after a failure
-    that may pass. in_flight: streams at once, at most. duration_s: nothing is due after it.
-    grace_s: what streams are given to end after a stop. seed: of the pauses before retries.
-    """
-
-    closed: int | None = None
-    retries: int = 0
-    in_flight: int = DEFAULT_IN_FLIGHT
-    duration_s: float | None = None
-    grace_s: float = 10.0
-    seed: int = 0
+    closed: int | None = None  # sessions at a time; None: an open loop
+    retries: int = 0  # further attempts after a failure that may pass
+    in_flight: int = DEFAULT_IN_FLIGHT  # most streams at once
+    duration_s: float | None = None  # nothing is due after it; None: no bound
+    grace_s: float = 10.0  # for streams to end after a stop
+    seed: int = 0  # of pauses before retries
 
 
 @dataclass(slots=True)
 class Counts:
-    """How far a run is. held_back: requests that had to wait because of the bound on streams."""
+    """The progress of a run."""
 
     sessions: int = 0
     sent: int = 0
     ended: int = 0
     in_flight: int = 0
     most_in_flight: int = 0
-    held_back: int = 0
+    held_back: int = 0  # requests that waited because of the bound on streams
     retried: int = 0
     errors: Counter[str] = field(default_factory=Counter)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is worth keeping of them after the run."""
+        """The counts to keep after the run."""
         kept = asdict(self) | {"errors": dict(sorted(self.errors.items()))}
         del kept["in_flight"]
         return kept
@@ -74,8 +69,8 @@ class Runner:
     """One run, or the rest of one.
 
     endpoint: open; its clock is that of all records. write: called with every record as its request
-    ends; if it raises, the run stops and raises the same. counts: brought up to date as the run
-    goes on. begin_s: when this part of the run begins; sessions that came before are due then.
+    ends; if it raises, the run stops and raises the same. counts: updated during the run. begin_s:
+    when this part of the run begins; sessions that came before are due then.
     """
 
     def __init__(
@@ -124,9 +119,9 @@ class Runner:
             raise self._failure
 
     def stop(self) -> None:
-        """Send nothing more; streams may end within the grace. Called a second time: they end now.
+        """Stop sending; streams may end within the grace. A second call ends them now.
 
-        For the event loop's thread: a signal handler added to the loop, or a task.
+        Call it on the event loop: in a signal handler added to the loop, or in a task.
         """
         for task in list(self._tasks if self.is_stopped else self._idle):
             task.cancel()
@@ -158,8 +153,8 @@ class Runner:
             return None
 
     async def _session(self, fed: Fed, due_s: float, feeder: Feeder) -> None:
-        """Send a session's requests in order, also after one that failed: what is offered does
-        not depend on what is answered."""
+        """Send a session's requests in order, also after one that failed: the offered load does
+        not depend on answers."""
         if self.is_stopped:
             return
         self.counts.sessions += 1
@@ -227,12 +222,12 @@ class Runner:
             may_pass = record.error in _MAY_PASS or record.error.startswith("http_5")
             if record.attempt >= self._settings.retries or not may_pass or self.is_stopped:
                 break
-            # What Retry-After said, else twice as long each time, with jitter.
+            # The seconds of Retry-After, else twice as long each time, with jitter.
             jitter = 0.5 + self._rng.random() / 2
             pause_s = min(_FIRST_RETRY_S * 2.0**record.attempt, _LONGEST_RETRY_S) * jitter
             if retry_after_s is not None:
                 pause_s = min(retry_after_s, _LONGEST_RETRY_S)
-            # Stopped before another attempt: what became of the last one is the record.
+            # Stopped before another attempt: the record has the outcome of the last one.
             if not await self._wait_until(self._now_s() + pause_s) or not await self._slot():
                 break
             record.retried.append(record.error)

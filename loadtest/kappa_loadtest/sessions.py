@@ -1,4 +1,4 @@
-"""Replays chat sessions against a cluster of ours, and finds out what was decided of each turn.
+"""Replays chat sessions against a cluster of ours, and gets its decision on each turn.
 
 Sessions run at once, the turns of one in order, each after its pause: the way agents talk. Called
 by `kappa demo` and `kappa dashboards`.
@@ -18,8 +18,7 @@ from kappa_loadtest.client import Endpoint, EndpointError, EndpointSettings
 from kappa_loadtest.cluster import survey
 from kappa_loadtest.run_folder import RequestRecord
 from kappa_workload.sessions import Session, as_messages
-
-Message = dict[str, str]
+from kappa_workload.shapes import Message
 
 _NODES_TIMEOUT_S = 30.0
 _DECISIONS_READ = 256
@@ -46,10 +45,10 @@ class ChatSession:
 def chat_sessions(
     recorded: Sequence[Session], count: int, longest_pause_s: float = 1.0
 ) -> list[ChatSession]:
-    """`count` chats from recorded sessions; beyond those, copies under a system message.
+    """`count` chats from recorded sessions; further ones are copies under a system message.
 
     The assistant's turns are the recorded ones, so that each prompt extends the one before. Agents
-    think for seconds; a demo that waits as long shows nothing more, so pauses are bounded.
+    think for seconds; pauses are bounded, since a demo with longer ones shows nothing more.
     """
     chats = []
     for number in range(count):
@@ -78,7 +77,7 @@ async def replay(
     on_record: called on the event loop as each turn ends.
 
     Raises:
-        EndpointError: nobody answers at `url`, or it serves no model.
+        EndpointError: no answer at `url`, or it serves no model.
     """
     records: list[RequestRecord] = []
     settings = EndpointSettings(url, (await survey(url)).models[0])
@@ -103,7 +102,7 @@ async def node_rows(url: str) -> tuple[dict[str, Any], ...]:
     """The cluster's nodes (`GET /v1/nodes`).
 
     Raises:
-        EndpointError: nobody answers, or it is no cluster of ours.
+        EndpointError: no answer, or it is no cluster of ours.
     """
     nodes = (await survey(url, timeout_s=_NODES_TIMEOUT_S)).nodes
     if not nodes:
@@ -112,7 +111,7 @@ async def node_rows(url: str) -> tuple[dict[str, Any], ...]:
 
 
 async def _decide(endpoint: Endpoint, record: RequestRecord) -> None:
-    """Put the decision on the record, waiting shortly for what its engine reports."""
+    """Put the decision on the record, waiting shortly for its engine's report."""
     for _ in range(_ADMISSION_TRIES):
         try:
             rows = msgspec.json.decode(await endpoint.decisions(_DECISIONS_READ))["decisions"]

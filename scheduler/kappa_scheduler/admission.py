@@ -1,7 +1,7 @@
 """One iteration's admissions: starving requests, loads just in time, then a packed rest.
 
-The half of the fair rule that decides about resources; whose turn it is was decided before, and is
-the order and the tier of the candidates.
+The half of the fair rule that decides about resources; the order and the tier of the candidates
+come from the tenants' turns.
 """
 
 from __future__ import annotations
@@ -27,31 +27,26 @@ _GOOD_ENOUGH = 0.98
 
 
 class Candidate:
-    """A waiting request in the light of one iteration.
-
-    blocks: of the free ones that it takes, now and as it decodes; footprint: all it will hold, its
-    shared ones included; new_tokens: to be computed; high: wants more of the VRAM than of the
-    budget. starving: it has waited, or was bypassed, past its bound; reserves: blocks are set aside
-    for it if it is starving and does not fit. leaves_blocks, leaves_slots: what must stay free
-    beside it, for tenants with nothing running. why: what it was bypassed for, unless `admitted`.
-    """
-
-    __slots__ = (
-        "admitted", "blocks", "footprint", "high", "leaves_blocks", "leaves_slots", "new_tokens",
-        "quote", "reserve", "reserves", "starving", "tier", "why", "work",
-    )  # fmt: skip
+    """A waiting request as considered in one iteration."""
 
     def __init__(
         self, work: Work, quote: Quote, prompt_blocks: int, reserve: int, blocks_per_token: float
     ) -> None:
         self.work, self.quote, self.reserve = work, quote, reserve
+        # Free blocks that it takes, now and as it decodes.
         self.blocks = quote.blocks + reserve
+        # All blocks that it will hold, shared ones included.
         self.footprint = prompt_blocks + reserve
+        # To be computed.
         self.new_tokens = max(work.total_tokens - quote.device_tokens - quote.host_tokens, 1)
+        # It wants more of the VRAM than of the budget.
         self.high = self.blocks > self.new_tokens * blocks_per_token
         self.tier = IN_TURN
+        # It has waited, or was bypassed, past its bound; then blocks may be set aside for it.
         self.starving, self.reserves = False, True
+        # Must stay free beside it, for tenants with nothing running.
         self.leaves_blocks = self.leaves_slots = 0
+        # The reason of a bypass, unless admitted.
         self.admitted, self.why = False, ""
 
     @property
@@ -80,7 +75,7 @@ class WindowFill:
         return self._left <= 0 and (len(self._classes) < 2 or self._left_low <= 0)
 
     def add(self, candidate: Candidate, reserved: bool) -> None:
-        """One more was looked at; reserved: the reservation is its own."""
+        """Count another candidate; reserved: it is the request with the reservation."""
         self._classes.add(candidate.high)
         fits = candidate.blocks <= self._free and (reserved or candidate.footprint <= self._spare)
         if candidate.quote.host_tokens or not fits:
@@ -94,13 +89,13 @@ class WindowFill:
 
 
 class AdmissionRound:
-    """What is left of an iteration, while it is given out.
+    """One iteration's admissions among ordered candidates.
 
     Args:
         ledger, link: of the engine.
         room: of the iteration; its budget and slots shrink.
         candidates: in order.
-        admit: takes the blocks; False if the engine refused, or `why` of the candidate says.
+        admit: takes a candidate's blocks; False if the engine refused, perhaps with its `why`.
     """
 
     def __init__(
@@ -127,7 +122,7 @@ class AdmissionRound:
     # -- the steps ----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All of them, tier by tier."""
+        """Admit candidates, tier by tier."""
         candidates = self._candidates
         if candidates and candidates[0].work is self._ledger.reserved_for:
             self.admit_starving(candidates[0])
@@ -143,7 +138,7 @@ class AdmissionRound:
         self.stage_second_load()
 
     def admit_starving(self, candidate: Candidate) -> None:
-        """Admit a starving request; or, if its tenant is in turn, set aside what it lacks."""
+        """Admit a starving request, or reserve blocks for it if its tenant is in turn."""
         if candidate.quote.host_tokens:
             if self._no_loads or not self._link.open(self._now_s):
                 candidate.why = LINK
@@ -175,7 +170,7 @@ class AdmissionRound:
                 candidate.why = RESERVED if self._no_loads else self._misfit(candidate) or LINK
 
     def fill_budget(self, candidates: Sequence[Candidate]) -> None:
-        """Fill the budget with what can be computed at once."""
+        """Fill the budget with candidates that need no load."""
         exhausted = self._exhausted()
         if not exhausted:
             eligible = [c for c in candidates if self._fits(c)]
@@ -189,7 +184,7 @@ class AdmissionRound:
                 candidate.why = exhausted or self._misfit(candidate) or BUDGET
 
     def withhold_from_far_ahead(self) -> bool:
-        """Whether somebody in turn waits for blocks, so that who is far ahead gets none."""
+        """Whether a tenant in turn waits for blocks, so that tenants far ahead get none."""
         if not any(c.tier == IN_TURN and c.why in _LACKS_BLOCKS for c in self._candidates):
             return False
         for candidate in self._candidates:
@@ -198,7 +193,7 @@ class AdmissionRound:
         return True
 
     def stage_second_load(self) -> None:
-        """With blocks that nobody else wants, keep a second load ready behind the first."""
+        """Keep a second load ready behind the first, with blocks that no other candidate wants."""
         wanted = any(c.why in _LACKS_BLOCKS and not c.quote.host_tokens for c in self._candidates)
         if self._no_loads or wanted:
             return
@@ -221,7 +216,7 @@ class AdmissionRound:
         return not candidate.why
 
     def _misfit(self, candidate: Candidate) -> str:
-        """Why it cannot have its blocks; empty if it can."""
+        """The reason why a candidate cannot have its blocks; empty if it can."""
         ledger, room = self._ledger, self._room
         if self._alone:
             return "" if candidate.quote.blocks <= room.memory.available() else VRAM
@@ -238,7 +233,7 @@ class AdmissionRound:
     def _packed(
         self, eligible: Sequence[Candidate], link_s: Floats | None = None, space_s: float = 0.0
     ) -> list[int]:
-        """Places of those to take: most tokens within blocks, link, reservation and cap."""
+        """Indices of candidates to take: most tokens within blocks, link, reservation and cap."""
         ledger, memory = self._ledger, self._room.memory
         free = max(self._free, memory.available() if self._alone else 0)
         columns = [np.array([c.blocks for c in eligible], dtype=np.float64)]
@@ -278,28 +273,28 @@ class AdmissionRound:
 
 
 def pack(tokens: Floats, sizes: Floats, budget_tokens: float, room: Floats) -> list[int]:
-    """Which requests fill an iteration (paper 001, §7.4): a knapsack, solved greedily.
+    """Choose the requests that fill an iteration (paper 001, §7.4): a greedy knapsack.
 
-    Wanted are the tokens that fill the budget, within the room of every scarce resource. Prefill is
+    It maximises tokens up to the budget, within the room of every scarce resource. Prefill is
     chunked, so tokens beyond the budget cost nothing. The best of greedy fills in four orders comes
-    close to the optimum; where first come, first served is nearly as good it is taken, so that
-    nobody is bypassed for little.
+    close to the optimum. First come, first served is taken where it is nearly as good, so that no
+    request is bypassed for a small gain.
 
     Args:
         tokens: of each request, shape (n,).
-        sizes: what each takes, shape (n, resources).
+        sizes: needs of each request, shape (n, resources).
         budget_tokens: of the iteration.
-        room: what there is, shape (resources,).
+        room: amount of each resource, shape (resources,).
 
     Returns:
-        The places of those chosen, oldest first.
+        Indices of the chosen requests, oldest first.
     """
     if not len(tokens) or budget_tokens <= 0:
         return []
     wants, needs, have = tokens.tolist(), sizes.tolist(), room.tolist()
 
     def fill(order: Iterable[int]) -> tuple[list[int], float]:
-        """Take in this order whatever fits, until the budget is used."""
+        """Take requests that fit, in this order, until the budget is used."""
         chosen: list[int] = []
         left, filled = have, 0.0
         for index in order:

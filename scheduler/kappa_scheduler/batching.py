@@ -1,32 +1,30 @@
-"""What an engine computes next: events in, one iteration's work out.
+"""The next iteration of an engine: events in, one iteration's work out.
 
-Running requests first, then those whose loads have landed, then what a `Rule` admits, all within a
-token budget; a prompt that exceeds what is left of it is computed in chunks. An admitted request is
-loading, ready or running here; those that wait are the rule's.
+Running requests go first, then those with landed loads, then those that a `Rule` admits, all within
+a token budget; a prompt beyond the rest of the budget is computed in chunks. An admitted request is
+loading, ready or running here; waiting ones belong to the rule.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kappa.cost import StepLimit
 from kappa_scheduler.work import PENDING, Memory, Quote, Room, Rule, Work
 
 
+@dataclass(slots=True, eq=False)
 class Step:
-    """One iteration's work besides one token for each decoding request.
+    """One iteration's work besides one token for each decoding request."""
 
-    chunks: (request, new tokens, context tokens before them). prefilled: those of them whose
-    prompt is complete with it. admitted: now, with what they took.
-    """
-
-    __slots__ = ("admitted", "chunks", "prefilled")
-
-    def __init__(self) -> None:
-        self.chunks: list[tuple[Work, int, int]] = []
-        self.prefilled: list[Work] = []
-        self.admitted: list[tuple[Work, Quote]] = []
+    # (request, new tokens, context tokens before them).
+    chunks: list[tuple[Work, int, int]] = field(default_factory=list)
+    # Requests that complete their prompt in this step.
+    prefilled: list[Work] = field(default_factory=list)
+    # Requests admitted now, with what each took.
+    admitted: list[tuple[Work, Quote]] = field(default_factory=list)
 
 
 class Batcher:
@@ -34,14 +32,10 @@ class Batcher:
 
     Args:
         memory: the blocks.
-        rule: owns what waits and says what is admitted.
+        rule: owns the waiting requests and decides which to admit.
         budget_tokens: of an iteration, decoding requests included.
-        max_running: requests that compute; those being loaded are not counted, as in vLLM.
-        limit: of the seconds of an iteration in which requests decode; none: the tokens' alone.
-
-    `was_queued`: somebody waited when the last step was planned; `passed`: how many were looked at
-    then and left, by reason. `budget_fill`: sum of the shares of the budget used, and the steps
-    counted, which are those with work at hand.
+        max_running: requests that compute; loading ones are not counted, as in vLLM.
+        limit: on the seconds of an iteration in which requests decode; None: no such limit.
     """
 
     def __init__(
@@ -56,11 +50,13 @@ class Batcher:
         self.ready: deque[Work] = deque()
         self.loading: dict[Work, None] = {}
         self.preemptions = 0
+        # Of the last step: whether requests waited, and how many were bypassed, by reason.
         self.was_queued = False
         self.passed: Mapping[str, int] = {}
+        # Over steps with work at hand: sum of the used shares of the budget, and their number.
         self.budget_fill = (0.0, 0)
         self._room = Room(memory, 0, 0, 0)
-        # Of those that wait: they need what is being loaded for another.
+        # Waiting requests that need blocks being loaded for another.
         self._pending = 0
         self._decoding: set[Work] = set()
         self._decoding_of: dict[str, int] = {}
@@ -74,7 +70,7 @@ class Batcher:
         return self.rule.add(work, now_s)
 
     def landed(self, work: Work, now_s: float) -> None:
-        """Its host blocks are on the device: it goes first, as do those that waited for them."""
+        """A load landed: its request goes first, as do those that waited for its blocks."""
         del self.loading[work]
         self.ready.append(work)
         self._pending = 0
@@ -86,7 +82,7 @@ class Batcher:
         self.rule.finished(work, output_tokens, now_s)
 
     def abort(self, work: Work, output_tokens: int, now_s: float) -> None:
-        """Its client left: forget it wherever it is."""
+        """A request's client left: forget the request in any state."""
         if work in self.running:
             self._remove_running(work)
         elif work in self.loading:
@@ -99,9 +95,9 @@ class Batcher:
         self.rule.finished(work, output_tokens, now_s)
 
     def preempt(self, now_s: float, work: Work | None = None) -> Work | None:
-        """Out of blocks: the rule's victim, or `work`, gives up its own and waits to be recomputed.
+        """Take the blocks of a running request, which waits to be recomputed; None if none runs.
 
-        work: one that runs and cannot go on.
+        work: a request that cannot go on; None: the rule's victim.
         """
         if not self.running:
             return None
@@ -114,9 +110,9 @@ class Batcher:
         return work
 
     def ran(self, seconds: float, steps: int, now_s: float) -> None:
-        """The last step ended, and `steps` - 1 more in which its decoding went on alone.
+        """The last step ended, with `steps` - 1 more in which its decoding went on alone.
 
-        Must come before the requests that ended with it are finished.
+        Call this before `finish` for the requests that ended with it.
         """
         step = self._step
         if step is None:
@@ -149,8 +145,8 @@ class Batcher:
     ) -> Step:
         """Plan an iteration in which `decoding` requests take a token each.
 
-        context_tokens: of them together. admit: False after a preemption, when nobody new may take
-        the blocks just freed.
+        context_tokens: of them together. admit: False after a preemption, when no new request may
+        take the freed blocks.
         """
         step = self._step = Step()
         most = budget = self._most_tokens(now_s, decoding, context_tokens) - decoding
@@ -171,7 +167,7 @@ class Batcher:
         return step
 
     def _most_tokens(self, now_s: float, decoding: int, context_tokens: float) -> int:
-        """Tokens of an iteration: the budget, or as many as those that decode have time for."""
+        """Tokens of an iteration: the budget, or fewer if decoding requests have no time for it."""
         if self._limit is None:
             return self.budget_tokens
         head = self.prefilling[0] if self.prefilling else self.ready[0] if self.ready else None
@@ -193,7 +189,7 @@ class Batcher:
 
     @property
     def queued(self) -> int:
-        """Requests that wait for room; those that only wait for another's load are not counted."""
+        """The number of requests that wait for room, not merely for another's load."""
         return len(self.rule) - self._pending
 
     def _run(self, step: Step, work: Work, budget: int) -> int:

@@ -1,10 +1,10 @@
-"""VRAM as promised, not only as used.
+"""Accounting of VRAM: blocks in use, and blocks declared for growth or reserved.
 
 Blocks are taken as a request grows, but admission must look ahead: each request declares at its
-admission what it will need besides (its *reserve*, for decoding), and what is still outstanding of
-all reserves is not free for others. A starving request that does not fit gets a reservation (EASY
-backfilling, Lifka 1995): until it is admitted, those who come after it may together hold no more
-than what it leaves of the whole, so once those who ran before are done, it fits.
+admission the blocks that it will need for decoding (its *reserve*), and the part of all reserves
+that is not taken yet is not free for others. A starving request that does not fit gets a
+reservation (EASY backfilling, Lifka 1995): until it is admitted, later requests may together hold
+only the blocks that it leaves, so it fits once those that ran before are done.
 
 Blocks of a shared prefix are charged to their holders in equal parts.
 """
@@ -15,29 +15,26 @@ from dataclasses import dataclass
 
 from kappa_scheduler.work import Memory, Quote, Work
 
-# By how many blocks the charge of whom changed: request to (tenant, blocks).
+# Changes of charges: request -> (tenant, blocks).
 Changes = dict[Work, tuple[str, float]]
 
 
 @dataclass(slots=True)
 class Hold:
-    """What an admitted request holds. blocks: all of its prompt's, shared ones included; depth: of
-    those, found and held by others; reach: of those, known to lie on the chain that its group
-    shares; reserve: more that it declared; share: what it is charged for.
-    """
+    """The blocks of an admitted request."""
 
-    blocks: int
-    depth: int
-    reserve: int
-    key: int
-    high: bool
-    reach: int
-    share: float = 0.0
-    backfilled: bool = False
+    blocks: int  # of its prompt, shared ones included
+    depth: int  # of `blocks`, found and held by others
+    reserve: int  # declared for its growth
+    key: int  # of the shared prefix (`Quote.shared_key`)
+    high: bool  # of high ratio
+    reach: int  # of `blocks`, known to lie on the chain that its group shares
+    share: float = 0.0  # blocks that it is charged for
+    backfilled: bool = False  # admitted behind a reservation
 
 
 class Ledger:
-    """The blocks of one engine and what has been promised of them."""
+    """The blocks of one engine: held, reserved for growth, and set aside."""
 
     def __init__(self) -> None:
         self._holds: dict[Work, Hold] = {}
@@ -59,11 +56,11 @@ class Ledger:
         return sum(h.reserve - w.grown_blocks for w, h in holds if h.reserve > w.grown_blocks)
 
     def free(self, memory: Memory) -> int:
-        """Blocks that nobody has, nor was promised for its growth."""
+        """Blocks that are neither held nor declared for growth."""
         return memory.available() - self.outstanding()
 
     def spare(self, memory: Memory) -> int:
-        """Blocks that those behind a reservation may still take; all, if there is none."""
+        """Blocks that requests behind a reservation may still take; all if there is none."""
         return memory.capacity_blocks - self._reserved_blocks - self._backfilled_blocks
 
     # -- reservations -------------------------------------------------------------------------
@@ -77,24 +74,25 @@ class Ledger:
             hold.backfilled = False
 
     def promised(self, prompt_blocks: int, reserve: int) -> int:
-        """The reserve that the one with the reservation may declare: what was set aside for it."""
+        """The reserve that the request with the reservation may declare, within its blocks."""
         return min(reserve, max(self._reserved_blocks - prompt_blocks, 0))
 
     def unreserve(self) -> None:
-        """It was admitted, or is gone."""
+        """End the reservation: its request was admitted, or is gone."""
         self.reserved_for = None
         self._reserved_blocks = self._backfilled_blocks = 0
 
     # -- events -------------------------------------------------------------------------------
 
     def admit(self, work: Work, quote: Quote, blocks: int, reserve: int, high: bool) -> Changes:
-        """It takes what was quoted; `blocks`: of its whole prompt; `high`: of high ratio.
+        """Record an admission; returns the changed charges: its own, and those of other holders of
+        its prefix.
 
-        The charges that change are its own and its prefix' other holders'.
+        blocks: of its whole prompt; high: it is of high ratio.
         """
         work.grown_blocks = 0
         depth = min(quote.shared_blocks, blocks)
-        # Of a prompt, at least the last token is computed: its last block is not another's.
+        # At least the last token of a prompt is computed: its last block is not shared.
         hold = Hold(blocks, depth, reserve, quote.shared_key, high, reach=depth or blocks - 1)
         if work is self.reserved_for:
             self.unreserve()
@@ -112,7 +110,7 @@ class Ledger:
         return changes
 
     def release(self, work: Work) -> Changes:
-        """Its blocks are free."""
+        """Record that a request's blocks are free; returns the changed charges."""
         hold = self._holds.pop(work)
         self._count_held(hold, -hold.blocks - hold.reserve)
         group = self._groups.get(hold.key, {})
@@ -122,7 +120,7 @@ class Ledger:
         return {**self._split(hold.key), work: (work.tenant, -hold.share)}
 
     def grow(self) -> Changes:
-        """Count what requests took beyond their reserve, as if they had declared it."""
+        """Count blocks that requests took beyond their reserve, as if they had declared them."""
         changes: Changes = {}
         for work, hold in self._holds.items():
             over = work.grown_blocks - hold.reserve
@@ -140,9 +138,9 @@ class Ledger:
             self._backfilled_blocks += blocks
 
     def _split(self, key: int) -> Changes:
-        """Divide a prefix among those who hold it, as one chain of blocks of different lengths.
+        """Divide a prefix among its holders, as one chain of blocks of different lengths.
 
-        It is shared as far as anyone found it.
+        It counts as shared up to the longest run that any holder found.
         """
         group = self._groups.get(key, {})
         longest = max((hold.depth for hold in group.values()), default=0)
@@ -161,9 +159,9 @@ class Ledger:
 
 
 def _extend_chain(group: dict[Work, Hold], depth: int) -> None:
-    """Somebody found so many blocks: whoever holds them has the chain that far, its own ones too.
+    """A new holder found `depth` blocks: mark the holder that brought them as reaching that far.
 
-    Who found nothing brought its whole chain. Else it is the latest that is long enough.
+    A request that found nothing brought its whole chain. Else it is the latest that is long enough.
     """
     if max((hold.reach for hold in group.values()), default=depth) >= depth:
         return

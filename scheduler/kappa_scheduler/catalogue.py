@@ -1,4 +1,4 @@
-"""Scheduling rules by name: ours, vLLM's, and those that are installed as entry points."""
+"""Scheduling rules by name: ours, vLLM's, and rules installed as entry points."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SCHEDULERS = (FAIR, Fcfs.name, *installed(SCHEDULING_RULES))
 
 
 def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | None = None) -> Rule:
-    """A fresh rule; rules other than ours take weights and window of `config`, and no `link`.
+    """A new rule; rules other than ours use weights and window of `config`, and no `link`.
 
     Raises:
-        ValueError: there is no such rule; lists those there are.
+        ValueError: an unknown name; the message lists the known ones.
     """
     config = config or FairConfig()
     if name == FAIR:
@@ -29,24 +29,23 @@ def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | No
 
 
 def step_factor(name: str, config: FairConfig | None = None) -> float:
-    """What bounds a step of an engine with this rule besides its token budget
-    (`kappa.cost.StepLimit`); 0: nothing."""
+    """The factor of the bound on steps under this rule (`kappa.cost.StepLimit`); 0: no bound."""
     return (config or FairConfig()).step_factor if name == FAIR else 0.0
 
 
 def step_limit(name: str, config: FairConfig | None, step: StepModel | None) -> StepLimit | None:
-    """The same for an engine of these steps; None: nothing, or what they take is not known."""
+    """The bound on steps of an engine; None if there is none, or its steps are not known."""
     factor = step_factor(name, config)
     return StepLimit(step, factor) if factor and step is not None else None
 
 
 def packs(name: str) -> bool:
-    """Whether a rule goes on past a request that does not fit; False if it is none of ours."""
+    """Whether a rule goes on past a request that does not fit; False for an unknown rule."""
     return name == FAIR or (name in SCHEDULERS and bool(_other(name).packs))
 
 
 def _other(name: str) -> Any:
-    """The class of a rule that is not ours."""
+    """The class of a rule other than `Fair`."""
     if name == Fcfs.name:
         return Fcfs
     if name not in SCHEDULERS:

@@ -1,4 +1,4 @@
-"""How a fair scheduler is tuned, and what loads take on its link."""
+"""Settings of the fair rule, and the rates of an engine's link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_HEADROOM = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """What a load takes (`kappa.cost.transfer_s`), in seconds of the engine's own clock."""
+    """Seconds of a load (`kappa.cost.transfer_s`), by the engine's own clock."""
 
     token_s: float
     fixed_s: float = 0.0
@@ -29,32 +29,27 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True)
 class FairConfig:
-    """The fair scheduler's rules in numbers.
+    """Settings of the fair rule."""
 
-    weights: share of each tenant; default_weight: of those not named. max_skips, due_after_s: a
-    request that others bypassed so often for want of blocks, or that has waited so long, is
-    starving. window: how many waiting requests an iteration looks at. slack_s: seconds of service
-    by which a tenant may be ahead before others go first. credit: seconds of service that a second
-    of waiting is worth, until the request is starving; a tenant ahead by all of that and the slack
-    gets no blocks while one in turn waits for some. reserve: set blocks aside for a starving
-    request (off only to show what happens then). expected_output_tokens: length of an answer before
-    any was seen. headroom: where there are several tenants, the share of slots and blocks that
-    those with something running leave to those with nothing. class_s: seconds of head start that
-    each class of priority has on the next. step_factor: as `kappa.cost.StepLimit` has it.
-    """
-
-    weights: Mapping[str, float] = field(default_factory=dict)
-    default_weight: float = 1.0
+    weights: Mapping[str, float] = field(default_factory=dict)  # share of each tenant
+    default_weight: float = 1.0  # of tenants not named
+    # A request is starving after more bypasses than this for want of blocks, or this long a wait.
     max_skips: int = 64
     due_after_s: float = 30.0
-    window: int = 256
+    window: int = 256  # waiting requests that an iteration looks at
+    # Seconds of service by which a tenant may be ahead before others go first.
     slack_s: float = 0.25
+    # Seconds of service that a second of waiting is worth, until the request is starving. A tenant
+    # ahead by the most credit and the slack gets no blocks while a tenant in turn waits for some.
     credit: float = 0.1
+    # Set blocks aside for a starving request; off only to show the effect.
     reserve: bool = True
-    expected_output_tokens: int = 128
+    expected_output_tokens: int = 128  # of an answer, before any was seen
+    # With several tenants: share of slots and blocks that tenants with something running leave to
+    # those with nothing.
     headroom: float = 1 / 16
-    class_s: float = 10.0
-    step_factor: float = 2.5
+    class_s: float = 10.0  # head start of a class of priority on the next
+    step_factor: float = 2.5  # of `kappa.cost.StepLimit`; 0: no bound
 
     def __post_init__(self) -> None:
         waits = "max_skips", "due_after_s", "slack_s", "credit", "class_s"

@@ -1,20 +1,19 @@
-"""The fair rule: fill the iteration within VRAM and link, starve nobody. Events in, plans out.
+"""The fair rule: fill iterations within VRAM and link, without starvation. Events in, plans out.
 
 An iteration has three scarce things: tokens of its budget, blocks, and the link's time. Stock
-engines count the first only and stop at the first request whose blocks do not fit, so a long cached
-context holds up whatever stands behind it. Here:
+engines count the first only and stop at the first request with blocks that do not fit, so a long
+cached context holds up all requests behind it. Here:
 
-- Loads start just in time (`scheduler.loads`), so what waits for the link holds no blocks.
-- What can be computed at once is packed (`scheduler.admission`).
-- Requests of high ratio (more of VRAM than of the budget) may hold no more than their class' part
-  of what both classes want, while both wait.
-- Tenants go in the order of the service they had less the credit that waiting earns
-  (`scheduler.tenants`); within a tenant, first come, first served, a class of priority being a head
-  start of so many seconds.
+- Loads start just in time (`loads`), so requests that wait for the link hold no blocks.
+- Requests that can be computed at once are packed (`admission`).
+- While requests of high ratio (more of VRAM than of the budget) and others both wait, each of the
+  two classes may hold its part of the blocks that both want.
+- Tenants go in the order of their service less the credit that waiting earns (`tenants`); within a
+  tenant, first come, first served, with a head start in seconds for each class of priority.
 - Where there are several tenants, those with something running leave some slots and blocks to those
-  with nothing, so that nobody waits for another's answers to end.
+  with nothing, so that no tenant waits for another's answers to end.
 - A request bypassed too often, or waiting too long, is starving: it goes first in its turn, and if
-  it does not fit, blocks are set aside for it (`scheduler.blocks`); whoever has them is first.
+  it does not fit, blocks are set aside for it (`blocks`); then it goes first of all.
 
 Guarantees and their assumptions: docs/adr/0006. Called by the engine's adapter and the simulator.
 """
@@ -34,24 +33,20 @@ from kappa_scheduler.loads import JustInTime
 from kappa_scheduler.tenants import FAR_AHEAD, IN_TURN, TenantQueues
 from kappa_scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Room, Work, last_in_line
 
-# Weight of the newest in the mean length of an answer.
+# Weight of the newest answer in their mean length.
 _NEWEST = 0.05
 # How much further to look for a load to start, when the rest of the iteration is full.
 _LOOK_FURTHER = 16
 
 
 class _NoOp(NamedTuple):
-    """Nothing that waits fits, and why; holds until an event or one of these changes.
+    """The finding that no waiting request fits; valid until an event or one of these changes."""
 
-    budget_tokens: of the iteration, where it matters (the cap depends on it). starving_s: when the
-    next request is starving.
-    """
-
-    version: int
-    available: int
-    budget_tokens: int | None
-    for_link: bool
-    starving_s: float
+    version: int  # of the memory
+    available: int  # blocks
+    budget_tokens: int | None  # of the iteration; None where the reasons do not depend on it
+    for_link: bool  # some wait for the link
+    starving_s: float  # when the next request is starving
     passed: dict[str, int]
 
     def lasts(self, room: Room, now_s: float, link: JustInTime) -> bool:
@@ -91,7 +86,7 @@ class Fair:
     # -- events -------------------------------------------------------------------------------
 
     def add(self, work: Work, now_s: float) -> bool:
-        """As `Rule`; of another tenant than those who wait, it may be first in turn."""
+        """As `Rule.add`: a request of another tenant than those that wait may be first in turn."""
         work.join(self._seq, now_s, self.config.class_s)
         self._seq += 1
         self._event(now_s)
@@ -115,7 +110,7 @@ class Fair:
 
     def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
         self._release(work, now_s)
-        # Of a load that was broken off, nobody knows how far it came.
+        # How far a load came that was broken off is not known.
         self._tenants.loaded(work.tenant, self._link.forget(work, now_s))
         if output_tokens > 0:
             self._output_tokens += _NEWEST * (output_tokens - self._output_tokens)
@@ -137,16 +132,16 @@ class Fair:
     def charged_elsewhere(
         self, charges: Mapping[str, Charge], weights: Mapping[str, float], now_s: float
     ) -> None:
-        """What other workers charged each tenant so far, and the weights of some."""
+        """Take other workers' cumulative charges, and the weights of some tenants."""
         self._event(now_s)
         self._tenants.charged_elsewhere(charges, weights)
 
     def charges(self) -> dict[str, Charge]:
-        """What this engine has charged each tenant, so far."""
+        """This engine's charges so far, by tenant."""
         return self._tenants.charges()
 
     def victim(self, running: Sequence[Work]) -> Work:
-        """Of the tenant that had most, the latest admitted or, of several classes, in line."""
+        """The last in line (`last_in_line`) of the tenant with the most service."""
         served = {work.tenant: self._tenants.service_s(work.tenant) for work in running}
         most = max(served.values())
         return last_in_line([work for work in running if served[work.tenant] == most])
@@ -164,7 +159,7 @@ class Fair:
             return plan
         candidates = self._candidates(room, now_s, plan)
         if any(candidate.tier == FAR_AHEAD for candidate in candidates):
-            # Others had so much more that the first in turn is owed its blocks.
+            # Others are so far ahead that the first in turn is owed its blocks.
             first = candidates[1 if candidates[0].work is self._ledger.reserved_for else 0]
             first.starving = first.starving or first.tier == IN_TURN
 
@@ -173,7 +168,7 @@ class Fair:
 
         AdmissionRound(self._ledger, self._link, room, now_s, candidates, admit).run()
         plan.reserved = self._ledger.reserved_for
-        # Who was bypassed, why, and by how many behind them that took what they lacked.
+        # Count bypasses by reason, and for each the requests behind it that took what it lacked.
         behind = loads_behind = 0
         for candidate in reversed(candidates):
             why, work = candidate.why, candidate.work
@@ -188,9 +183,9 @@ class Fair:
         return plan
 
     def _candidates(self, room: Room, now_s: float, plan: Plan) -> list[Candidate]:
-        """Waiting requests in the order of their turn, each with what it would take.
+        """Waiting requests in order of turn, each with its quote.
 
-        First of all the one with the reservation. As far as the window goes; or until those seen
+        The one with the reservation comes first. As many as the window holds, or until those seen
         fill the iteration by themselves.
         """
         config, reserved = self.config, self._ledger.reserved_for
@@ -200,7 +195,7 @@ class Fair:
             turns = chain(((reserved, IN_TURN),), others)
         starving_since_s = now_s - config.due_after_s
         running = {work.tenant for work in self._admitted_s}
-        # What tenants with something running leave to those with nothing.
+        # Left by tenants with something running to those with nothing.
         share = config.headroom if self._tenants.known > 1 else 0.0
         leaves_blocks = math.ceil(share * room.memory.capacity_blocks)
         leaves_slots = math.ceil(share * (room.slots + room.running))
@@ -218,7 +213,7 @@ class Fair:
             candidate.reserves = config.reserve and tier == IN_TURN
             if work.tenant in running:
                 candidate.leaves_blocks, candidate.leaves_slots = leaves_blocks, leaves_slots
-            # Of those that have nothing, the first only.
+            # The first request of a tenant with nothing running only.
             running.add(work.tenant)
             candidates.append(candidate)
             if not fill.full:
@@ -230,7 +225,7 @@ class Fair:
         return candidates
 
     def _candidate(self, work: Work, room: Room) -> Candidate | None:
-        """With what it would take; None while it needs what is being loaded for another."""
+        """A request with its quote; None while it needs blocks being loaded for another."""
         memory, total = room.memory, work.total_tokens
         quote = memory.quote(work)
         if quote is None:
@@ -246,18 +241,15 @@ class Fair:
         return Candidate(work, quote, prompt_blocks, reserve, blocks_per_token)
 
     def _no_op_for(self, candidates: list[Candidate], room: Room, plan: Plan) -> _NoOp | None:
-        """Nothing was admitted: why that stays so for a while, if it does."""
+        """After an iteration without admissions: the finding, if it stays valid for a while."""
         reasons = {candidate.why for candidate in candidates}
         memory, budget = room.memory, room.budget_tokens
         if not candidates or reasons & {BUDGET, SLOTS} or budget <= 0 or room.slots <= 0:
             return None
         arrivals_s = [c.work.arrival_s + c.work.late_s for c in candidates if not c.starving]
         starving_s = min(arrivals_s, default=math.inf) + self.config.due_after_s
-        budget_tokens = budget if CAP in reasons else None
-        return _NoOp(
-            memory.version, memory.available(), budget_tokens, LINK in reasons, starving_s,
-            plan.passed,
-        )  # fmt: skip
+        state = memory.version, memory.available(), budget if CAP in reasons else None
+        return _NoOp(*state, LINK in reasons, starving_s, plan.passed)
 
     # -- bookkeeping --------------------------------------------------------------------------
 
@@ -266,7 +258,7 @@ class Fair:
         if found.shared_key and any(
             q.host_tokens and q.shared_key == found.shared_key for _, q in plan.admitted
         ):
-            # What it needs may be on its way since a moment ago.
+            # A request admitted just now may be loading its blocks.
             again = room.memory.quote(work)
             if again is None:
                 candidate.why = PENDING

@@ -20,12 +20,12 @@ from kappa_scheduler.work import (
 
 
 class Fcfs:
-    """vLLM 0.29, policy "fcfs": strict order of arrival, stops at the first misfit. Of several
-    classes, the order in which they stand in line (`Work.join`).
+    """vLLM 0.29's policy "fcfs": strict order of arrival, stopping at the first misfit. Requests of
+    several classes go in the order in which they stand in line (`Work.join`).
 
-    Those that need what is being loaded for another are put aside until a load lands, and then go
-    first (vLLM's skipped requests). Costs nothing while the first in line does not fit and memory
-    has not changed: what large simulations run on.
+    Requests that need blocks being loaded for another are put aside until a load lands, and then go
+    first (vLLM's skipped requests). An iteration costs nothing while the first in line does not fit
+    and memory has not changed, which large simulations depend on.
     """
 
     name = "fcfs"
@@ -44,7 +44,7 @@ class Fcfs:
         return len(self._waiting) + len(self._delayed)
 
     def order(self, work: Work) -> tuple[float, ...]:
-        """Of those that wait the least goes first; it stays as it is while a request waits."""
+        """A request's sort key, constant while it waits; the least goes first."""
         place: tuple[float, ...] = IN_LINE(work)
         return place
 
@@ -108,7 +108,7 @@ class Fcfs:
         self.returned(work, now_s)
 
     def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
-        """Nothing to do: memory's version tells that blocks are free."""
+        """Nothing to do: memory's version shows that blocks are free."""
 
     def aborted(self, work: Work, now_s: float) -> None:
         for queue in (self._waiting, self._delayed):
@@ -119,7 +119,7 @@ class Fcfs:
     def ran(
         self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
     ) -> None:
-        """Nothing to do: nobody is charged."""
+        """Nothing to do: tenants are not charged."""
 
     def victim(self, running: Sequence[Work]) -> Work:
         return last_in_line(running)

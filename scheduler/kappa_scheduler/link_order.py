@@ -1,4 +1,4 @@
-"""In which order a link between host and device serves its transfers, in engines and simulations.
+"""The order in which a link between host and device serves transfers, in engines and simulations.
 
 Loads go before stores, as requests wait for them. Stores that wait behind loads earn credit,
 `STORE_SHARE` of the loads' seconds, and spend it on transfers of their own, or nothing would ever
@@ -19,9 +19,11 @@ T = TypeVar("T")
 
 
 class LinkOrder(Generic[T]):
-    """Transfers that wait for one link: urgent stores first, then loads, then stores; with the
-    order "fifo" all wait in `loads`. store_s: seconds of a store's next piece, which its credit has
-    to cover. `ValueError` for an unknown order."""
+    """Transfers that wait for one link: urgent stores first, then loads, then stores.
+
+    With the order "fifo" all wait in `loads`. store_s: seconds of a store's next piece, which the
+    stores' credit must cover. `ValueError` for an unknown order.
+    """
 
     __slots__ = ("_fifo", "_store_s", "credit_s", "loads", "stores", "urgent")
 
@@ -38,7 +40,7 @@ class LinkOrder(Generic[T]):
         (self.loads if load or self._fifo else self.stores).append(transfer)
 
     def next_queue(self) -> deque[T] | None:
-        """The queue whose head is served next; None, and the credit is lost, if nothing waits."""
+        """The queue to serve next; if none waits None, and the credit is lost."""
         if self.urgent:
             return self.urgent
         if self.loads and not (self.stores and self._store_s(self.stores[0]) <= self.credit_s):

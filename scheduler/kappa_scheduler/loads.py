@@ -1,9 +1,9 @@
 """Just-in-time loads: when the next one may start.
 
-A load that waits for the link holds blocks and gains nothing. So loads start only while the link
-is about to run empty: while what is queued on it would be done before the engine has had the chance
-to start another. The engine has that chance once per iteration, and learns of a landed load an
-iteration late; two iterations ahead, then, and never less than one load.
+A load that waits for the link holds blocks and gains nothing. So a load starts only while the link
+is about to run empty: when its queue would be done before the engine could start another load. The
+engine can do so once per iteration, and learns of a landed load an iteration late; hence it looks
+two iterations ahead, and always allows one load.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kappa_scheduler.work import Work
 _NEWEST = 0.1
 _LEAST_SCALE, _MOST_SCALE = 0.25, 8.0
 _AHEAD_ITERATIONS = 2.0
-# An idle engine asks its connector about so often.
+# Roughly the interval at which an idle engine asks its connector.
 _LEAST_AHEAD_S = 0.02
 # Loads in flight where the link's rate is not known.
 _BLIND = 2
 
 
 class JustInTime:
-    """The link as one engine's scheduler believes it to be; `rates` None: nothing is known."""
+    """A scheduler's estimate of its engine's link; `rates` is None where they are not known."""
 
     def __init__(self, rates: LinkRates | None) -> None:
         self._rates = rates
@@ -35,7 +35,7 @@ class JustInTime:
         return len(self._loads)
 
     def backlog_s(self, now_s: float) -> float:
-        """Seconds until the link runs empty, as far as this engine knows."""
+        """Estimated seconds until the link runs empty."""
         return max(self._free_s - now_s, 0.0) if self._loads else 0.0
 
     def horizon_s(self) -> float:
@@ -49,7 +49,7 @@ class JustInTime:
         return self.backlog_s(now_s) < self.horizon_s()
 
     def load_s(self, tokens: int) -> float:
-        """Seconds of link that a load of so many tokens takes."""
+        """Estimated link seconds of a load of `tokens` tokens."""
         return self._rates.load_s(tokens) * self._scale if self._rates else 0.0
 
     def start(self, work: Work, tokens: int, now_s: float) -> None:
@@ -59,9 +59,9 @@ class JustInTime:
         self._loads[work] = (now_s, seconds)
 
     def landed(self, work: Work, now_s: float) -> float:
-        """It is there; returns the seconds of link it took. Corrects the rate by what was seen.
+        """A load landed; returns its link seconds and corrects the rate by them.
 
-        One that is there far too soon had less to load than was thought, and teaches no rate.
+        A load that lands far too soon had less to load than expected, and does not correct it.
         """
         started_s, expected_s = self._loads.pop(work, (now_s, 0.0))
         took_s = max(now_s - max(started_s, self._last_landed_s), 0.0)
@@ -76,7 +76,7 @@ class JustInTime:
         return expected_s if self._rates and not empty else took_s
 
     def forget(self, work: Work, now_s: float) -> float:
-        """It is not loading any more, for whatever reason; seconds of link it was to take."""
+        """A load was given up; returns its expected link seconds."""
         _, expected_s = self._loads.pop(work, (now_s, 0.0))
         self._free_s = min(self._free_s, now_s + self._queued_s())
         return expected_s
@@ -85,5 +85,5 @@ class JustInTime:
         return sum(seconds for _, seconds in self._loads.values())
 
     def ran(self, iteration_s: float) -> None:
-        """An iteration took so long."""
+        """Note an iteration's seconds."""
         self._iteration_s += _NEWEST * (iteration_s - self._iteration_s)

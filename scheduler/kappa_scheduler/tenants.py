@@ -1,18 +1,19 @@
-"""The tenants of one engine: what waits of each, what each was charged, and whose turn it is.
+"""The tenants of one engine: their waiting requests, their charges, and their turns.
 
-A tenant is charged for three resources, each in seconds of the whole of it: VRAM (blocks held over
-time over all blocks), gpu (its tokens' part of each iteration) and link (its loads). Its *service*
-is the greatest of the three over its weight (dominant resource fairness, Ghodsi et al., NSDI 2011),
-and whoever has had least goes first, as with the virtual counters of VTC (Sheng et al., OSDI 2024):
-a cached token costs no compute, but its blocks and its load are not free. A tenant of which nothing
-waited is lifted, when something does, to the least service among those who wait, less what it was
-behind when it last waited, so that it cannot save up; if nobody else waits, nobody is owed
-anything, and it is lifted to the greatest of all.
+A tenant is charged for three resources, each in seconds of the whole resource: VRAM (blocks held
+over time over all blocks), gpu (its tokens' part of each iteration) and link (its loads). Its
+*service* is the greatest of the three over its weight (dominant resource fairness, Ghodsi et al.,
+NSDI 2011). The tenant with the least service goes first, as with the virtual counters of VTC (Sheng
+et al., OSDI 2024): a cached token costs no compute, but its blocks and its load are not free.
 
-What other workers charged counts like one's own: a tenant does not multiply its share by spreading.
+When a tenant without waiting requests gets one, its service is lifted to the least among tenants
+that wait, less its arrears from when it last waited, so that it cannot save up. If no other tenant
+waits there are no arrears, and it is lifted to the greatest of all.
 
-A class of priority is a place in line (`Work.join`): within a tenant it says who goes first; among
-tenants it is worth what waiting as long would earn, once. A share it is not: that is the weight.
+Charges of other workers count like those of this one: spreading over workers gains no share.
+
+A class of priority is a place in line (`Work.join`). Within a tenant it decides the order; among
+tenants it is worth, once, what waiting as long would earn. Shares come from weights alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
@@ -27,33 +29,33 @@ from kappa.protocol import Charge
 from kappa_scheduler.config import FairConfig
 from kappa_scheduler.work import IN_LINE, Work
 
-# Tiers of tenants: first in turn; those that had more; those that had so much more that they get
-# nothing while one that is in turn lacks blocks.
+# Tiers of tenants: in turn; ahead; so far ahead that they get nothing while a tenant in turn lacks
+# blocks.
 IN_TURN, AHEAD, FAR_AHEAD = range(3)
 
 _VRAM, _GPU, _LINK = 0, 1, 2
 # Weight of the newest in the mean charge of a request.
 _NEWEST = 0.2
-# Less than any charge: what rounding leaves of blocks given back.
+# Less than any charge: the rounding error of blocks given back.
 _NOTHING_BLOCKS = 1e-6
 
 
+@dataclass(slots=True, eq=False)
 class _Tenant:
-    """fresh, preempted: its requests that wait, in line; those that ran before go first. own,
-    elsewhere: seconds charged. behind_s: how far it was behind the least of the others when the
-    last of its requests went. blocks: held by those admitted. mean_s: what a request of it cost."""
-
-    __slots__ = (
-        "behind_s", "blocks", "elsewhere", "fresh", "lift_s", "mean_s", "own", "preempted",
-        "weight",
-    )  # fmt: skip
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.fresh: list[Work] = []
-        self.preempted: list[Work] = []
-        self.own, self.elsewhere = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        self.lift_s = self.behind_s = self.blocks = self.mean_s = 0.0
+    weight: float
+    # Its requests that wait, in line; those that ran before go first.
+    fresh: list[Work] = field(default_factory=list)
+    preempted: list[Work] = field(default_factory=list)
+    # Seconds of VRAM, gpu and link charged here and by other workers.
+    own: list[float] = field(default_factory=lambda: [0.0] * 3)
+    elsewhere: list[float] = field(default_factory=lambda: [0.0] * 3)
+    lift_s: float = 0.0
+    # How far it was behind the least of the others when the last of its requests went.
+    behind_s: float = 0.0
+    # Held by its admitted requests.
+    blocks: float = 0.0
+    # Mean charge of a request.
+    mean_s: float = 0.0
 
     def service_s(self) -> float:
         own, other = self.own, self.elsewhere
@@ -62,7 +64,7 @@ class _Tenant:
 
 
 class TenantQueues:
-    """As many as ever came, for their charges must never fall. `len()`: requests that wait."""
+    """All tenants that ever came, since charges must never fall. `len()`: requests that wait."""
 
     def __init__(self, config: FairConfig) -> None:
         self._config = config
@@ -77,12 +79,12 @@ class TenantQueues:
 
     @property
     def known(self) -> int:
-        """Tenants that ever came."""
+        """The number of tenants that ever came."""
         return len(self._tenants)
 
     @property
     def waiting(self) -> int:
-        """Tenants that have something waiting."""
+        """The number of tenants with waiting requests."""
         return len(self._waiting)
 
     def _tenant(self, name: str) -> _Tenant:
@@ -95,7 +97,7 @@ class TenantQueues:
     # -- who waits ----------------------------------------------------------------------------
 
     def enter(self, work: Work, preempted: bool = False) -> None:
-        """It waits, in its place in line; preempted: before those that never ran."""
+        """Add a waiting request in its place in line; preempted ones go before the others."""
         tenant = self._tenant(work.tenant)
         if work.tenant not in self._waiting:
             if len(self._tenants) > 1:
@@ -110,7 +112,7 @@ class TenantQueues:
         self._count += 1
 
     def leave(self, work: Work) -> None:
-        """It waits no more: it was admitted, or is gone; `KeyError` if it did not wait."""
+        """Remove a request that was admitted or is gone; `KeyError` if it did not wait."""
         tenant = self._waiting[work.tenant]
         for works in (tenant.fresh, tenant.preempted):
             at = bisect_left(works, IN_LINE(work), key=IN_LINE)
@@ -129,11 +131,11 @@ class TenantQueues:
         return min((tenant.service_s() for tenant in self._waiting.values()), default=None)
 
     def in_turn(self, now_s: float) -> Iterator[tuple[Work, int]]:
-        """Waiting requests in turn with their tier, as many as the window holds.
+        """Waiting requests in order of turn, each with its tier, as many as the window holds.
 
         A tenant's key is its service, less the credit that the first in its queue has earned (until
-        that is starving), plus what those before this one in its queue will cost. A tenant is far
-        ahead whose key exceeds the least by more than the slack and the most that waiting earns.
+        that is starving), plus the expected cost of requests before this one in its queue. A tenant
+        is far ahead if its key exceeds the least by more than the slack and the most credit.
         """
         config, left = self._config, self._config.window
         queues: dict[str, Iterator[Work]] = {
@@ -182,30 +184,30 @@ class TenantQueues:
         self._capacity_blocks = float(max(capacity_blocks, 1))
 
     def hold(self, name: str, blocks: float) -> None:
-        """It holds so many blocks more, or fewer; `settle` comes first."""
+        """Add blocks to those that a tenant holds, or remove them; `settle` comes first."""
         tenant = self._tenant(name)
         held = tenant.blocks + blocks
         tenant.blocks = held if held > _NOTHING_BLOCKS else 0.0
 
     def computed(self, seconds: float, tokens: Mapping[str, int]) -> None:
-        """Iterations took so long, with so many tokens of each."""
+        """Charge iterations' seconds to tenants by their tokens."""
         total = sum(tokens.values())
         for name, count in tokens.items() if total > 0 else ():
             self._tenant(name).own[_GPU] += seconds * count / total
 
     def loaded(self, name: str, seconds: float) -> None:
-        """Its load occupied the link for so long."""
+        """Charge a load's link seconds."""
         self._tenant(name).own[_LINK] += seconds
 
     def ended(self, name: str, seconds: float) -> None:
-        """One of its requests is over and was charged so much; teaches the mean."""
+        """Add the charge of a request that ended to the tenant's mean."""
         tenant = self._tenant(name)
         tenant.mean_s += _NEWEST * (seconds / tenant.weight - tenant.mean_s)
 
     def charged_elsewhere(
         self, charges: Mapping[str, Charge], weights: Mapping[str, float]
     ) -> None:
-        """What other workers charged so far; late and repeated reports change nothing."""
+        """Take other workers' cumulative charges; late and repeated reports change nothing."""
         for name, weight in weights.items():
             if math.isfinite(weight) and weight > 0:
                 self._tenant(name).weight = weight
@@ -216,9 +218,9 @@ class TenantQueues:
                     known[resource] = max(known[resource], seconds)
 
     def service_s(self, name: str) -> float:
-        """Seconds of its dominant resource over its weight, lifts included."""
+        """A tenant's seconds of its dominant resource over its weight, lifts included."""
         return self._tenant(name).service_s()
 
     def charges(self) -> dict[str, Charge]:
-        """What this engine has charged each tenant so far, if anything."""
+        """This engine's charges so far, of tenants that have any."""
         return {name: Charge(*t.own) for name, t in self._tenants.items() if any(t.own)}

@@ -1,8 +1,8 @@
 """The contract between a scheduling rule and the engine that it plans for.
 
-An engine, real or simulated, owns the blocks and runs the iterations; a `Rule` owns what waits and
-says, iteration by iteration, what is admitted. Nothing here knows a clock: times are arguments, in
-seconds of any one clock.
+An engine, real or simulated, owns the blocks and runs the iterations; a `Rule` owns the waiting
+requests and decides, iteration by iteration, which to admit. Nothing here knows a clock: times are
+arguments, in seconds of any one clock.
 """
 
 from __future__ import annotations
@@ -15,70 +15,60 @@ from typing import NamedTuple, Protocol
 IN_LINE = attrgetter("place_s", "seq")
 """The order of `Work` in line."""
 
-# Why a request was bypassed in an iteration.
+# Reasons why a request was bypassed in an iteration.
 VRAM, LINK, BUDGET, SLOTS, RESERVED, CAP, PENDING = (
     "vram", "link", "budget", "slots", "reserved", "cap", "pending",
 )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class Work:
-    """One request inside an engine.
+    """One request inside an engine."""
 
-    total_tokens: what must be in the cache before it decodes: its prompt and, after a preemption,
-    what it had generated. computed_tokens: how much of that is there, scheduled work included.
-    max_tokens: bound on its answer. tenant: who is charged. priority: its class; lower goes first.
-    skips: how often one behind it took what it lacked. seq: order of arrival; the rule sets it, and
-    late_s, by which its class sets it back, and place_s, where it stands in line. grown_blocks:
-    taken since its admission, as it decoded; the engine counts them.
-    """
-
-    __slots__ = (
-        "arrival_s", "computed_tokens", "grown_blocks", "late_s", "max_tokens", "place_s",
-        "priority", "seq", "skips", "tenant", "total_tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, total_tokens: int, arrival_s: float, max_tokens: int = 1, tenant: str = "",
-        priority: int = 0,
-    ) -> None:  # fmt: skip
-        self.total_tokens, self.max_tokens = total_tokens, max_tokens
-        self.arrival_s, self.tenant, self.priority = arrival_s, tenant, priority
-        self.computed_tokens = self.grown_blocks = self.skips = 0
-        self.seq, self.late_s, self.place_s = -1, 0.0, 0.0
+    # Must be in the cache before it decodes: its prompt and, after a preemption, its answer so far.
+    total_tokens: int
+    arrival_s: float
+    max_tokens: int = 1  # bound on its answer
+    tenant: str = ""  # is charged for it
+    priority: int = 0  # its class; lower goes first
+    # Of `total_tokens`, those in the cache, scheduled ones included.
+    computed_tokens: int = field(default=0, init=False)
+    # Blocks that it took since its admission, as it decoded; the engine counts them.
+    grown_blocks: int = field(default=0, init=False)
+    # How often a request behind it took blocks or budget that it lacked.
+    skips: int = field(default=0, init=False)
+    # Set by the rule: order of arrival, how far its class sets it back, and its place in line.
+    seq: int = field(default=-1, init=False)
+    late_s: float = field(default=0.0, init=False)
+    place_s: float = field(default=0.0, init=False)
 
     def join(self, seq: int, now_s: float, class_s: float) -> None:
-        """Take a place in line. Each class stands `class_s` behind the one before it, so whoever
-        comes later than that after it does not pass it."""
+        """Take a place in line. Each class stands `class_s` seconds behind the one before it: a
+        request of a higher class that comes later than that does not pass it."""
         self.seq, self.late_s = seq, class_s * self.priority
         self.place_s = now_s + self.late_s
 
 
 def last_in_line(running: Sequence[Work]) -> Work:
-    """Who of those running gives up first: the last of them in line if they are of several classes,
-    else the last that was admitted."""
+    """The running request that gives up its blocks first: the last in line if they are of several
+    classes, else the last admitted."""
     if len({work.priority for work in running}) == 1:
         return running[-1]
     return max(running, key=IN_LINE)
 
 
 class Quote(NamedTuple):
-    """What admitting a request would take now.
+    """The cost of admitting a request now."""
 
-    blocks: of those available (unused or evictable), hits that were evictable included.
-    device_tokens: found on the device; host_tokens: to be loaded behind them. shared_blocks: found
-    and held by others already, which cost nothing now; shared_key: names the request's first block
-    (held or not), so that those with one prefix are known; 0 if it has no full block.
-    elsewhere_blocks: of its prompt, those that need no block here: they stay in host memory; grows:
-    those of its answer need blocks here.
-    """
-
-    blocks: int
-    device_tokens: int
-    host_tokens: int
-    shared_blocks: int = 0
+    blocks: int  # of those available (unused or evictable), evictable hits included
+    device_tokens: int  # found on the device
+    host_tokens: int  # to be loaded behind them
+    shared_blocks: int = 0  # found and held by others already, which cost nothing now
+    # Names the request's first block, held or not, so that requests with one prefix are known; 0 if
+    # it has no full block.
     shared_key: int = 0
-    elsewhere_blocks: int = 0
-    grows: bool = True
+    elsewhere_blocks: int = 0  # prompt blocks that stay in host memory and need none here
+    grows: bool = True  # its answer needs blocks here
 
 
 class Memory(Protocol):
@@ -96,52 +86,49 @@ class Memory(Protocol):
     def capacity_blocks(self) -> int: ...
 
     def quote(self, work: Work) -> Quote | None:
-        """What admitting `work` takes; None while blocks that it needs are being loaded.
+        """The cost of admitting `work`; None while blocks that it needs are being loaded.
 
-        Called often: an engine may answer from what it looked up a moment ago.
+        Called often: an engine may answer from a recent look-up.
         """
 
     def available(self) -> int:
-        """Blocks unused or evictable."""
+        """The number of blocks that are unused or evictable."""
 
     def take(self, work: Work, quote: Quote) -> Quote | None:
-        """Reserve what was quoted; what was in fact taken, or None: it does not fit after all."""
+        """Reserve a quote's blocks; returns what was taken, None if it does not fit after all."""
 
 
 @dataclass(slots=True)
 class Room:
-    """What the coming iteration has to give.
-
-    budget_tokens: of the iteration's budget, after those already running. slots: requests that may
-    still be added to those running. running: requests that hold blocks, loading ones included.
-    """
+    """The resources left for the coming iteration."""
 
     memory: Memory
-    budget_tokens: int
-    slots: int
-    running: int
+    budget_tokens: int  # left by the running requests
+    slots: int  # requests that may still be added to the running ones
+    running: int  # requests that hold blocks, loading ones included
 
 
 @dataclass(slots=True)
 class Plan:
-    """What is admitted now, in order: (request, what it took). passed: how many waiting requests
-    were looked at and left, by reason. reserved: the request whose blocks are set aside."""
+    """The admissions of an iteration."""
 
+    # (request, what it took), in order.
     admitted: list[tuple[Work, Quote]] = field(default_factory=list)
+    # Number of waiting requests that were looked at and left, by reason.
     passed: dict[str, int] = field(default_factory=dict)
+    # The request with blocks set aside for it.
     reserved: Work | None = None
 
 
 class Rule(Protocol):
-    """Owns the waiting requests of one engine; is informed of all that happens to the others.
+    """Owner of the waiting requests of one engine, informed of every event of the others.
 
-    packs: it goes on past a request that does not fit, as a router's forecast should know. timed:
-    an iteration may admit what the one before could not though nothing happened in between.
     `len()`: requests that wait, those that wait for another's load included.
     """
 
     name: str
-    packs: bool
+    packs: bool  # it goes on past a request that does not fit; routers' forecasts use this
+    # Time alone may let it admit what the iteration before could not.
     timed: bool
     max_skips: int
     max_wait_s: float
@@ -149,13 +136,13 @@ class Rule(Protocol):
     def __len__(self) -> int: ...
 
     def add(self, work: Work, now_s: float) -> bool:
-        """A request arrived; whether the next iteration may have something for it."""
+        """A request arrived; returns whether the next iteration may admit it."""
 
     def plan(self, room: Room, now_s: float) -> Plan:
         """Admit for the coming iteration: takes from `room.memory`, forgets what it admitted."""
 
     def returned(self, work: Work, now_s: float) -> None:
-        """The engine could not admit what was planned: it waits again, where it was."""
+        """The engine could not admit a planned request, which waits again in its place."""
 
     def landed(self, work: Work, now_s: float) -> None:
         """The load of an admitted request is on the device."""
@@ -164,7 +151,7 @@ class Rule(Protocol):
         """A running request lost its blocks and waits again, before those that never ran."""
 
     def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
-        """An admitted request is over, its blocks are free; aborted ones too."""
+        """An admitted request ended, or was aborted; its blocks are free."""
 
     def aborted(self, work: Work, now_s: float) -> None:
         """A waiting request's client left."""
@@ -172,7 +159,7 @@ class Rule(Protocol):
     def ran(
         self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
     ) -> None:
-        """Iterations ended that took so long in all, with so many tokens of each tenant."""
+        """Iterations ended: their seconds together, and the tokens of each tenant in them."""
 
     def victim(self, running: Sequence[Work]) -> Work:
-        """Which of `running` (in order of admission, not empty) gives up its blocks."""
+        """The request of `running` (not empty, in order of admission) that gives up its blocks."""

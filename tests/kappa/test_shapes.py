@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kappa.model import attention_flops, kv_bytes_per_token
-from kappa.model_config import dtype_bytes, shape_from_config, unlisted, with_stored_weights
-from kappa.shapes import SHAPES, model_shape
+from kappa.model_config import dtype_bytes, shape_from_config, unlisted
+from kappa.shapes import SHAPES, model_shape, with_stored_weights
 
 TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

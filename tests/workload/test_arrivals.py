@@ -241,7 +241,7 @@ def test_every_form_that_is_shown_can_be_read():
         "RATE,RATE,…": "1,2", "RATE": "5", "CV": "2", "[,window_s=SECONDS]": "", "FROM-TO": "1-2",
         "SECONDS": "9", "SESSIONS": "3", " or trace:xFACTOR": "",
     }  # fmt: skip
-    for kind, form in FORMS.items():
+    for kind, (form, _) in FORMS.items():
         for word, example in examples.items():
             form = form.replace(word, example)
         assert parse_arrivals(form).kind == kind

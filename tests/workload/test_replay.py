@@ -119,11 +119,7 @@ def session(*turns, document_tokens=0, size=100, ids=IDS, name="s"):
 
 
 def played(reuse, one):
-    cached = []
-    for number in range(len(one.turns)):
-        cached.append(reuse.cached_tokens(one, number))
-        reuse.note(one, number)
-    return cached
+    return [reuse.visit(one, number) for number in range(len(one.turns))]
 
 
 def test_whole_blocks_of_earlier_prompts_are_held_and_the_last_token_never_is():

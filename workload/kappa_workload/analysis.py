@@ -1,8 +1,8 @@
 """Distributions of new and cached tokens and of their ratio, as Figure 3 of paper 001 has them.
 
-Each request counts as its source does: cached is the document or the talk so far, whoever asked
-first, and new is the question, to the token. Beside it stands an engine's view: full blocks that an
-unlimited cache holds, and a first visit finds nothing. `kappa workload` prints both.
+Requests are counted as by their source: cached is the document or the talk so far, even for the
+first reader, and new is the question, to the token. The engine's view stands beside it: full blocks
+in an unlimited cache that is empty at first. `kappa workload` prints both.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ def quantiles(values: Numbers) -> dict[str, float]:
 
 
 def source_ratios(workload: Workload) -> Ratios:
-    """As the source counts: to the token, and a document is cached before its first question.
+    """Ratios as the source counts: to the token, with a document cached before its first question.
 
-    Where the source has only blocks (Mooncake), what an unlimited cache of its prompts holds.
+    Where the source has only blocks (Mooncake), cached is what an unlimited cache of prompts holds.
     """
     reuse = Reuse(workload.block_tokens, workload.block_tokens, outputs_kept=False)
     return _ratios(workload, reuse, as_source=True)
 
 
 def engine_ratios(workload: Workload, *, block_tokens: int = ENGINE_BLOCK_TOKENS) -> Ratios:
-    """As an engine meets it: full blocks of an unlimited cache, answers kept, cold at first.
+    """Ratios in an engine: full blocks of an unlimited cache that keeps answers, empty at first.
 
-    Sessions come one after the other. Blocks smaller than the workload's own are only told apart
+    Sessions come one after the other. Blocks smaller than the workload's own can be told apart only
     at the end of a document: give a workload that was read with blocks of this size.
     """
     return _ratios(workload, Reuse(workload.block_tokens, block_tokens, outputs_kept=True))
 
 
 def _ratios(workload: Workload, reuse: Reuse, *, as_source: bool = False) -> Ratios:
-    """What `reuse` holds of each prompt; or, if that counts, what the source says."""
+    """Ratios by `reuse`; as_source: by the source where it counts new tokens."""
     new: list[int] = []
     cached: list[int] = []
     for session in workload.sessions:
@@ -85,13 +85,15 @@ def _ratios(workload: Workload, reuse: Reuse, *, as_source: bool = False) -> Rat
 
 
 def share_above(kappa: Numbers, critical: Mapping[str, float]) -> dict[str, float]:
-    """Of each node, the share of requests that are memory-bound on it: κ ≥ κ_crit (Eq. 5)."""
+    """The share of requests that are memory-bound on each node: κ ≥ κ_crit (Eq. 5)."""
     return {node: float(np.mean(kappa >= limit)) for node, limit in critical.items()}
 
 
 def analyse(workload: Workload, critical: Mapping[str, float]) -> dict[str, Any]:
-    """What `kappa workload --json` prints, by κ_crit of each node. Give the workload uncut, with
-    blocks of `ENGINE_BLOCK_TOKENS` where its reader allows."""
+    """The output of `kappa workload --json`; critical: κ_crit of each node.
+
+    Give the workload uncut, with blocks of `ENGINE_BLOCK_TOKENS` where its reader allows.
+    """
     ratios = source_ratios(workload)
     engine = engine_ratios(workload)
     return {
@@ -146,7 +148,7 @@ WHY_OURS_DIFFER: dict[str, str] = {
 
 
 def compared(workload: Workload, ratios: Ratios) -> list[dict[str, Any]]:
-    """The paper's figures on a workload of this name beside ours; empty if it has none."""
+    """The paper's figures beside ours, by workload name; empty if the paper has none."""
     where, printed = PAPER_FIGURES.get(workload.name, ("", {}))
     rows = []
     for name, value in printed.items():
@@ -164,11 +166,9 @@ def _values(workload: Workload, ratios: Ratios, quantity: str) -> Numbers:
     if quantity == "output":
         outputs = [turn.output_tokens for s in workload.sessions for turn in s.turns]
         return np.array(outputs, dtype=np.float64)
-    return {
-        "new": ratios.new_tokens,
-        "cached": ratios.cached_tokens,
-        "kappa": ratios.kappa,
-    }[quantity]
+    return {"new": ratios.new_tokens, "cached": ratios.cached_tokens, "kappa": ratios.kappa}[
+        quantity
+    ]
 
 
 def _statistic(values: Numbers, statistic: str) -> float:

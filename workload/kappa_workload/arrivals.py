@@ -1,10 +1,10 @@
-"""When sessions arrive: endless seeded streams of times in seconds, at a mean rate.
+"""Arrivals of sessions: endless seeded streams of times in seconds, at a mean rate.
 
-`poisson` for workloads whose source says nothing of arrivals. `servegen` for independent single
-requests: production clients that come in bursts and change their rates from window to window.
-`gamma` for bursts of a given strength, `ramp` and `steps` for load that grows, `constant` for
-evenly spaced arrivals. They draw ahead, so each wants an `rng` of its own. Closed loops have no
-times: all sessions are there at once, and the runner starts one whenever another has ended.
+`poisson` is for sources without arrival times. `servegen` is for independent single requests:
+production clients that come in bursts and change their rates from window to window. `gamma` gives
+bursts of a given strength, `ramp` and `steps` load that grows, `constant` evenly spaced arrivals.
+They draw ahead, so each needs an `rng` of its own. Closed loops have no times: all sessions are
+there at once, and the runner starts one whenever another has ended.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ ArrivalProcess = Callable[[float, np.random.Generator], Iterator[float]]
 # Apache-2.0.
 WINDOW_S = 600
 
-_RATE_COLUMNS: dict[str, type] = {
-    "client": int, "window_s": int, "rate_rps": float, "cv": float, "pattern": str, "arg1": float,
-    "arg2": float,
-}  # fmt: skip
+_RATE_COLUMNS: dict[str, type] = dict(
+    client=int, window_s=int, rate_rps=float, cv=float, pattern=str, arg1=float, arg2=float
+)
 _PATTERNS = ("Gamma", "Weibull")
 
 # Seconds that `servegen` gives to a window which lasted 600 s: runs last minutes, not a day, and
@@ -164,17 +163,16 @@ def servegen(
     window_s: float = REPLAY_WINDOW_S,
     steady: bool = False,
 ) -> Iterator[float]:
-    """Arrival times of many clients, each bursty and unsteady in its own way, for ever.
+    """Arrival times of many clients, each with its own bursts and changes of rate, for ever.
 
     The day starts at a random window and repeats. Every client's rate is scaled by one number, so
     that the mean over a whole day is `rate_rps`; over less than a day it is what that part of the
     day was. Each client gets as many arrivals in a window as its rate says, with gaps of the
     fitted shape, beginning at a random point of their cycle.
 
-    rates: whose rates to use; those that ship with the package if None. window_s: seconds that a
-    window of the source lasts here. A run of R seconds that should see a whole day, and so the
-    exact mean, wants R / len(rates.windows). steady: every window has the mean rate, with its own
-    clients and their bursts.
+    rates: client rates; None: those that ship with the package. window_s: seconds that a window of
+    the source lasts here; for a run of R seconds over a whole day, and so with the exact mean, give
+    R / len(rates.windows). steady: every window has the mean rate, with its own clients and bursts.
     """
     rates = rates or shipped_rates()
     index = int(rng.integers(len(rates.windows)))
@@ -192,7 +190,7 @@ def servegen(
 
 
 def _places(client: ClientRate, expected: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Where in a window, from 0 to 1, a client's requests fall: `expected` of them on average."""
+    """A client's requests in a window, as places from 0 to 1: `expected` of them on average."""
     count = int(expected + rng.random())
     if client.pattern == "Gamma":
         gaps = rng.standard_gamma(client.shape, count)
@@ -209,43 +207,40 @@ def _places(client: ClientRate, expected: float, rng: np.random.Generator) -> ND
 Kind = Literal["poisson", "constant", "gamma", "servegen", "trace", "ramp", "steps", "closed"]
 
 
-FORMS: dict[Kind, str] = {
-    "poisson": "poisson:RATE",
-    "constant": "constant:RATE",
-    "gamma": "gamma:RATE,cv=CV",
-    "servegen": "servegen:RATE[,window_s=SECONDS]",
-    "trace": "trace or trace:xFACTOR",
-    "ramp": "ramp:FROM-TO/SECONDS",
-    "steps": "steps:RATE,RATE,…/SECONDS",
-    "closed": "closed:SESSIONS",
+FORMS: dict[Kind, tuple[str, str]] = {
+    "poisson": ("poisson:RATE", "(?P<rates>N)"),
+    "constant": ("constant:RATE", "(?P<rates>N)"),
+    "gamma": ("gamma:RATE,cv=CV", "(?P<rates>N),cv=(?P<cv>N)"),
+    "servegen": ("servegen:RATE[,window_s=SECONDS]", "(?P<rates>N)(,window_s=(?P<seconds>N))?"),
+    "trace": ("trace or trace:xFACTOR", "(x(?P<speed>N))?"),
+    "ramp": ("ramp:FROM-TO/SECONDS", "(?P<rates>N-N)/(?P<seconds>N)"),
+    "steps": ("steps:RATE,RATE,…/SECONDS", "(?P<rates>N(,N)+)/(?P<seconds>N)"),
+    "closed": ("closed:SESSIONS", r"(?P<concurrency>\d+)"),
 }
-"""How each kind is written. Rates are sessions a second."""
+"""Syntax of each kind, for people and as a pattern in which N is a number. Rates are sessions a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalSpec:
-    """How sessions arrive.
-
-    rates_rps: one rate; the first and the last of a ramp; all of steps; none for trace and closed.
-    cv: coefficient of variation of gamma gaps. seconds: a ramp's length, a step's, or that of a
-    ServeGen window. speed: by which a trace's times are divided. concurrency: of a closed loop.
-    """
+    """A parsed specification of arrivals."""
 
     kind: Kind
+    # One rate; the first and the last of a ramp; all of steps; none for trace and closed.
     rates_rps: tuple[float, ...] = ()
-    cv: float = 1.0
-    seconds: float = 0.0
-    speed: float = 1.0
-    concurrency: int | None = None
+    cv: float = 1.0  # coefficient of variation of gamma gaps
+    seconds: float = 0.0  # length of a ramp, a step, or a ServeGen window
+    speed: float = 1.0  # divides a trace's times
+    concurrency: int | None = None  # of a closed loop; else None
     text: str = field(default="", compare=False)
 
     def times(
         self, rng: np.random.Generator, *, rate_factor: float = 1.0
     ) -> Iterator[float] | None:
-        """Arrival times in seconds; None for a trace, whose workload has them.
+        """Arrival times in seconds; None for a trace, where the workload has them.
 
-        rate_factor: multiplies every rate: one over the requests of a session, if rates are meant
-        in requests a second.
+        rate_factor: multiplies every rate; one over the requests of a session, if rates count
+        requests.
         """
         rates = [rate * rate_factor for rate in self.rates_rps]
         match self.kind:
@@ -268,27 +263,21 @@ class ArrivalSpec:
 
 
 _NUMBER = r"[\d.]+(?:[eE][+-]?\d+)?"
-_WRITTEN: dict[Kind, str] = {
-    "poisson": "(?P<rates>N)", "constant": "(?P<rates>N)", "gamma": "(?P<rates>N),cv=(?P<cv>N)",
-    "servegen": "(?P<rates>N)(,window_s=(?P<seconds>N))?", "trace": "(x(?P<speed>N))?",
-    "ramp": "(?P<rates>N-N)/(?P<seconds>N)", "steps": "(?P<rates>N(,N)+)/(?P<seconds>N)",
-    "closed": r"(?P<concurrency>\d+)",
-}  # fmt: skip
 
 
 def parse_arrivals(text: str) -> ArrivalSpec:
-    """Read a spec; `ValueError` says how it is written."""
+    """Parse a specification; `ValueError` explains the syntax."""
     kind, _, rest = text.strip().partition(":")
     if kind not in FORMS:
         near = difflib.get_close_matches(kind, FORMS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"arrivals {text!r}: unknown kind {kind!r}.{hint} Known: {'; '.join(FORMS.values())}"
-        )
+        known = "; ".join(form for form, _ in FORMS.values())
+        raise ValueError(f"arrivals {text!r}: unknown kind {kind!r}.{hint} Known: {known}")
+    form, pattern = FORMS[kind]
     wrong = ValueError(
-        f"arrivals {text!r}: write {FORMS[kind]}; numbers above zero, the last of rates at least"
+        f"arrivals {text!r}: write {form}; numbers above zero, the last of rates at least"
     )
-    match = re.fullmatch(_WRITTEN[kind].replace("N", _NUMBER), rest)
+    match = re.fullmatch(pattern.replace("N", _NUMBER), rest)
     if match is None:
         raise wrong
     given = {name: value for name, value in match.groupdict().items() if value}
@@ -299,7 +288,6 @@ def parse_arrivals(text: str) -> ArrivalSpec:
         raise wrong from None
     if not all(0 < each < math.inf for each in (*rates[-1:], *number.values())):
         raise wrong
-    return ArrivalSpec(
-        kind, rates, number.get("cv", 1.0), number.get("seconds", 0.0), number.get("speed", 1.0),
-        int(number["concurrency"]) if "concurrency" in number else None, text,
-    )  # fmt: skip
+    sessions = number.pop("concurrency", None)
+    concurrency = None if sessions is None else int(sessions)
+    return ArrivalSpec(kind, rates, concurrency=concurrency, text=text, **number)

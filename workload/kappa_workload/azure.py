@@ -16,13 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from kappa_workload.reading import SomeTokens, Tokens, WorkloadError, at, numbered_lines
-from kappa_workload.shapes import (
-    SessionShape,
-    Workload,
-    key_of,
-    stream_ids,
-    turn_of,
-)
+from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 BLOCK_TOKENS = 512
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
@@ -52,7 +46,7 @@ def read_azure(path: Path) -> Workload:
 
 
 def _rows(path: Path) -> Iterator[tuple[datetime, int, int]]:
-    """(time, prompt tokens, output tokens) of each row; times without zone can be compared."""
+    """(time, prompt tokens, output tokens) of each row; times have no zone, so they compare."""
     rows = _numbered_rows(path)
     header = next(rows, None)
     if header is None:

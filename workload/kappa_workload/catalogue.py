@@ -31,7 +31,7 @@ _FINQA_QUESTIONS = "finqa_questions.parquet"
 
 
 def workload_named(name_or_path: str, how: ReadAs = DEFAULT) -> Workload:
-    """A built-in workload by its name, which comes before a file of that name; or one in a file.
+    """A built-in workload by name, or one in a file by path; names come before files.
 
     Raises:
         WorkloadError: if there is no such workload or file, or the file cannot be used.
@@ -56,8 +56,8 @@ def workload_named(name_or_path: str, how: ReadAs = DEFAULT) -> Workload:
 
 
 def arrivals_for(workload_name: str) -> ArrivalProcess:
-    """How sessions of a workload arrive at one a second: independent requests in bursts, a thousand
-    in each window of the day that they are from; sessions at random."""
+    """The arrival process of a workload: sessions at random; independent requests (Azure) in
+    bursts, by windows of a recorded day."""
     return partial(servegen, window_s=1_000.0, steady=True) if workload_name == "azure" else poisson
 
 
@@ -71,7 +71,7 @@ def _narrativeqa(
 
 
 def _of_documents(how: ReadAs, readers: int) -> ReadAs:
-    """By `readers` each, unless chosen; documents keep their blocks."""
+    """Reading options of documents: `readers` each, unless chosen, and their own blocks."""
     return replace(how, readers=how.readers or readers, block_tokens=None)
 
 
@@ -145,9 +145,7 @@ _BUILT_IN: dict[str, Callable[[ReadAs], Workload]] = {
     "miniswe": lambda how: miniswe.read_miniswe(_DATA / "miniswe_lengths.parquet", how),
     "azure": lambda _: read_azure(_DATA / "azure2023_conv.csv.gz"),
     "finqa": lambda how: finqa.read_finqa(
-        _DATA / "finqa_filings.parquet",
-        _DATA / _FINQA_QUESTIONS,
-        _of_documents(how, finqa.READERS),
+        _DATA / "finqa_filings.parquet", _DATA / _FINQA_QUESTIONS, _of_documents(how, finqa.READERS)
     ),
 }
 

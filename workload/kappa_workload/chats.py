@@ -63,7 +63,7 @@ class _ChatMessage(msgspec.Struct):
 
 
 class _ChatLine(msgspec.Struct):
-    """A line, or a turn of one; `timestamp` and `delay` are milliseconds."""
+    """A line or one of its turns; `timestamp` and `delay` are milliseconds."""
 
     messages: list[_ChatMessage] | None = None
     body: _ChatLine | None = None
@@ -89,15 +89,13 @@ class _ChatLine(msgspec.Struct):
 
     @property
     def answer_tokens(self) -> int | None:
-        """How long its answer is to be, under whichever name."""
-        return (
-            self.output_tokens or self.output_length or self.max_completion_tokens
-            or self.max_tokens
-        )  # fmt: skip
+        """The requested length of its answer, under any of its names."""
+        given = self.output_tokens, self.output_length, self.max_completion_tokens, self.max_tokens
+        return next(filter(None, given), None)
 
     @property
     def words(self) -> str:
-        """Its text, under whichever name."""
+        """Its text, under any of its names."""
         return self.text or self.text_input or self.prompt or "\n".join(self.texts or ())
 
     @property
@@ -108,14 +106,14 @@ class _ChatLine(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Found:
-    """A session as it is read: its turns, and the messages of each. arrival_ms: of its first."""
+    """A session while it is read: its turns, and the messages of each."""
 
-    arrival_ms: float | None = None
+    arrival_ms: float | None = None  # of its first turn
     turns: list[Turn] = field(default_factory=list)
     chats: list[tuple[Message, ...]] = field(default_factory=list)
 
     def add(self, request: _ChatLine, sent: list[Message], answer: str = "") -> None:
-        """Another turn: when its time says, or its delay after the one before it."""
+        """Add a turn, at its own time or with its delay after the turn before."""
         if not self.turns:
             self.arrival_ms, t_s = request.timestamp, 0.0
         elif request.timestamp is not None and self.arrival_ms is not None:
@@ -129,10 +127,10 @@ class _Found:
 
 
 def read_chats(path: Path, how: ReadAs = DEFAULT) -> Workload:
-    """Read a file of one of `FORMATS`, no more than `how.limit` lines of it.
+    """Read a file in one of `FORMATS`, at most `how.limit` lines.
 
-    `source` says which it was; `notes` count what was left out or had to be assumed. Expected reuse
-    is of common beginnings, in texts without a chat template.
+    `source` names the format; `notes` count omissions and assumptions. Expected reuse is that of
+    common beginnings, in texts without a chat template.
 
     Raises:
         WorkloadError: the file is absent or damaged, a line breaks the format, or none is of use.
@@ -142,7 +140,7 @@ def read_chats(path: Path, how: ReadAs = DEFAULT) -> Workload:
     notes: Counter[str] = Counter()
     kind = ""
     for where, fields in islice(json_lines(path, dict[str, Any]), how.limit):
-        kind = kind or format_of(fields)
+        kind = kind or next((name for name in FORMATS if fields.get(name) is not None), "")
         with at(where):
             request = _request(fields, kind)
             key = where if request.session_id is None else str(request.session_id)
@@ -170,13 +168,8 @@ def read_chats(path: Path, how: ReadAs = DEFAULT) -> Workload:
     )
 
 
-def format_of(fields: Mapping[str, Any]) -> str:
-    """Which of `FORMATS` a line is; empty: none."""
-    return next((name for name in FORMATS if fields.get(name) is not None), "")
-
-
 def _request(fields: Mapping[str, Any], kind: str) -> _ChatLine:
-    """A line as a request; of a batch request its body, with the times of the line."""
+    """A line as a request; for a batch request its body, with the line's times."""
     if fields.get(kind) is None:
         raise ValueError(f"has no {kind!r}, which the first line has: give one format a file")
     try:
@@ -204,7 +197,7 @@ def _arriving(
 
 
 def _add_turns(found: _Found, line: _ChatLine, notes: Counter[str]) -> str:
-    """Put a line of texts into its session; returns why it is left out, if it is."""
+    """Add a line of texts to its session; returns the reason if it is left out, else empty."""
     turns = [_ChatLine(text=t) if isinstance(t, str) else t for t in line.turns or (line,)]
     if not all(turn.is_text for turn in turns):
         return _NOT_TEXT
@@ -222,7 +215,8 @@ def _add_turns(found: _Found, line: _ChatLine, notes: Counter[str]) -> str:
 
 
 def _add_talk(found: _Found, request: _ChatLine, notes: Counter[str]) -> str:
-    """The turns of a chat: each answer of a whole talk, or the one that its end asks for."""
+    """Add a chat's turns: one per answer, or one for the answer that it asks for; returns as
+    `_add_turns`."""
     talk: list[Message] = []
     for message in request.messages or ():
         parts = message.content if isinstance(message.content, list) else ()

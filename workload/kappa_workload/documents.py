@@ -1,6 +1,6 @@
 """Readers who put many questions to one long document: sessions made of lengths.
 
-Every prompt is the whole document and one question: what is shared is the document, not the talk.
+Every prompt is the whole document and one question: prompts share the document, not the talk.
 NarrativeQA and FinQA are read into this form.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kappa_workload.reading import ReadAs, WorkloadError
-from kappa_workload.shapes import BlockIds, SessionShape, TurnShape, key_of, stream_ids, turn_of
+from kappa_workload.shapes import SessionShape, TurnShape, extended, key_of, stream_ids, turn_of
 
 # An assumption, since the sources have no times: mean pause of a reader between an answer and the
 # next question.
@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadDocuments:
-    """Sessions, the questions of each in order, and what had to be cut."""
+    """Sessions, the questions of each in order, and notes on documents that were cut."""
 
     sessions: tuple[SessionShape, ...]
     questions: tuple[tuple[Question, ...], ...]
@@ -45,9 +45,11 @@ class ReadDocuments:
 def document_sessions(
     name: str, path: Path, groups: Mapping[str, Sequence[Question]], how: ReadAs
 ) -> ReadDocuments:
-    """Sessions of the readers of each document, each of whom asks all its questions, beginning with
-    another one; `groups` are its questions, in order. Pauses are exponential with mean
-    `MEAN_THINK_S`. Documents of workloads of different names share nothing.
+    """Sessions of the readers of each document.
+
+    Each reader asks all questions of its document, beginning with a different one; `groups` has the
+    questions of each, in order. Pauses are exponential with mean `MEAN_THINK_S`. Documents of
+    workloads with different names share nothing.
 
     Raises:
         WorkloadError: a question of `path` does not fit beside any document.
@@ -75,7 +77,7 @@ def document_sessions(
 def _fitting_tokens(
     path: Path, questions: Sequence[Question], max_context_tokens: int | None
 ) -> int:
-    """A document's length, such that its longest question and answer still fit."""
+    """A document's length, cut so that its longest question and answer still fit."""
     if max_context_tokens is None:
         return questions[0].document_tokens
     longest = max(question.tokens + question.output_tokens for question in questions)
@@ -100,8 +102,7 @@ def _turns(
     for number, (question, after_s) in enumerate(zip(questions, think_s, strict=True)):
         prompt = document_tokens + question.tokens
         stop = (prompt + question.output_tokens) // block_tokens
-        own = stream_ids(key_of(workload, session, number), len(shared), stop)
-        ids: BlockIds = np.concatenate([shared, own])
+        ids = extended(shared, key_of(workload, session, number), stop)
         turns.append(
             turn_of(after_s, prompt, question.output_tokens, ids, block_tokens, question.tokens)
         )

@@ -1,9 +1,9 @@
 """FinQA: analysts who put many questions to a financial report.
 
 Either two tables of lengths, of whole filings (`doc_name`, `pdf_bytes`, `pages`, `words`,
-`llama2_tokens`) and of questions (`question_tokens`), whose pairing is ours; or ConvFinQA's own
-items with texts (`id`, `pre_text`, `table`, `post_text`, `annotation.dialogue_break`), one report
-page each, as JSON lines or a JSON list. Sources: patronus-ai/financebench, czyssrs/ConvFinQA.
+`llama2_tokens`) and of questions (`question_tokens`), which we pair; or ConvFinQA's own items with
+texts (`id`, `pre_text`, `table`, `post_text`, `annotation.dialogue_break`), one report page each,
+as JSON lines or a JSON list. Sources: patronus-ai/financebench, czyssrs/ConvFinQA.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kappa_workload.reading import (
     refuse_repeated,
 )
 from kappa_workload.shapes import (
-    BlockIds,
     SessionShape,
     Texts,
     TurnShape,
     Workload,
+    extended,
     key_of,
     of_user,
     stream_ids,
@@ -49,14 +49,14 @@ QUESTIONS_PER_FILING = 9
 READERS = 2
 OUTPUT_TOKENS = 8
 
-_FILING_COLUMNS: dict[str, type] = {
-    "doc_name": str, "pdf_bytes": int, "pages": int, "words": int, "llama2_tokens": int,
-}  # fmt: skip
+_FILING_COLUMNS: dict[str, type] = dict(
+    doc_name=str, pdf_bytes=int, pages=int, words=int, llama2_tokens=int
+)
 
 
 def read_finqa(filings: Path, questions: Path, how: ReadAs = DEFAULT) -> Workload:
-    """Read the two tables of lengths; each filing is dealt questions at random, by the seed
-    of `how`; `notes` counts those that are cut."""
+    """Read the two tables of lengths; each filing is dealt questions at random, by `how.seed`;
+    `notes` counts filings that are cut."""
     table = read_table(filings, _FILING_COLUMNS, lengths={"llama2_tokens": 1})
     refuse_repeated(filings, table["doc_name"])
     column = "question_tokens"
@@ -102,7 +102,7 @@ def read_convfinqa(path: Path, how: ReadAs = DEFAULT) -> Workload:
     `.jsonl.gz`.
 
     A session is one page and the dialogue on it. Each prompt is the page and the questions so far,
-    and so extends the one before; answers are no part of it, since the test set has none.
+    and so extends the one before. Prompts hold no answers, since the test set has none.
     """
     read = json_lines if path.name.endswith((".jsonl", ".jsonl.gz")) else json_items
     pages = [page for _, page in read(path, _Item)]
@@ -118,11 +118,7 @@ def read_convfinqa(path: Path, how: ReadAs = DEFAULT) -> Workload:
 
 
 def _turns(
-    page: _Item,
-    place: int,
-    count_tokens: TokenCounter,
-    block_tokens: int,
-    rng: np.random.Generator,
+    page: _Item, place: int, count_tokens: TokenCounter, block_tokens: int, rng: np.random.Generator
 ) -> tuple[TurnShape, ...]:
     prompts = [count_tokens(page.prompt(i)) for i in range(len(page.annotation.dialogue_break))]
     page_tokens = min(count_tokens(page.text), prompts[0] - 1)
@@ -130,10 +126,8 @@ def _turns(
     stream = stream_ids(key_of("convfinqa", page.id, place), 0, prompts[-1] // block_tokens)
     turns: list[TurnShape] = []
     for turn, tokens in enumerate(prompts):
-        full = tokens // block_tokens
-        stop = (tokens + OUTPUT_TOKENS) // block_tokens
-        answer = stream_ids(key_of("convfinqa answer", page.id, place, turn), full, stop)
-        ids: BlockIds = np.concatenate([stream[:full], answer])
+        prompt, stop = stream[: tokens // block_tokens], (tokens + OUTPUT_TOKENS) // block_tokens
+        ids = extended(prompt, key_of("convfinqa answer", page.id, place, turn), stop)
         after_s = float(rng.exponential(MEAN_THINK_S)) if turn else 0.0
         new = max(tokens - before[turn], 1)
         turns.append(turn_of(after_s, tokens, OUTPUT_TOKENS, ids, block_tokens, new))

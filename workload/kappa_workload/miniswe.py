@@ -2,9 +2,9 @@
 
 A Parquet table of `session`, `t_s`, `input_length`, `output_length`, `cached_C`, `new_N` (lengths
 in Llama-2 tokens; C is what an unlimited cache of 16-token prompt blocks held), or the recorded
-texts themselves. A prompt extends the one before it; the recorded replies are no part of it. The
-recorded gap between two turns is taken for the pause, though it also holds the time of the first
-one's answer. Source: LMCache/lmcache-agent-trace.
+texts themselves. A prompt extends the one before it, without the recorded replies. The recorded gap
+between two turns is taken for the pause, though it also holds the time of the first one's answer.
+Source: LMCache/lmcache-agent-trace.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,44 +24,43 @@ from kappa_workload.shapes import (
     Texts,
     TurnShape,
     Workload,
+    extended,
     key_of,
     of_user,
-    stream_ids,
     turn_of,
 )
 
 BLOCK_TOKENS = 64
 SOURCE = "mini-SWE agent traces, LMCache/lmcache-agent-trace, Apache-2.0"
 
-_COLUMNS: dict[str, type] = {
-    "session": str, "t_s": float, "input_length": int, "output_length": int, "cached_C": int,
-    "new_N": int,
-}  # fmt: skip
+_COLUMNS: dict[str, type] = dict(
+    session=str, t_s=float, input_length=int, output_length=int, cached_C=int, new_N=int
+)
 _CACHE_BLOCK_TOKENS = 16  # of the cache that `cached_C` was computed with
 
 
-@dataclass(frozen=True, slots=True)
-class _SweRow:
-    """One request. cached_tokens: how much of its prompt had been seen before."""
+class _SweRow(NamedTuple):
+    """One request."""
 
     session: str
     t_s: float
     input_tokens: int
     output_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # of the prompt, those that had been seen before
+    new_tokens: int
 
 
 @dataclass(slots=True, eq=False)
 class _Prompts:
-    """Block ids of the prompts so far, to be found by those that repeat them."""
+    """Block ids of earlier prompts, for prompts that repeat them."""
 
     last: dict[str, BlockIds]  # session -> its latest prompt
     of_length: dict[int, BlockIds]  # prompt length in whole cache blocks -> the latest such prompt
 
     def ids(self, row: _SweRow, number: int, stop: int, block_tokens: int) -> BlockIds:
-        """Ids of the row's prompt and output, and note its prompt.
+        """Ids of the row's prompt and output; its prompt is noted.
 
-        What was cached came from the session's previous prompt, or else from another session's
+        The cached part came from the session's previous prompt, or else from another session's
         prompt of just that length, which this one repeats. The rest is new.
         """
         shared = row.cached_tokens // block_tokens
@@ -68,8 +68,7 @@ class _Prompts:
         if len(before) < shared:
             before = self.of_length.get(row.cached_tokens // _CACHE_BLOCK_TOKENS, before)
         before = before[:shared]
-        key = key_of("miniswe", row.session, number)
-        ids: BlockIds = np.concatenate([before, stream_ids(key, len(before), stop)])
+        ids = extended(before, key_of("miniswe", row.session, number), stop)
         prompt = ids[: row.input_tokens // block_tokens]
         self.last[row.session] = prompt
         self.of_length[row.input_tokens // _CACHE_BLOCK_TOKENS] = prompt
@@ -79,22 +78,27 @@ class _Prompts:
 def read_miniswe(path: Path, how: ReadAs = DEFAULT) -> Workload:
     """Read the table of lengths."""
     table = read_table(path, _COLUMNS, lengths={"input_length": 1, "output_length": 0})
-    rows: list[_SweRow] = []
+    block_tokens, prompts = how.blocks(BLOCK_TOKENS), _Prompts({}, {})
+    turns: dict[str, list[TurnShape]] = {}
     latest_s: dict[str, float] = {}
-    for number, fields in enumerate(table.iter_rows(), start=1):
-        row, new_tokens = _SweRow(*fields[:5]), fields[5]
+    for number, row in enumerate(map(_SweRow._make, table.iter_rows()), start=1):
+        before_s = latest_s.get(row.session, row.t_s)
         with at(f"{path}: row {number}"):
-            if row.cached_tokens + new_tokens != row.input_tokens:
+            if row.cached_tokens + row.new_tokens != row.input_tokens:
                 raise ValueError(
-                    f"columns 'cached_C' {row.cached_tokens} and 'new_N' {new_tokens} do not add "
-                    f"up to 'input_length' {row.input_tokens}"
+                    f"columns 'cached_C' {row.cached_tokens} and 'new_N' {row.new_tokens} do not "
+                    f"add up to 'input_length' {row.input_tokens}"
                 )
-            before_s = latest_s.get(row.session, 0.0)
             if row.t_s < before_s:
                 raise ValueError(f"column 't_s' {row.t_s} is before the previous turn's {before_s}")
         latest_s[row.session] = row.t_s
-        rows.append(row)
-    return _workload(rows, how.blocks(BLOCK_TOKENS))
+        group = turns.setdefault(row.session, [])
+        stop = (row.input_tokens + max(row.output_tokens, 1)) // block_tokens
+        ids = prompts.ids(row, len(group), stop, block_tokens)
+        lengths = row.input_tokens, row.output_tokens
+        group.append(turn_of(row.t_s - before_s, *lengths, ids, block_tokens, row.new_tokens))
+    sessions = tuple(SessionShape(id=name, turns=tuple(group)) for name, group in turns.items())
+    return Workload("miniswe", block_tokens, sessions, SOURCE)
 
 
 def read_miniswe_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
@@ -115,8 +119,7 @@ def shapes_of(sessions: list[Session], how: ReadAs = DEFAULT) -> Workload:
             output_tokens = turn.output_tokens or max(count_tokens(turn.output_text), 1)
             known = prompts.shared_ids(turn.input_text)[: input_tokens // block_tokens]
             stop = (input_tokens + output_tokens) // block_tokens
-            own = stream_ids(key_of("recorded", session.id, number), len(known), stop)
-            ids: BlockIds = np.concatenate([known, own])
+            ids = extended(known, key_of("recorded", session.id, number), stop)
             turns.append(
                 turn_of(turn.t_s - before_s, input_tokens, output_tokens, ids, block_tokens)
             )
@@ -129,7 +132,7 @@ def shapes_of(sessions: list[Session], how: ReadAs = DEFAULT) -> Workload:
 
 @dataclass(slots=True, eq=False)
 class _CommonBeginnings:
-    """Prompts in alphabetical order: the longest common beginning is always with a neighbour."""
+    """Prompts in alphabetical order, where the longest common beginning is with a neighbour."""
 
     texts: list[str]
     ids: list[BlockIds]
@@ -137,7 +140,7 @@ class _CommonBeginnings:
     block_tokens: int
 
     def shared_ids(self, text: str) -> BlockIds:
-        """Ids of the full blocks that `text` has in common with an earlier prompt."""
+        """Ids of the full blocks that `text` shares with an earlier prompt."""
         place = bisect_left(self.texts, text)
         best, ids = 0, np.empty(0, dtype=np.uint64)
         for neighbour in range(max(place - 1, 0), min(place + 1, len(self.texts))):
@@ -154,22 +157,6 @@ class _CommonBeginnings:
 
 
 def _common_length(one: str, other: str) -> int:
-    """How many characters two texts have in common from the start."""
+    """The number of characters that two texts share from the start."""
     most = range(1, min(len(one), len(other)) + 1)
     return bisect_left(most, True, key=lambda length: one[:length] != other[:length])
-
-
-def _workload(rows: list[_SweRow], block_tokens: int) -> Workload:
-    prompts = _Prompts({}, {})
-    turns: dict[str, list[TurnShape]] = {}
-    latest_s: dict[str, float] = {}
-    for row in rows:
-        group = turns.setdefault(row.session, [])
-        stop = (row.input_tokens + max(row.output_tokens, 1)) // block_tokens
-        ids = prompts.ids(row, len(group), stop, block_tokens)
-        after_s = row.t_s - latest_s.get(row.session, row.t_s)
-        new = row.input_tokens - row.cached_tokens
-        group.append(turn_of(after_s, row.input_tokens, row.output_tokens, ids, block_tokens, new))
-        latest_s[row.session] = row.t_s
-    sessions = tuple(SessionShape(id=name, turns=tuple(group)) for name, group in turns.items())
-    return Workload("miniswe", block_tokens, sessions, SOURCE)

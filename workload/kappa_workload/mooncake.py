@@ -3,9 +3,9 @@
 JSON lines of `timestamp` (ms), `input_length`, `output_length`, `hash_ids`, one number for each
 512-token block of the prompt, the last one perhaps partly filled; aiperf's may lack the time, the
 length of the answer or the numbers: a prompt without them shares nothing. The source names no
-sessions: a request whose prompt extends an earlier one's is taken for its next turn. The recorded
-gap between two requests is taken for the pause, though it also holds the time of the first one's
-answer.
+sessions: a request with a prompt that extends an earlier one is taken for its next turn. The
+recorded gap between two requests is taken for the pause, though it also holds the time of the first
+one's answer.
 Source: kvcache-ai/Mooncake, FAST 2025.
 """
 
@@ -42,9 +42,9 @@ from kappa_workload.shapes import (
 BLOCK_TOKENS = 512
 SOURCE = "Mooncake conversation trace, kvcache-ai/Mooncake (FAST 2025), Apache-2.0"
 
-# A block in more requests than this is a system prompt or a popular text, no conversation: who
-# begins with it need not be the same user. In the conversation trace of FAST 2025 one block is in
-# all 12,031 requests, and the next most frequent is in 43.
+# A block in more requests than this is a system prompt or a popular text, not a conversation of
+# one user. In the conversation trace of FAST 2025 one block is in all 12,031 requests, and the next
+# most frequent is in 43.
 _COMMON_REQUESTS = 100
 
 
@@ -67,17 +67,14 @@ class _MooncakeRecord(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """numbers: of the prompt's blocks, the last one perhaps partly filled. follower: the first
-    request that extends this one."""
-
     index: int
-    where: str
+    where: str  # file and line
     t_ms: float
     input_tokens: int
     output_tokens: int
-    numbers: list[int]
-    timed: bool = True
-    follower: int = -1
+    numbers: list[int]  # of the prompt's blocks, the last one perhaps partly filled
+    timed: bool = True  # the source has times
+    follower: int = -1  # index of the first request that extends this one; -1: none
 
     @property
     def full(self) -> int:
@@ -88,7 +85,7 @@ def read_mooncake(path: Path) -> Workload:
     """Read a Mooncake trace; `.gz` is read as is.
 
     A prompt's blocks keep the sharing of the trace. The blocks of an output have the ids that the
-    next turn gives them, or ids of their own if nobody continues.
+    next turn gives them, or ids of their own if there is no next turn.
     """
     requests = _read(path)
     _require_chained(requests)
@@ -140,10 +137,10 @@ def _require_chained(requests: list[_Request]) -> None:
 
 
 def _link(requests: list[_Request]) -> list[list[int]]:
-    """Requests grouped into sessions, each in order of time.
+    """Group requests into sessions, each in order of time.
 
-    A request goes to the session of the latest earlier one whose full blocks it begins with and
-    whose prompt is shorter, unless those blocks are common to too many requests.
+    A request continues the latest earlier one with a shorter prompt and with full blocks that it
+    begins with, unless those blocks are common to too many requests.
     """
     uses = Counter(number for request in requests for number in request.numbers)
     ends_with: dict[int, list[int]] = {}  # last full block -> requests, in order of time
@@ -184,13 +181,9 @@ def _turns(
 ) -> tuple[TurnShape, ...]:
     turns: list[TurnShape] = []
     before_ms = requests[chain[0]].t_ms
-    for index in chain:
-        request = requests[index]
-        after_s, lengths = (
-            (request.t_ms - before_ms) / 1e3,
-            (request.input_tokens, request.output_tokens),
-        )
-        turns.append(turn_of(after_s, *lengths, kept[index], BLOCK_TOKENS))
+    for request in (requests[index] for index in chain):
+        after_s, lengths = request.t_ms - before_ms, (request.input_tokens, request.output_tokens)
+        turns.append(turn_of(after_s / 1e3, *lengths, kept[request.index], BLOCK_TOKENS))
         before_ms = request.t_ms
     return tuple(turns)
 
@@ -209,7 +202,7 @@ def _kept_ids(requests: list[_Request]) -> list[BlockIds]:
         named_by = request if request.follower < 0 else requests[request.follower]
         first = ends[named_by.index] - len(named_by.numbers)
         known.append(ids[first : first + min(named_by.full, stop)])
-    # What nobody continued is text of its own: consecutive pieces of one stream.
+    # Outputs without a next turn are texts of their own: consecutive pieces of one stream.
     missing = [stop - len(part) for stop, part in zip(stops, known, strict=True)]
     own = stream_ids(key_of("mooncake outputs"), 0, sum(missing))
     kept: list[BlockIds] = []

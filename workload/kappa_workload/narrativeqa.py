@@ -39,9 +39,9 @@ TOKENS_PER_WORD = 1.3
 LEAST_OUTPUT_TOKENS = 4
 
 _DOCUMENT_COLUMNS: dict[str, type] = {
-    "document_id": str, "set": str, "kind": str, "story_word_count": int, "story_file_size": int,
-    "wiki_title": str, "wiki_url": str, "est_tokens": int,
-}  # fmt: skip
+    **dict.fromkeys(("document_id", "set", "kind", "wiki_title", "wiki_url"), str),
+    **dict.fromkeys(("story_word_count", "story_file_size", "est_tokens"), int),
+}
 
 
 def read_narrativeqa(
@@ -51,11 +51,11 @@ def read_narrativeqa(
     summaries: Path | None = None,
     how: ReadAs = DEFAULT,
 ) -> Workload:
-    """Read questions with the lengths of their documents; `notes` counts those that are cut.
+    """Read questions with the lengths of their documents; `notes` counts documents that are cut.
 
-    documents: their table, whose `est_tokens` then count and not the questions' `doc_est_tokens`;
-    documents without a question are left out, and `notes` counts them. summaries: what documents
-    begin with: with it and the questions' texts the workload has texts.
+    documents: a table with `est_tokens`, which replace the questions' `doc_est_tokens`; documents
+    without a question are left out, and `notes` counts them. summaries: beginnings of documents;
+    with them, and the questions' texts, the workload has texts.
     """
     lengths = None if documents is None else _document_tokens(documents)
     described = None if summaries is None else _summaries(summaries)
@@ -81,7 +81,7 @@ def document_texts(
     tokens: Sequence[int],
     summaries: Mapping[str, tuple[str, int]],
 ) -> Texts:
-    """Documents whose bodies are not at hand: a summary, then plain words up to their length.
+    """Texts of documents without their bodies: a summary, then plain words up to their length.
 
     asked: the questions of each session, in order. tokens: the length of each session's document.
     summaries: text and tokens of each document's summary; a document without one is plain words.

@@ -61,8 +61,8 @@ def prompt_tokens(
 ) -> TokenIds:
     """The prompt of one turn as `input_tokens` token ids, shape (input_tokens,).
 
-    What lies behind the last full block follows the source where it is known: a prompt that a
-    later one repeats ends as that one goes on, and a document is shared to its last token.
+    Tokens behind the last full block follow the source where it gives them: a prompt that a later
+    one repeats ends as that one goes on, and a document is shared to its last token.
 
     block_tokens: of the workload that the session is from. salt: runs of different salts share no
     tokens. span: which token ids may occur.
@@ -85,7 +85,7 @@ def prompt_words(session: SessionShape, turn: int, block_tokens: int, *, salt: i
 
 @lru_cache(maxsize=16)
 def filler(name: str, words: int) -> str:
-    """Neutral text of so many plain words, the same whenever it is asked for by this name."""
+    """Neutral text of `words` plain words, always the same for a name."""
     if words < 1:
         return ""
     blocks = -(-words // 256)
@@ -105,13 +105,13 @@ def prompt_ids(session: SessionShape, turn: int) -> BlockIds:
             break
         if len(later.kept_blocks) > full:
             return later.kept_blocks[: full + 1]
-    # A copy has ids of its own: so must what is beyond them have.
+    # A copy has ids of its own, and so must the block beyond them.
     own = mixed(np.array([key_of("rest of a prompt", session.id, turn)], dtype=np.uint64))
     return np.concatenate([shape.blocks, own])
 
 
 def _extends(later: TurnShape, shape: TurnShape) -> bool:
-    """Whether the source says that a prompt repeats all of an earlier one, to the token."""
+    """Whether a later prompt repeats an earlier one to its last token, by its source."""
     if later.new_tokens is None:
         return False
     return later.input_tokens - later.new_tokens >= shape.input_tokens

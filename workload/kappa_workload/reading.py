@@ -1,7 +1,7 @@
 """Files of workloads, read record by record: every damage is reported as file, place, reason.
 
-Lines and lists of JSON become records (msgspec structs, whose types say what a field may hold),
-Parquet files tables with checked columns. Text files may be gzipped (`.gz`).
+Lines and lists of JSON become records (msgspec structs with checked types), Parquet files tables
+with checked columns. Text files may be gzipped (`.gz`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 if TYPE_CHECKING:
     import polars as pl
 
-# Longer than any context: a larger number is a wrong unit or a damaged file.
+# More than any context: a larger number is a wrong unit or a damaged file.
 MOST_TOKENS = 1 << 24
 
 # Of requests that do not say how long their answer is to be.
@@ -50,23 +50,21 @@ def estimated_tokens(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReadAs:
-    """How a workload is read, where its format leaves a choice; the defaults suit a simulator.
+    """Reading options, where a format leaves a choice; the defaults suit a simulator."""
 
-    count_tokens: measures the texts of formats that hold texts and no lengths. block_tokens: of
-    talks and agents; the reader's own if None. Documents and traces keep their blocks.
-    max_context_tokens: longer documents are cut, none if None. whole_history: of ShareGPT lengths,
-    with the estimated part of the talk that the source cut off. limit: of texts, read no more
-    conversations. readers: of each document; 1 of given ones and several of built-in ones if None.
-    seed: of the pauses that are drawn.
-    """
-
+    # Measures texts, in formats that hold texts and no lengths.
     count_tokens: TokenCounter = estimated_tokens
+    # Block size of talks and agents; None: the reader's own. Documents and traces keep theirs.
     block_tokens: int | None = None
+    # Longer documents are cut; None: none is.
     max_context_tokens: int | None = MAX_CONTEXT_TOKENS
+    # Include the estimated part of the talk that the source of ShareGPT lengths cut off.
     whole_history: bool = False
+    # The most conversations to read, of texts; None: all.
     limit: int | None = None
+    # Readers of each document; None: 1 of given documents, several of built-in ones.
     readers: int | None = None
-    seed: int = 0
+    seed: int = 0  # of drawn pauses
 
     def __post_init__(self) -> None:
         if self.block_tokens is not None and self.block_tokens < 1:
@@ -83,13 +81,13 @@ DEFAULT = ReadAs()
 
 
 class WorkloadError(ValueError):
-    """A workload file that is absent, damaged, or breaks its format: all readers raise it. The
-    message names the file, the place and the reason."""
+    """A workload file is absent, damaged, or breaks its format; the message names the file, the
+    place and the reason."""
 
 
 @contextmanager
 def at(where: str) -> Iterator[None]:
-    """Errors of a record within get the place in front: `FILE:LINE` or `FILE: row N`."""
+    """Turn errors of a record into WorkloadErrors that begin with `FILE:LINE` or `FILE: row N`."""
     try:
         yield
     except msgspec.ValidationError as error:
@@ -110,7 +108,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """
     number = 0
     try:
-        with _open_text(path) as lines:
+        opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8") as lines:
             for line in lines:
                 number += 1
                 yield number, line
@@ -120,12 +119,6 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         reason = getattr(error, "strerror", None) or error
         where = f"{path}:{number + 1}" if number else str(path)
         raise WorkloadError(f"{where}: {reason}") from error
-
-
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
 
 
 def json_lines(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:

@@ -1,10 +1,10 @@
-"""What a load test sends: sessions of requests with arrivals, lengths, expected reuse and prompts.
+"""Sessions of requests for a load test, with arrivals, lengths, expected reuse and prompts.
 
 One lazy iterator for every workload, built-in or given: memory does not grow with the number of
-requests. Workloads of texts become chats, those of lengths token ids or plain words whose shared
-prefixes are real. Load is raised by adding sessions, never by hurrying them: copy after copy of the
-workload, each in an order of its own and with block ids of its own, so that what is shared inside a
-copy stays shared, and copies share nothing. `Reuse` is what an unlimited cache would hold.
+requests. Workloads of texts become chats, those of lengths token ids or plain words that really
+share prefixes. Load is raised by adding sessions, never by hurrying them: copy after copy of the
+workload, each in an order of its own and with block ids of its own, so that sharing inside a copy
+stays, and copies share nothing. `Reuse` models an unlimited cache.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def expand(workload: Workload, seed: int) -> Iterator[SessionShape]:
 
 
 def order_of(workload: Workload, copy: int, seed: int) -> list[int]:
-    """In which order the sessions of a copy come: their places in the workload, shuffled."""
+    """The order of a copy's sessions: their places in the workload, shuffled."""
     places = np.random.default_rng((seed, copy)).permutation(len(workload.sessions))
     return [int(place) for place in places]
 
 
 def copied(session: SessionShape, copy: int) -> SessionShape:
-    """A session as it is in a copy; itself in copy 0."""
+    """A session with the ids of a copy; copy 0 has the session itself."""
     if not copy:
         return session
     salt = salt_of(copy)
@@ -63,11 +63,11 @@ ENGINE_BLOCK_TOKENS = 16
 
 
 class Reuse:
-    """A cache that keeps everything: how many tokens of a prompt it holds, in full blocks.
+    """An unlimited cache, which counts the tokens of a prompt that it holds, in full blocks.
 
     Args:
-        source_block_tokens: of the workload, whose block ids tell what is shared.
-        block_tokens: of the cache.
+        source_block_tokens: block size of the workload.
+        block_tokens: block size of the cache.
         outputs_kept: whether prompts find the blocks of earlier answers.
     """
 
@@ -82,12 +82,12 @@ class Reuse:
 
     def visit(self, session: SessionShape, turn: int) -> int:
         """Tokens held of the turn's prompt, which is then kept."""
-        held = self.cached_tokens(session, turn)
-        self.note(session, turn)
+        held = self._held_tokens(session, turn)
+        self._keep(session, turn)
         return held
 
-    def cached_tokens(self, session: SessionShape, turn: int) -> int:
-        """Tokens held of the turn's prompt; an engine computes the last one in any case."""
+    def _held_tokens(self, session: SessionShape, turn: int) -> int:
+        """An engine computes a prompt's last token in any case."""
         shape = session.turns[turn]
         size = self._source_block_tokens
         blocks = matched_blocks(shape.blocks, self._seen)
@@ -100,19 +100,18 @@ class Reuse:
         usable = min(shared, shape.input_tokens - 1)
         return usable // self._block_tokens * self._block_tokens
 
-    def note(self, session: SessionShape, turn: int) -> None:
-        """Keep what the turn leaves."""
+    def _keep(self, session: SessionShape, turn: int) -> None:
         shape = session.turns[turn]
         self._seen.update((shape.kept_blocks if self._outputs_kept else shape.blocks).tolist())
         rest = shape.input_tokens % self._source_block_tokens
         if self._outputs_kept or self._source_block_tokens == self._block_tokens:
-            return  # what is behind the prompt is not known, or never a full block
+            return  # tokens behind the prompt are not known, or never fill a block
         part = int(prompt_ids(session, turn)[-1])
         self._parts[part] = max(rest, self._parts.get(part, 0))
 
 
 def matched_blocks(blocks: BlockIds, seen: set[int]) -> int:
-    """How many blocks from the start are in `seen`, which holds whole prefixes only."""
+    """The number of leading blocks in `seen`, which holds whole prefixes only."""
     return bisect_left(range(len(blocks)), True, key=lambda at: blocks.item(at) not in seen)
 
 
@@ -122,24 +121,19 @@ Prompt = str | tuple[Message, ...] | TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. The tokens are those of the source, or as measured by the given tokenizer.
-
-    turn: its place in its session, from 0. arrival_s: of its session, from the start of the run.
-    after_s: pause after the predecessor's last token; 0 for turn 0. cached_tokens and new_tokens:
-    what an unlimited cache of full blocks, kept by earlier prompts, holds of the prompt, and the
-    rest. make_prompt: the prompt; the same at every call.
-    """
+    """One request. Tokens are those of the source, or as measured by the given tokenizer."""
 
     session: str
-    turn: int
+    turn: int  # in its session, from 0
     tenant: str
-    arrival_s: float
-    after_s: float
+    arrival_s: float  # of its session, from the start of the run
+    after_s: float  # pause after the predecessor's last token; 0 for turn 0
     input_tokens: int
     output_tokens: int
+    # Prompt tokens that an unlimited cache of full blocks of earlier prompts holds, and the rest.
     cached_tokens: int
     new_tokens: int
-    make_prompt: Callable[[], Prompt]
+    make_prompt: Callable[[], Prompt]  # gives the same at every call
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,21 +148,16 @@ class ReplaySession:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """How a workload is turned into requests.
+    """Options for turning a workload into requests; None: no bound."""
 
-    as_text: plain words for what is no chat, not token ids. max_context_tokens: a session ends
-    before its first turn that is longer, with its output. max_output_tokens: longer outputs are
-    cut. max_turns: a session ends after so many. pause_factor: multiplies pauses. copies: how often
-    the workload is played; endless if None. salt: runs of different salts share no tokens.
-    """
-
-    as_text: bool = False
+    as_text: bool = False  # plain words instead of token ids, where a prompt is no chat
+    # A session ends before its first turn that is longer, output included.
     max_context_tokens: int | None = None
-    max_output_tokens: int | None = None
-    max_turns: int | None = None
-    pause_factor: float = 1.0
-    copies: int | None = None
-    salt: int = 0
+    max_output_tokens: int | None = None  # longer outputs are cut
+    max_turns: int | None = None  # of a session
+    pause_factor: float = 1.0  # multiplies pauses
+    copies: int | None = None  # of the workload
+    salt: int = 0  # runs of different salts share no tokens
 
 
 def replay_sessions(
@@ -275,7 +264,7 @@ def _played(
 
 
 def _fitting(session: SessionShape, options: ReplayOptions) -> int:
-    """How many turns of a session may be sent."""
+    """The number of a session's turns that may be sent."""
     turns = session.turns[: options.max_turns]
     if options.max_context_tokens is None:
         return len(turns)

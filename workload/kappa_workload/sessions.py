@@ -16,8 +16,8 @@ import msgspec
 
 from kappa_workload.reading import Seconds, WorkloadError, json_lines
 
-# What the mini-SWE harness says to the model after each reply: the result of its command, or a
-# complaint that there was not exactly one command.
+# The mini-SWE harness' message after each reply: the result of its command, or a complaint that
+# there was not exactly one command.
 _HARNESS_MESSAGE = re.compile(
     r"\n\n(?=<returncode>|Please always provide EXACTLY ONE action in triple backticks)"
 )
@@ -25,16 +25,12 @@ _HARNESS_MESSAGE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a session: its input as serialised by the source, and the recorded reply.
+    """One request of a session, with the recorded reply."""
 
-    ``t_s`` is seconds since the session started. output_tokens: how long the reply is to be; None:
-    as long as the recorded one.
-    """
-
-    t_s: float
-    input_text: str
+    t_s: float  # since the session started
+    input_text: str  # as serialised by the source
     output_text: str
-    output_tokens: int | None = None
+    output_tokens: int | None = None  # requested length of the reply; None: as recorded
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """Shapes of sessions: lengths, pauses and shared prefixes, without any text.
 
-Routing and scheduling need no more of a request than how long it is, what it shares and when it
-may come. Every reader of this package gives a `Workload`; the simulator and the load test replay
-it. Block ids are well-mixed 64-bit numbers that stand for whole prefixes: two prompts have the same
-k-th id exactly if their first k blocks are the same. A text that nobody else shares is a stream
-with a key of its own; its block at position p has the id `stream_ids(key, …)[p]`.
+Routing and scheduling need only a request's length, its shared prefix and its time. Every reader of
+this package gives a `Workload`; the simulator and the load test replay it. Block ids are well-mixed
+64-bit numbers that stand for whole prefixes: two prompts have the same k-th id exactly if their
+first k blocks are the same. A text that is not shared is a stream with a key of its own; its block
+at position p has the id `stream_ids(key, …)[p]`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,16 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnShape:
-    """One request.
+    """One request."""
 
-    after_s: pause between the predecessor's last token and this request; 0 for a first turn.
-    input_tokens: the whole prompt. blocks: ids of the prompt's full blocks. kept_blocks: the same
-    for prompt and output together, which is what an engine holds afterwards; begins with `blocks`.
-    new_tokens: of the prompt, what its source calls new, to the token; None if the source has only
-    blocks.
-    """
-
-    after_s: float
-    input_tokens: int
+    after_s: float  # pause after the predecessor's last token; 0 for a first turn
+    input_tokens: int  # the whole prompt
     output_tokens: int
-    blocks: BlockIds
+    blocks: BlockIds  # the prompt's full blocks
+    # Full blocks of prompt and output together, as an engine holds them afterwards; begins with
+    # `blocks`.
     kept_blocks: BlockIds
+    # The part of the prompt that its source calls new; None if the source has only blocks.
     new_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,29 +53,27 @@ class TurnShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionShape:
-    """The turns of one conversation, reader or agent; a turn waits for its predecessor.
-
-    document_tokens: how much all its prompts begin with in common, to the token, if beyond that
-    they share nothing; 0 where each prompt extends the one before. arrival_s: when the source says
-    that it came, in seconds from the source's first request; None if it says nothing.
-    """
+    """The turns of one conversation, reader or agent; a turn waits for its predecessor."""
 
     id: str
     turns: tuple[TurnShape, ...]
     tenant: str = ""
+    # The common beginning of all prompts, if they share nothing beyond it; 0 where each prompt
+    # extends the one before.
     document_tokens: int = 0
+    # Seconds from the source's first request; None if the source has no times.
     arrival_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """What a workload's prompts say. chat: of a session's turn, both by their places."""
+    """The texts of a workload's prompts; `chat` takes the places of session and turn."""
 
     chat: Callable[[int, int], tuple[Message, ...]]
 
     def messages(self, session: int, turn: int, copy: int) -> tuple[Message, ...]:
-        """The chat that asks for a turn's answer; copies begin with their number, and so share
-        no beginning."""
+        """The messages of a turn's request; copies begin with their number, so that they share
+        nothing."""
         first, *rest = self.chat(session, turn)
         if copy:
             first = first | {"content": f"{copy} {first['content']}"}
@@ -93,19 +87,15 @@ def of_user(text: str) -> tuple[Message, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Sessions that share a block size.
-
-    block_tokens: tokens a block. source: attribution. notes: what the reader had to cut or leave
-    out, in words. texts: what the prompts say; None if the source has only lengths. built_in:
-    whether it ships with the package; a file of the user's may have the same name and layout.
-    """
+    """Sessions that share a block size."""
 
     name: str
     block_tokens: int
     sessions: tuple[SessionShape, ...]
-    source: str
-    notes: tuple[str, ...] = ()
-    texts: Texts | None = None
+    source: str  # attribution
+    notes: tuple[str, ...] = ()  # cuts and omissions by the reader, in words
+    texts: Texts | None = None  # None if the source has only lengths
+    # It ships with the package; a user's file may have the same name and layout.
     built_in: bool = False
 
 
@@ -148,6 +138,11 @@ def stream_ids(key: np.uint64, first: int, stop: int) -> BlockIds:
     """Ids of the blocks at positions first, …, stop - 1 of the stream `key`."""
     positions = np.arange(first + 1, max(stop, first) + 1, dtype=np.uint64)
     return mixed(key + positions * _GOLDEN)
+
+
+def extended(known: BlockIds, key: np.uint64, stop: int) -> BlockIds:
+    """Ids of a text up to position `stop`: `known` blocks, then those of the stream `key`."""
+    return np.concatenate([known, stream_ids(key, len(known), stop)])
 
 
 def recorded_ids(numbers: BlockIds) -> BlockIds:

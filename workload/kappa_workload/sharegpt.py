@@ -45,10 +45,9 @@ SOURCE = "ShareGPT lengths, derived from a sample of ShareGPT_V3_unfiltered_clea
 # An assumption, since the source has only texts: mean pause between an answer and the next query.
 MEAN_THINK_S = 15.0
 
-_COLUMNS: dict[str, type] = {
-    "conv_id": str, "split_offset_msgs": int, "turn": int, "cached_C": int, "new_N": int,
-    "out": int, "cached_C_unsplit_est": int,
-}  # fmt: skip
+_COLUMNS: dict[str, type] = {"conv_id": str} | dict.fromkeys(
+    ("split_offset_msgs", "turn", "cached_C", "new_N", "out", "cached_C_unsplit_est"), int
+)
 _Speaker = Literal["human", "user", "system", "gpt", "chatgpt", "bing", "bard"]
 _ROLES: dict[str, str] = {"human": "user", "user": "user", "system": "system"}
 """All other speakers are assistants."""
@@ -59,19 +58,16 @@ _Lengths = list[tuple[int, int, int]]  # (prompt, output, new) tokens of each tu
 def read_sharegpt_table(path: Path, how: ReadAs = DEFAULT) -> Workload:
     """Read the table of turns; the source cuts conversations into pieces of about 2,000 tokens."""
     conversations: dict[str, _Lengths] = {}
-    next_turn: dict[str, int] = {}
     rows = read_table(path, _COLUMNS, lengths={"out": 0}).iter_rows()
     for number, (name, _, turn, cached, new, output, uncut) in enumerate(rows, start=1):
         lengths = conversations.setdefault(name, [])
         prompt = (uncut if how.whole_history else cached) + new
         with at(f"{path}: row {number}"):
-            if turn != next_turn.get(name, 0):
+            if turn != len(lengths):
                 raise ValueError(
-                    f"column 'turn' must be {next_turn.get(name, 0)} for this conversation, "
-                    f"found {turn}"
+                    f"column 'turn' must be {len(lengths)} for this conversation, found {turn}"
                 )
             _check_prompt(prompt, cached + new, lengths)
-        next_turn[name] = turn + 1
         lengths.append((prompt, output, new))
     return _workload(conversations.items(), how)
 
@@ -141,7 +137,7 @@ def read_sharegpt_texts(path: Path, how: ReadAs = DEFAULT) -> Workload:
 def _measured(
     talk: tuple[Message, ...], count_tokens: TokenCounter
 ) -> tuple[tuple[int, ...], _Lengths]:
-    """How many messages each turn sends, and its lengths."""
+    """(number of messages that each turn sends, lengths of each turn)."""
     sent: list[int] = []
     lengths: _Lengths = []
     context = answered = 0
@@ -156,13 +152,13 @@ def _measured(
 
 
 def _workload(conversations: Iterable[tuple[str, _Lengths]], how: ReadAs) -> Workload:
-    """With pauses that are exponential, of mean `MEAN_THINK_S`."""
+    """The workload of these conversations, with exponential pauses of mean `MEAN_THINK_S`."""
     block_tokens, rng = how.blocks(BLOCK_TOKENS), np.random.default_rng(how.seed)
     sessions: list[SessionShape] = []
     for name, lengths in conversations:
         think_s = rng.exponential(MEAN_THINK_S, len(lengths))
         think_s[0] = 0.0
-        # One text: every prompt, and what an engine keeps of it, is a beginning of it.
+        # One text: every prompt, with or without its answer, is a beginning of this text.
         stop = max(prompt + max(output, 1) for prompt, output, _ in lengths) // block_tokens
         ids = stream_ids(key_of("sharegpt", name), 0, stop)
         turns = tuple(

@@ -14,8 +14,9 @@ from typing import Any
 import structlog
 
 from kappa.model import ModelShape
-from kappa.model_config import shape_from_config, unlisted, with_stored_weights
+from kappa.model_config import shape_from_config, unlisted
 from kappa.settings.cluster import ClusterSettings, home
+from kappa.shapes import with_stored_weights
 from kappa_deploy.app import smollm2
 from kappa_deploy.app.errors import PreflightError, StartError
 from kappa_workers.tiny_model import make_tiny_model

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kappa.slo import TTFT_FLOOR_S
+from kappa.slo import OBJECTIVE
 from kappa_deploy.commands.demo_rows import HEADER, OTHERS, TOKENS, Row, line, print_compared
 from kappa_deploy.commands.serve import Config, Policy, running, settings_or_exit
 from kappa_loadtest.client import EndpointError
@@ -110,7 +110,7 @@ def show(
 
             records = asyncio.run(replay(url, chats, max_tokens, on_record))
         after = asyncio.run(node_rows(url))
-        limit_s = TTFT_FLOOR_S * before[0]["profile"]["dilation"]
+        limit_s = OBJECTIVE.ttft_s * before[0]["profile"]["dilation"]
         compared: list[Row] = []
         if use_policy is not None:
             compared.append(worth("this", records, limit_s))

@@ -1,1 +1,1 @@
-"""Load plans: how a cached prefix is brought back, and what that is predicted to cost."""
+"""Load plans: ways to bring a cached prefix back, and their predicted seconds."""

@@ -1,9 +1,9 @@
-"""Which kinds of segment a model's architecture allows, exactly, and why not the others.
+"""The kinds of segment that a model's architecture can execute exactly, and why not the others.
 
 Keys are cached after their rotary embedding, so they can be made again only where position alone
 decides the rotation, and activations are kept behind the layer's input norm, so there must be one.
-Read from a Hugging Face config; used by the planners, and by the engine (`engine.config`), which
-computes only what is alike in all layers and refuses the rest for the reasons given here.
+Read from a Hugging Face config; used by the planners, and by the engine (`kappa_engine.config`),
+which computes only models with layers of one kind and refuses others for the reasons given here.
 """
 
 from __future__ import annotations
@@ -24,17 +24,12 @@ _TOKEN_KV_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What of a model decides which segments it can execute.
+    """The properties of a model that decide which segments it can execute."""
 
-    `latent`: it caches a latent (MLA). `dynamic_rope`: rotations depend on the length.
-    `sliding_window` is the window of its windowed layers in tokens, 0 where no layer has one.
-    `state_layers` counts layers that keep a state instead of keys and values per token.
-    """
-
-    latent: bool = False
-    dynamic_rope: bool = False
-    sliding_window: int = 0
-    state_layers: int = 0
+    latent: bool = False  # it caches a latent (MLA)
+    dynamic_rope: bool = False  # rotations depend on the length
+    sliding_window: int = 0  # tokens; 0: no layer has a window
+    state_layers: int = 0  # layers with a state in place of keys and values per token
 
     def refused(self) -> dict[Kind, str]:
         """The kinds among K, A and R that do not work, each with the property in the way."""
@@ -57,8 +52,7 @@ class Architecture:
         return exact - self.refused().keys()
 
     def peculiar(self) -> str:
-        """Why not all kinds work, and which do; "" where they do: attention over all tokens at
-        positions of their own is all there is."""
+        """The reasons why not all kinds work, and those that do; empty if all do."""
         reasons = self.refused()
         if not reasons:
             return ""
@@ -67,7 +61,7 @@ class Architecture:
 
 
 def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
-    """From a parsed Hugging Face `config.json` (of the text model)."""
+    """The architecture of a parsed Hugging Face `config.json` (of the text model)."""
     layers, model_type = config.get("layer_types"), str(config.get("model_type"))
     if layers:
         state_layers = sum(kind not in _TOKEN_KV_LAYERS for kind in layers)

@@ -1,9 +1,9 @@
 """CLO's budgets: how many heads stay on the device, and what a prefix left in host memory costs.
 
 Of a context in host memory each KV head of each layer attends to a choice of k tokens, which stay
-on the device until its query has moved too far (paper 004). What is missed is loaded one layer
-ahead; heads that miss often, and more of which than a layer's computation hides, keep all their KV
-on the device. Pure figures: the engine's half is `engine.sparse`. Changes the model's output.
+on the device until its query has moved too far (paper 004). Missing keys are loaded one layer
+ahead. Of the heads that miss often, those that a layer's computation cannot hide keep all their KV
+on the device. Figures only: the engine's half is `kappa_engine.sparse`. Changes the model's output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = "kappa-head-importance/1"
 Scores = NDArray[np.float64]
 
 LEAST_SIMILARITY = 1e-3
-"""Cosines below this count as this in Eq. 10, whose harmonic mean they would turn around."""
+"""Least cosine in Eq. 10, since smaller ones would invert its harmonic mean."""
 
 
 # --- Importance and similarity of heads ----------------------------------------------------------
@@ -35,25 +35,22 @@ LEAST_SIMILARITY = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class HeadProfile:
-    """Scores of one model's heads.
+    """Scores of one model's heads."""
 
-    importance (layers, heads): of query heads, in [0, 1]. similarity (layers, kv_heads): mean
-    cosine of the queries of neighbouring steps, in [-1, 1]; None where it was not measured.
-    source: the file, or what they are by default.
-    """
-
-    importance: Scores
+    importance: Scores  # of query heads, shape (layers, heads), in [0, 1]
+    # Mean cosine of the queries of neighbouring steps, shape (layers, kv_heads), in [-1, 1]; None
+    # where it was not measured.
     similarity: Scores | None = None
-    source: str = "all heads alike"
+    source: str = "all heads alike"  # or the file
 
     def kv_importance(self, kv_heads: int) -> Scores:
-        """(layers, kv_heads): of each group of query heads the most important one's."""
+        """The highest importance in each group of query heads, shape (layers, kv_heads)."""
         most: Scores = self.importance.reshape(len(self.importance), kv_heads, -1).max(axis=2)
         return most
 
 
 def equal_heads(shape: ModelShape) -> HeadProfile:
-    """All heads of a model as important as can be: the most cautious."""
+    """A profile with importance 1 for all heads, which is the most cautious."""
     return HeadProfile(np.ones((shape.layers, shape.heads)))
 
 
@@ -94,8 +91,8 @@ def _table(path: str | Path, key: str, value: Any, wanted: tuple[int, int], leas
 
 
 def thresholds(importance: Scores, eta: float, power: float) -> Scores:
-    """τ of each head (Eq. 7-9), of the shape of s: η for importance 1, -1 (never refreshed) for 0;
-    the higher p, the fewer heads are held to a high threshold."""
+    """τ of each head (Eq. 7-9), shaped as `importance`: η for importance 1, -1 (never refreshed)
+    for 0. The higher `power`, the fewer heads have a high threshold."""
     weight = np.asarray(importance, np.float64) ** power
     return np.cos(weight * np.arccos(eta) + (1.0 - weight) * np.pi)
 
@@ -107,7 +104,7 @@ def thresholds(importance: Scores, eta: float, power: float) -> Scores:
 class CloConfig:
     """The parameters of the method; defaults are those of the paper."""
 
-    # k over the context's tokens.
+    # Chosen tokens k as a share of the context's.
     share: float = 0.1
     # Tokens that are always on the device.
     sink_tokens: int = 4
@@ -117,7 +114,7 @@ class CloConfig:
     power: float = 3.0
     # Of Eq. 11.
     epsilon: float = 0.1
-    # Of a hash code of a key; 0 where the retriever needs none.
+    # Bits of a key's hash code; 0 where the retriever needs none.
     code_bits: int = 256
 
     def chosen_tokens(self, context_tokens: int) -> int:
@@ -129,7 +126,7 @@ class CloConfig:
 
 @dataclass(frozen=True, slots=True)
 class SparseSettings:
-    """How an engine decodes sparsely."""
+    """Settings of an engine's sparse decoding."""
 
     # The parameters of paper 004.
     clo: CloConfig = field(default_factory=CloConfig)
@@ -155,8 +152,8 @@ def head_bytes(shape: ModelShape, tokens: float) -> float:
 def prefetchable_heads(
     shape: ModelShape, config: CloConfig, context_tokens: int, layer_s: float, link: float
 ) -> float:
-    """N_p of Eq. 12: how many heads' choices cross the link (bytes/s) while a layer of a decoding
-    step is computed: T_comp · B / mem_head; as printed it divides by B."""
+    """N_p of Eq. 12: heads with choices that cross the link (bytes/s) while a layer of a decoding
+    step is computed, T_comp · B / mem_head; as printed it divides by B."""
     return layer_s * link / head_bytes(shape, max(1, config.chosen_tokens(context_tokens)))
 
 
@@ -169,14 +166,14 @@ def persistent_heads(
 ) -> Persistent:  # fmt: skip
     """KV heads of each layer that keep all their KV on the device (Eq. 13).
 
-    All of the first layer, which nothing can be prefetched for; of each other one, of the N_d whose
-    difficulty D = τ - (similarity - ε) (Eq. 11) is above 0 those with the largest, less the N_p
-    that the layer before hides. Without measured similarities no head is known to be hard.
+    All heads of the first layer, which nothing can be prefetched for. In each other layer N_d heads
+    have a difficulty D = τ - (similarity - ε) (Eq. 11) above 0; the layer before hides N_p of them,
+    and the N_d - N_p most difficult are kept. Without measured similarities none is difficult.
 
     Args:
         prefetchable: N_p; rounded down.
-        most_heads: the heads of all layers that fit device memory; the first layer's come first,
-            then those with the largest D. None: all fit.
+        most_heads: heads of all layers that fit device memory; the first layer's come first, then
+            those with the largest D. None: all fit.
     """
     wanted = [(math.inf, 0, head) for head in range(shape.kv_heads)]
     if profile.similarity is not None:
@@ -197,7 +194,7 @@ def persistent_heads(
 
 
 def persistent_share(shape: ModelShape, persistent: Persistent) -> float:
-    """Of all KV heads of all layers, the share that keeps its KV on the device."""
+    """The share of all KV heads of all layers that keep their KV on the device."""
     return sum(len(heads) for heads in persistent) / (shape.layers * shape.kv_heads)
 
 

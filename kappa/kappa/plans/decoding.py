@@ -1,4 +1,4 @@
-"""How a decoding step over KV in host memory is divided between link, device and CPU.
+"""Splits of a decoding step over KV in host memory between link, device and CPU.
 
 KVPR (I/O-aware partial KV recomputation, Eq. 6-12) loads the activations of [0, l), then projects
 them while the KV of [l, s) loads: `split_paper`; `split_ahead` is for an engine that loads the next
@@ -34,18 +34,9 @@ class StepSplit:
     def share(self) -> float:
         return self.tokens / self.context_tokens
 
-    @property
-    def gain(self) -> float:
-        """Share of the step's time that the split saves over loading all KV."""
-        return 1.0 - self.step_s / self.load_all_s
 
-
-def _best(
-    price: Callable[[float], float], at: float, context_tokens: int, block_tokens: int,
-    held: int | None = None,
-) -> StepSplit:  # fmt: skip
-    most = context_tokens if held is None else max(0, min(context_tokens, held))
-    step_s, tokens = best_1d(price, rounded([at], float(most), block_tokens))
+def _best(price: Callable[[float], float], xs: list[float], context_tokens: int) -> StepSplit:
+    step_s, tokens = best_1d(price, xs)
     return StepSplit(int(tokens), context_tokens, step_s, price(0), price(context_tokens))
 
 
@@ -87,7 +78,8 @@ def split_paper(
         return paper_s(rates, batch, context_tokens, tokens)
 
     at = activation_share(rates) * context_tokens
-    return _best(price, at, context_tokens, block_tokens, held)
+    most = context_tokens if held is None else max(0, min(context_tokens, held))
+    return _best(price, rounded([at], float(most), block_tokens), context_tokens)
 
 
 def split_ahead(
@@ -106,7 +98,7 @@ def split_ahead(
     link_s, rest_s = rates.decode_s(batch, context_tokens)
     per_token_s = rates.project_token_s + (1.0 - rho) * rates.load_token_s
     balance = (link_s - rest_s - rates.project.fixed_s) / (batch * per_token_s) if rho < 1 else 0.0
-    return _best(price, balance, context_tokens, block_tokens)
+    return _best(price, rounded([balance], float(context_tokens), block_tokens), context_tokens)
 
 
 # --- Attention on the CPU ------------------------------------------------------------------------
@@ -116,7 +108,7 @@ LEAST_SHARE = 0.3
 
 
 def attention_refused(rates: PlanRates) -> str:
-    """Why the CPU is not to attend on this node, or "" where it is: B_c must reach 0.3 B."""
+    """The reason why the CPU does not attend on this node; empty if it does: B_c reaches 0.3 B."""
     if rates.attend is None:
         return (
             "CPU attention refused: it is not measured here; give the engine threads for it "
@@ -183,4 +175,4 @@ def split_context(
     each_s = batch * (attend.per_token_s + busy.load_token_s)
     each_s -= (all_s - none_s) / max(context_tokens, 1)
     balance = lead_s / each_s if each_s > 0 else float(context_tokens)
-    return _best(price, balance, context_tokens, block_tokens)
+    return _best(price, rounded([balance], float(context_tokens), block_tokens), context_tokens)

@@ -46,7 +46,7 @@ class Allocation:
 
     @property
     def blocks_per_s(self) -> float:
-        """Host blocks that a layer attends to per second: what a full memory is worth."""
+        """Host blocks that a layer attends to per second."""
         longest_s = max(self.link_s, self.gpu_s)
         return (self.act_blocks + self.kv_blocks) / longest_s if longest_s > 0 else math.inf
 
@@ -54,8 +54,11 @@ class Allocation:
 def host_cache(
     rates: PlanRates, block_tokens: int, host_bytes: float, batch: int = 1, context_tokens: int = 0
 ) -> HostCache:
-    """Algorithm 1's inputs for a model on a node. batch, context_tokens: sequences, and tokens of
-    each, whose decoding step is the forward pass that the correction counts."""
+    """Algorithm 1's inputs for a model on a node.
+
+    batch, context_tokens: the forward pass that the correction counts is a decoding step of this
+    many sequences with this many tokens each.
+    """
     per_layer = 1.0 / rates.layers
 
     def by_block(fit: LineFit) -> LineFit:
@@ -114,8 +117,10 @@ def planned_share(
     rates: PlanRates, block_tokens: int, host_bytes: float, batch: int,
     allocate: Callable[[HostCache], Allocation] = allocate_corrected,
 ) -> float:  # fmt: skip
-    """Of a host memory for blocks alone, the share of blocks to keep as activations instead of KV;
-    0 where those are no smaller. batch: requests that decode together and fill it."""
+    """The share of host blocks to keep as activations instead of KV; 0 where these are no smaller.
+
+    batch: requests that decode together and fill the host memory.
+    """
     if rates.activation_ratio >= 1.0 or host_bytes < rates.kv_bytes * block_tokens:
         return 0.0
     context_tokens = int(host_bytes / rates.kv_bytes / batch)

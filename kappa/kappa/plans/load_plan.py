@@ -1,4 +1,4 @@
-"""A load plan as data: which run of a cached prefix comes back in which way, and at what cost.
+"""A load plan as data: the way in which each run of a cached prefix comes back, and its cost.
 
 Planners of this package make `LoadPlan`s, the engine executes them, the router reads their seconds.
 A plan covers the cached tokens [0, cached_tokens) in order. Kinds: K loads keys and values; A loads
@@ -47,24 +47,21 @@ class Segment:
 class LoadPlan:
     """Segments that cover [0, cached_tokens) without gap or overlap, in order, and their cost.
 
-    Seconds are undilated and predicted: `load_s` is link time, `compute_s` gpu time, new tokens
-    included, `ttft_s` both under the plan's overlap. `load_bytes` crosses the link. `step_s`
-    is of each of the request's decoding steps alone, where part of its prefix stays in host memory
-    (C); else 0. `exact` is false where the model's output changes. `why` says in a sentence what
-    the planner saw. No segments at all is the plan of a request without cached tokens.
+    Seconds are undilated and predicted.
 
     Raises:
         ValueError: a plan that leaves a token out, or that no causal model can execute.
     """
 
-    segments: tuple[Segment, ...]
-    ttft_s: float = 0.0
-    load_s: float = 0.0
-    compute_s: float = 0.0
-    load_bytes: float = 0.0
+    segments: tuple[Segment, ...]  # empty for a request without cached tokens
+    ttft_s: float = 0.0  # link and gpu time under the plan's overlap
+    load_s: float = 0.0  # link time
+    compute_s: float = 0.0  # gpu time, new tokens included
+    load_bytes: float = 0.0  # cross the link
+    # One decoding step of the request alone, where part of its prefix stays in host memory (C).
     step_s: float = 0.0
-    exact: bool = True
-    why: str = ""
+    exact: bool = True  # False where the model's output changes
+    why: str = ""  # the planner's reason, a sentence
 
     def __post_init__(self) -> None:
         check_not_negative(self, "ttft_s", "load_s", "compute_s", "load_bytes", "step_s")

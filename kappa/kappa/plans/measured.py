@@ -56,16 +56,12 @@ def fit_line(
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """Constants of an engine's step, fitted to `steps` measured ones.
-
-    r2: share of the variance of their seconds that the constants explain; error: median relative
-    difference between what they say of a step and what it took.
-    """
+    """Constants of an engine's step, fitted to measured ones."""
 
     step: StepModel
-    r2: float
-    steps: int
-    error: float
+    r2: float  # share of the variance of the seconds that the constants explain
+    steps: int  # measured ones
+    error: float  # median relative difference between modelled and measured seconds
 
 
 def fit_steps(works: Sequence[StepWork[float]], seconds: Sequence[float]) -> StepFit:
@@ -96,7 +92,7 @@ def fit_steps(works: Sequence[StepWork[float]], seconds: Sequence[float]) -> Ste
 def rate_steps(
     step: StepModel, works: Sequence[StepWork[float]], seconds: Sequence[float] | Floats
 ) -> StepFit:
-    """How near a model comes to measured steps."""
+    """The fit of a given model to measured steps."""
     y = np.asarray(seconds, float)
     modelled = np.asarray([step.parts(work).step_s for work in works])
     error = float(np.median(np.abs(modelled / y - 1.0)))
@@ -104,13 +100,13 @@ def rate_steps(
 
 
 def r_squared(measured: Floats, modelled: Floats) -> float:
-    """Share of the variance of what was measured that the model explains; 0 if nothing varies."""
+    """Share of the measured variance that the model explains; 0 if nothing varies."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     return 1.0 - float(((measured - modelled) ** 2).sum()) / spread if spread > 0 else 0.0
 
 
 def _guesses(works: Sequence[StepWork[float]]) -> list[NDArray[np.bool_]]:
-    """Which steps may compute for longer than they read: those above some number of tokens."""
+    """Guesses of the steps that compute for longer than they read: those above some size."""
     tokens = np.asarray([work.tokens for work in works])
     return [tokens > bound for bound in (0.0, *np.unique(tokens)[:-1])]
 
@@ -118,8 +114,8 @@ def _guesses(works: Sequence[StepWork[float]]) -> list[NDArray[np.bool_]]:
 def _fitted_steps(
     works: Sequence[StepWork[float]], y: Floats, computes: NDArray[np.bool_]
 ) -> tuple[float, list[float]]:
-    """(mean relative error, constants) of the best fit on the way from a guess to where fit and
-    guess agree."""
+    """(mean relative error, constants) of the best fit, iterating from a guess until it agrees with
+    its own fit."""
     tokens, pairs, reads = np.asarray(works, float).T
     best, least_error = [0.0] * 5, math.inf
     for _ in range(_ROUNDS):
@@ -140,7 +136,7 @@ def _fitted_steps(
 
 
 def _robust(columns: Floats) -> list[float]:
-    """Coefficients, none below zero, with which the columns add up nearest to one in most rows."""
+    """Non-negative coefficients with which the columns sum to nearly one in most rows."""
     weights = np.ones(len(columns))
     found = [0.0] * columns.shape[1]
     for _ in range(_ROUNDS):
@@ -154,7 +150,7 @@ def _robust(columns: Floats) -> list[float]:
 
 
 def not_negative(columns: Floats, values: Floats) -> list[float]:
-    """Least squares with no coefficient below zero: the best over which ones are zero."""
+    """Non-negative least squares, by trying every set of coefficients that are zero."""
     count = columns.shape[1]
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
     scaled = columns / scale
@@ -198,12 +194,12 @@ def rates_from_measured(data: Mapping[str, Any] | str | Path) -> PlanRates:
         data = read_json_object(data, "file of measured rates")
     if data.get("format") != FORMAT:
         raise ValueError(
-            f"{origin}: format is {data.get('format')!r}, not {FORMAT!r}: profile anew"
+            f"{origin}: format is {data.get('format')!r}, not {FORMAT!r}: profile again"
         )
     try:
         return _fitted_rates(data)
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{origin}: lacks or garbles {error}: profile anew") from error
+        raise ValueError(f"{origin}: lacks or garbles {error}: profile again") from error
 
 
 def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:

@@ -1,6 +1,6 @@
-"""Which load plan a request gets: the best of all kinds, and planners by name.
+"""Load plans of requests: the best of all kinds, and planners by name.
 
-Engine and router ask `Planning`: what is cached and new in, a load plan out. "auto" takes the
+Engine and router ask `Planning`: cached and new tokens in, a load plan out. "auto" takes the
 earliest predicted first token; "kv" loads all as KV; "kvpr" splits as paper 000; "hybrid" takes
 activations wherever they are held (paper 003); "recompute" loads nothing; "tail" loads the front
 and recomputes the back where that is earlier, all that vLLM can be made to do; "cpu" leaves all
@@ -22,13 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from kappa.cost import TokenCounts, least_ratio
-from kappa.plans.decoding import (
-    attention_refused,
-    split_ahead,
-    split_context,
-    split_paper,
-    split_s,
-)
+from kappa.plans.decoding import attention_refused, split_ahead, split_context, split_paper, split_s
 from kappa.plans.load_plan import Kind, LoadPlan, Segment, from_runs, layout
 from kappa.plans.rates import PlanRates
 from kappa.plans.split import (
@@ -45,8 +39,8 @@ from kappa.plans.split import (
 )
 
 Policy = Literal["load", "recompute", "tail", "activations", "mixed", "auto"]
-"""What a node may do: load alone; and recompute the front, or the back; and use activations; and
-both of them; or the best of all that pays."""
+"""What a node may do with cached tokens: load; recompute the front, or the back, too; use
+activations, too; both; or the best of these."""
 
 _SOLVERS: dict[str, Callable[[Costs, int], Best]] = {
     "load": lambda costs, _: costs.best([Split()]),
@@ -57,8 +51,8 @@ _SOLVERS: dict[str, Callable[[Costs, int], Best]] = {
 }
 
 LEAST_GAIN = 0.02
-"""A plan other than plain loading must promise an earlier first token by this share, which
-prediction error does not eat."""
+"""Least gain of a plan over plain loading, as a share of the TTFT: more than the prediction's
+error."""
 
 # The same for vLLM: its loads are noticed, and its steps begin, when they do.
 _LEAST_TAIL_GAIN = 0.05
@@ -143,14 +137,14 @@ class Cached(NamedTuple):
     # To compute behind them.
     new: int
     device: int = 0
-    # How many of the cached ones, from the first on, have their activations in host memory.
+    # Leading cached tokens with activations in host memory.
     held: int = 0
-    # How many of the cached ones may take device memory; None: all.
+    # Cached tokens that may take device memory; None: all.
     room: int | None = None
 
 
 Planner = Callable[[Cached], LoadPlan]
-"""To a plan that covers the cached tokens."""
+"""Makes a plan that covers the cached tokens."""
 
 _NEEDS = {
     "kvpr": " (it needs rates: measure this node)",
@@ -164,8 +158,10 @@ HOST_AUTO = "host-auto"
 
 
 def host_planners(planner: str, act_share: float) -> tuple[str, ...]:
-    """Planners that leave contexts in host memory, of a pool with the planner `planner`; the best
-    one last. act_share: the share of the stored blocks that have activations."""
+    """Planners of a pool that leave contexts in host memory, the best one last.
+
+    planner: the pool's; act_share: share of the stored blocks with activations.
+    """
     if not planner.startswith("host-"):
         return ()
     if planner == "host-hybrid":
@@ -175,15 +171,21 @@ def host_planners(planner: str, act_share: float) -> tuple[str, ...]:
 
 
 def room_left(room_tokens: int, device: int, new: int) -> int:
-    """Cached tokens that may take device memory, where a request may take `room_tokens` and has
-    `device` tokens there and `new` ones to compute."""
+    """Cached tokens that may take device memory: a request has room for `room_tokens`, `device`
+    tokens are there already, and `new` ones are to be computed."""
     return max(0, room_tokens - device - new)
 
 
 class Planning:
-    """The planners of one engine, which cut plans at multiples of `block_tokens`. rates: of the
-    model on this node; activations: the model's can be used at all; cpu: it can attend to host
-    memory; host: its planners of that kind, as `host_planners` gives them."""
+    """The planners of one engine.
+
+    Args:
+        block_tokens: plans are cut at multiples of this.
+        rates: the model on this node; None: not known.
+        activations: the model's activations can be used.
+        cpu: the CPU can attend to KV in host memory.
+        host: planners that leave contexts in host memory (`host_planners`).
+    """
 
     def __init__(
         self, block_tokens: int, rates: PlanRates | None = None, *, activations: bool = True,
@@ -225,7 +227,7 @@ class Planning:
             self.named(planner)
 
     def priced(self, request: Cached, segments: tuple[Segment, ...], why: str) -> LoadPlan:
-        """The plan of these segments, which cover the cached tokens, with what it will take."""
+        """The plan of segments that cover the cached tokens, with its predicted seconds."""
         if self.rates is None:
             return LoadPlan(segments, why=why)
         plan = predict(_costs(self.rates, request), segments, why)
@@ -235,8 +237,8 @@ class Planning:
         return replace(plan, step_s=split_s(self.rates, 1, kept, self.on_cpu(kept)))
 
     def resides(self, planner: str | Planner, tokens: int, room_tokens: int) -> str:
-        """The planner by which a request of so many tokens leaves its context in host memory; "":
-        it does not. room_tokens: that it may take on the device before "host-auto" does."""
+        """The planner by which a request of `tokens` tokens leaves its context in host memory;
+        empty: it does not. room_tokens: bound on its device tokens under "host-auto"."""
         if not isinstance(planner, str) or planner not in self._host:
             return ""
         if planner == HOST_AUTO:
@@ -244,21 +246,21 @@ class Planning:
         return planner
 
     def split_share(self, batch: int, context_tokens: int) -> float:
-        """Of contexts that are in host memory as KV and as activations, the share that comes from
-        activations at a step of `batch` of them."""
+        """The share of a context that comes from activations, at a step of `batch` contexts that
+        are in host memory as KV and as activations."""
         if self.rates is None or "A" not in self._kinds or context_tokens < 1:
             return 0.0
         return split_ahead(self.rates, batch, context_tokens).share
 
     def on_cpu(self, kept_tokens: int) -> int:
-        """Of the tokens that stay in host memory, those that the CPU attends to as a request
-        decodes; the rest crosses at every step. All of them, where no rates are known."""
+        """Tokens that the CPU attends to as a request decodes, of `kept_tokens` in host memory; the
+        rest crosses the link at every step. All of them where no rates are known."""
         if self.rates is None or self.rates.attend is None or not kept_tokens:
             return kept_tokens
         return split_context(self.rates, 1, kept_tokens, self._block_tokens).tokens
 
     def without_load(self, new: int, device: int) -> LoadPlan:
-        """What a request takes that has nothing to bring back."""
+        """The plan of a request without cached tokens to bring back."""
         return self.priced(Cached(0, new, device), (), "nothing is cached, or nothing is loaded")
 
     def _auto(self, request: Cached) -> LoadPlan:
@@ -326,7 +328,7 @@ def _costs(rates: PlanRates, request: Cached) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One way; `plan` None where it is refused, and `refused` says why."""
+    """One way to bring tokens back; `plan` is None where `refused` gives a reason."""
 
     name: str
     plan: LoadPlan | None
@@ -337,12 +339,10 @@ class Alternative:
         """Ready for JSON; seconds undilated."""
         row: dict[str, Any] = {"plan": self.name, "chosen": self.chosen, "refused": self.refused}
         if self.plan is not None:
+            figures = "ttft_s", "load_s", "compute_s", "load_bytes", "step_s"
+            row |= {name: getattr(self.plan, name) for name in figures}
             segments = [(s.kind, s.start_tokens, s.end_tokens) for s in self.plan.segments]
-            row |= {
-                "ttft_s": self.plan.ttft_s, "load_s": self.plan.load_s,
-                "compute_s": self.plan.compute_s, "load_bytes": self.plan.load_bytes,
-                "step_s": self.plan.step_s, "segments": segments, "why": self.plan.why,
-            }  # fmt: skip
+            row |= {"segments": segments, "why": self.plan.why}
         return row
 
 
@@ -380,21 +380,19 @@ def alternatives(
 
 
 def decoding(rates: PlanRates, context_tokens: int, block_tokens: int = 16) -> dict[str, Any]:
-    """A decoding step behind a context on the device, and with all of it in host memory.
+    """Seconds of a decoding step with the context on the device, and with it in host memory.
 
-    `cpu_share` is c, of those tokens; None with `refused` where the CPU is not to attend.
+    `cpu_share` is the share c of the context's tokens that the CPU attends to; None where `refused`
+    gives a reason why it does not.
     """
     refused = attention_refused(rates)
-    row: dict[str, Any] = {
-        "device_s": rates.decode_gpu_s(1, context_tokens), "refused": refused,
-        "load_all_s": None, "cpu_all_s": None, "split_s": None, "cpu_share": None,
-    }  # fmt: skip
+    row: dict[str, Any] = {"device_s": rates.decode_gpu_s(1, context_tokens), "refused": refused}
+    of_host = "load_all_s", "cpu_all_s", "split_s", "cpu_share"
+    row |= dict.fromkeys(of_host)
     if context_tokens:
         row["load_all_s"] = max(rates.load.seconds(context_tokens), row["device_s"])
     if context_tokens and not refused:
         split = split_context(rates, 1, context_tokens, block_tokens)
-        row |= {
-            "load_all_s": split.load_all_s, "cpu_all_s": split.load_none_s,
-            "split_s": split.step_s, "cpu_share": split.share,
-        }  # fmt: skip
+        figures = split.load_all_s, split.load_none_s, split.step_s, split.share
+        row |= zip(of_host, figures, strict=True)
     return row

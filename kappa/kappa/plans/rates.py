@@ -127,7 +127,7 @@ class ComputeGrid:
     def correction_s(
         self, modelled_s: Callable[[float, float], float], new_tokens: float, context_tokens: float
     ) -> float:
-        """What was measured above the model (below: negative) at the nearest point."""
+        """Measured minus modelled seconds at the nearest point."""
         point = self.clamp(new_tokens, context_tokens)
         return self.seconds_at(*point) - modelled_s(*point)
 
@@ -144,7 +144,7 @@ class PlanRates:
 
     name: str
     layers: int
-    # Of a token, over all layers.
+    # Bytes of a token, over all layers.
     kv_bytes: float
     activation_bytes: float
     # Seconds of n tokens over all layers: to load their KV over the link, and to project it from
@@ -234,7 +234,7 @@ class PlanRates:
         return self._step_s(chunk_work(new_tokens, context_tokens))
 
     def _step_s(self, work: StepWork[float]) -> float:
-        """By the cost model; it reads all KV, and of experts those touched."""
+        """Seconds of a step by the cost model, which reads all KV, and only the experts touched."""
         parts = self.step.parts(work)
         return parts._replace(read_s=parts.read_s - self.idle_experts_s(work.tokens)).step_s
 
@@ -277,8 +277,8 @@ class PlanRates:
 def rates_from_law(
     shape: ModelShape, node: NodeProfile, *, overlap: float | None = None
 ) -> PlanRates:
-    """Rates by formula, for a node of which only bandwidth and FLOP/s are known. overlap: as
-    `PlanRates.overlap`."""
+    """Rates by formula, for a node known by bandwidth and FLOP/s alone. overlap: as in
+    `PlanRates`."""
     all_weights_bytes = shape.params_total * shape.weight_dtype_bytes
     in_experts, idle = expert_params(shape)
     return PlanRates(

@@ -1,4 +1,4 @@
-"""How to split a request's cached tokens: what a split costs, and the best one in closed form.
+"""Splits of a request's cached tokens: the cost of each, and the best one in closed form.
 
 A request of S cached and T new tokens behind D tokens on the device is cut into l recomputed, a
 from activations, and the rest loaded. Seconds are polynomials of l and a of at most second degree
@@ -25,7 +25,7 @@ Poly = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How many cached tokens are recomputed and how many come from activations.
+    """Numbers of cached tokens that are recomputed, and that come from activations.
 
     `tail` puts the recomputed ones at the back. Fractional in closed forms, whole in plans.
     """
@@ -37,7 +37,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A split and the seconds to first token it is priced at."""
+    """A split and its predicted seconds to the first token."""
 
     split: Split
     ttft_s: float
@@ -61,7 +61,7 @@ class Costs:
         modelled_s = rates.modelled_prefill_s(self.new, context)
         self._start_s = self.plain_s - modelled_s + rates.step.fixed_s
         self.terms = ((rates.serial_share, 1.0), (1.0, rates.serial_share))
-        """The two terms of `ttft_s` as (factor of load, factor of compute)."""
+        """(factor of load, factor of compute) of the two terms of `ttft_s`."""
 
     def _flop_s(self, *, tail: bool) -> Poly:
         """FLOP seconds over the recomputed tokens x, without floor and projection.
@@ -84,7 +84,7 @@ class Costs:
         """Gpu seconds: the new tokens, the recomputed ones, and the projection.
 
         Experts that no token of the step touches are next to nothing from 100 tokens on: they are
-        left out here, but not in the closed form, whose floor is that of all experts.
+        left out here, but not in the closed form, which has the floor of all experts.
         """
         c0, c1, c2 = self._flop_s(tail=split.tail)
         flop_s = c0 + split.recompute * (c1 + split.recompute * c2)
@@ -107,7 +107,7 @@ class Costs:
         return self.ttft_s(self.load_s(split), self.compute_s(split))
 
     def pieces(self, *, tail: bool = False, activations: Poly = (0.0, 0.0, 0.0)) -> list[Poly]:
-        """Gpu seconds along a line, as polynomials of which the larger one holds.
+        """Gpu seconds along a line: the larger of these polynomials.
 
         activations: tokens from activations along the same line.
         """
@@ -119,7 +119,7 @@ class Costs:
         return [(c0 + start, c1 + a1, c2 + a2), (self._floor_s + start, a1, a2)]
 
     def crossings(self, load: Poly, pieces: list[Poly]) -> list[float]:
-        """Where the time to first token can have its least value along a line."""
+        """Points along a line where the time to first token can have its minimum."""
         xs: list[float] = []
         for one, other in combinations(pieces, 2):
             xs += real_roots(_minus(one, other))
@@ -133,7 +133,7 @@ class Costs:
         return xs
 
     def best(self, splits: Iterable[Split]) -> Best:
-        """Of these splits the one with the earliest first token, the first of equals."""
+        """The split with the earliest first token, the first of equals."""
         return min((Best(split, self.of(split)) for split in splits), key=lambda one: one.ttft_s)
 
 
@@ -161,8 +161,11 @@ def _recompute(costs: Costs, block_tokens: int, *, tail: bool) -> Best:
 def best_activations(
     costs: Costs, block_tokens: int = 0, held_tokens: float | None = None, recompute: float = 0.0
 ) -> Best:
-    """From activations [l, l + a), load the rest; l is given. held_tokens: activations are held for
-    this many leading tokens; None for all. `block_tokens` 0 leaves a fractional."""
+    """Take [l, l + a) from activations, load the rest; l is given.
+
+    held_tokens: activations are held for this many leading tokens; None for all. `block_tokens` 0
+    leaves a fractional.
+    """
     rates, cached = costs.rates, costs.cached
     mu, rho = rates.load_token_s, rates.activation_ratio
     most = max(0.0, (cached if held_tokens is None else min(cached, held_tokens)) - recompute)
@@ -195,7 +198,7 @@ def best_mixed(costs: Costs, block_tokens: int = 0, held_tokens: float | None = 
 
 
 def activations_refused(rates: PlanRates) -> str:
-    """Why activations cannot pay on this node, or "" where they can.
+    """The reason why activations cannot pay on this node; empty if they can.
 
     They are on the lower hull of (link, gpu) seconds iff ψ < (1 - ρ)·φ: a gpu second spent on
     projection must save more link than one spent on recomputing.

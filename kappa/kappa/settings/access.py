@@ -1,4 +1,4 @@
-"""Who may ask, with what share, by which key and how much, and where the endpoint listens."""
+"""Tenants with their keys, shares and limits, and the address that the endpoint listens at."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PriorityClass = Annotated[int, Field(ge=0, le=MOST_PRIORITY)]
 
 
 class TenantLimits(Section):
-    """What one tenant may ask for; what is left out is not limited."""
+    """Limits on one tenant; those left out do not apply."""
 
     requests_per_minute: Finite | None = Field(None, gt=0)
     tokens_per_minute: Finite | None = Field(
@@ -26,27 +26,25 @@ class TenantLimits(Section):
 
 
 class TenantClasses(Section):
-    """Classes of priority, lower first: that of a tenant's requests, and those that one of them may
-    ask for instead, by the field `priority`."""
+    """A tenant's classes of priority; lower classes go first."""
 
     own: PriorityClass = 0
+    # Classes that a request may choose by its field `priority`.
     may_ask: tuple[PriorityClass, ...] = ()
 
 
 class TenantSettings(Section):
-    """Who may ask and with what share. Without keys everyone is the default tenant.
+    """Tenants: their keys, shares and limits. Without keys everyone is the default tenant."""
 
-    by_key: secret key, or `sha256:` and its digest -> tenant; a tenant may have several. keys_file:
-    the same as a YAML file of its own (`key: tenant`, one per line), so that the settings hold no
-    secret; the decider reads it again when it changes. weights: shares. limits, priorities: by
-    tenant.
-    """
-
+    # Secret key, or `sha256:` and its digest -> tenant; a tenant may have several.
     by_key: dict[SecretStr, TenantName] = Field(default_factory=dict)
+    # The same in a YAML file of its own (`key: tenant`, one per line), so that the settings hold no
+    # secret; the decider reads it again when it changes.
     keys_file: str | None = None
     keys_check_s: Finite = Field(
         2.0, gt=0, le=3600, description="how often the decider looks whether keys_file has changed"
     )
+    # Shares.
     weights: dict[TenantName, Annotated[Finite, Field(gt=0)]] = Field(default_factory=dict)
     priorities: dict[TenantName, TenantClasses] = Field(
         default_factory=dict, description="who goes first; 0 and no other for those not named"
@@ -117,27 +115,27 @@ class TenantSettings(Section):
 
     @property
     def closed(self) -> bool:
-        """Whether nobody is served without a known key."""
+        """Whether requests without a known key are refused."""
         return self.unknown == "refuse"
 
     @property
     def digests(self) -> Mapping[bytes, str]:
-        """Digest of each key -> tenant, the file's keys among them as they were when read."""
+        """Digest of each key -> tenant; the file's keys are those at the time of reading."""
         return self._of_file | self._given()
 
     @property
     def fixed_digests(self) -> frozenset[bytes]:
-        """Digests of the keys in the settings themselves: valid whatever the file says later."""
+        """Digests of the keys in the settings, which stay valid when the file changes."""
         return frozenset(self._given())
 
     @property
     def keys_in_clear(self) -> int:
-        """How many keys stand somewhere as clients send them; worth a warning."""
+        """The number of keys stored as clients send them, which deserves a warning."""
         return self._in_clear
 
 
 class AccessSettings(Section):
-    """What the endpoint takes from anybody, before it knows whose request it is."""
+    """Bounds on any client, before its tenant is known."""
 
     allow_open: bool = Field(
         False, description="listen beyond loopback although anybody may ask there without a key"
@@ -153,15 +151,15 @@ class AccessSettings(Section):
 
 
 class TlsSettings(Section):
-    """The endpoint's certificate, with its chain, and its private key without a password: files in
-    PEM. A new pair that is moved into their place is taken without a restart."""
+    """Files in PEM: the endpoint's certificate with its chain, and its private key without a
+    password. A new pair moved into their place is used without a restart."""
 
     cert: str = Field(min_length=1)
     key: str = Field(min_length=1)
 
 
 class HttpSettings(Section):
-    """Where the endpoint listens, and what carries its bytes."""
+    """The endpoint's address, TLS and number of deciders."""
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free port")
@@ -175,7 +173,7 @@ class HttpSettings(Section):
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can connect; a name other than localhost is taken as not."""
+        """Whether only this machine can connect; False for any name but localhost."""
         if self.host.lower() == "localhost":
             return True
         try:
@@ -185,7 +183,7 @@ class HttpSettings(Section):
 
 
 def open_door(tenants: TenantSettings, access: AccessSettings, http: HttpSettings) -> str | None:
-    """Why this endpoint must not be opened as it is, and what to change; None if it may."""
+    """The reason not to open this endpoint as it is, with the remedy; None if it may be opened."""
     if http.loopback or tenants.closed or access.allow_open:
         return None
     return (

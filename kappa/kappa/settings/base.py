@@ -1,7 +1,7 @@
-"""What every section of the settings shares: strict, frozen, and the types of its values.
+"""The base of every settings section: strict, frozen, with the types of its values.
 
-Pydantic reports all that is wrong with single values at once; `refuse` does so for what is wrong
-between sections, which is looked at when each of them is sound.
+Pydantic reports all faults of single values at once; `refuse` does so for faults between sections,
+which are looked for when each section is sound.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TenantName = Annotated[str, Field(pattern=TENANT_NAME)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 Fault = tuple[tuple[int | str, ...], str]
-"""Where, from the section on, and why."""
+"""(place from the section on, reason)."""
 
 
 class SettingsError(ValueError):
@@ -35,8 +35,8 @@ class Section(BaseModel):
 
 
 def refuse(faults: Iterable[Fault]) -> None:
-    """Raises ValidationError with every fault, if there is one; none of them repeats a value, which
-    may hold a key."""
+    """Raise ValidationError with all faults, if there are any. Values, which may hold a key, are
+    not repeated."""
     found = [
         InitErrorDetails(
             type=PydanticCustomError("settings", "{reason}", {"reason": reason}),
@@ -50,7 +50,7 @@ def refuse(faults: Iterable[Fault]) -> None:
 
 
 def faults_in(error: ValidationError) -> list[Fault]:
-    """What pydantic found, without the values."""
+    """The faults that pydantic found, without values."""
     found = error.errors(include_input=False, include_url=False)
     return [(one["loc"], one["msg"]) for one in found]
 
@@ -86,20 +86,19 @@ def settings_from(
         return kind.model_validate({**data, **overrides})
     except ValidationError as error:
         faults = "\n".join(
-            f"  {'.'.join(_shown(fault['loc'])) or '(file)'}: {fault['msg']}"
-            for fault in error.errors(include_input=False, include_url=False)
+            f"  {'.'.join(_shown(loc)) or '(file)'}: {reason}" for loc, reason in faults_in(error)
         )
         raise SettingsError(f"{where}: {error.error_count()} fault(s)\n{faults}") from None
 
 
 def _shown(loc: tuple[int | str, ...]) -> list[str]:
-    """Where a fault is, without the secret key that is part of the way there."""
+    """The path to a fault, without a secret key as one of its parts."""
     parts = [str(part) for part in loc]
     return ["(key)" if i and parts[i - 1] == "by_key" else part for i, part in enumerate(parts)]
 
 
 def _without_text(error: yaml.YAMLError) -> str:
-    """Where and why, without the line itself, which may hold a key."""
+    """Place and reason, without the line itself, which may hold a key."""
     mark = getattr(error, "problem_mark", None)
     why = getattr(error, "problem", None) or "unreadable"
     return f"{why}, line {mark.line + 1} column {mark.column + 1}" if mark else str(why)

@@ -1,7 +1,7 @@
-"""A whole cluster: every section with its defaults, and the reader of its YAML file.
+"""Settings of a whole cluster: every section with its defaults, and the reader of its YAML file.
 
-`load_settings` reports each fault with file, key and reason: all of single values at once, then all
-between sections.
+`load_settings` reports each fault with file, key and reason: first all faults of single values,
+then all between sections.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kappa.settings.access import (
-    AccessSettings,
-    HttpSettings,
-    TenantSettings,
-    open_door,
-)
+from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Fault, Section, refuse, settings_from
 from kappa.settings.engine import EngineSettings, SchedulerSettings, TransferSettings
 from kappa.settings.pools import (
@@ -34,14 +29,11 @@ _NODE_DRAIN_S = 5.0
 
 
 class ClusterSettings(Section):
-    """A whole cluster. The defaults are the demo: a PCIe node and a C2C node, both paced."""
+    """Settings of a cluster. The defaults are the demo: a PCIe and a C2C node, both paced."""
 
     model: ModelSettings = ModelSettings()
     nodes: tuple[NodeSettings, ...] = Field(
-        (
-            NodeSettings(name="pcie", profile="pcie"),
-            NodeSettings(name="c2c", profile="c2c"),
-        ),
+        (NodeSettings(name="pcie", profile="pcie"), NodeSettings(name="c2c", profile="c2c")),
         description="short form of pools: each node is a pool of one worker",
     )
     pools: tuple[PoolSettings, ...] = Field(
@@ -88,7 +80,7 @@ class ClusterSettings(Section):
 
     @property
     def all_pools(self) -> tuple[PoolSettings, ...]:
-        """Every pool, those among them that `nodes` names in short."""
+        """Every pool; each of `nodes` is a pool of one worker."""
         return self.pools or tuple(
             PoolSettings(
                 name=node.name, profile=node.profile, paced=node.paced, drain_s=_NODE_DRAIN_S
@@ -98,12 +90,11 @@ class ClusterSettings(Section):
 
     @property
     def workers(self) -> int:
-        """Workers that the cluster starts with."""
+        """The number of workers at start."""
         return sum(pool.least for pool in self.all_pools)
 
     def by_model(self) -> tuple[ClusterSettings, ...]:
-        """For each model that is served the same cluster with its pools alone; the names of their
-        models differ."""
+        """The cluster once for each model that it serves, with that model's pools alone."""
         pools: dict[str, list[PoolSettings]] = {}
         models: dict[str, ModelSettings] = {}
         for pool in self.pools:
@@ -116,21 +107,21 @@ class ClusterSettings(Section):
         ) or (self,)
 
     def first_worker(self) -> ClusterSettings:
-        """The same cluster with one worker only, of its first pool."""
+        """The same cluster with a single worker, of its first pool."""
         first = self.by_model()[0]
         one = {"replicas": 1, "autoscaling": None, "role": "both"}
         pools = tuple(pool.model_copy(update=one) for pool in first.pools[:1])
         return first.model_copy(update={"nodes": self.nodes[:1], "pools": pools})
 
     def unpaced(self) -> ClusterSettings:
-        """The same cluster at the machine's own speed."""
+        """The same cluster without pacing."""
         nodes = tuple(node.model_copy(update={"paced": False}) for node in self.nodes)
         pools = tuple(pool.model_copy(update={"paced": False}) for pool in self.pools)
         return self.model_copy(update={"nodes": nodes, "pools": pools})
 
 
 def load_settings(path: str | Path | None = None, **overrides: Any) -> ClusterSettings:
-    """`settings_from` a cluster file."""
+    """Read a cluster file (`settings_from`)."""
     return settings_from(ClusterSettings, path, **overrides)
 
 

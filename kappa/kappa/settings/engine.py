@@ -1,4 +1,4 @@
-"""Which engine runs on every worker, how cached prefixes come back, and its limits."""
+"""Settings of the engines: kind, loading of cached prefixes, scheduling, transfer and limits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SparseSection(Section):
     """Sparse decoding: each head attends to sinks, recent tokens and a choice of the rest, which it
     keeps until its query has moved too far. Changes answers."""
 
-    share: Finite = Field(0.1, gt=0, le=1, description="of the context's tokens, those chosen")
+    share: Finite = Field(0.1, gt=0, le=1, description="chosen share of the context's tokens")
     sink_tokens: int = Field(4, ge=0, le=1024, description="first tokens, always attended to")
     recent_tokens: int = Field(64, ge=1, le=65536, description="latest tokens, always attended to")
     eta: Finite = Field(
-        0.8, ge=-1, le=1, description="cosine below which the most important head chooses anew"
+        0.8, ge=-1, le=1, description="cosine below which the most important head chooses again"
     )
     power: Finite = Field(
         3.0, gt=0, le=100, description="the higher, the fewer heads are held to eta"
@@ -36,22 +36,24 @@ class SparseSection(Section):
     prefetch: bool = Field(
         True, description="choose one layer ahead by a predicted query; else wait for the choice"
     )
-    max_age: int = Field(0, ge=0, description="steps after which a choice is made anew; 0: never")
-    lanes: int = Field(4, ge=1, le=4096, description="requests that decode so at a time")
+    max_age: int = Field(0, ge=0, description="steps after which a choice is replaced; 0: never")
+    lanes: int = Field(4, ge=1, le=4096, description="maximum concurrent sparse decodes")
     chunk_tokens: int = Field(
         64, ge=1, le=4096, description="new tokens at a time behind a prefix that is not loaded"
     )
     loss: Finite | None = Field(
-        None, gt=0, le=10, description="of perplexity with these numbers, as a share, as measured "
-        "(kappa bench offload); a client may name the most it takes; none: unknown",
-    )  # fmt: skip
+        None,
+        gt=0,
+        le=10,
+        description="measured increase of perplexity with these settings, as a share "
+        "(kappa bench offload); clients may set a limit; none: unknown",
+    )
     heads: str | None = Field(
         None, description="file of head importance (JSON); none: all heads count alike"
     )
     persistent_heads: int | None = Field(
-        None, ge=0, description="KV heads, over all layers, whose KV may stay on the device; none: "
-        "as many as are hard to reuse",
-    )  # fmt: skip
+        None, ge=0, description="KV heads of all layers kept on the device; none: the hard ones"
+    )
 
     @model_validator(mode="after")
     def _whole_words(self) -> SparseSection:
@@ -65,11 +67,11 @@ BUILT_IN = ("fair", "fcfs", "stock")
 
 
 class SchedulerSettings(Section):
-    """How each worker's engine chooses what runs next (`scheduler.config.FairConfig`)."""
+    """The scheduling rule of each worker's engine (`kappa_scheduler.config.FairConfig`)."""
 
     name: str = Field("fair", description="the rule; stock: vLLM's own scheduler")
-    max_skips: int = Field(64, ge=0, description="a request that others passed so often is due")
-    due_after_s: Finite = Field(30.0, ge=0, description="a request that waited so long is due")
+    max_skips: int = Field(64, ge=0, description="bypasses after which a request is starving")
+    due_after_s: Finite = Field(30.0, ge=0, description="seconds of waiting until it is starving")
     window: int = Field(256, ge=1, le=65_536, description="waiting requests looked at each time")
     slack_s: Finite = Field(0.25, ge=0, description="service a tenant may be ahead of others")
     credit: Finite = Field(0.1, ge=0, description="service that a second of waiting is worth")
@@ -78,12 +80,12 @@ class SchedulerSettings(Section):
         2.5,
         ge=0,
         le=100,
-        description="a step lasts at most so many times one request's decoding alone; 0: any time",
+        description="longest step, as a multiple of one request's decoding step; 0: no bound",
     )
-    reserve: bool = Field(True, description="set blocks aside for a request that is due")
+    reserve: bool = Field(True, description="set blocks aside for a starving request")
     log: str | None = Field(None, description="file for JSON lines, one per iteration; none: off")
     store_backlog_s: Finite = Field(
-        10.0, ge=0, description="stores to the host tier that would wait longer are dropped"
+        10.0, ge=0, description="longest wait of a store to the host tier before it is dropped"
     )
     duplex: Literal["full", "half"] = Field("full", description="half: loads and stores share")
     link_order: Literal["loads_first", "fifo"] = "loads_first"
@@ -112,10 +114,10 @@ class TransferSettings(Section):
         "peers", description="of whole prompts; peers: out of host tiers; nixl: vLLM's, on GPUs"
     )
     wait_s: Finite = Field(
-        5.0, gt=0, description="blocks that do not come in so long are computed again"
+        5.0, gt=0, description="blocks that have not come by then are computed again"
     )
     net_bytes_per_s: Finite = Field(
-        12.5e9, gt=0, description="of the network: what the router prices, and paced workers wait"
+        12.5e9, gt=0, description="of the network, for the router's prices and for paced workers"
     )
     fixed_s: Finite = Field(0.001, ge=0, description="seconds of a transfer besides its bytes")
     min_new_tokens: int = Field(
@@ -152,7 +154,7 @@ PlannerName = Literal[
 
 HostTierName = Literal["auto", "own", "native", "lmcache", "stock"]
 
-# Of which kind of engine each planner is; both have "auto" and "kv".
+# Planners by kind of engine; both have "auto" and "kv".
 _PLANNERS: dict[str, tuple[str, ...]] = {
     "vllm": ("auto", "kv", "tail"),
     "torch": tuple(name for name in get_args(PlannerName) if name != "tail"),
@@ -174,12 +176,11 @@ class LmcacheSettings(Section):
     )
     heartbeat_s: Finite = Field(1.0, gt=0, le=60, description="how often its health is asked")
     retry_s: Finite = Field(
-        5.0, gt=0, le=600, description="after a failure it is left alone so long, then twice as "
-        "long, up to a minute",
-    )  # fmt: skip
+        5.0, gt=0, le=600, description="pause after a failure; doubles each time, up to a minute"
+    )
 
 
-# Limits by the name of vLLM's argument, and what they are where there is no GPU to size them by.
+# Each limit's argument in vLLM, and its default where no GPU gives its size.
 VLLM_LIMITS: dict[str, tuple[str, int | str]] = {
     "max_context_tokens": ("max_model_len", 8192),
     "block_tokens": ("block_size", 32),
@@ -193,7 +194,7 @@ _CPU_HOST_BYTES = 64 << 20
 # Below the half of memory that /dev/shm, where vLLM maps the tier, has unless told otherwise.
 HOST_SHARE = 0.4
 
-# Not in `engine.extra`, whose arguments go before those that we would give.
+# Refused in `engine.extra`, since its arguments go before those that we would give.
 NOT_IN_EXTRA = {
     "worker_cls": "a class of ours reports what its steps and loads take",
     "scheduler_cls": "choose the rule by scheduler.name (stock: vLLM's own)",
@@ -214,7 +215,7 @@ NOT_IN_EXTRA = {
 
 
 class EngineSettings(Section):
-    """Which engine runs, and its limits; the device cache is small so that sessions spill to the
+    """The engine and its limits. On CPUs the device cache is small, so that sessions spill to the
     host tier. `engine: torch` is short for `engine: {kind: torch}`."""
 
     kind: EngineKind = Field(
@@ -266,8 +267,8 @@ class EngineSettings(Section):
     )
     approx: ApproxName = Field(
         "never",
-        description="whether answers may be approximate (sparse): ask (or true): those whose "
-        "request says so; always: all but those that say no; torch only",
+        description="whether answers may be approximate (sparse): ask (or true): if the request "
+        "says so; always: unless the request says no; torch only",
     )
     sparse: SparseSection = SparseSection()
     max_context_tokens: int | None = Field(
@@ -299,7 +300,7 @@ class EngineSettings(Section):
     metrics: bool = Field(False, description="export vLLM's own metrics through Ray, too")
     extra: dict[str, Any] = Field(
         default_factory=dict,
-        description="more vLLM engine arguments, which go before what we would say; some are ours",
+        description="more vLLM engine arguments, which go before our own; some are refused",
     )
 
     @field_validator("approx", mode="before")
@@ -327,7 +328,7 @@ class EngineSettings(Section):
         return self
 
     def _faults(self) -> Iterator[str]:
-        """What of these does not go together."""
+        """Settings that contradict each other, as sentences."""
         kind, planner, tier, host = self.kind, self.planner, self.host_tier, self.host_bytes
         vllm, torch, known = kind == "vllm", kind == "torch", _PLANNERS.get(kind)
         our_tier = vllm and tier in ("auto", "own")
@@ -383,14 +384,16 @@ class EngineSettings(Section):
                    f"max_context_tokens = {longest}: raise the one or lower the other")  # fmt: skip
 
     def tier_on(self, gpus: int) -> str:
-        """The host tier of a worker with so many GPUs: what `host_tier: auto` means there."""
+        """The host tier of a worker with `gpus` GPUs, where `host_tier` may be auto."""
         if self.host_tier != "auto":
             return self.host_tier
         return "native" if gpus and self.kind == "vllm" else "own"
 
     def on(self, gpus: int) -> EngineSettings:
-        """The same with the limits that an engine has there: vLLM on GPUs chooses those that are
-        not given; on a CPU, and for engines of ours, they are figures for a small machine.
+        """The same settings with all limits of a worker with `gpus` GPUs.
+
+        vLLM on GPUs chooses limits that are not given; on a CPU, and for our own engines, they are
+        figures for a small machine.
 
         Raises:
             ValidationError: a context that does not fit these.
@@ -408,6 +411,6 @@ class EngineSettings(Section):
 
 
 def share_bytes(memory_bytes: float, gpus: float, gpus_each: int) -> int:
-    """The host tier of a GPU's worker where the settings do not say: of `HOST_SHARE` of a machine's
-    memory as much as each of the workers gets that its `gpus` are enough for."""
+    """The default size of a GPU worker's host tier: `HOST_SHARE` of the machine's memory, divided
+    among the workers that its `gpus` are enough for."""
     return int(HOST_SHARE * memory_bytes / max(gpus // max(gpus_each, 1), 1))

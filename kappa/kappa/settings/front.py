@@ -1,4 +1,4 @@
-"""`kappa route`: which servers stand behind it, and what is known of each beforehand."""
+"""Settings of `kappa route`: the servers behind it, and facts about each known beforehand."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
 
 from kappa.checks import http_parts
-from kappa.settings.access import (
-    AccessSettings,
-    HttpSettings,
-    TenantSettings,
-    open_door,
-)
+from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Finite, Section, settings_from
 from kappa.settings.pools import Name, ProfileName, ShapeName
 from kappa.settings.routing import ObservingSettings, RouterSettings
@@ -26,7 +21,7 @@ _EXAMPLE = "http://10.0.0.7:8000"
 
 
 def _server_url(value: str) -> str:
-    """A server's address without what follows its path; ValueError says what is wrong."""
+    """A server's address without a trailing /v1; ValueError gives the reason."""
     parts = http_parts(value)
     if parts is None or parts.query or parts.fragment or parts.username:
         raise ValueError(f"{value!r} is no address of a server: give one such as {_EXAMPLE}")
@@ -35,7 +30,7 @@ def _server_url(value: str) -> str:
 
 
 def _passed_path(value: str) -> str:
-    """A path as clients send it; ValueError says what is wrong."""
+    """A path as clients send it; ValueError gives the reason."""
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", value) or {".", ".."} & set(value.split("/")):
         raise ValueError(f"{value!r} is no path: give one such as /v1/files")
     return value
@@ -46,7 +41,7 @@ PassedPath = Annotated[str, AfterValidator(_passed_path)]
 
 
 class BackendSettings(Section):
-    """One OpenAI-compatible server. What its own metrics tell comes before what stands here."""
+    """One OpenAI-compatible server. Figures of its own metrics come before these."""
 
     url: ServerUrl
     profile: ProfileName = Field(description="a node of the catalogue, or a profile in JSON")
@@ -72,7 +67,7 @@ class BackendSettings(Section):
 
     @property
     def worker(self) -> str:
-        """Its name, or the host and port of its url."""
+        """The backend's name, by default the host and port of its url."""
         return self.name or urlsplit(self.url).netloc
 
     @field_validator("events", mode="before")
@@ -97,12 +92,12 @@ class BackendSettings(Section):
 
     @property
     def key(self) -> str | None:
-        """The key that the server wants, as the environment has it."""
+        """The server's key, from the environment; None if it needs none of ours."""
         return os.environ.get(self.key_env) if self.key_env else None
 
 
 class ProbeSettings(Section):
-    """How backends are probed: whether they live, and what they hold."""
+    """Probes of backends for health and metrics, and when a backend counts as down."""
 
     every_s: Finite = Field(1.0, gt=0, le=60)
     timeout_s: Finite = Field(2.0, gt=0, le=60)
@@ -111,24 +106,24 @@ class ProbeSettings(Section):
 
 
 class RoutingSettings(RouterSettings):
-    """How requests are routed; images are in bodies, and servers have queues of their own."""
+    """Routing in front of servers with queues of their own; bodies may hold images."""
 
     max_body_bytes: int = Field(64 << 20, ge=1024)
     max_queue: int = Field(4096, ge=1, description="requests in flight before 429")
     admission: bool = Field(
-        False, description="refuse (429) what is predicted to miss its objective"
+        False, description="refuse (429) requests predicted to miss their objective"
     )
 
 
 class ListenSettings(HttpSettings):
-    """Where it listens: one process, beside a server on the same machine."""
+    """The address of `kappa route`: one process, beside a server on the same machine."""
 
     port: int = Field(8080, ge=0, le=65535)
     replicas: Literal[1] = 1
     decider_away: Literal["refuse", "least_request"] = Field(
         "refuse",
-        description="what Envoy does while the router is not there: 503, or the least loaded "
-        "server, without looking at keys",
+        description="while the router is not there Envoy answers 503, or uses the least loaded "
+        "server without looking at keys",
     )
 
 
@@ -149,7 +144,7 @@ class FrontSettings(Section):
         "x-backend", description="by which a real one's answers name their server, HOST:PORT"
     )
     journal: str | None = Field(
-        None, description="file for what was decided and came of it (`kappa route report`)"
+        None, description="file for decisions and their outcomes (`kappa route report`)"
     )
     journal_bytes: int = Field(256 << 20, ge=1 << 16, description="the journal ends at this size")
     router: RoutingSettings = RoutingSettings()
@@ -208,7 +203,7 @@ class FrontSettings(Section):
 
 
 def backend_of(text: str) -> dict[str, str]:
-    """A `--backend URL=PROFILE` as a mapping; ValueError says what is missing."""
+    """A `--backend URL=PROFILE` as a mapping; ValueError names the missing part."""
     url, given, profile = text.rpartition("=")
     if not given or not profile or not url:
         raise ValueError(f"--backend {text!r}: give URL=PROFILE, such as {_EXAMPLE}=h100-pcie5")
@@ -216,5 +211,5 @@ def backend_of(text: str) -> dict[str, str]:
 
 
 def load_front_settings(path: str | Path | None = None, **overrides: Any) -> FrontSettings:
-    """`settings_from` a file of `kappa route`."""
+    """Read a file of `kappa route` (`settings_from`)."""
     return settings_from(FrontSettings, path, **overrides)

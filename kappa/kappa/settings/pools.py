@@ -1,4 +1,4 @@
-"""Pools: workers with the same engine arguments on nodes of one kind, how many, and where.
+"""Pools of workers with the same engine arguments on nodes of one kind: number and placement.
 
 A pool serves the cluster's model or names one of its own, and the decider chooses across all pools
 of the model that a request asks for. `nodes` of the cluster file is the short form: each of them
@@ -45,7 +45,7 @@ SHARED_ENGINE_KEYS = frozenset({"kind", "block_tokens", "dtype"})
 
 
 class Placement(Section):
-    """What a machine must offer for one worker of a pool. Ray chooses among those that do."""
+    """Requirements of one worker on its machine. Ray chooses among machines that meet them."""
 
     cpus: Finite = Field(1.0, ge=0.1, description="of Ray's CPUs, for the replica")
     gpus: int = Field(0, ge=0, description="GPUs of one worker; zero runs vLLM's CPU engine")
@@ -58,19 +58,19 @@ class Placement(Section):
 
 
 class ScalingSettings(Section):
-    """How many workers a pool has, by the seconds of work that wait for it."""
+    """Bounds and targets of a pool that scales with the work that waits for it."""
 
     min_replicas: int = Field(1, ge=1)
     max_replicas: int = Field(ge=1)
     target_backlog_s: Finite = Field(
-        5.0, gt=0, description="what waits is to be worked off within so long"
+        5.0, gt=0, description="seconds within which the waiting work is to be done"
     )
     target_utilisation: Finite = Field(
         0.8, gt=0, le=1, description="share of time that a worker's busier resource may be busy"
     )
-    up_after_s: Finite = Field(10.0, ge=0, description="wanted so long before workers are added")
+    up_after_s: Finite = Field(10.0, ge=0, description="how long wanted before workers are added")
     down_after_s: Finite = Field(
-        300.0, ge=0, description="unwanted so long before workers are drained"
+        300.0, ge=0, description="how long unwanted before workers are drained"
     )
 
     @model_validator(mode="after")
@@ -84,17 +84,16 @@ class ScalingSettings(Section):
 
 
 class ModelSettings(Section):
-    """Which model is served. Without a `source` a tiny random one is made from `seed`."""
+    """The model that is served. Without a `source` a tiny random one is made from `seed`."""
 
     id: str = Field("kappa-tiny", min_length=1, description="name that clients use")
     source: str | None = Field(
         None, description="folder, Hugging Face name or smollm2-135m; none: made"
     )
     seed: int = Field(0, ge=0, description="seed of the made model")
-    emulate: ShapeName = Field("llama-3.1-8b", description="model whose cost a paced node emulates")
+    emulate: ShapeName = Field("llama-3.1-8b", description="model that paced nodes emulate")
     adapters: dict[Annotated[str, Field(min_length=1)], str] = Field(
-        default_factory=dict,
-        description="LoRA adapters: the name that clients use, and its folder",
+        default_factory=dict, description="LoRA adapters: the name that clients use, and its folder"
     )
 
     @model_validator(mode="after")
@@ -105,12 +104,12 @@ class ModelSettings(Section):
 
     @property
     def emulated_shape(self) -> ModelShape:
-        """The shape that paced nodes price and pace."""
+        """The shape that paced nodes are priced and paced by."""
         return model_shape(self.emulate)
 
 
 class PoolSettings(Section):
-    """Workers alike: their hardware, their number, their place, their share of the work."""
+    """Workers of one kind: model, hardware, number, placement and role."""
 
     name: Name
     model: ModelSettings | None = Field(None, description="what it serves; none: the cluster's")
@@ -123,11 +122,11 @@ class PoolSettings(Section):
     role: Role = Field("both", description="prefill: hands its KV over; decode: takes it over")
     cost_per_hour: Finite | None = Field(None, gt=0, description="of one worker, any currency")
     drain_s: Finite = Field(
-        60.0, gt=0, description="a worker that is to go has so long to end its streams"
+        60.0, gt=0, description="seconds for a worker that is removed to end its streams"
     )
     placement: Placement = Placement()
     engine: dict[str, Any] = Field(
-        default_factory=dict, description="what differs from the cluster's engine section"
+        default_factory=dict, description="differences from the cluster's engine section"
     )
 
     @model_validator(mode="after")
@@ -148,20 +147,20 @@ class PoolSettings(Section):
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        """What its workers' nodes are called, by rank."""
+        """Names of its workers' nodes, by rank."""
         if self.most == 1:
             return (self.name,)
         return tuple(f"{self.name}-{rank}" for rank in range(self.most))
 
     def engine_settings(self, shared: EngineSettings) -> EngineSettings:
-        """The cluster's engine section with what this pool changes, and with limits where vLLM does
+        """The cluster's engine section with this pool's changes, and with limits where vLLM does
         not choose them itself."""
         changed = EngineSettings.model_validate({**shared.model_dump(), **self.engine})
         return changed.on(self.placement.gpus)
 
 
 def pool_faults(pools: Sequence[PoolSettings], shared: ModelSettings) -> list[Fault]:
-    """What is wrong between pools; shared: the cluster's model, of those that name none."""
+    """Faults between pools; shared: the model of pools that name none."""
     names = [pool.name for pool in pools]
     found: list[Fault] = [
         (
@@ -174,16 +173,16 @@ def pool_faults(pools: Sequence[PoolSettings], shared: ModelSettings) -> list[Fa
     models = [pool.model or shared for pool in pools]
     for served in dict.fromkeys(model.id for model in models):
         roles = [p.role for p, model in zip(pools, models, strict=True) if model.id == served]
-        whose = f" of model {served}" if len(roles) < len(pools) else ""
+        of_model = f" of model {served}" if len(roles) < len(pools) else ""
         lacking = {"prefill": "nobody would decode", "decode": "nobody hands over"}.get(roles[0])
         if lacking and set(roles) == {roles[0]}:
-            why = f"every pool's role{whose} is {roles[0]}, and {lacking}: make one both"
+            why = f"every pool's role{of_model} is {roles[0]}, and {lacking}: make one both"
             found.append((("pools",), why))
     return found + _model_faults(models)
 
 
 def _model_faults(models: Sequence[ModelSettings]) -> list[Fault]:
-    """Of pools, by number: two models under one name, or an adapter under another's name."""
+    """Faults of models, by pool: two under one name, or an adapter with another's name."""
     found: list[Fault] = []
     first: dict[str, tuple[int, ModelSettings]] = {}
     for number, model in enumerate(models):
@@ -205,12 +204,10 @@ def _model_faults(models: Sequence[ModelSettings]) -> list[Fault]:
 
 
 def engine_faults(pools: Sequence[PoolSettings], shared: EngineSettings) -> list[Fault]:
-    """What is wrong with pools' own engine arguments, beside the cluster's `engine` section, and
-    with that section on the machines where it is used."""
-    if not pools or any(not pool.engine and not pool.placement.gpus for pool in pools):
-        unfit = _faults_of(partial(shared.on, 0))
-    else:
-        unfit = []
+    """Faults of pools' own engine arguments together with the cluster's `engine` section, and of
+    that section on the machines where it is used."""
+    is_used = not pools or any(not pool.engine and not pool.placement.gpus for pool in pools)
+    unfit = _faults_of(partial(shared.on, 0)) if is_used else []
     found: list[Fault] = [(("engine", *loc), reason) for loc, reason in unfit]
     for number, pool in enumerate(pools):
         where = ("pools", number, "engine")
@@ -244,7 +241,7 @@ def _faults_of(made: Callable[[], EngineSettings]) -> list[Fault]:
 
 
 class NodeSettings(Section):
-    """One worker: the hardware that it is, or on a CPU machine the one that it is paced as."""
+    """One worker: its hardware, or on a CPU machine the hardware that it is paced as."""
 
     name: Name
     profile: ProfileName = Field(description="catalogue name or profile JSON")

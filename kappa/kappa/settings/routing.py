@@ -1,4 +1,4 @@
-"""How requests are routed, and the limits of the decider."""
+"""Settings of routing, failover and observation, and the limits of the decider."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kappa.checks import http_parts, steered_percent
 from kappa.settings.base import Finite, Section
-from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
+from kappa.slo import OBJECTIVE
 
 PolicyName = Literal[
     "priced", "priced_fetch", "threshold", "threshold_literal", "ttft", "least_backlog"
@@ -20,7 +20,7 @@ FETCHING_POLICY: PolicyName = "priced_fetch"
 
 
 class FailoverSettings(Section):
-    """When a worker counts as failed, and when it is probed
+    """Bounds beyond which a worker counts as failed, and its pauses before a trial
     (`kappa_router.live.circuit_breaker`)."""
 
     stall_after_s: Finite = Field(
@@ -46,19 +46,19 @@ class FailoverSettings(Section):
 
 
 class ObjectiveSettings(Section):
-    """What a request may take (`kappa.slo.ServiceObjective`): admission refuses what would
-    take longer, and the policy prices by it. Seconds are dilated, as the engines' time is."""
+    """Limits on a request's latency (`kappa.slo.ServiceObjective`): admission refuses requests that
+    would take longer, and the policy prices by them. Seconds are dilated, as engines' time is."""
 
     ttft_s: Finite = Field(
-        TTFT_FLOOR_S, ge=0, description="of a first token; or the next, if that is longer"
+        OBJECTIVE.ttft_s, ge=0, description="to the first token; or the next, if that is longer"
     )
     ttft_idle_factor: Finite = Field(
-        TTFT_IDLE_FACTOR, ge=0, description="times what the median node takes with nothing to do"
+        OBJECTIVE.ttft_idle_factor, ge=0, description="multiple of the idle median node's seconds"
     )
     tpot_s: Finite = Field(
-        0.0, ge=0, description="per token after the first; or the next, if that is longer"
+        OBJECTIVE.tpot_s, ge=0, description="per later token; or the next, if that is longer"
     )
-    tpot_idle_factor: Finite = Field(TPOT_IDLE_FACTOR, ge=0)
+    tpot_idle_factor: Finite = Field(OBJECTIVE.tpot_idle_factor, ge=0)
 
     @model_validator(mode="after")
     def _can_be_met(self) -> ObjectiveSettings:
@@ -73,12 +73,11 @@ class ObjectiveSettings(Section):
 
 
 class RouterSettings(Section):
-    """How requests are routed, and the limits of the decider."""
+    """The policy, and the limits of the decider."""
 
     policy: PolicyName = "priced"
     mode: str = Field(
-        "on",
-        description="who steers: shadow (the others, ours watches), canary:N (percent), or on",
+        "on", description="who steers: shadow (the others, ours watches), canary:N (percent), or on"
     )
     index_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
     max_body_bytes: int = Field(4 << 20, ge=1024)
@@ -86,13 +85,13 @@ class RouterSettings(Section):
     stale_after_s: float = Field(10.0, gt=0, description="a silent worker is not chosen after this")
     calibrate: bool = True
     calibrate_requests: int | None = Field(
-        None, ge=0, description="learn from so many outcomes, then freeze; none: for ever"
+        None, ge=0, description="outcomes to learn from before freezing; none: for ever"
     )
     forecast_workers: int = Field(
         4, ge=0, description="pools up to this size are forecast step by step, larger ones not"
     )
     admission: bool = Field(
-        True, description="refuse (429) what is predicted to miss its objective"
+        True, description="refuse (429) requests predicted to miss their objective"
     )
     objective: ObjectiveSettings = ObjectiveSettings()
     request_timeout_s: float = Field(600.0, gt=0)

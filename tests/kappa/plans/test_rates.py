@@ -300,9 +300,9 @@ NOISY = {"tokens": [1, 2, 3, 4, 5], "seconds": [1.0, 5.0, 2.0, 6.0, 3.0]}
         ({"project": NOISY}, "the KV projection fit has R²"),
         ({"format": "other"}, "format is 'other'"),
         ({"grid": {}}, "new_tokens"),
-        ({"layers": None}, "profile anew"),
+        ({"layers": None}, "profile again"),
         ({"h2d_bytes_per_s": "fast"}, "could not convert"),
-        ({"h2d_bytes_per_s": 0.0}, "division by zero: profile anew"),
+        ({"h2d_bytes_per_s": 0.0}, "division by zero: profile again"),
     ],
 )
 def test_a_garbled_measurement_is_refused(changes: dict[str, Any], problem: str) -> None:

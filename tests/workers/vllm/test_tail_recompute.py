@@ -116,7 +116,7 @@ def test_what_no_engine_of_vllm_has_is_refused_by_name():
     for given, reason in (
         ({"planner": "kvpr"}, r"kappa_plan: Invalid enum value 'kvpr' - at `\$.planner`"),
         ({"speed": 1}, "kappa_plan: .*unknown field `speed`"),
-        ({"rates": {"format": "other"}}, "profile anew"),
+        ({"rates": {"format": "other"}}, "profile again"),
     ):
         with pytest.raises(ValueError, match=reason):
             TailRecompute.from_config({"kappa_plan": given}, BLOCK)
