@@ -41,17 +41,18 @@ def compiled(function: F, *, nogil: bool = False) -> F:
     return cast(F, made)
 
 
-def interpreted(function: F) -> F:
+def interpreted(function: F, **instead: Any) -> F:
     """The Python form of a compiled function and of those that it calls.
 
-    It is quicker for a few numbers than entering compiled code, and takes arrays and any object.
+    It is quicker for a few numbers than entering compiled code, and takes any object. instead: used
+    in place of names that the functions know; with numpy's `maximum` as `max` they take arrays.
     """
     plain = getattr(function, "py_func", None)
     if plain is None:
         return function
     code = plain.__code__
-    names = {name: interpreted(plain.__globals__.get(name)) for name in code.co_names}
-    used = {name: value for name, value in names.items() if value is not None}
+    names = {name: interpreted(plain.__globals__.get(name), **instead) for name in code.co_names}
+    used = {name: value for name, value in names.items() if value is not None} | instead
     return cast(F, FunctionType(code, used, code.co_name, plain.__defaults__))
 
 

@@ -1,11 +1,11 @@
 """The cost model: seconds of a step, of a load, of a prompt on a node.
 
-A step costs 2P FLOPs per new token and 4·L·n_q·d per pair of query and key, and reads the weights
-once and the KV of every context; it lasts the longer of computing and reading, plus a fixed cost.
-Beyond paper 001 (``kappa.paper``: F = 2P) attention and the floor of the reads count. Numbers may
-be arrays, except where a docstring says otherwise. The formulas stand in ``kappa.formulas``, which
-the router's compiled loops call, too. Seconds are a node's own, undilated, unless a name says
-``real``.
+A step computes GEMMs of 2P FLOPs per new token while it reads its weights, of a mixture those of
+the experts that its tokens touch; then it attends, 4·L·n_q·d per pair of query and key while it
+reads the KV of every context. Under tensor parallelism each token is summed over the GPUs twice a
+layer. Beyond paper 001 (``kappa.paper``: F = 2P) attention, reads and sums count. Numbers may be
+arrays, except where a docstring says otherwise. The formulas stand in ``kappa.formulas``, which the
+router's compiled loops call, too. Seconds are a node's own, undilated, unless a name says ``real``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa import formulas
-from kappa.checks import check_not_negative, check_positive, record_from
+from kappa.checks import check_not_negative, check_positive, record_from, refusal
 from kappa.compiled import interpreted
 from kappa.hardware import NodeProfile
-from kappa.model import ModelShape, attention_flops, kv_bytes_per_token, weight_read_bytes
+from kappa.model import (
+    ModelShape,
+    all_reduce_bytes,
+    attention_flops,
+    expert_params,
+    gemm_flops,
+    kv_bytes_per_token,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +63,10 @@ N = TypeVar("N", float, Floats)
 Bound = Literal["memory", "compute"]
 
 _chunk_pairs, _decode_pairs = map(interpreted, (formulas.chunk_pairs, formulas.decode_pairs))
-_computing_s, _reading_s = interpreted(formulas.computing_s), interpreted(formulas.reading_s)
+_computing_s, _steps_s = interpreted(formulas.computing_s), interpreted(formulas.steps_s)
+_weights_s = interpreted(formulas.weights_read_s)
 _transfer_s, _limited = interpreted(formulas.transfer_s), interpreted(formulas.limited_tokens)
+_steps_arrays_s: Any = interpreted(formulas.steps_s, max=np.maximum)
 
 # A context so long that the pairs among the new tokens do not count.
 _FAR_TOKENS = 1_000_000.0
@@ -98,20 +108,12 @@ def batch_work(
 
 
 class StepParts(NamedTuple, Generic[N]):
-    """Seconds that steps consist of: the longer of computing and reading, then the fixed cost."""
+    """Seconds that steps spend on GEMMs and attention, on reading weights and KV, and besides.
+    Computing and reading overlap in part: a step lasts the longer of the two at the least."""
 
     compute_s: N
     read_s: N
     fixed_s: float | N
-
-    @property
-    def step_s(self) -> N:
-        return _longer(self.compute_s, self.read_s) + self.fixed_s
-
-
-def _longer(a: N, b: N) -> N:
-    # `max` refuses arrays, and `np.maximum` takes a microsecond for two numbers.
-    return np.maximum(a, b) if isinstance(a, np.ndarray) else max(a, b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,12 @@ class StepModel:
     """The constants of a step on one node, for one model.
 
     token_s: seconds of GEMM per new token; pair_s: seconds of attention per (query, key) pair;
-    weights_s: seconds to read the weights once; context_token_s: seconds to read one token's KV;
-    fixed_s: launch and scheduling; dilation: real seconds per emulated second.
+    weights_s: seconds to read the weights that every step needs; context_token_s: seconds to read
+    one token's KV; fixed_s: launch and scheduling; dilation: real seconds per emulated second.
+    experts_s: seconds to read all experts of a mixture; expert_idle: the chance that a token leaves
+    an expert alone. exposed: the share of the shorter of GEMMs and weight reads that the longer
+    does not hide, from 0 (the step lasts the longer) to 1 (their sum). comm_token_s: seconds to sum
+    one token's activations over the GPUs of tensor parallelism.
     """
 
     token_s: float
@@ -129,37 +135,37 @@ class StepModel:
     context_token_s: float
     fixed_s: float = 0.0
     dilation: float = 1.0
+    experts_s: float = 0.0
+    expert_idle: float = 0.0
+    exposed: float = 0.0
+    comm_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive(self, "dilation")
         check_not_negative(self, *(field.name for field in fields(self)))
+        for name in ("expert_idle", "exposed"):
+            if getattr(self, name) > 1:
+                raise refusal(self, name, getattr(self, name), "give a share from 0 to 1")
 
     def parts(self, work: StepWork[N], steps: float | N = 1) -> StepParts[N]:
         """Parts of `steps` steps that have this work between them."""
-        return StepParts(
-            _computing_s(work.tokens, work.pairs, self.token_s, self.pair_s),
-            _reading_s(steps, work.reads, self.weights_s, self.context_token_s),
-            steps * self.fixed_s,
-        )
+        tokens, pairs, reads = work
+        compute_s = _computing_s(tokens, pairs, self.token_s, self.pair_s)
+        # Of no steps nothing is read, whatever the tokens of each.
+        weights_s = _weights_s(self, np.maximum(steps, 1e-300), tokens)
+        fixed_s = tokens * self.comm_token_s + steps * self.fixed_s
+        return StepParts(compute_s, weights_s + reads * self.context_token_s, fixed_s)
 
-    def batch(
-        self, chunks: Iterable[tuple[int, int]], requests: int = 0, context_tokens: int = 0
-    ) -> StepParts[float]:
-        """Parts of one step over [(new tokens, context tokens before them)] and decoding requests.
-
-        The sum of each chunk's `parts`: forecasts and simulations live in this loop.
-        """
-        tokens, pairs, reads = batch_work(chunks, requests, context_tokens)
-        fixed_s = self.fixed_s
-        return StepParts(
-            _computing_s(tokens, pairs, self.token_s, self.pair_s),
-            _reading_s(1, reads, self.weights_s, self.context_token_s),
-            fixed_s,
-        )
+    def work_s(self, work: StepWork[N]) -> N:
+        """Seconds of one step with this work."""
+        # Forecasts and simulations live in this call.
+        if isinstance(work[0], np.ndarray):
+            return _steps_arrays_s(self, 1.0, *work)
+        return _steps_s(self, 1.0, *work)
 
     def step_s(self, chunks: Iterable[tuple[int, int]]) -> float:
         """Seconds of one step over [(new tokens, context tokens before them)]."""
-        return self.batch(chunks).step_s
+        return self.work_s(batch_work(chunks))
 
     def real_s(self, chunks: Iterable[tuple[int, int]]) -> float:
         """Real seconds of one step: `step_s` times the dilation."""
@@ -167,11 +173,8 @@ class StepModel:
 
     def real(self) -> StepModel:
         """The same node with constants in real seconds."""
-        times = self.dilation
-        return StepModel(
-            self.token_s * times, self.pair_s * times, self.weights_s * times,
-            self.context_token_s * times, self.fixed_s * times,
-        )  # fmt: skip
+        seconds = {name: getattr(self, name) * self.dilation for name in STEP_SECONDS}
+        return replace(self, **seconds, dilation=1.0)
 
     def scaled(self, factor: float) -> StepModel:
         """The same node, `factor` times as slow."""
@@ -189,6 +192,9 @@ class StepModel:
         """Rebuild from `to_dict`; raises ValueError on an unknown or missing constant."""
         return record_from(cls, data, "StepModel")
 
+
+STEP_SECONDS = tuple(each.name for each in fields(StepModel) if each.name.endswith("_s"))
+"""Constants of a step that are seconds; the others are shares, and the dilation."""
 
 # A prompt is on the way to be late once it took so many times its own computing, or so long.
 _LATE_FACTOR, _LATE_S = 2.5, 0.25
@@ -224,8 +230,9 @@ class StepLimit(NamedTuple):
 
     def lateness(self, prompt_tokens: int, waited_s: float) -> float:
         """What a prompt waited so far, over what it may before those that decode wait for it."""
+        token_s = self.step.token_s + self.step.comm_token_s
         own_s = _computing_s(
-            prompt_tokens, _chunk_pairs(prompt_tokens, 0), self.step.token_s, self.step.pair_s
+            prompt_tokens, _chunk_pairs(prompt_tokens, 0), token_s, self.step.pair_s
         )
         return waited_s / (max(_LATE_S, _LATE_FACTOR * own_s) * self.step.dilation)
 
@@ -238,19 +245,32 @@ def step_model(
 ) -> StepModel:
     """The step constants of a model on a node; counts are plain numbers.
 
-    MLA's attention per pair, and the experts that a mixture reads, depend on the step: they are
-    those of one that computes `new_tokens` behind `context_tokens`, by default of decoding.
+    MLA's attention per pair depends on the step: it is that of one that computes `new_tokens`
+    behind `context_tokens`, by default of decoding.
     """
     pairs = chunk_work(new_tokens, context_tokens).pairs
+    gemm_flops_per_s = node.gemm_flops_per_s or node.flops_per_s
     attention_flops_per_s = node.attention_flops_per_s or node.flops_per_s
+    weights_bytes_per_s = node.weights_bytes_per_s or node.hbm_bytes_per_s
+    in_experts, idle = expert_params(shape)
+    expert_bytes = in_experts * shape.weight_dtype_bytes
+    sums = 2 * shape.layers if node.gpus > 1 else 0
     return StepModel(
-        token_s=2.0 * shape.params_active / node.flops_per_s,
+        token_s=gemm_flops(shape) / (gemm_flops_per_s * node.gemm_speedup(shape.gemm_bytes)),
         pair_s=attention_flops(shape, new_tokens, context_tokens) / pairs / attention_flops_per_s,
-        weights_s=weight_read_bytes(shape, new_tokens) / node.hbm_bytes_per_s,
-        context_token_s=kv_bytes_per_token(shape) / node.hbm_bytes_per_s,
-        fixed_s=node.step_fixed_s,
+        weights_s=(weight_bytes(shape) - expert_bytes) / weights_bytes_per_s,
+        context_token_s=kv_bytes_per_token(shape) / (node.kv_bytes_per_s or node.hbm_bytes_per_s),
+        fixed_s=node.step_fixed_s + sums * node.peer_fixed_s,
         dilation=node.dilation,
-    )
+        experts_s=expert_bytes / weights_bytes_per_s,
+        expert_idle=idle,
+        # Experts are small products one after another, of which reads hide nothing.
+        exposed=1.0 if in_experts else node.exposed,
+        comm_token_s=(
+            all_reduce_bytes(shape, node.gpus) / node.peer_bytes_per_s
+            if node.peer_bytes_per_s else 0.0
+        ),
+    )  # fmt: skip
 
 
 def load_token_s(shape: ModelShape, node: NodeProfile) -> float:
@@ -279,7 +299,7 @@ def prompt_s(step: StepModel, new: Floats, context: Floats, budget_tokens: int) 
     total = np.zeros_like(left)
     while np.any(left > 0):
         chunk = np.minimum(left, budget_tokens)
-        total += np.where(left > 0, step.parts(chunk_work(chunk, context)).step_s, 0.0)
+        total += np.where(left > 0, step.work_s(chunk_work(chunk, context)), 0.0)
         context, left = context + chunk, left - chunk
     return total
 
@@ -290,7 +310,7 @@ def compute_s(
     """Gpu seconds of one prefill step of at least one token; counts are plain numbers."""
     tokens = max(new_tokens, 1)
     step = step_model(shape, node, tokens, context_tokens)
-    return step.parts(chunk_work(tokens, context_tokens)).step_s
+    return step.work_s(chunk_work(tokens, context_tokens))
 
 
 def ttft_s(shape: ModelShape, node: NodeProfile, cached_tokens: float, new_tokens: float) -> float:

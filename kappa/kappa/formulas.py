@@ -4,6 +4,10 @@ Of scalars, compiled once; those that are typed so take arrays in Python, too. `
 them from Python, for simulated and real engines; the router's compiled loops call them over their
 records (`router.pricing`, `router.estimator`). Seconds are those of the constants that are given.
 
+A step computes GEMMs and reads weights beside each other, then attends: its computing and its KV
+reads overlap neither with GEMMs nor with weight reads. Held against tables of real GPUs in
+docs/silicon.md; why the soft maximum is a line and no norm: docs/adr/0174.
+
 A `step` is anything with the constants of a step as attributes: a `kappa.cost.StepModel`, a
 worker's record. No class of ours is an argument of compiled code: what was compiled could not be
 read back once the class is renamed.
@@ -49,15 +53,31 @@ def computing_s(tokens: N, pairs: N, token_s: float, pair_s: float) -> N:
 
 
 @compiled
-def reading_s(steps: float | N, context_tokens: N, weights_s: float, context_token_s: float) -> N:
-    """Seconds that `steps` steps read: the weights in each, and these tokens' KV in all."""
-    return steps * weights_s + context_tokens * context_token_s
+def weights_read_s(step: Any, steps: N, tokens: N) -> N:
+    """Seconds in which `steps` steps that have `tokens` between them read the weights: those that
+    every step needs, and the experts that its tokens touch, E·(1 - (1 - k/E)^T) of E."""
+    seconds = steps * step.weights_s
+    if step.experts_s > 0:
+        seconds += steps * step.experts_s * (1.0 - step.expert_idle ** (tokens / steps))
+    return seconds
 
 
 @compiled
-def lasting_s(compute_s: float, read_s: float, fixed_s: float) -> float:
-    """Seconds of a step: the longer of computing and reading, then the fixed cost."""
-    return max(compute_s, read_s) + fixed_s
+def steps_s(step: Any, steps: N, tokens: N, pairs: N, reads: N) -> N:
+    """Seconds of `steps` steps alike, one or more, that have so many tokens, pairs of query and
+    key, and tokens whose KV is read, between them.
+
+    The longer of GEMMs and weight reads counts, and the share of the shorter that it does not hide;
+    then the longer of attention's computing and its KV reads; then sums over GPUs; then what is
+    fixed.
+    """
+    gemm_s, weights_s = tokens * step.token_s, steps * step.weights_s
+    if step.experts_s > 0:
+        weights_s = weights_read_s(step, steps, tokens)
+    longer_s = max(gemm_s, weights_s)
+    beside_s = longer_s + step.exposed * (gemm_s + weights_s - longer_s)
+    attention_s = max(pairs * step.pair_s, reads * step.context_token_s)
+    return beside_s + attention_s + tokens * step.comm_token_s + steps * step.fixed_s
 
 
 @compiled
@@ -88,7 +108,8 @@ def factor(factors: Any, tokens: float) -> float:
 def limit_s(step: Any, most: float, decoding: float, read_s: float) -> float:
     """What a step may last for those that decode in it, whose contexts take `read_s` to read:
     `most` times what it would last for one of them alone."""
-    return most * (step.weights_s + read_s / max(decoding, 1.0) + step.fixed_s)
+    weights_s = weights_read_s(step, 1.0, 1.0)
+    return most * (weights_s + read_s / max(decoding, 1.0) + step.fixed_s)
 
 
 @compiled
@@ -105,10 +126,13 @@ def limited_tokens(
         return math.inf
     read_s, fixed_s = context_tokens * step.context_token_s, step.fixed_s
     longest_s = limit_s(step, most, decoding, read_s)
-    beside_s = computing_s(decoding, context_tokens, step.token_s, step.pair_s)
-    # Reading takes its time anyway: computing meanwhile costs those that decode nothing.
-    room_s = max(longest_s, step.weights_s + read_s + fixed_s) - fixed_s - beside_s
-    prompt_s = max(room_s, longest_s / 3, LEAST_OF_FIXED * fixed_s) * late
-    new = prompt_s / (step.token_s + behind_tokens * step.pair_s)
+    token_s = step.token_s + step.comm_token_s
+    attend_s = max(context_tokens * step.pair_s, read_s)
+    # A prompt's tokens touch all experts.
+    weights_s = step.weights_s + step.experts_s
+    # The weights are read anyway: GEMMs as long as that are granted whatever the limit says.
+    room_s = max(longest_s - fixed_s - attend_s - step.exposed * weights_s, weights_s)
+    prompt_s = max(room_s - decoding * token_s, longest_s / 3, LEAST_OF_FIXED * fixed_s) * late
+    new = prompt_s / (token_s + behind_tokens * step.pair_s)
     tiles = max(round((decoding + new) / TILE_TOKENS), decoding // TILE_TOKENS + 1)
     return float(tiles * TILE_TOKENS)

@@ -30,8 +30,13 @@ ProfileSource = Literal["measured", "catalogue", "paced"]
 class NodeProfile:
     """A worker's hardware, measured, from a catalogue, or paced.
 
-    Rates are per second of the node's own (emulated) time. ``d2h_bytes_per_s`` and
-    ``attention_flops_per_s`` of zero mean the same as their counterparts. Nodes that share a
+    Rates are per second of the node's own (emulated) time. ``flops_per_s``, ``hbm_bytes_per_s`` and
+    ``h2d_bytes_per_s`` are peaks where a node is from the catalogue; what a step's parts reach of
+    the first two is ``gemm_flops_per_s``, ``attention_flops_per_s``, ``weights_bytes_per_s`` and
+    ``kv_bytes_per_s``. These, and ``d2h_bytes_per_s``, mean the same as their counterparts if zero.
+    ``exposed`` is as `kappa.cost.StepModel` has it; ``fp8_speedup`` and ``fp4_speedup`` are the
+    rates of products in these formats over that in BF16. ``gpus`` work as one, and sum over links
+    of ``peer_bytes_per_s`` each (0: at no cost), ``peer_fixed_s`` a sum. Nodes that share a
     switch or a NUMA node's link name the same ``link_group``; their backlog is common.
     ``dilation`` above one belongs to a paced node only: every emulated second lasts that many.
     ``cost_per_hour`` of zero means that no price was given, ``disk_bytes_per_s`` of zero that KV is
@@ -55,6 +60,15 @@ class NodeProfile:
     cost_per_hour: float = 0.0
     disk_bytes_per_s: float = 0.0
     reference: str = ""
+    gemm_flops_per_s: float = 0.0
+    weights_bytes_per_s: float = 0.0
+    kv_bytes_per_s: float = 0.0
+    exposed: float = 0.0
+    fp8_speedup: float = 1.0
+    fp4_speedup: float = 1.0
+    gpus: int = 1
+    peer_bytes_per_s: float = 0.0
+    peer_fixed_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -64,8 +78,10 @@ class NodeProfile:
         check_positive(self, "h2d_bytes_per_s", "flops_per_s", "hbm_bytes_per_s")
         check_not_negative(
             self, "hbm_bytes", "d2h_bytes_per_s", "load_fixed_s", "step_fixed_s",
-            "attention_flops_per_s", "cost_per_hour", "disk_bytes_per_s",
+            "attention_flops_per_s", "cost_per_hour", "disk_bytes_per_s", *REACHED, "exposed",
+            "peer_bytes_per_s", "peer_fixed_s",
         )  # fmt: skip
+        check_positive(self, "fp8_speedup", "fp4_speedup", "gpus")
         if self.source not in get_args(ProfileSource):
             raise refusal(self, "source", self.source, f"use one of {get_args(ProfileSource)}")
         if not (math.isfinite(self.dilation) and self.dilation >= 1):
@@ -81,7 +97,14 @@ class NodeProfile:
 
     def times(self, gpus: int) -> NodeProfile:
         """So many of these as one worker."""
-        return replace(self, **{n: gpus * getattr(self, n) for n in (*NODE_RATES, "hbm_bytes")})
+        rates = {n: gpus * getattr(self, n) for n in (*NODE_RATES, "hbm_bytes")}
+        return replace(self, **rates, gpus=gpus * self.gpus)
+
+    def gemm_speedup(self, operand_bytes: float) -> float:
+        """How many times as fast products of operands of so many bytes are than in BF16."""
+        if operand_bytes > 1:
+            return 1.0
+        return self.fp8_speedup if operand_bytes > 0.5 else self.fp4_speedup
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,9 +115,10 @@ class NodeProfile:
         return record_from(cls, data, "NodeProfile")
 
 
-NODE_RATES = (
-    "h2d_bytes_per_s", "d2h_bytes_per_s", "hbm_bytes_per_s", "flops_per_s", "attention_flops_per_s",
-)  # fmt: skip
+REACHED = "gemm_flops_per_s", "attention_flops_per_s", "weights_bytes_per_s", "kv_bytes_per_s"
+"""What the parts of a step reach of a GPU's peaks."""
+
+NODE_RATES = "h2d_bytes_per_s", "d2h_bytes_per_s", "hbm_bytes_per_s", "flops_per_s", *REACHED
 """What GPUs that work as one have as many times as there are of them."""
 
 _NUMBERS = tuple(f.name for f in fields(NodeProfile) if f.type == "float")

@@ -15,6 +15,8 @@ from kappa.checks import check_not_negative, check_positive, refusal
 
 Attention = Literal["mha", "gqa", "mla"]
 
+_ACTIVATION_BYTES = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -43,15 +45,24 @@ class ModelShape:
     attention_layers: int = 0
     # KV bytes that an engine was found to keep per token, over all ranks; 0: as the heads give it.
     kv_token_bytes: float = 0.0
+    # Of the active parameters those of the input embedding, of which a token takes a row (0 where
+    # the logits' product uses the same table), and those of the logits, which are computed for the
+    # last token alone.
+    lookup_params: float = 0.0
+    head_params: float = 0.0
+    # Of an operand of the products: 2 for BF16, 1 for FP8, 0.5 for FP4. Weights that are only kept
+    # in fewer are computed in 2.
+    gemm_bytes: float = 2.0
 
     def __post_init__(self) -> None:
         check_positive(
             self, "layers", "hidden", "heads", "kv_heads", "head_dim", "params_active",
-            "params_total", "kv_dtype_bytes", "weight_dtype_bytes",
+            "params_total", "kv_dtype_bytes", "weight_dtype_bytes", "gemm_bytes",
         )  # fmt: skip
         check_not_negative(
             self, "kv_lora_rank", "rope_head_dim", "experts", "experts_active",
-            "max_context_tokens", "attention_layers", "kv_token_bytes",
+            "max_context_tokens", "attention_layers", "kv_token_bytes", "lookup_params",
+            "head_params",
         )  # fmt: skip
         if self.attention not in get_args(Attention):
             raise refusal(self, "attention", self.attention, f"use one of {get_args(Attention)}")
@@ -142,15 +153,23 @@ def expert_params(shape: ModelShape) -> tuple[float, float]:
     return (shape.params_total - shape.params_active) / idle, idle
 
 
-def weight_read_bytes(shape: ModelShape, tokens: float) -> float:
-    """Weight bytes a step of ``tokens`` tokens reads.
+def gemm_flops(shape: ModelShape) -> float:
+    """FLOPs of a step's products per token: twice the active parameters without the look-up, and
+    without the logits, which are those of the last token alone."""
+    outside = shape.lookup_params + shape.head_params
+    return 2.0 * max(shape.params_active - outside, 0.0)
 
-    A mixture of experts reads what every token shares and the experts touched: with k of E chosen
-    evenly, E·(1 - (1 - k/E)^T) of them are expected.
-    """
-    in_experts, idle = expert_params(shape)
-    touched: float = 1.0 - idle ** max(1.0, tokens)
-    return (shape.params_total - in_experts * (1.0 - touched)) * shape.weight_dtype_bytes
+
+def weight_bytes(shape: ModelShape) -> float:
+    """Weight bytes that a step reads if its tokens touch all experts; of a look-up table the rows
+    of its tokens are next to nothing."""
+    return (shape.params_total - shape.lookup_params) * shape.weight_dtype_bytes
+
+
+def all_reduce_bytes(shape: ModelShape, gpus: int) -> float:
+    """Bytes that each of `gpus` GPUs sends to sum one token's activations over them all, twice a
+    layer: 2·(n - 1)/n of what is summed, as a ring does; none for one GPU."""
+    return 4.0 * shape.layers * shape.hidden * _ACTIVATION_BYTES * (gpus - 1) / gpus
 
 
 def activation_bytes_per_token(shape: ModelShape) -> float:

@@ -265,6 +265,9 @@ class _Reader:
             max_context_tokens=self.integer("max_position_embeddings", 0),
             source=self.origin,
             attention_layers=kinds.full if kinds.full < self.layers else 0,
+            lookup_params=0.0 if self._tied() else float(self._table()),
+            head_params=float(self._table()),
+            gemm_bytes=self._gemm_bytes(),
         )
 
     def _kinds(self) -> _Layers:
@@ -317,13 +320,35 @@ class _Reader:
         named = 0.5 if "FP4" in algorithm else 1.0 if "FP8" in algorithm else None
         return _METHOD_BYTES.get(str(quantisation.get("quant_method")), named)
 
+    def _gemm_bytes(self) -> float:
+        """Bytes of an operand of the products: as the activations are quantised, else two."""
+        quantisation = self.data.get("quantization_config")
+        if not isinstance(quantisation, Mapping):
+            return 2.0
+        groups: Any = quantisation.get("config_groups")
+        first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+        inputs = (first.get("input_activations") or {}) if isinstance(first, Mapping) else {}
+        if isinstance(bits := inputs.get("num_bits"), int) and bits > 0:
+            return bits / 8.0
+        method, algorithm = quantisation.get("quant_method"), str(quantisation.get("quant_algo"))
+        if method in ("fp8", "fbgemm_fp8") or "FP8" in algorithm:
+            return 1.0
+        return 0.5 if "FP4" in algorithm else 2.0
+
+    def _tied(self) -> bool:
+        """Whether the logits' product uses the input embedding."""
+        return self.flag("tie_word_embeddings", self.family.tied)
+
+    def _table(self) -> int:
+        """Parameters of one table of the vocabulary."""
+        return self.integer("vocab_size") * self.integer("word_embed_proj_dim", self.hidden)
+
     def _outside(self) -> int:
         """Parameters of embeddings, and of all norms."""
         hidden = self.hidden
         width = self.integer("word_embed_proj_dim", hidden)
-        tied = self.flag("tie_word_embeddings", self.family.tied)
         norm = hidden * (2 if self.is_opt else 1)
-        params = self.integer("vocab_size") * width * (1 if tied else 2)
+        params = self._table() * (1 if self._tied() else 2)
         params += norm * (1 + self.layers * self.family.norms_per_layer)
         if self.is_opt:
             # OPT learns its positions, two of them offsets, and may project a narrower embedding.

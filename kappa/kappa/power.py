@@ -84,9 +84,10 @@ def prompt_power(
     cached, new, prompts = counts
     whole, work = node.times(gpus), chunk_work(new, cached)
     model = step_model(shape, whole, new * prompts, cached)
-    step = model.parts(StepWork(*(prompts * each for each in work)))
-    window_s = max(prompts * load_s(shape, whole, cached), step.step_s)
-    watts = modelled_w(power, window_s, step.step_s, step.compute_s)
+    batch = StepWork(*(prompts * each for each in work))
+    step_s = model.work_s(batch)
+    window_s = max(prompts * load_s(shape, whole, cached), step_s)
+    watts = modelled_w(power, window_s, step_s, model.parts(batch).compute_s)
     return watts, watts * gpus * window_s / prompts
 
 

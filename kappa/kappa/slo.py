@@ -60,7 +60,7 @@ def idle_tpot_s(speed: IdleSpeed, prompt_tokens: ArrayLike, output_tokens: Array
     context = np.asarray(prompt_tokens, float) + np.asarray(output_tokens, float) / 2
     # Half of the token's own pair and the read of its KV are left out of the objective.
     work = StepWork(np.ones_like(context), context, context)
-    return speed.step.parts(work).step_s * speed.step.dilation
+    return speed.step.work_s(work) * speed.step.dilation
 
 
 def median_node(by_node: Sequence[Floats], counts: Sequence[int] | None = None) -> Floats:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
-from kappa.cost import StepModel, chunk_work
+from kappa.cost import STEP_SECONDS, chunk_work
 from kappa.protocol import Announcement, WorkerReport
 from kappa_router import estimator
 from kappa_router.engine_queue import EngineSpeed
@@ -55,14 +56,14 @@ _WIDTH, _PACED_WIDTH, _OVERHEAD_WIDTH = 3.0, 1.5, 30.0
 # A constant may be this many times what was announced, or its inverse; beside a server for KV.
 _MOST_MULTIPLE, _SERVER_MULTIPLE, _MOST_FACTOR = 100.0, 1000.0, 4.0
 # Seconds by which a constant that was announced as nothing is thought larger; see `Prior`.
-_FLOORS = (1e-8, 1e-13, 1e-4, 1e-10, 5e-4, 1e-9, 5e-4, 5e-3, 1e-9)
+_FLOORS = (1e-8, 1e-13, 1e-4, 1e-10, 5e-4, 1e-9, 5e-4, 5e-3, 1e-9, 0.0, 0.0, 0.0, 0.0)
 _SHORTEST_S, _LONGEST_S, _MOST_WORK = 1e-7, 1e5, 1e15
 # A prompt or load of so many tokens shows what was learnt.
 _SHOWN_TOKENS = 2048.0
 _OUTPUTS_KEPT = 256
 _DEFAULT_OUTPUT_TOKENS = 128
 
-_STEP_CONSTANTS = estimator.CONSTANTS[:5]
+_STEP_PLACES = {name: estimator.CONSTANTS.index(name) for name in STEP_SECONDS}
 
 
 class Calibration:
@@ -302,13 +303,11 @@ class Calibration:
         constants = found.tolist()
         learnt = {
             # As announced where nothing was learnt, to the last bit.
-            name: constants[k] / (prior or dilation) * (getattr(step, name) or 1.0)
-            for k, (name, prior) in enumerate(
-                zip(_STEP_CONSTANTS, values[:5].tolist(), strict=True)
-            )
+            name: constants[k] / (float(values[k]) or dilation) * (getattr(step, name) or 1.0)
+            for name, k in _STEP_PLACES.items()
         }
         self.speed = EngineSpeed(
-            step=StepModel(**learnt, dilation=dilation),
+            step=replace(step, **learnt),
             load_token_s=constants[5],
             load_fixed_s=constants[6],
             disk_token_s=constants[8],
@@ -328,12 +327,15 @@ class Calibration:
 def _prior(announced: Announcement, overhead_s: float) -> estimator.Prior:
     """What an announcement makes probable, in real seconds."""
     step, node = announced.step, announced.node
-    values = np.array([
-        *(getattr(step, name) * step.dilation for name in _STEP_CONSTANTS),
-        load_token_s(announced), node.load_fixed_s * node.dilation, overhead_s,
-        disk_token_s(announced),
-    ])  # fmt: skip
-    dilations = *[step.dilation] * 5, node.dilation, node.dilation, 1.0, node.dilation
+    own = {
+        "load_token_s": load_token_s(announced), "load_fixed_s": node.load_fixed_s * node.dilation,
+        "overhead_s": overhead_s, "disk_token_s": disk_token_s(announced),
+        "expert_idle": step.expert_idle, "exposed": step.exposed,
+    }  # fmt: skip
+    steps = {name: getattr(step, name) * step.dilation for name in _STEP_PLACES}
+    values = np.array([(own | steps)[name] for name in estimator.CONSTANTS])
+    dilations = [step.dilation if name in steps else node.dilation for name in estimator.CONSTANTS]
+    dilations[7] = 1.0
     floors = np.array(_FLOORS) * np.array(dilations)
     widths = np.full(estimator.PARAMETERS, estimator.FACTOR_WIDTH)
     most = np.full(estimator.PARAMETERS, math.log(_MOST_FACTOR))

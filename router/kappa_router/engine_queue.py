@@ -54,7 +54,7 @@ class EngineSpeed:
     def step_s(self, work: Work) -> float:
         """Real seconds of one step."""
         total = batch_work(work)
-        seconds = self.step.parts(total).step_s * self.step.dilation
+        seconds = self.step.work_s(total) * self.step.dilation
         return seconds * _factor(self.factors, total.tokens) if self.factors else seconds
 
     def most_tokens(
@@ -360,8 +360,8 @@ class EngineQueue:
                 steps = min(steps, math.ceil(until_event - _ROUNDING) + more)
         if until_s < _NEVER:
             steps = min(steps, int(_steps_in(until_s - self._now_s, first_s, growth_s)))
-        # Contexts grow by as much in every step, and durations evenly with them, until reading
-        # them overtakes computing.
+        # Contexts grow by as much in every step, and durations evenly with them, until attention's
+        # reads overtake its computing or the reverse.
         while steps > 1:
             last_s = first_s + (steps - 1) * growth_s
             if math.isclose(self._later_step_s(work, steps - 1), last_s, rel_tol=1e-9):

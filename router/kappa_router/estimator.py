@@ -51,10 +51,11 @@ class Observation(NamedTuple):
 
 
 OBSERVATION = np.dtype([(name, np.float64) for name in Observation._fields])
-# The constants, in this order, then the factors at steps of 1, 2, 4, ... tokens.
+# The constants, in this order, then the factors at steps of 1, 2, 4, ... tokens. The last two are
+# shares, which stay as announced.
 CONSTANTS = (
     "token_s", "pair_s", "weights_s", "context_token_s", "fixed_s", "load_token_s", "load_fixed_s",
-    "overhead_s", "disk_token_s",
+    "overhead_s", "disk_token_s", "experts_s", "comm_token_s", "expert_idle", "exposed",
 )  # fmt: skip
 PARAMETERS = len(CONSTANTS) + formulas.FACTORS
 FACTOR_WIDTH = 0.25
@@ -102,19 +103,25 @@ def _add_steps(
     slopes: of the constants, by the logarithms of their multiples.
     """
     tokens, pairs, reads = work
-    compute_s = formulas.computing_s(tokens, pairs, constants[0], constants[1])
-    read_s = formulas.reading_s(1.0, reads, constants[2], constants[3])
+    gemm_s, attend_s, context_s = tokens * constants[0], pairs * constants[1], reads * constants[3]
+    touched = 1.0 - constants[11] ** tokens if constants[9] > 0 else 0.0
+    weights_s, exposed = constants[2] + constants[9] * touched, constants[12]
     low, share = formulas.place(formulas.FACTORS, tokens)
     first = len(constants) + low
     scale = count * math.exp((1 - share) * theta[first] + share * theta[first + 1])
-    seconds = scale * formulas.lasting_s(compute_s, read_s, constants[4])
-    if compute_s >= read_s:
-        gradient[0] += scale * tokens * slopes[0]
+    # `formulas.steps_s` by its parts, whose slopes are wanted, too.
+    gemm, weights = (1.0, exposed) if gemm_s >= weights_s else (exposed, 1.0)
+    beside_s = gemm * gemm_s + weights * weights_s + max(attend_s, context_s)
+    seconds = scale * (beside_s + tokens * constants[10] + constants[4])
+    gradient[0] += gemm * scale * tokens * slopes[0]
+    gradient[2] += weights * scale * slopes[2]
+    gradient[9] += weights * scale * touched * slopes[9]
+    if attend_s >= context_s:
         gradient[1] += scale * pairs * slopes[1]
     else:
-        gradient[2] += scale * slopes[2]
         gradient[3] += scale * reads * slopes[3]
     gradient[4] += scale * slopes[4]
+    gradient[10] += scale * tokens * slopes[10]
     gradient[first] += (1 - share) * seconds
     gradient[first + 1] += share * seconds
     return seconds
@@ -225,9 +232,14 @@ def fit(rows: Observations, theta: Floats, prior: Prior, noise: Floats, weights:
 
     noise: standard deviation of the logarithm of each kind's seconds; weights: of each row.
     """
+    before = np.zeros_like(theta)
     for _ in range(_ITERATIONS):
         curvature, slope = _equations(rows, theta, prior, noise, weights)
         change: Floats = np.linalg.solve(curvature, slope).astype(np.float64, copy=False)
+        # Where a maximum has its corner, steps would go there and back for ever.
+        if np.dot(change, before) < 0:
+            change = 0.5 * change
+        before = change
         if _moved(theta, change, prior.most):
             break
     covariance: Floats = np.linalg.inv(curvature).astype(np.float64, copy=False)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kappa.cost import STEP_SECONDS
 from kappa.hardware import NodeProfile
 from kappa.protocol import Announcement
 from kappa.slo import OBJECTIVE, ServiceObjective
@@ -186,11 +187,9 @@ class Fleet:
             load_token_s=speed.load_token_s,
             load_fixed_s=speed.load_fixed_s,
             disk_token_s=speed.disk_token_s,
-            token_s=step.token_s * step.dilation,
-            pair_s=step.pair_s * step.dilation,
-            weights_s=step.weights_s * step.dilation,
-            context_token_s=step.context_token_s * step.dilation,
-            fixed_s=step.fixed_s * step.dilation,
+            expert_idle=step.expert_idle,
+            exposed=step.exposed,
+            **{name: getattr(step, name) * step.dilation for name in STEP_SECONDS},
             overhead_s=overhead_s,
             **certainty._asdict(),
         )

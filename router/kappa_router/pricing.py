@@ -21,7 +21,8 @@ from kappa_router.decision import Floats, Slots
 # One worker's record; all are floats.
 _IDENTITY = (
     "load_token_s", "load_fixed_s", "disk_token_s", "token_s", "pair_s", "weights_s",
-    "context_token_s", "fixed_s", "overhead_s", "dilation", "budget_tokens", "step_factor",
+    "context_token_s", "fixed_s", "experts_s", "expert_idle", "exposed", "comm_token_s",
+    "overhead_s", "dilation", "budget_tokens", "step_factor",
     "capacity_tokens", "max_sequences", "kappa_crit", "h2d_bytes_per_s", "flops_per_s",
     "cost_per_hour", "net_tokens_per_s", "seen_s",
     "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
@@ -29,13 +30,15 @@ _IDENTITY = (
 # Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
 # of its queue; requests and tokens by state; gpu seconds of the prompts of all in flight, computed
 # or not; recent use, as of `used_s`; the network card, and the host tier's room, of which a part is
-# promised to fetches; and `factor` of a step of those that decode, and of one with one more: they
-# change when a request begins or ends, and logarithms and powers are most of what a price costs.
+# promised to fetches; and `factor` of a step of those that decode, and of one with one more, whose
+# weight reads are kept, too: they change when a request begins or ends, and logarithms and powers
+# are most of what a price costs.
 _LOAD = (
     "link_reserved_s", "link_free_s", "gpu_reserved_s", "gpu_since_s", "gpu_head_s", "in_flight",
     "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "prompts_s",
     "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
     "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor",
+    "one_more_weights_s",
 )  # fmt: skip
 # `factors`: as `kappa_router.engine_queue.EngineSpeed` has them.
 _FIGURES = tuple((name, np.float64) for name in (*_IDENTITY, *_LOAD))
@@ -115,13 +118,13 @@ def prefill_s(
     new = prompt_tokens - held_tokens
     behind_tokens = held_tokens + 0.5 * new
     steps = np.ceil(new / chunk_tokens(worker, decoding, decode_context, behind_tokens))
-    work_s = formulas.computing_s(new, new * behind_tokens, worker.token_s, worker.pair_s)
-    beside_s = formulas.computing_s(decoding, decode_context, worker.token_s, worker.pair_s)
-    read_s = formulas.reading_s(
-        steps, steps * (prompt_tokens + decode_context), worker.weights_s, worker.context_token_s
-    )
-    compute_s = formulas.lasting_s(work_s + steps * beside_s, read_s, steps * worker.fixed_s)
-    scale = formulas.factor(worker.factors, new / steps + decoding)
+    token_s = worker.token_s + worker.comm_token_s
+    work_s = formulas.computing_s(new, new * behind_tokens, token_s, worker.pair_s)
+    tokens, pairs = new + steps * decoding, new * behind_tokens + steps * decode_context
+    reads = steps * (prompt_tokens + decode_context)
+    read_s = formulas.weights_read_s(worker, steps, tokens) + reads * worker.context_token_s
+    compute_s = formulas.steps_s(worker, steps, tokens, pairs, reads)
+    scale = formulas.factor(worker.factors, tokens / steps)
     return scale * work_s, scale * read_s, scale * compute_s
 
 
@@ -151,16 +154,14 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
     decoding, context = worker.decoding, worker.decode_context_tokens
     if decoding <= 0:
         return 0.0
-    beside_s = formulas.computing_s(decoding, context, worker.token_s, worker.pair_s)
-    read_s = formulas.reading_s(1.0, context, worker.weights_s, worker.context_token_s)
-    step_s = formulas.lasting_s(beside_s, read_s, worker.fixed_s) * worker.decoding_factor
+    step_s = formulas.steps_s(worker, 1.0, decoding, context, context) * worker.decoding_factor
     return step_s * (1.5 if cached_tokens > 0 else 0.5)
 
 
 @compiled
 def reading_step_s(worker: Any, context_tokens: float) -> float:
     """A step that waits for memory: the weights and so many tokens' KV are read."""
-    read_s = formulas.reading_s(1.0, context_tokens, worker.weights_s, worker.context_token_s)
+    read_s = worker.one_more_weights_s + context_tokens * worker.context_token_s
     return (read_s + worker.fixed_s) * worker.one_more_factor
 
 
@@ -233,7 +234,8 @@ def correct(
     worker = workers[slot]
     host_tokens, new_tokens, context_tokens, disk_tokens = found
     pairs = formulas.chunk_pairs(new_tokens, context_tokens)
-    gpu_s = formulas.computing_s(new_tokens, pairs, worker.token_s, worker.pair_s)
+    token_s = worker.token_s + worker.comm_token_s
+    gpu_s = formulas.computing_s(new_tokens, pairs, token_s, worker.pair_s)
     link_s = host_tokens * worker.load_token_s + disk_tokens * worker.disk_token_s
     link_before_s, gpu_before_s, new_before = before
     worker.gpu_reserved_s += gpu_s - gpu_before_s
@@ -263,13 +265,14 @@ def finish_prompt(workers: Workers, slot: int, done: Prompt, now_s: float) -> No
 
 @compiled
 def decode(workers: Workers, slot: int, requests: int, context_tokens: float) -> None:
-    """So many more requests (or fewer) decode over so many tokens; with none, the worker's factors
-    are new."""
+    """So many more requests (or fewer) decode over so many tokens; with none, what the worker
+    takes is new."""
     worker = workers[slot]
     worker.decoding += requests
     worker.decode_context_tokens += context_tokens
     worker.decoding_factor = formulas.factor(worker.factors, worker.decoding)
     worker.one_more_factor = formulas.factor(worker.factors, worker.decoding + 1)
+    worker.one_more_weights_s = formulas.weights_read_s(worker, 1.0, worker.decoding + 1)
 
 
 @compiled
@@ -393,7 +396,7 @@ def price(
         if math.isinf(answer_s):
             row.interference_s = 0.0
             continue
-        token_s = worker.token_s + prompt_tokens * worker.context_token_s
+        token_s = worker.token_s + worker.comm_token_s + prompt_tokens * worker.context_token_s
         used, added = steps_s[i] / tpot_limit_s, token_s / tpot_limit_s
         if worker.step_factor <= 0:
             # Prompts hold up those that decode, where nothing bounds a step's seconds.

@@ -181,7 +181,7 @@ def request_costs(turns: Turns, node: NodeClass, shape: ModelShape) -> Floats:
     pairs = decoded * (prompt + 0.5 * (decoded + 1.0))
     # Its weights and fixed cost are shared by as many sequences as a step holds.
     decode = step.parts(StepWork(decoded, pairs, prompt + pairs), steps=decoded / MAX_SEQS)
-    decode_s = decode.compute_s + decode.fixed_s
+    decode_s, least_s = decode.compute_s + decode.fixed_s, step.parts(StepWork(1, 0, 0)).read_s
     prefill_s = step.parts(chunk_work(new, cached)).compute_s
     anew_s = step.parts(chunk_work(prompt, np.zeros_like(prompt))).compute_s
 
@@ -192,7 +192,7 @@ def request_costs(turns: Turns, node: NodeClass, shape: ModelShape) -> Floats:
     costs[:, :, 2] = (decode.read_s + decode.fixed_s)[:, None]
     # Blocks that nobody else holds, for as many steps as there are tokens to decode.
     own_bytes = token_bytes * (new + 0.5 * decoded)
-    costs[:, :, 3] = (own_bytes * decoded * (step.weights_s + step.fixed_s))[:, None]
+    costs[:, :, 3] = (own_bytes * decoded * (least_s + step.fixed_s))[:, None]
     costs[:, 2, 3] += turns.held_token_s * token_bytes
     costs[:, :, :3] *= step.dilation
     return costs

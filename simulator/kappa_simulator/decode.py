@@ -5,37 +5,28 @@ step c + k, and needs its next block at steps known in advance; both wait in hea
 done per request and step. Entries of requests that left early are skipped when they come up.
 
 While the same requests decode, each step computes a token for each of them and their contexts grow
-by one: compute time and read time are lines in the step's number, the step lasts the longer of
-the two, and sums over steps are quadratics with at most one crossing. Equal to going step by step.
+by one: GEMMs and weight reads last the same in each, the seconds of attention's computing and of
+its KV reads are lines in the step's number of which the longer counts, and sums over steps are
+quadratics with at most one crossing. Equal to going step by step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from kappa import formulas
-from kappa.cost import StepModel, StepParts
+from kappa.compiled import interpreted
+from kappa.cost import StepModel, StepWork, decode_work
 from kappa_simulator.job import SimulatedJob
 
+_factor = interpreted(formulas.factor)
 
-def step_parts(
-    step: StepModel,
-    chunks: Sequence[tuple[int, int]],
-    requests: int,
-    context: int,
-    factors: tuple[float, ...] = (),
-) -> StepParts[float]:
-    """Parts of one step over [(new tokens, context before them)] and requests that decode.
 
-    factors: as `kappa_router.engine_queue.EngineSpeed` has them.
-    """
-    parts = step.batch(chunks, requests, context)
-    if not factors:
-        return parts
-    times = formulas.factor(factors, requests + sum(new for new, _ in chunks))
-    return StepParts(*(part * times for part in parts))
+def factor_of(factors: tuple[float, ...], tokens: float) -> float:
+    """What a step of `tokens` takes over what its constants say, by factors as
+    `kappa_router.engine_queue.EngineSpeed` has them."""
+    return _factor(factors, tokens) if factors else 1.0
 
 
 class DecodeRun:
@@ -50,9 +41,11 @@ class DecodeRun:
         context_tokens: int,
         factors: tuple[float, ...] = (),
     ) -> None:
-        compute_s, read_s, self._fixed_s = step_parts(step, (), requests, context_tokens, factors)
-        grown = requests * formulas.factor(factors, requests) if factors else requests
-        compute, read = (compute_s, grown * step.pair_s), (read_s, grown * step.context_token_s)
+        work, times = decode_work(requests, context_tokens), factor_of(factors, requests)
+        self._fixed_s = times * step.work_s(StepWork(work.tokens, 0.0, 0.0))
+        pair_s, token_s = times * step.pair_s, times * step.context_token_s
+        compute = work.pairs * pair_s, requests * pair_s
+        read = work.reads * token_s, requests * token_s
         # The line that is higher at the start, the other, and the first step at which it overtakes.
         self._first, self._second = (compute, read) if compute[0] >= read[0] else (read, compute)
         lead, gain = self._first[0] - self._second[0], self._second[1] - self._first[1]

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import add
 
-from kappa.cost import StepWork, batch_work, decode_work
+from kappa.cost import batch_work, decode_work
 from kappa.protocol import Samples
 from kappa_scheduler.batching import Batcher, Step
 from kappa_scheduler.catalogue import rule_named, step_limit
 from kappa_simulator.cache import Ids
 from kappa_simulator.clusters import NodeModel
-from kappa_simulator.decode import DecodeRun, Decoding, step_parts
+from kappa_simulator.decode import DecodeRun, Decoding, factor_of
 from kappa_simulator.job import SimulatedJob
 from kappa_simulator.link import NodeLink
 from kappa_simulator.loop import Loop, Noise
@@ -236,13 +235,12 @@ class Node:
     def _start_step(self, step: Step) -> None:
         decoding, model = self._decoding, self.model
         chunks = [(new, context) for _, new, context in step.chunks]
-        batch = chunks, decoding.requests, decoding.context_tokens
-        new, held = batch_work(chunks), decode_work(*batch[1:])
-        tokens = int(new.tokens + held.tokens)
-        parts = step_parts(model.step, *batch, model.factors)
-        seconds = parts.step_s * self._noise.factor() * self.slow
+        work = batch_work(chunks, decoding.requests, decoding.context_tokens)
+        tokens = int(work.tokens)
+        seconds = model.step.work_s(work) * factor_of(model.factors, tokens)
+        seconds *= self._noise.factor() * self.slow
         self.totals.add_steps(1, tokens, seconds)
-        self.samples.add_step(StepWork(*map(add, new, held)), seconds)
+        self.samples.add_step(work, seconds)
         self._count_queued(1, tokens)
         self._step = step
         if self._by_layer[0] is step.chunks[0][0]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kappa import cost as law
 from kappa.cost import StepModel, TokenCounts, step_model
-from kappa.hardware import CATALOGUE, NodeProfile, node_profile
+from kappa.hardware import CATALOGUE, REACHED, NodeProfile, node_profile
 from kappa.model import ModelShape, attention_flops
 from kappa.shapes import SHAPES, model_shape
 
@@ -92,7 +92,7 @@ def test_the_work_of_a_batch_makes_the_step_that_its_chunks_make() -> None:
     model, chunks = StepModel(1e-5, 1e-9, 1e-3, 1e-7, 1e-4), [(7, 30), (1, 500), (512, 0)]
     work = law.batch_work(chunks)
     assert work == (520, 7 * 33.5 + 500.5 + 512 * 256.0, 37 + 501 + 512)
-    assert model.parts(work).step_s == pytest.approx(model.step_s(chunks))
+    assert model.work_s(work) == pytest.approx(model.step_s(chunks))
 
 
 def test_kappa_eff_is_zero_where_the_fixed_load_cost_rules() -> None:
@@ -102,8 +102,9 @@ def test_kappa_eff_is_zero_where_the_fixed_load_cost_rules() -> None:
 
 def test_kappa_eff_reduces_to_kappa_crit_without_attention_or_floor() -> None:
     ideal = dataclasses.replace(PCIE, hbm_bytes_per_s=1e30, attention_flops_per_s=1e30)
-    critical = law.kappa_crit(LLAMA, ideal)
-    assert law.kappa_eff(LLAMA, ideal, 100) == pytest.approx(critical)
+    whole = dataclasses.replace(LLAMA, lookup_params=0.0, head_params=0.0)
+    critical = law.kappa_crit(whole, ideal)
+    assert law.kappa_eff(whole, ideal, 100) == pytest.approx(critical)
 
 
 def test_small_prefills_are_bound_by_weight_reads() -> None:
@@ -149,12 +150,12 @@ def test_a_dilated_node_has_the_same_seconds_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("work", "seconds"),
     [
-        # Computing: 10 tokens, 10 * (20 + 5) pairs.
+        # GEMMs of 10 tokens, then 10 * (20 + 5) pairs.
         ([(10, 20)], 10 + 25 + 0.5),
-        # Reading: the weights once, and 1,001 tokens' KV.
-        ([(1, 0)], 7 + 0.01 + 0.5),
+        # Reading the weights, then half a pair, which takes longer than to read its KV.
+        ([(1, 0)], 7 + 0.05 + 0.5),
         ([(10, 20), (1, 100)], 10 + 25 + 1 + 10.05 + 0.5),
-        ([(1, 0), (1, 0), (1, 1)], 7 + 0.04 + 0.5),
+        ([(1, 0), (1, 0), (1, 1)], 7 + 0.25 + 0.5),
     ],
 )
 def test_a_step_lasts_as_worked_out_by_hand(work, seconds):
@@ -185,21 +186,26 @@ def test_scaling_slows_all_of_it():
 
 
 def roofline_s(shape: ModelShape, node: NodeProfile, chunks: list[tuple[int, int]]) -> float:
-    """A dense model's step, written out: 2P per token, 4·L·n_q·d per pair; weights once, all KV."""
+    """A dense model's step, written out: 2P per token without both vocabulary tables, beside the
+    weights without the look-up; then 4·L·n_q·d per pair beside all KV."""
     tokens = sum(new for new, _ in chunks)
     pairs = sum(new * context + new * new / 2 for new, context in chunks)
-    flops = 2 * shape.params_active * tokens
-    flops += 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    table = {"llama-3.1-8b": 128256 * 4096, "qwen2.5-14b": 152064 * 5120}[shape.name]
+    gemm_s = 2 * (shape.params_active - 2 * table) * tokens / node.flops_per_s
+    weights_s = (shape.params_total - table) * shape.weight_dtype_bytes / node.hbm_bytes_per_s
+    attend_s = 4 * shape.layers * shape.heads * shape.head_dim * pairs / node.flops_per_s
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.kv_dtype_bytes
-    read_bytes = shape.params_total * shape.weight_dtype_bytes
-    read_bytes += token_bytes * sum(new + context for new, context in chunks)
-    return max(flops / node.flops_per_s, read_bytes / node.hbm_bytes_per_s) + node.step_fixed_s
+    kv_bytes = token_bytes * sum(new + context for new, context in chunks)
+    context_s = kv_bytes / node.hbm_bytes_per_s
+    return max(gemm_s, weights_s) + max(attend_s, context_s) + node.step_fixed_s
 
 
 @pytest.mark.parametrize("node", ["h100-pcie5", "gh200-c2c"])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen2.5-14b"])
 def test_a_step_is_the_longer_side_of_the_roofline(model, node):
-    shape, profile = model_shape(model), replace(node_profile(node), step_fixed_s=2e-3)
+    bare = dict.fromkeys(REACHED, 0.0)
+    profile = replace(node_profile(node), step_fixed_s=2e-3, exposed=0.0, **bare)
+    shape = model_shape(model)
     step = step_model(shape, profile)
     for new, context in ((1, 0), (1, 30_000), (500, 0), (500, 30_000), (8192, 8192)):
         expected = roofline_s(shape, profile, [(new, context)])
@@ -214,17 +220,18 @@ def test_chunks_beside_decoding_requests_add_up(chunks, requests, context):
     # Decoding requests are chunks of one token; only the sum of their contexts matters.
     spread = [(1, context // max(requests, 1))] * requests
     total = sum(each for _, each in spread)
-    assert STEP.batch(chunks, requests, total) == pytest.approx(STEP.batch(chunks + spread))
+    work = law.batch_work(chunks, requests, total)
+    assert work == pytest.approx(law.batch_work(chunks + spread))
     # Each chunk adds its own part; the weights are read once.
     each = [STEP.parts(law.chunk_work(new, context), steps=0) for new, context in chunks]
     expected = (sum(p.compute_s for p in each), 7.0 + sum(p.read_s for p in each), 0.5)
-    assert STEP.batch(chunks) == pytest.approx(expected)
+    assert STEP.parts(law.batch_work(chunks)) == pytest.approx(expected)
 
 
 def test_arrays_cost_what_each_of_their_numbers_costs():
     new, context = np.array([1.0, 10.0, 300.0]), np.array([30_000.0, 20.0, 0.0])
     each = [STEP.step_s([(n, c)]) for n, c in zip((1, 10, 300), (30_000, 20, 0), strict=True)]
-    assert STEP.parts(law.chunk_work(new, context)).step_s == pytest.approx(each)
+    assert STEP.work_s(law.chunk_work(new, context)) == pytest.approx(each)
     # 0 tokens cost nothing, 3 cost the fixed 5 s and 2 s each.
     assert law.transfer_s(np.array([0.0, 3.0]), 2.0, 5.0).tolist() == [0.0, 11.0]
     assert [law.transfer_s(tokens, 2.0, 5.0) for tokens in (0, 3)] == [0.0, 11.0]
@@ -304,12 +311,13 @@ LIMITED = StepModel(1e-4, 0.0, weights_s=10e-3, context_token_s=1e-6, fixed_s=1e
 @pytest.mark.parametrize(
     ("requests", "context", "behind", "pair_s", "waited_s", "tokens"),
     [
-        # Alone 10 + 1 + 1 ms, so 30 ms; beside four tokens 28.6 ms, 286 tokens: 290, of 128 each 2.
+        # Alone 10 + 1 + 1 ms, so 30 ms; of it 4 ms to read KV and 1 fixed; beside four tokens 24.6
+        # ms, 246 tokens: 250, of 128 each 2.
         (4, 4000, 0, 0.0, 0.0, 256),
-        # Behind 10,000 tokens each takes 0.2 ms: (29 - 0.44) / 0.2 = 143 and 4.
+        # Behind 10,000 tokens each takes 0.2 ms: 24.6 / 0.2 = 123 and 4.
         (4, 4000, 10_000, 1e-8, 0.0, 128),
-        # Waited three times as long as it may: 858 and 4.
-        (4, 4000, 0, 0.0, 0.75, 896),
+        # Waited three times as long as it may: 738 and 4.
+        (4, 4000, 0, 0.0, 0.75, 768),
         # 300 decode for 30 ms, past the limit of 27.5: a third of that, 92 and 300.
         (300, 0, 0, 0.0, 0.0, 384),
         # 700 decode: 70 ms; a tile more than theirs at the least.
@@ -330,10 +338,14 @@ def test_where_nobody_decodes_or_nothing_is_set_only_the_budget_bounds_a_step():
     assert law.StepLimit(free, 2.5).tokens(4, 4000, 0) == math.inf
 
 
-def test_computing_meanwhile_is_free_where_reading_takes_longer_than_the_limit():
-    # 40 contexts of 10,000 tokens: 410 ms of reading, of which one alone has 20 + 1: 52.5 at most.
-    limit = law.StepLimit(replace(LIMITED, fixed_s=1e-3), 2.5)
-    assert limit.tokens(40, 400_000, 0) == round((410e-3 - 4e-3) / 1e-4 / 128 + 40 / 128) * 128
+def test_products_as_long_as_weight_reads_are_granted_whatever_the_limit():
+    # Alone 30 + 10 + 1 ms, so 45.1 ms; four contexts of 10,000 tokens and the fixed cost take 41 of
+    # them. The weights' 30 ms less 0.4 of those that decode: 296 tokens and 4, of 128 each 2.
+    limit = law.StepLimit(replace(LIMITED, weights_s=30e-3), 1.1)
+    assert limit.tokens(4, 40_000, 0) == 256
+    # All of a mixture's experts are read, too: 296 more.
+    limit = law.StepLimit(replace(LIMITED, weights_s=30e-3, experts_s=30e-3, expert_idle=0.9), 1.1)
+    assert limit.tokens(4, 40_000, 0) == 640
 
 
 def test_a_prompt_is_late_after_a_quarter_second_or_two_and_a_half_of_its_own():

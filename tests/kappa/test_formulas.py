@@ -11,12 +11,13 @@ from kappa.cost import StepModel
 
 CONSTANTS = {
     "token_s": 0.01, "pair_s": 0.0001, "weights_s": 0.5, "context_token_s": 0.001, "fixed_s": 0.2,
+    "experts_s": 0.0, "expert_idle": 0.0, "exposed": 0.0, "comm_token_s": 0.0,
 }  # fmt: skip
 
 
-def record():
-    made = np.zeros(1, dtype=[(name, float) for name in CONSTANTS])
-    for name, value in CONSTANTS.items():
+def record(constants):
+    made = np.zeros(1, dtype=[(name, float) for name in constants])
+    for name, value in constants.items():
         made[name] = value
     return made[0]
 
@@ -31,19 +32,55 @@ def of(request):
 @pytest.fixture
 def step(of):
     """A step's constants, as what calls a formula either way has them."""
+    return made(of)
+
+
+def made(of, **others):
+    constants = CONSTANTS | others
     compiled = of("limit_s") is formulas.limit_s
-    return record() if compiled else StepModel(**CONSTANTS)
+    return record(constants) if compiled else StepModel(**constants)
 
 
 def test_chunk_pairs_counts_half_of_the_pairs_among_new_tokens(of):
     assert of("chunk_pairs")(10.0, 100.0) == 10 * (100 + 5)
 
 
-def test_a_step_lasts_the_longer_of_computing_and_reading(of):
+def test_computing_is_products_and_attention(of):
     assert of("computing_s")(10.0, 1050.0, 0.01, 0.0001) == pytest.approx(0.1 + 0.105)
-    assert of("reading_s")(2.0, 110.0, 0.5, 0.001) == pytest.approx(2 * 0.5 + 0.11)
-    assert of("lasting_s")(0.205, 0.61, 0.2) == pytest.approx(0.81)
-    assert of("lasting_s")(0.7, 0.61, 0.2) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("others, seconds", [
+    # 60 tokens behind 100: GEMMs 0.6 hide the weights' 0.5; 7,800 pairs take 0.78, 160 reads 0.16.
+    ({}, 0.6 + 0.78 + 0.2),
+    # A quarter of the weights' 0.5 is not hidden.
+    ({"exposed": 0.25}, 0.6 + 0.125 + 0.78 + 0.2),
+    # Weights of 0.7 hide three quarters of the GEMMs.
+    ({"exposed": 0.25, "weights_s": 0.7}, 0.7 + 0.15 + 0.78 + 0.2),
+    # Reads of 1.6 hide attention's computing.
+    ({"context_token_s": 0.01}, 0.6 + 1.6 + 0.2),
+    # Each token is summed over the GPUs for 2 ms.
+    ({"comm_token_s": 0.002}, 0.6 + 0.78 + 0.12 + 0.2),
+    # 60 tokens leave next to no expert of 0.8 alone: weights take 1.3.
+    ({"experts_s": 0.8, "expert_idle": 0.5}, 1.3 + 0.78 + 0.2),
+])  # fmt: skip
+def test_a_step_lasts_as_its_constants_say(of, others, seconds):
+    found = of("steps_s")(made(of, **others), 1.0, 60.0, 60.0 * (100 + 30), 160.0)
+    assert found == pytest.approx(seconds)
+
+
+def test_steps_alike_share_their_work_but_not_the_weights(of):
+    # Two steps of 30 tokens: weights 1.0 before 0.6 of GEMMs; 0.4 fixed.
+    assert of("steps_s")(made(of), 2.0, 60.0, 0.0, 160.0) == pytest.approx(1.0 + 0.16 + 0.4)
+
+
+@pytest.mark.parametrize("tokens, touched", [(1.0, 0.25), (2.0, 0.4375)])
+def test_weights_read_s_grows_with_the_experts_touched(of, tokens, touched):
+    # Of 8 experts a token uses 2, so leaves each alone with 3/4; two tokens with 9/16.
+    mixture = made(of, experts_s=0.8, expert_idle=0.75)
+    assert of("weights_read_s")(mixture, 1.0, tokens) == pytest.approx(0.5 + 0.8 * touched)
+    assert of("weights_read_s")(mixture, 3.0, 3 * tokens) == pytest.approx(
+        3 * (0.5 + 0.8 * touched)
+    )
 
 
 def test_transfer_s_has_a_fixed_cost_only_where_something_moves(of):
@@ -64,10 +101,10 @@ def test_limit_s_is_a_multiple_of_a_step_of_one_that_decodes(of, step):
     assert of("limit_s")(step, 2.5, 4.0, 0.8) == pytest.approx(2.25)
 
 
-@pytest.mark.parametrize("late, tiles", [(1.0, 2), (2.0, 3)])
+@pytest.mark.parametrize("late, tiles", [(1.0, 1), (2.0, 2)])
 def test_limited_tokens_are_whole_tiles_within_the_limit(of, step, late, tiles):
-    # 4 decode over 800: limit 2.25, beside 0.04 + 0.08 = 0.12, room 2.25 - 0.2 - 0.12 = 1.93.
-    # Behind 0: 193 tokens, 197 with the others: 1.54 tiles; late by 2: 390, or 3.05 tiles.
+    # 4 decode over 800: limit 2.25, of it 0.8 to read their KV and 0.2 fixed: 1.25 for GEMMs, 1.21
+    # beside theirs: 121 tokens, 125 with the others, 0.98 tiles; late by 2: 246, or 1.92 tiles.
     found = of("limited_tokens")(step, 2.5, 4.0, 800.0, 0.0, late)
     assert found == tiles * formulas.TILE_TOKENS
 

@@ -16,13 +16,29 @@ LLAMA = model_shape("llama-3.1-8b")
 PCIE = node_profile("pcie")
 
 
-def test_weight_reads_of_a_mixture_grow_with_tokens() -> None:
-    moe = model_shape("qwen3-30b-a3b")
-    reads = [law.weight_read_bytes(moe, tokens) for tokens in (1, 8, 64, 4096)]
-    assert reads == sorted(reads)
-    assert reads[0] == pytest.approx(2 * moe.params_active)
-    assert reads[-1] == pytest.approx(2 * moe.params_total)
-    assert law.weight_read_bytes(LLAMA, 1) == 2 * LLAMA.params_total
+def test_a_step_neither_reads_nor_multiplies_the_look_up() -> None:
+    # Llama-3.1-8B's tables are of 128,256 by 4,096: one is looked up, one makes the logits of the
+    # last token alone.
+    table = 128_256 * 4_096
+    assert law.weight_bytes(LLAMA) == 2 * (LLAMA.params_total - table)
+    assert law.gemm_flops(LLAMA) == 2 * (LLAMA.params_total - 2 * table)
+    # Gemma's one table is both: it is read.
+    tied, table = model_shape("gemma-3-27b"), 262_208 * 5_376
+    assert law.weight_bytes(tied) == 2 * tied.params_total
+    assert law.gemm_flops(tied) == 2 * (tied.params_total - table)
+
+
+def test_experts_and_what_a_token_leaves_alone() -> None:
+    # 48 layers of 128 experts of three matrices of 2,048 by 768, of which a token uses 8.
+    mixture = model_shape("qwen3-30b-a3b")
+    assert law.expert_params(mixture) == pytest.approx((48 * 128 * 3 * 2_048 * 768, 120 / 128))
+    assert law.expert_params(LLAMA) == (0.0, 0.0)
+
+
+def test_sums_over_gpus_send_twice_all_but_one_share_twice_a_layer() -> None:
+    # 32 layers, twice each 4,096 numbers of two bytes; of four GPUs each sends 2·3/4 of them.
+    assert law.all_reduce_bytes(LLAMA, 4) == 32 * 2 * 4_096 * 2 * 1.5
+    assert law.all_reduce_bytes(LLAMA, 1) == 0.0
 
 
 def test_mla_takes_the_cheaper_exact_form() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kappa import paper
 from kappa.cost import step_model
-from kappa.hardware import CATALOGUE, node_profile
+from kappa.hardware import CATALOGUE, REACHED, node_profile
 from kappa.power import (
     CLOCK_EXPONENT,
     GPUS,
@@ -28,17 +28,19 @@ COMPUTE_BOUND = [(0.2, 0.01, 1.0)] * 10
 
 
 def test_a_prompt_that_loads_longer_than_it_computes_draws_little_and_costs_much():
-    # Llama-3.1-70B on 8 H100 at 15 GB/s each: 3.2768 GB in 27.3067 ms. FLOPs: 100 tokens of
-    # 141.107e9 and 1.005e6 pairs of 2.62144e6, 16.7453e12 at 7.912e15/s, 2.11645 ms; 40 such take
-    # 84.658 ms, more than the 10.2 ms for reading weights and KV. So 70 + 630 * 84.658 / 1092.27.
-    node = replace(CATALOGUE["h100-pcie5"], h2d_bytes_per_s=15e9)
+    # Llama-3.1-70B on 8 H100 at their peaks and 15 GB/s each: 3.2768 GB in 27.3067 ms. FLOPs: 100
+    # tokens of 136.905e9 and 1.005e6 pairs of 2.62144e6, 16.3250e12 at 7.912e15/s, 2.06332 ms; 40
+    # such take 82.533 ms, more than reading weights and KV. So 70 + 630 * 82.533 / 1092.27.
+    bare = dict.fromkeys((*REACHED, "exposed", "peer_bytes_per_s", "peer_fixed_s"), 0.0)
+    node = replace(CATALOGUE["h100-pcie5"], h2d_bytes_per_s=15e9, **bare)
     watts, joules = prompt_power(H100, model_shape("llama-3.1-70b"), node, (10_000, 100, 40), 8)
-    assert watts == pytest.approx(118.83, abs=0.01)
-    assert joules == pytest.approx(118.83 * 8 * 0.0273067, rel=1e-4)
-    # Alone in its step it reads 141.107 GB of weights and 3.3096 GB of KV at 26.8 TB/s, 5.38865 ms.
+    assert watts == pytest.approx(117.60, abs=0.01)
+    assert joules == pytest.approx(117.603 * 8 * 0.0273067, rel=1e-4)
+    # Alone in its step it reads 139.006 GB of weights at 26.8 TB/s, 5.18679 ms, and attends for
+    # 0.33298 ms, longer than it reads 3.3096 GB of KV: 5.51977 ms.
     alone, _ = prompt_power(H100, model_shape("llama-3.1-70b"), node, (10_000, 100, 1), 8)
-    waits = 0.5 * (5.38865 - 2.11645)
-    assert alone == pytest.approx(70 + 630 * (2.11645 + waits) / 27.3067, abs=0.01)
+    waits = 0.5 * (5.51977 - 2.06332)
+    assert alone == pytest.approx(70 + 630 * (2.06332 + waits) / 27.3067, abs=0.01)
 
 
 def test_documents_draw_less_than_chats_and_cost_more_a_prompt_as_modelled():

@@ -100,7 +100,7 @@ def test_a_step_constant_announced_wrong_by_three_is_learnt(name, factor):
 
 
 def adds(batch):
-    parts = STEP.batch(batch)
+    parts = STEP.parts(batch_work(batch))
     return parts.compute_s + parts.read_s + parts.fixed_s
 
 
@@ -110,7 +110,7 @@ def tiles(batch):
 
 def warms_up(batch):
     """Half of the rate at 200 tokens."""
-    parts = STEP.batch(batch)
+    parts = STEP.parts(batch_work(batch))
     return parts.compute_s * (1 + 200 / sum(new for new, _ in batch)) + parts.fixed_s
 
 

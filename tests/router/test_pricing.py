@@ -49,9 +49,27 @@ def test_a_prompt_beside_requests_that_decode():
     # 250 tokens, 50 held: 200 new in 2 steps; pairs 200 x (50 + 100) = 30,000.
     # Work: 200 x 0.01 + 30,000 x 0.0001 = 2 + 3 = 5. Beside 4 that decode over 1,000 tokens:
     # 4 x 0.01 + 1,000 x 0.0001 = 0.14 a step. Read: 2 x (0.5 + 1,250 x 0.001) = 3.5.
-    # Together max(5 + 2 x 0.14, 3.5) + 2 x 0.2 = 5.68.
+    # GEMMs 2.08 beside weights 1.0, then attention 3.2 beside KV 2.5, and 2 x 0.2: 5.68.
     found = pricing.prefill_s(worker(), 250.0, 50.0, 4.0, 1000.0)
     assert found == pytest.approx((5.0, 3.5, 5.68))
+    # KV takes twice as long to read; of the weights a fifth is not hidden: 2.28 and 5.0.
+    slower = worker(context_token_s=0.002, exposed=0.2)
+    found = pricing.prefill_s(slower, 250.0, 50.0, 4.0, 1000.0)
+    assert found == pytest.approx((5.0, 6.0, 7.68))
+
+
+def test_sums_over_gpus_are_added_for_every_token():
+    # As above; 200 tokens of its own and 8 beside take 1 ms each.
+    found = pricing.prefill_s(worker(comm_token_s=0.001), 250.0, 50.0, 4.0, 1000.0)
+    assert found == pytest.approx((5.2, 3.5, 5.888))
+
+
+def test_a_decoding_step_reads_the_experts_that_its_tokens_touch():
+    # Of experts of 0.8 s a token leaves half alone: three requests touch 7/8, one alone a half.
+    mixture = worker(experts_s=0.8, expert_idle=0.5, decoding=2.0)
+    assert pricing.reading_step_s(mixture, 100.0) == pytest.approx(0.5 + 0.7 + 0.1 + 0.2)
+    alone = worker(experts_s=0.8, expert_idle=0.5)
+    assert pricing.reading_step_s(alone, 100.0) == pytest.approx(0.5 + 0.4 + 0.1 + 0.2)
 
 
 @pytest.mark.parametrize("decoding", [1.0, 4.0, 200.0])
@@ -69,7 +87,7 @@ def test_a_part_of_a_prompt_is_as_long_as_the_engine_makes_it(decoding, behind):
 
 def test_a_short_prompt_takes_as_long_as_reading_the_weights():
     # 10 new behind 100: pairs 10 x (100 + 5) = 1,050; work 0.1 + 0.105 = 0.205.
-    # Read: 0.5 + 110 x 0.001 = 0.61, more than the work; the step adds 0.2.
+    # Read: 0.5 before GEMMs' 0.1, then 110 x 0.001, before attention's 0.105; the step adds 0.2.
     found = pricing.prefill_s(worker(), 110.0, 100.0, 0.0, 0.0)
     assert found == pytest.approx((0.205, 0.61, 0.81))
 
@@ -135,10 +153,10 @@ def test_queues_shrink_as_time_passes(now_s, link_s, gpu_s):
 @pytest.mark.parametrize(
     ("decoding", "context", "step_s"),
     [
-        # Reads 0.5 + 4,000 x 0.001 = 4.5, more than 20 x 0.01 + 4,000 x 0.0001 = 0.6; and 0.2.
+        # Weights 0.5 before GEMMs 0.2, then KV 4.0 before attention 0.4; and 0.2.
         (20.0, 4000.0, 4.7),
-        # Computes 200 x 0.01 + 1,000 x 0.0001 = 2.1, more than it reads, 1.5; and 0.2.
-        (200.0, 1000.0, 2.3),
+        # GEMMs 2.0 before weights 0.5, then KV 1.0 before attention 0.1; and 0.2.
+        (200.0, 1000.0, 3.2),
     ],
 )
 def test_the_step_under_way_is_waited_for_half_and_with_a_load_one_more(decoding, context, step_s):

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kappa.model import gemm_flops
 from kappa.protocol import Admission, WorkerReport
 from kappa_router.config import RouterConfig
 from kappa_router.decision import NoWorkerError, RouteRequest, without_candidates
@@ -100,7 +101,7 @@ def test_an_idle_worker_is_priced_by_load_and_compute():
     assert chosen.ttft_s == pytest.approx(chosen.load_s + chosen.compute_s, abs=1e-6)
     assert chosen.queue_s == pytest.approx(0.0, abs=1e-6)
     assert (chosen.tpot_impact_s, chosen.backlog_s, chosen.in_flight) == (0.0, 0.0, 0)
-    assert chosen.kappa_crit == pytest.approx(2 * SHAPE.params_active * 63e9 / (989e12 * KV_BYTES))
+    assert chosen.kappa_crit == pytest.approx(gemm_flops(SHAPE) * 63e9 / (989e12 * KV_BYTES))
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

@@ -12,7 +12,7 @@ from kappa_router.rollout import PRESENT, RoundRobin
 from kappa_router.rollout_journal import JournaledRequest, JournaledWorker, RolloutSegment
 from kappa_router.router import Router
 from kappa_simulator import counterfactual as cf
-from kappa_simulator.decode import DecodeRun, step_parts
+from kappa_simulator.decode import DecodeRun, factor_of
 from kappa_simulator.dispatch import RouterDispatch
 from kappa_simulator.faults import Faults
 from kappa_simulator.play import Play
@@ -195,9 +195,6 @@ def test_the_estimate_is_within_a_quarter_of_what_turning_it_on_shows(config, an
 def test_a_learnt_factor_lengthens_steps_and_runs_alike(announced):
     factors = (0.0, math.log(3.0), 0.0)
     model = cf.node_model(announced[0])
-    plain, longer = (
-        step_parts(model.step, [(2, 100)], 0, 0, each).step_s for each in ((), factors)
-    )
-    assert longer == pytest.approx(3 * plain)
+    assert [factor_of(each, 2) for each in ((), factors)] == pytest.approx([1.0, 3.0])
     runs = [DecodeRun(model.step, 2, 500, each).seconds(40) for each in ((), factors)]
     assert runs[1] == pytest.approx(3 * runs[0])

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from kappa.cost import StepModel, kappa_crit, step_model
+from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile, node_profile
-from kappa.model import kv_bytes_per_token
+from kappa.model import gemm_flops, kv_bytes_per_token
 from kappa.plans.measured import as_measured
 from kappa.plans.rates import rates_from_law
 from kappa.protocol import Announcement
@@ -93,13 +93,14 @@ def test_a_paced_node_prices_the_emulated_model_and_shows_the_machine_beside() -
     assert announcement.node.source == "paced"
     assert announcement.emulated_model == "llama-3.1-8b"
     assert announcement.measured["h2d_bytes_per_s"] == 9e9
+    shape = model_shape("llama-3.1-8b")
     critical = (
         announcement.step.token_s
         * announcement.node.h2d_bytes_per_s
         / announcement.kv_bytes_per_token
     )
     assert critical == pytest.approx(
-        kappa_crit(model_shape("llama-3.1-8b"), node_profile("c2c")), rel=1e-6
+        gemm_flops(shape) / kv_bytes_per_token(shape) * 375e9 / 400e12, rel=1e-6
     )
 
 
@@ -131,7 +132,7 @@ def test_steps_and_loads_are_announced_as_the_engine_measured_them() -> None:
     assert step == StepModel(2e-3, 1e-7, 0.02, 1e-6, 4e-3)
     assert (node.load_fixed_s, node.step_fixed_s, announcement.profile_error) == (5e-4, 4e-3, "")
     # The rates that would make these steps, for whoever plans by rates.
-    assert node.flops_per_s == pytest.approx(2 * model_shape("qwen2.5-7b").params_active / 2e-3)
+    assert node.flops_per_s == pytest.approx(gemm_flops(model_shape("qwen2.5-7b")) / 2e-3)
     by_rates = step_model(model_shape("qwen2.5-7b"), node)
     assert (by_rates.token_s, by_rates.pair_s) == pytest.approx((2e-3, 1e-7))
     assert said(plan(paced("pcie")), measured=ENGINE).step != step
@@ -210,7 +211,7 @@ def test_what_the_engine_chose_is_what_is_announced() -> None:
     assert announcement.host_blocks == (64 << 20) // (28_672 * 16)
     assert announcement.step.context_token_s == 28_672 / announcement.node.hbm_bytes_per_s
     assert announcement.step.weights_s == pytest.approx(
-        served.params_total / announcement.node.hbm_bytes_per_s
+        (served.params_total - served.lookup_params) / announcement.node.hbm_bytes_per_s
     )
     assert started.profile_request()["dtype"] == "bfloat16"
     sixteen = asked.started([{**rank, "kv_dtype": ""}] * 2)

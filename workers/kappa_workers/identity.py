@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from kappa.cost import step_model
-from kappa.hardware import NODE_RATES, NodeProfile
+from kappa.hardware import NODE_RATES, REACHED, NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.clo import HeadProfile, SparseSettings
 from kappa.plans.measured import rates_from_measured
@@ -202,6 +202,8 @@ def measured_node(
     if node.source == "paced" or not measured:
         return node
     disk = measured.get("disk", {}).get("bytes_per_s", node.disk_bytes_per_s)
+    # What steps reach of a GPU's peaks is in the measured rates.
+    bare = dict.fromkeys((*REACHED, "peer_bytes_per_s", "peer_fixed_s"), 0.0)
     node = replace(
         node,
         source="measured",
@@ -213,17 +215,19 @@ def measured_node(
         hbm_bytes_per_s=measured["hbm_bytes_per_s"],
         flops_per_s=measured["flops_per_s"],
         load_fixed_s=measured.get("load_fixed_s", 0.0),
+        **bare,
     )
     step = fitted_step(measured)
     if step is None or shape is None:
         return node
-    peak = step_model(shape, replace(node, attention_flops_per_s=0.0))
+    peak = step_model(shape, node)
     attention = node.flops_per_s * peak.pair_s / step.pair_s if step.pair_s else 0.0
     return replace(
         node,
         flops_per_s=node.flops_per_s * peak.token_s / step.token_s,
         attention_flops_per_s=attention,
         step_fixed_s=step.fixed_s,
+        exposed=step.exposed,
     )
 
 

@@ -63,7 +63,7 @@ def _fit(cells: Rows, about: Row) -> Row:
     cached = [row["cached"] for row in cells]
     load = fit_line("load", cached, [row["load_s"] for row in cells], relative=True)
     for row, work in zip(cells, works, strict=True):
-        times = load.seconds(row["cached"]), float(fit.step.parts(work).step_s)
+        times = load.seconds(row["cached"]), float(fit.step.work_s(work))
         row["modelled_share"] = times[0] / sum(times)
         # Of the longer all, of the shorter what the other does not hide.
         row["predicted_s"] = max(times) + about["serial_share"] * min(times)

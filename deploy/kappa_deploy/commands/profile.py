@@ -98,10 +98,11 @@ def _print(row: dict[str, Any]) -> None:
         ]
     if step := measured.get("step"):
         lines.append(
-            f"A step takes {seconds(step['fixed_s'])} and the longer of computing "
-            f"({seconds(step['token_s'])} a token, {1e9 * step['pair_s']:.3g} ns a pair) and "
-            f"reading ({seconds(step['weights_s'])} for weights, "
-            f"{1e9 * step['context_token_s']:.3g} ns a token of context): R² {step['r2']:.3f} over "
+            f"A step takes {seconds(step['fixed_s'])}, the longer of products "
+            f"({seconds(step['token_s'])} a token) and reading weights "
+            f"({seconds(step['weights_s'])}), and the longer of attending "
+            f"({1e9 * step['pair_s']:.3g} ns a pair) and reading KV "
+            f"({1e9 * step['context_token_s']:.3g} ns a token): R² {step['r2']:.3f} over "
             f"{step['steps']} steps, half of them within {percent(step['error'], 0)}."
         )
     if row["profile_error"]:

@@ -24,8 +24,11 @@ from kappa.plans.rates import FORMAT, ComputeGrid, LineFit, PlanRates
 # Huber: residuals beyond this many standard deviations, each at least the second, count linearly.
 _HUBER = 1.5
 _LEAST_DEVIATION = 1e-4
-_ROUNDS = 20
 _LEAST_STEPS = 5
+# Rounds of a fit, and the largest change of an error (logarithm) that ends one of steps.
+_ROUNDS, _SETTLED, _SHARP = 40, 1e-9, math.inf
+_LEAST_CURVATURE = 1e-9
+_START_QUANTILES = 0.25, 0.5, 0.75
 
 Floats = NDArray[np.float64]
 
@@ -64,11 +67,14 @@ class StepFit:
     error: float  # median relative difference between modelled and measured seconds
 
 
-def fit_steps(works: Sequence[StepWork[float]], seconds: Sequence[float]) -> StepFit:
+def fit_steps(
+    works: Sequence[StepWork[float]], seconds: Sequence[float], expert_idle: float = 0.0
+) -> StepFit:
     """The cost model of a step (`kappa.cost.StepModel`) that comes nearest to measured steps.
 
-    A step lasts the longer of computing and reading. Which steps wait for which is not known, so it
-    is guessed, fitted, and guessed again by the fit, from several first guesses.
+    The fit is in the logarithms of seconds and constants, so that short steps count as much as long
+    ones and no constant is below zero. expert_idle: of the model's experts the share that a token
+    leaves alone; 0: it has none.
 
     Raises:
         ValueError: fewer than five steps; a step that took no time; or steps of which none shows
@@ -80,13 +86,112 @@ def fit_steps(works: Sequence[StepWork[float]], seconds: Sequence[float]) -> Ste
             f"the step fit has {len(works)} steps and {len(y)} times, the shortest "
             f"{min(seconds, default=0.0)} s: measure {_LEAST_STEPS} steps or more, one time each"
         )
-    found = min(
-        (_fitted_steps(works, y, first) for first in _guesses(works)), key=lambda fit: fit[0]
-    )
-    token_s, pair_s, weights_s, context_token_s, fixed_s = found[1]
-    if token_s <= 0:
+    law = _Law(works, y, expert_idle)
+    _, values = min((law.fitted(start) for start in law.starts()), key=lambda fit: fit[0])
+    found = dict(zip(_FITTED, values.tolist(), strict=True))
+    # What no step shows is nothing.
+    shown = law.shares(values)[1].max(axis=0) > _LEAST_SHARE
+    found |= {name: 0.0 for name, is_shown in zip(_FITTED, shown, strict=True) if not is_shown}
+    if found["token_s"] <= 0:
         raise ValueError(f"none of {len(y)} steps shows what computing a token takes")
-    return rate_steps(StepModel(token_s, pair_s, weights_s, context_token_s, fixed_s), works, y)
+    step = StepModel(**found, expert_idle=expert_idle if found["experts_s"] else 0.0)
+    return rate_steps(step, works, y)
+
+
+_FITTED = (
+    "token_s", "pair_s", "weights_s", "context_token_s", "fixed_s", "experts_s", "exposed",
+)  # fmt: skip
+_LEAST_SHARE = 1e-3
+
+
+class _Law:
+    """`kappa.formulas.steps_s` over measured steps, with the slopes of its logarithm.
+
+    Constants are a vector in the order of `_FITTED`.
+    """
+
+    def __init__(self, works: Sequence[StepWork[float]], y: Floats, expert_idle: float) -> None:
+        self.y, self.idle = y, expert_idle
+        self.tokens, self.pairs, self.reads = np.asarray(works, float).T
+        self.touched = 1.0 - expert_idle**self.tokens if expert_idle else 0.0 * self.tokens
+
+    def starts(self) -> list[Floats]:
+        """Constants to begin with, by the size from which on steps are taken to compute."""
+        starts = []
+        for bound in np.unique(np.quantile(self.tokens, _START_QUANTILES)):
+            large, small = self.tokens >= bound, self.tokens <= bound
+            token_s = float(np.median(self.y[large] / self.tokens[large]))
+            least_s = 0.3 * float(self.y[small].min())
+            pair_s = 0.3 * float((self.y / np.maximum(self.pairs, 1.0)).min())
+            context_s = 0.3 * float((self.y / np.maximum(self.reads, 1.0)).min())
+            experts_s = least_s if self.idle else 0.0
+            starts.append(np.array([token_s, pair_s, least_s, context_s, least_s, experts_s, 0.3]))
+        return starts
+
+    def shares(self, values: Floats, sharpness: float = _SHARP) -> tuple[Floats, Floats]:
+        """Seconds of each step, and by how much they grow with each constant, both in logarithms:
+        the share that each part has of them, shape (steps, constants).
+
+        sharpness: of the maxima, as the exponent of a norm; `_SHARP` is the law's own.
+        """
+        token_s, pair_s, weights_s, context_s, fixed_s, experts_s, exposed = values
+        gemm_s, experts_s = self.tokens * token_s, experts_s * self.touched
+        read_s, fixed_s = weights_s + experts_s, np.full_like(gemm_s, fixed_s)
+        attend_s, context_s = self.pairs * pair_s, self.reads * context_s
+        beside_s, computes = _longer(gemm_s, read_s, sharpness)
+        attention_s, attends = _longer(attend_s, context_s, sharpness)
+        hidden_s = exposed * np.maximum(gemm_s + read_s - beside_s, 0.0)
+        gemm = computes + exposed * (1.0 - computes)
+        read = 1.0 - computes + exposed * computes
+        seconds = beside_s + hidden_s + attention_s + fixed_s
+        parts = [
+            gemm * gemm_s, attends * attend_s, read * weights_s, (1.0 - attends) * context_s,
+            fixed_s, read * experts_s, hidden_s,
+        ]  # fmt: skip
+        return seconds, np.stack(parts, axis=1) / seconds[:, None]
+
+    def fitted(self, start: Floats) -> tuple[float, Floats]:
+        """(mean error, constants) from these on. The maxima are soft at first, so that the part
+        that is hidden has a slope, too; a constant that went to nothing meanwhile starts again."""
+        values = start
+        for sharpness in (2.0, 6.0, 20.0, _SHARP):
+            values = self._descended(np.maximum(values, 0.1 * start), sharpness)
+        return float(np.abs(np.log(self.shares(values)[0] / self.y)).mean()), values
+
+    def _descended(self, values: Floats, sharpness: float) -> Floats:
+        """Damped Gauss-Newton with Huber's weights."""
+        damping, (seconds, slopes) = 1e-2, self.shares(values, sharpness)
+        errors = np.log(seconds / self.y)
+        for _ in range(_ROUNDS):
+            away = np.abs(errors)
+            bound = _HUBER * max(1.4826 * float(np.median(away)), _LEAST_DEVIATION)
+            weights = np.minimum(1.0, bound / np.maximum(away, bound))
+            curvature = slopes.T @ (weights[:, None] * slopes)
+            curvature[np.diag_indices_from(curvature)] += _LEAST_CURVATURE + damping * (
+                1e-3 + np.diag(curvature)
+            )
+            change = np.linalg.solve(curvature, -slopes.T @ (weights * errors))
+            moved = values * np.exp(np.clip(change, -1.0, 1.0))
+            moved[-1] = min(moved[-1], 1.0)
+            seconds, moved_slopes = self.shares(moved, sharpness)
+            moved_errors = np.log(seconds / self.y)
+            if (weights * moved_errors**2).sum() > (weights * errors**2).sum():
+                damping = min(damping * 8.0, 1e6)
+                continue
+            settled = np.abs(moved_errors - errors).max() < _SETTLED
+            values, errors, slopes, damping = moved, moved_errors, moved_slopes, damping / 8.0
+            if settled:
+                break
+        return values
+
+
+def _longer(a: Floats, b: Floats, sharpness: float) -> tuple[Floats, Floats]:
+    """The soft maximum of two times, and the share of its growth that is the first one's."""
+    longest = np.maximum(np.maximum(a, b), 1e-300)
+    if math.isinf(sharpness):
+        return longest, (a >= b).astype(float)
+    first, second = (a / longest) ** sharpness, (b / longest) ** sharpness
+    return longest * (first + second) ** (1.0 / sharpness), first / (first + second)
 
 
 def rate_steps(
@@ -94,7 +199,7 @@ def rate_steps(
 ) -> StepFit:
     """The fit of a given model to measured steps."""
     y = np.asarray(seconds, float)
-    modelled = np.asarray([step.parts(work).step_s for work in works])
+    modelled = np.asarray([step.work_s(work) for work in works])
     error = float(np.median(np.abs(modelled / y - 1.0)))
     return StepFit(step, r_squared(y, modelled), len(y), error)
 
@@ -103,36 +208,6 @@ def r_squared(measured: Floats, modelled: Floats) -> float:
     """Share of the measured variance that the model explains; 0 if nothing varies."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     return 1.0 - float(((measured - modelled) ** 2).sum()) / spread if spread > 0 else 0.0
-
-
-def _guesses(works: Sequence[StepWork[float]]) -> list[NDArray[np.bool_]]:
-    """Guesses of the steps that compute for longer than they read: those above some size."""
-    tokens = np.asarray([work.tokens for work in works])
-    return [tokens > bound for bound in (0.0, *np.unique(tokens)[:-1])]
-
-
-def _fitted_steps(
-    works: Sequence[StepWork[float]], y: Floats, computes: NDArray[np.bool_]
-) -> tuple[float, list[float]]:
-    """(mean relative error, constants) of the best fit, iterating from a guess until it agrees with
-    its own fit."""
-    tokens, pairs, reads = np.asarray(works, float).T
-    best, least_error = [0.0] * 5, math.inf
-    for _ in range(_ROUNDS):
-        columns = np.stack(
-            [tokens * computes, pairs * computes, ~computes, reads * ~computes, np.ones_like(y)],
-            axis=1,
-        )
-        found = _robust(columns / y[:, None])
-        compute_s = tokens * found[0] + pairs * found[1]
-        read_s = found[2] + reads * found[3]
-        error = float(np.abs((np.maximum(compute_s, read_s) + found[4]) / y - 1.0).mean())
-        if error < least_error:
-            best, least_error = found, error
-        before, computes = computes, compute_s >= read_s
-        if (before == computes).all():
-            break
-    return least_error, best
 
 
 def _robust(columns: Floats) -> list[float]:

@@ -21,7 +21,6 @@ from itertools import pairwise
 from kappa.checks import check_positive, check_share
 from kappa.cost import (
     StepModel,
-    StepWork,
     chunk_work,
     decode_work,
     load_token_s,
@@ -32,7 +31,6 @@ from kappa.hardware import NodeProfile
 from kappa.model import (
     ModelShape,
     activation_bytes_per_token,
-    expert_params,
     kv_bytes_per_token,
     projection_flops,
 )
@@ -158,10 +156,6 @@ class PlanRates:
     # computing, 1 hides it all. None: by layers, 1 - 1/layers, as one layer's load is waited for
     # and one layer's computing is left over.
     overlap: float | None = None
-    # Of `step.weights_s`, which reads all weights, the part of experts; a token leaves each alone
-    # with probability `expert_idle`, so that a short step reads fewer.
-    experts_s: float = 0.0
-    expert_idle: float = 0.0
     # Seconds of the CPU, over all layers, to attend from one query to n tokens' KV in host memory;
     # None where it is not measured.
     attend: LineFit | None = None
@@ -180,11 +174,6 @@ class PlanRates:
         check_share(self, "h2d_attending", "attend_loading")
         if self.overlap is not None and not 0.0 <= self.overlap <= 1.0:
             raise ValueError(f"PlanRates.overlap is {self.overlap}: give a share in [0, 1]")
-        if not (0.0 <= self.experts_s <= self.step.weights_s and 0.0 <= self.expert_idle < 1.0):
-            raise ValueError(
-                f"PlanRates.experts_s is {self.experts_s} of {self.step.weights_s}, expert_idle "
-                f"{self.expert_idle}: give a part of the weights' seconds, and a share in [0, 1)"
-            )
 
     @property
     def load_token_s(self) -> float:
@@ -231,22 +220,13 @@ class PlanRates:
 
     def modelled_prefill_s(self, new_tokens: float, context_tokens: float) -> float:
         """Gpu seconds of a prefill step by the cost model alone, without the grid."""
-        return self._step_s(chunk_work(new_tokens, context_tokens))
-
-    def _step_s(self, work: StepWork[float]) -> float:
-        """Seconds of a step by the cost model, which reads all KV, and only the experts touched."""
-        parts = self.step.parts(work)
-        return parts._replace(read_s=parts.read_s - self.idle_experts_s(work.tokens)).step_s
-
-    def idle_experts_s(self, tokens: float) -> float:
-        """Seconds that a step of `tokens` saves: the experts that none of them touches."""
-        return self.experts_s * self.expert_idle**tokens if self.experts_s else 0.0
+        return self.step.work_s(chunk_work(new_tokens, context_tokens))
 
     def decode_gpu_s(self, batch: int, context_tokens: float) -> float:
         """Gpu seconds of a decoding step of `batch` sequences with all KV on the device."""
 
         def modelled_s(sequences: float, resident_tokens: float) -> float:
-            return self._step_s(decode_work(sequences, resident_tokens))
+            return self.step.work_s(decode_work(sequences, resident_tokens))
 
         at = float(batch), batch * context_tokens
         corrected_s = 0.0 if self.decode is None else self.decode.correction_s(modelled_s, *at)
@@ -279,17 +259,15 @@ def rates_from_law(
 ) -> PlanRates:
     """Rates by formula, for a node known by bandwidth and FLOP/s alone. overlap: as in
     `PlanRates`."""
-    all_weights_bytes = shape.params_total * shape.weight_dtype_bytes
-    in_experts, idle = expert_params(shape)
     return PlanRates(
         name=f"{shape.name} on {node.name}",
         layers=shape.layers,
         kv_bytes=kv_bytes_per_token(shape),
         activation_bytes=activation_bytes_per_token(shape),
         load=LineFit("load", load_token_s(shape, node), node.load_fixed_s),
-        project=LineFit("KV projection", projection_flops(shape) / node.flops_per_s),
-        step=replace(step_model(shape, node), weights_s=all_weights_bytes / node.hbm_bytes_per_s),
+        project=LineFit(
+            "KV projection", projection_flops(shape) / (node.gemm_flops_per_s or node.flops_per_s)
+        ),
+        step=step_model(shape, node),
         overlap=overlap,
-        experts_s=in_experts * shape.weight_dtype_bytes / node.hbm_bytes_per_s,
-        expert_idle=idle,
     )

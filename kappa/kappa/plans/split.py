@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from kappa.cost import chunk_work
+from kappa.cost import StepWork, chunk_work
 from kappa.plans.load_plan import LoadPlan, Segment, layout
 from kappa.plans.rates import PlanRates
 
@@ -55,25 +55,21 @@ class Costs:
         context = cached_tokens + device_tokens
         self.plain_s = rates.prefill_s(self.new, context)
         """t_gpu(T, S): gpu seconds with everything loaded."""
-        parts = rates.step.parts(chunk_work(self.new, context))
-        self._new_flop_s, self._floor_s = parts.compute_s, parts.read_s
-        # The grid's excess over the model at (T, S), and the fixed cost, go with every split.
-        modelled_s = rates.modelled_prefill_s(self.new, context)
-        self._start_s = self.plain_s - modelled_s + rates.step.fixed_s
+        self._pairs, self._reads = chunk_work(self.new, context)[1:]
+        # The grid's excess over the model at (T, S) goes with every split.
+        self._start_s = self.plain_s - rates.modelled_prefill_s(self.new, context)
         self.terms = ((rates.serial_share, 1.0), (1.0, rates.serial_share))
         """(factor of load, factor of compute) of the two terms of `ttft_s`."""
 
-    def _flop_s(self, *, tail: bool) -> Poly:
-        """FLOP seconds over the recomputed tokens x, without floor and projection.
+    def _pairs_of(self, *, tail: bool) -> Poly:
+        """Pairs of query and key over the recomputed tokens x.
 
         At the front x tokens attend to D device tokens and to themselves; at the back x + T
         tokens attend to all before them.
         """
-        phi, alpha = self.rates.step.token_s, self.rates.step.pair_s
         if tail:
-            context = self.cached + self.device
-            return (self._new_flop_s, phi + alpha * context, -0.5 * alpha)
-        return (self._new_flop_s, phi + alpha * self.device, 0.5 * alpha)
+            return (self._pairs, self.cached + self.device, -0.5)
+        return (self._pairs, self.device, 0.5)
 
     def load_s(self, split: Split) -> float:
         """Link seconds: KV of the tokens that are loaded, and activations."""
@@ -86,10 +82,10 @@ class Costs:
         Experts that no token of the step touches are next to nothing from 100 tokens on: they are
         left out here, but not in the closed form, which has the floor of all experts.
         """
-        c0, c1, c2 = self._flop_s(tail=split.tail)
-        flop_s = c0 + split.recompute * (c1 + split.recompute * c2)
-        read_s = self._floor_s - self.rates.idle_experts_s(self.new + split.recompute)
-        return max(flop_s, read_s) + self._start_s + self.rates.project.seconds(split.activations)
+        c0, c1, c2 = self._pairs_of(tail=split.tail)
+        x = split.recompute
+        step_s = self.rates.step.work_s(StepWork(self.new + x, c0 + x * (c1 + x * c2), self._reads))
+        return step_s + self._start_s + self.rates.project.seconds(split.activations)
 
     def ttft_s(self, load_s: float, compute_s: float) -> float:
         """Seconds to the first token: max + (1 - overlap)·min, of L layers
@@ -114,9 +110,22 @@ class Costs:
         a0, a1, a2 = (self.rates.project_token_s * c for c in activations)
         if activations != (0.0, 0.0, 0.0):
             a0 += self.rates.project.fixed_s
-        c0, c1, c2 = self._flop_s(tail=tail)
-        start = self._start_s + a0
-        return [(c0 + start, c1 + a1, c2 + a2), (self._floor_s + start, a1, a2)]
+        step = self.rates.step
+        weights_s, exposed = step.weights_s + step.experts_s, step.exposed
+        start = self._start_s + a0 + step.fixed_s
+        phi, comm = step.token_s, step.comm_token_s
+        # The shorter of GEMMs and weight reads counts in part, so it is the larger of two lines.
+        beside = (
+            (self.new * phi + exposed * weights_s, phi),
+            (weights_s + exposed * self.new * phi, exposed * phi),
+        )
+        p0, p1, p2 = (step.pair_s * each for each in self._pairs_of(tail=tail))
+        attention = (p0, p1, p2), (step.context_token_s * self._reads, 0.0, 0.0)
+        return [
+            (start + self.new * comm + g0 + c0, a1 + comm + g1 + c1, a2 + c2)
+            for g0, g1 in beside
+            for c0, c1, c2 in attention
+        ]
 
     def crossings(self, load: Poly, pieces: list[Poly]) -> list[float]:
         """Points along a line where the time to first token can have its minimum."""
@@ -185,7 +194,8 @@ def best_mixed(costs: Costs, block_tokens: int = 0, held_tokens: float | None = 
     """
     cached = costs.cached
     held = cached if held_tokens is None else min(cached, held_tokens)
-    fronts = rounded(real_roots(_minus(*costs.pieces())), held, block_tokens)
+    turns = [x for pair in combinations(costs.pieces(), 2) for x in real_roots(_minus(*pair))]
+    fronts = rounded(turns, held, block_tokens)
     found = [best_prefix(costs, block_tokens)]
     found += [best_activations(costs, block_tokens, held, front) for front in fronts]
     mu, rho = costs.rates.load_token_s, costs.rates.activation_ratio

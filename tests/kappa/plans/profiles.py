@@ -58,6 +58,7 @@ def random_rates(rng: Generator, *, plain: bool = False) -> PlanRates:
             weights_s=some * phi * log_uniform(rng, 1.0, 600.0),
             context_token_s=some * phi * log_uniform(rng, 1e-4, 0.1),
             fixed_s=some * maybe(rng, 10.0 * phi),
+            exposed=some * maybe(rng, float(rng.random())),
         ),
         overlap=[None, 0.0, 1.0, float(rng.random())][int(rng.integers(4))],
     )

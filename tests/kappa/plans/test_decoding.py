@@ -184,7 +184,7 @@ def test_the_context_is_split_as_well_as_by_trying_every_block_on_300_nodes() ->
         assert found.step_s == pytest.approx(best, rel=1e-9)
         assert found.step_s <= min(found.load_all_s, found.load_none_s) * (1 + 1e-12)
         inside += 0 < found.tokens < context
-    assert inside > 45
+    assert inside > 40
 
 
 def test_without_anything_else_the_split_is_by_bandwidth() -> None:

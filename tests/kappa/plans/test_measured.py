@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ WORKS = [*PREFILLS, *DECODES]
 
 
 def seconds_by(law: StepModel) -> list[float]:
-    return [law.parts(work).step_s for work in WORKS]
+    return [law.work_s(work) for work in WORKS]
 
 
 def test_the_constants_of_steps_come_back() -> None:
@@ -29,8 +31,19 @@ def test_the_constants_of_steps_come_back() -> None:
 def test_reads_that_no_step_shows_change_no_step() -> None:
     law = StepModel(1e-4, 0.0, 0.0, 0.0, 2e-3)
     found = fit_steps(WORKS, seconds_by(law)).step
-    assert (found.token_s, found.fixed_s) == pytest.approx((1e-4, 2e-3))
-    assert [found.parts(w).step_s for w in WORKS] == pytest.approx(seconds_by(law))
+    # Weights of which nothing is hidden are a fixed cost.
+    assert (1.0 - found.exposed) * found.weights_s < 1e-6
+    assert (found.token_s, found.fixed_s + found.weights_s) == pytest.approx((1e-4, 2e-3), rel=1e-4)
+    assert [found.work_s(w) for w in WORKS] == pytest.approx(seconds_by(law), rel=1e-4)
+
+
+def test_the_constants_of_a_mixtures_steps_come_back() -> None:
+    law = replace(LAW, experts_s=2e-2, expert_idle=0.9, exposed=0.7)
+    found = fit_steps(WORKS, seconds_by(law), expert_idle=0.9)
+    assert found.error == pytest.approx(0.0, abs=1e-4)
+    # Shared weights and the fixed cost are told apart by what the GEMMs hide alone.
+    assert found.step.experts_s == pytest.approx(2e-2, rel=0.01)
+    assert found.step.pair_s == pytest.approx(LAW.pair_s, rel=0.01)
 
 
 def test_a_few_steps_that_were_disturbed_hardly_change_the_constants() -> None:

@@ -68,7 +68,7 @@ def test_projection_is_kvprs_four_h_squared_for_one_kv_head_per_query_head() -> 
 @pytest.mark.parametrize(
     "changes",
     [{"layers": 0}, {"overlap": 1.5}, {"h2d_attending": 0.0}, {"h2d_attending": 1.01},
-     {"attend_loading": 1.01}, {"experts_s": 1.0}],
+     {"attend_loading": 1.01}],
 )  # fmt: skip
 def test_rates_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"PlanRates.{next(iter(changes))}"):
@@ -93,7 +93,7 @@ def test_what_was_not_measured_slows_nothing_down() -> None:
         "bare", 4, 100.0, 50.0, LineFit("load", 1e-6), LineFit("KV projection", 1e-6), step
     )
     assert rates.attending() == rates
-    assert (rates.attend_bytes_per_s, rates.experts_s) == (0.0, 0.0)
+    assert rates.attend_bytes_per_s == 0.0
     # 100 bytes in 1 us; half of them are activations; one layer of four is not hidden.
     assert rates.h2d_bytes_per_s == pytest.approx(1e8)
     assert (rates.activation_ratio, rates.serial_share) == (0.5, 0.25)
@@ -104,15 +104,15 @@ def test_what_was_not_measured_slows_nothing_down() -> None:
 
 def test_a_step_lasts_the_longer_of_computing_and_reading_and_the_fixed_cost() -> None:
     step = StepModel(token_s=2.0, pair_s=0.5, weights_s=30.0, context_token_s=0.25, fixed_s=7.0)
-    rates = replace(random_rates(default_rng(1)), step=step, experts_s=0.0, grid=None)
-    # 4 new behind 8: pairs 4·(8 + 2) = 40, so 4·2 + 40·0.5 = 28; reads 30 + 12·0.25 = 33.
-    assert rates.modelled_prefill_s(4, 8) == 33.0 + 7.0
-    # 8 new: pairs 8·(8 + 4) = 96: 16 + 48 = 64; reads 34.
-    assert rates.modelled_prefill_s(8, 8) == 64.0 + 7.0
-    # Of the weights 16 s are experts, each left alone by a token with probability 1/2: 16/4 by two,
-    # who compute for 2·2 + 2·(8 + 1)·0.5 = 13 s meanwhile.
-    idle = replace(rates, experts_s=16.0, expert_idle=0.5)
-    assert idle.modelled_prefill_s(2, 8) == 30.0 - 4.0 + 10 * 0.25 + 7.0
+    rates = replace(random_rates(default_rng(1)), step=step, grid=None)
+    # 4 new behind 8: GEMMs 8 beside 30 of weights; pairs 4·(8 + 2) = 40, 20 beside 12·0.25 = 3.
+    assert rates.modelled_prefill_s(4, 8) == 30.0 + 20.0 + 7.0
+    # 20 new: GEMMs 40; pairs 20·(8 + 10) = 360: 180.
+    assert rates.modelled_prefill_s(20, 8) == 40.0 + 180.0 + 7.0
+    # Besides there are 16 s of experts, each left alone by a token with probability 1/2: 16/4 by
+    # two, who attend for 2·(8 + 1)·0.5 = 9 s.
+    idle = replace(rates, step=replace(step, experts_s=16.0, expert_idle=0.5))
+    assert idle.modelled_prefill_s(2, 8) == 30.0 + 12.0 + 9.0 + 7.0
 
 
 # -- lines and grids ---------------------------------------------------------------------------
@@ -239,14 +239,17 @@ def test_the_law_is_recovered_from_its_own_grid(step: StepModel) -> None:
 
 
 def test_the_law_is_in_seconds_of_the_steps_that_compute_longer_than_they_read() -> None:
-    # The row of one token reads: 8 + 0.001·(context + 1). The others compute 0.25 s a token + 1 s.
+    # The row of one token waits 8 s for weights, the others compute 0.25 s a token + 1 s; all read
+    # their KV after that.
     new, context = (1.0, 100.0, 200.0, 400.0), (0.0, 1000.0)
-    reads = tuple(8.0 + 0.001 * (s + 1.0) for s in context)
-    computed = tuple(tuple(1.0 + 0.25 * t for _ in context) for t in new[1:])
-    step = fit_grid(ComputeGrid(new, context, (reads, *computed))).step
-    assert (step.token_s, step.fixed_s) == pytest.approx((0.25, 1.0))
-    # The reads' row has the fixed second inside.
-    assert (step.weights_s, step.context_token_s) == pytest.approx((8.0 - 1.0, 0.001))
+    seconds = tuple(
+        tuple((8.0 if t == 1 else 1.0 + 0.25 * t) + 0.001 * (s + t) for s in context) for t in new
+    )
+    step = fit_grid(ComputeGrid(new, context, seconds)).step
+    assert (step.token_s, step.context_token_s) == pytest.approx((0.25, 0.001), rel=1e-3)
+    # Of the fixed second and the weights' seven together GEMMs hide all but one.
+    assert step.weights_s + step.fixed_s == pytest.approx(8.0, rel=5e-3)
+    assert step.exposed * step.weights_s + step.fixed_s == pytest.approx(1.0, rel=5e-3)
 
 
 # -- measured ----------------------------------------------------------------------------------

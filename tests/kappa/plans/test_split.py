@@ -192,8 +192,10 @@ def test_recomputing_is_free_below_the_floor_of_reads() -> None:
 
 def test_a_few_tokens_of_a_mixture_read_few_experts() -> None:
     rates = random_rates(default_rng(0), plain=True)
-    step = replace(rates.step, weights_s=500 * rates.token_s)
-    rates = replace(rates, step=step, experts_s=480 * rates.token_s, expert_idle=15 / 16)
+    step = replace(
+        rates.step, weights_s=20 * rates.token_s, experts_s=480 * rates.token_s, expert_idle=15 / 16
+    )
+    rates = replace(rates, step=step)
     one, some, many = (Costs(rates, 1_000, new).plain_s for new in (1, 10, 400))
     assert one == pytest.approx((500 - 480 * 15 / 16) * rates.token_s)
     assert one < some < many == pytest.approx(500 * rates.token_s)

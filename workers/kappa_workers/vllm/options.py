@@ -127,7 +127,8 @@ def fitted_step(measured: Mapping[str, Any]) -> StepModel | None:
     found = measured.get("step")
     if not found or not found["error"] < found["prior_error"]:
         return None
-    return StepModel(**{name: found[name] for name in StepModel.__dataclass_fields__})
+    known = StepModel.__dataclass_fields__
+    return StepModel(**{name: value for name, value in found.items() if name in known})
 
 
 class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 
-from kappa.cost import StepModel, step_model
+from kappa.cost import StepModel, StepWork, chunk_work, step_model
 from kappa.hardware import node_profile
 from kappa.host import die_with_parent, free_port
 from kappa.model import kv_bytes_per_token
@@ -89,14 +89,12 @@ def step_tables(step: StepModel) -> dict[str, np.ndarray]:
     """The arrays of a mocker's NPZ: milliseconds of a prompt's chunk, and of a decoded token by all
     tokens in VRAM that decode and the context of each."""
     new = np.unique(np.concatenate([[1.0], np.linspace(8, BUDGET_TOKENS, 1024)]))
-    compute_s = new * step.token_s + 0.5 * new * new * step.pair_s
     held, context = np.linspace(1, 262_144, _TABLE), np.linspace(1, _LONGEST_TOKENS, _TABLE)
     requests = np.maximum(held[:, None] / context[None, :], 1.0)
-    read_s = step.weights_s + held[:, None] * step.context_token_s
-    decode_s = np.maximum(requests * step.token_s, read_s) + step.fixed_s
+    decode_s = step.work_s(StepWork(requests, held[:, None], held[:, None]))
     return {
         "prefill_isl": new,
-        "prefill_ttft_ms": 1e3 * (np.maximum(compute_s, step.weights_s) + step.fixed_s),
+        "prefill_ttft_ms": 1e3 * step.work_s(chunk_work(new, 0 * new)),
         "decode_active_kv_tokens": held, "decode_context_length": context,
         "decode_itl": 1e3 * decode_s,
     }  # fmt: skip
