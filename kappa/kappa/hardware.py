@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from kappa.checks import (
     check_not_negative,
@@ -132,33 +132,81 @@ _PCIE4_NOTE = "PCI-SIG PCIe 4.0 x16: 16 GT/s, 128b/130b"
 _PCIE5_NOTE = "PCI-SIG PCIe 5.0 x16: 32 GT/s, 128b/130b"
 _C2C_NOTE = "NVLink-C2C 900 GB/s counts both directions"
 
+
+class _Reached(NamedTuple):
+    """What steps reach of a GPU: shares of its FLOP/s by products and attention, of its memory's
+    bytes/s by reads of weights and KV; `NodeProfile.exposed`; and of its link to other GPUs GB/s,
+    and microseconds of each sum over them.
+
+    Fitted to the tables of Llama-3.1-8B alone (`kappa.silicon`, docs/silicon.md), the link to all
+    tables' sums.
+    """
+
+    gemm: float
+    attention: float
+    weights: float
+    kv: float
+    exposed: float
+    peer_gb_per_s: float
+    peer_fixed_us: float
+
+
+_A100 = _Reached(0.800, 0.575, 0.646, 0.785, 0.624, 160, 5.4)
+_H100 = _Reached(0.711, 0.682, 0.692, 0.915, 0.417, 273, 5.2)
+_H200 = _Reached(0.717, 0.676, 0.630, 0.888, 0.472, 259, 4.8)
+_GB200 = _Reached(0.566, 0.585, 0.547, 0.960, 0.579, 250, 5.6)
+_L40S = _Reached(0.574, 0.516, 0.769, 0.792, 0.426, 19, 5.3)
+
+
+def _reaching(node: NodeProfile, of: _Reached, gpu: str = "") -> NodeProfile:
+    """The node with what steps reach; gpu: the one that the figures are of, if it is another."""
+    source = f"as {gpu} reaches, assumed" if gpu else "fitted to kernels measured on it"
+    return replace(
+        node,
+        gemm_flops_per_s=of.gemm * node.flops_per_s,
+        attention_flops_per_s=of.attention * node.flops_per_s,
+        weights_bytes_per_s=of.weights * node.hbm_bytes_per_s,
+        kv_bytes_per_s=of.kv * node.hbm_bytes_per_s,
+        exposed=of.exposed,
+        peer_bytes_per_s=of.peer_gb_per_s * 1e9,
+        peer_fixed_s=of.peer_fixed_us * 1e-6,
+        reference=f"{node.reference}; reached rates {source} (docs/silicon.md)",
+    )
+
+
 # Name, GPU, link; FLOP/s, bytes/s of the device's memory, and its bytes.
 _NODES = (
-    NodeProfile(
+    _reaching(NodeProfile(
         "a100-pcie4", "A100-SXM4-80GB", *_PCIE4, 312e12, 2.039e12, 80e9,
         reference=f"NVIDIA A100 Tensor Core GPU data sheet; {_PCIE4_NOTE}",
-    ),
-    NodeProfile(
-        "h100-pcie5", "H100-SXM5-80GB", *_PCIE5, 989e12, 3.35e12, 80e9,
+    ), _A100),
+    _reaching(NodeProfile(
+        "h100-pcie5", "H100-SXM5-80GB", *_PCIE5, 989e12, 3.35e12, 80e9, fp8_speedup=2.0,
         reference=f"NVIDIA H100 Tensor Core GPU data sheet, half its sparse FP16; {_PCIE5_NOTE}",
-    ),
-    NodeProfile(
-        "h200-pcie5", "H200-SXM-141GB", *_PCIE5, 989e12, 4.8e12, 141e9,
+    ), _H100),
+    _reaching(NodeProfile(
+        "h200-pcie5", "H200-SXM-141GB", *_PCIE5, 989e12, 4.8e12, 141e9, fp8_speedup=2.0,
         reference=f"NVIDIA H200 Tensor Core GPU data sheet, half its sparse FP16; {_PCIE5_NOTE}",
-    ),
-    NodeProfile(
-        "b200-pcie5", "B200-HGX-180GB", *_PCIE5, 2250e12, 8e12, 180e9,
+    ), _H200),
+    _reaching(NodeProfile(
+        "b200-pcie5", "B200-HGX-180GB", *_PCIE5, 2250e12, 8e12, 180e9, fp8_speedup=2.0,
+        fp4_speedup=4.0,
         reference=f"NVIDIA DGX B200 data sheet, an eighth, half its sparse FP16; {_PCIE5_NOTE}",
-    ),
-    NodeProfile(
-        "gh200-c2c", "GH200-96GB", *_C2C, 989e12, 4e12, 96e9,
+    ), _GB200, "GB200"),
+    _reaching(NodeProfile(
+        "gh200-c2c", "GH200-96GB", *_C2C, 989e12, 4e12, 96e9, fp8_speedup=2.0,
         reference=f"NVIDIA GH200 Grace Hopper Superchip data sheet; {_C2C_NOTE}",
-    ),
-    NodeProfile(
+    ), _H100, "H100"),
+    _reaching(NodeProfile(
         "gb200-c2c", "GB200-186GB", *_C2C, 2500e12, 8e12, 186e9, link_group="grace",
+        fp8_speedup=2.0, fp4_speedup=4.0,
         reference=f"NVIDIA GB200 NVL72 data sheet, one GPU, half its sparse FP16; {_C2C_NOTE}; "
         "one Grace serves two GPUs, so both name its link group",
-    ),
+    ), _GB200),
+    _reaching(NodeProfile(
+        "l40s-pcie4", "L40S-48GB", *_PCIE4, 362e12, 864e9, 48e9, fp8_speedup=2.0,
+        reference=f"NVIDIA L40S data sheet, half its sparse FP16; {_PCIE4_NOTE}",
+    ), _L40S),
     NodeProfile(
         "unified-hbm", "B200-class, CPU on package", "unified HBM", 8e12, 2500e12, 8e12, 186e9,
         reference="what-if of paper 001 §7.1: the host tier is the HBM itself, at 8 TB/s",

@@ -49,6 +49,7 @@ GPUS: dict[str, GpuPower] = {
     "A100-SXM4-80GB": GpuPower(400.0, 100.0, 55.0, "NVIDIA A100 data sheet: 400 W"),
     "H100-SXM5-80GB": _SXM700,
     "H200-SXM-141GB": _SXM700,
+    "L40S-48GB": GpuPower(350.0, 100.0, 35.0, "NVIDIA L40S data sheet: 350 W"),
     "B200-HGX-180GB": GpuPower(1000.0, 200.0, 100.0, "NVIDIA HGX B200 data sheet: 1000 W"),
     "B200-class, CPU on package": GpuPower(1000.0, 200.0, 100.0, "as B200"),
     "GH200-96GB": GpuPower(

@@ -35,10 +35,8 @@ def _decoder(
 
 _LLAMA31 = {"vocab_size": 128256, "max_position_embeddings": 131072}
 _QWEN25 = {"vocab_size": 152064, "max_position_embeddings": 32768}
-_QWEN3_MOE = {
-    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}  # fmt: skip
+_QWEN3 = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+_QWEN3_MOE = {"num_experts": 128, "num_experts_per_tok": 8, **_QWEN3}
 _GEMMA3 = {
     "head_dim": 128, "intermediate_size": 21504, "vocab_size": 262208, "sliding_window": 1024,
     "sliding_window_pattern": 6, "max_position_embeddings": 131072,
@@ -64,6 +62,7 @@ _BUILT_IN: dict[str, dict[str, object]] = {
     "llama-3.1-405b": _decoder("llama", 126, 16384, 128, 8, intermediate_size=53248, **_LLAMA31),
     "qwen2.5-7b": _decoder("qwen2", 28, 3584, 28, 4, intermediate_size=18944, **_QWEN25),
     "qwen2.5-14b": _decoder("qwen2", 48, 5120, 40, 8, intermediate_size=13824, **_QWEN25),
+    "qwen3-32b": _decoder("qwen3", 64, 5120, 64, 8, intermediate_size=25600, **_QWEN3),
     "qwen3-30b-a3b": _decoder(
         "qwen3_moe", 48, 2048, 32, 4, moe_intermediate_size=768, **_QWEN3_MOE
     ),

@@ -109,13 +109,34 @@ def test_kappa_eff_reduces_to_kappa_crit_without_attention_or_floor() -> None:
 
 def test_small_prefills_are_bound_by_weight_reads() -> None:
     # Two FLOPs and two bytes per parameter: below G/W_hbm tokens, reading the weights is longer.
-    h100 = node_profile("h100-pcie5")
+    bare = dict.fromkeys((*REACHED, "exposed"), 0.0)
+    h100 = replace(node_profile("h100-pcie5"), **bare)
     break_even = h100.flops_per_s / h100.hbm_bytes_per_s
     assert break_even == pytest.approx(295, abs=1)
     assert law.compute_s(LLAMA, h100, 20, 0) == pytest.approx(
         law.compute_s(LLAMA, h100, 200, 0), rel=0.01
     )
     assert law.compute_s(LLAMA, h100, 600, 0) > 1.9 * law.compute_s(LLAMA, h100, 20, 0)
+
+
+def test_tensor_parallelism_adds_sums_over_the_link_between_gpus() -> None:
+    # Of 32 layers each token's 4,096 numbers of two bytes are summed twice, of four GPUs 2·3/4 of
+    # them sent by each: 786,432 bytes at 100 GB/s. 64 sums begin, at 5 us.
+    node = replace(PCIE, peer_bytes_per_s=100e9, peer_fixed_s=5e-6)
+    one, four = (step_model(LLAMA, each) for each in (node, node.times(4)))
+    assert (one.comm_token_s, one.fixed_s) == (0.0, 0.0)
+    assert four.comm_token_s == pytest.approx(786_432 / 100e9)
+    assert four.fixed_s == pytest.approx(64 * 5e-6)
+    assert four.token_s == pytest.approx(one.token_s / 4)
+
+
+def test_products_in_eight_bits_take_as_much_less_as_the_gpu_says() -> None:
+    eight = replace(LLAMA, weight_dtype_bytes=1.0, gemm_bytes=1.0)
+    kept = replace(LLAMA, weight_dtype_bytes=1.0)
+    node = replace(PCIE, fp8_speedup=2.0)
+    plain, quick, slow = (step_model(shape, node) for shape in (LLAMA, eight, kept))
+    assert quick.token_s == plain.token_s / 2 and slow.token_s == plain.token_s
+    assert quick.weights_s == slow.weights_s == plain.weights_s / 2
 
 
 def test_attention_triples_the_computing_of_a_token_at_64k_of_context() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from kappa.cost import kappa_crit
-from kappa.hardware import CATALOGUE, DEMO_NODES, NodeProfile, node_profile
+from kappa.hardware import CATALOGUE, DEMO_NODES, NODE_RATES, REACHED, NodeProfile, node_profile
 from kappa.shapes import model_shape
 
 
 def test_catalogue_has_the_nodes_we_promise() -> None:
     assert set(CATALOGUE) == {
         "a100-pcie4", "h100-pcie5", "h200-pcie5", "b200-pcie5", "gh200-c2c", "gb200-c2c",
-        "unified-hbm", *DEMO_NODES,
+        "l40s-pcie4", "unified-hbm", *DEMO_NODES,
     }  # fmt: skip
 
 
@@ -29,7 +29,20 @@ def test_every_node_is_sourced_and_plausible(name: str) -> None:
     assert node.h2d_bytes_per_s <= node.hbm_bytes_per_s
     # Dense FP16, not the sparse peaks of paper 001's Table 2.
     assert node.flops_per_s <= 2500e12
-    assert node.hbm_bytes >= 80e9
+    assert node.hbm_bytes >= 48e9
+    # What steps reach is below the peaks, where it is known.
+    assert all(getattr(node, reached) < node.flops_per_s for reached in REACHED[:2])
+    assert all(getattr(node, reached) < node.hbm_bytes_per_s for reached in REACHED[2:])
+    assert (node.gemm_flops_per_s > 0) == ("docs/silicon.md" in node.reference)
+
+
+def test_gpus_that_work_as_one_have_rates_together_and_links_of_their_own() -> None:
+    one = node_profile("h100-pcie5")
+    four = one.times(2).times(2)
+    assert four.gpus == 4 and four.peer_bytes_per_s == one.peer_bytes_per_s
+    assert all(getattr(four, name) == 4 * getattr(one, name) for name in NODE_RATES)
+    assert [one.gemm_speedup(size) for size in (2.0, 1.0, 0.5)] == [1.0, 2.0, 1.0]
+    assert node_profile("gb200-c2c").gemm_speedup(0.5) == 4.0
 
 
 def test_demo_nodes_differ_in_the_link_alone() -> None:

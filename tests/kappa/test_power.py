@@ -47,7 +47,7 @@ def test_documents_draw_less_than_chats_and_cost_more_a_prompt_as_modelled():
     chats, documents = table5_rows()[::2]
     assert (chats["paper_w"], documents["paper_w"]) == (196, 152)
     assert documents["modelled_w"] < chats["modelled_w"] < chats["paper_w"]
-    assert documents["modelled_j_per_prompt"] > 3 * chats["modelled_j_per_prompt"]
+    assert documents["modelled_j_per_prompt"] > 2.5 * chats["modelled_j_per_prompt"]
 
 
 def test_every_node_of_the_catalogue_has_watts():

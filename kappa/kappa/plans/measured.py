@@ -68,13 +68,14 @@ class StepFit:
 
 
 def fit_steps(
-    works: Sequence[StepWork[float]], seconds: Sequence[float], expert_idle: float = 0.0
-) -> StepFit:
+    works: Sequence[StepWork[float]], seconds: Sequence[float] | Floats, expert_idle: float = 0.0,
+    *, host: bool = True,
+) -> StepFit:  # fmt: skip
     """The cost model of a step (`kappa.cost.StepModel`) that comes nearest to measured steps.
 
     The fit is in the logarithms of seconds and constants, so that short steps count as much as long
     ones and no constant is below zero. expert_idle: of the model's experts the share that a token
-    leaves alone; 0: it has none.
+    leaves alone; 0: it has none. host: the seconds have the host's in them, a fixed cost.
 
     Raises:
         ValueError: fewer than five steps; a step that took no time; or steps of which none shows
@@ -84,9 +85,9 @@ def fit_steps(
     if len(works) != len(y) or len(y) < _LEAST_STEPS or not (y > 0).all():
         raise ValueError(
             f"the step fit has {len(works)} steps and {len(y)} times, the shortest "
-            f"{min(seconds, default=0.0)} s: measure {_LEAST_STEPS} steps or more, one time each"
+            f"{min(y, default=0.0)} s: measure {_LEAST_STEPS} steps or more, one time each"
         )
-    law = _Law(works, y, expert_idle)
+    law = _Law(works, y, expert_idle, host)
     _, values = min((law.fitted(start) for start in law.starts()), key=lambda fit: fit[0])
     found = dict(zip(_FITTED, values.tolist(), strict=True))
     # What no step shows is nothing.
@@ -110,8 +111,10 @@ class _Law:
     Constants are a vector in the order of `_FITTED`.
     """
 
-    def __init__(self, works: Sequence[StepWork[float]], y: Floats, expert_idle: float) -> None:
-        self.y, self.idle = y, expert_idle
+    def __init__(
+        self, works: Sequence[StepWork[float]], y: Floats, expert_idle: float, host: bool
+    ) -> None:
+        self.y, self.idle, self.host = y, expert_idle, host
         self.tokens, self.pairs, self.reads = np.asarray(works, float).T
         self.touched = 1.0 - expert_idle**self.tokens if expert_idle else 0.0 * self.tokens
 
@@ -125,7 +128,8 @@ class _Law:
             pair_s = 0.3 * float((self.y / np.maximum(self.pairs, 1.0)).min())
             context_s = 0.3 * float((self.y / np.maximum(self.reads, 1.0)).min())
             experts_s = least_s if self.idle else 0.0
-            starts.append(np.array([token_s, pair_s, least_s, context_s, least_s, experts_s, 0.3]))
+            fixed_s = least_s if self.host else 0.0
+            starts.append(np.array([token_s, pair_s, least_s, context_s, fixed_s, experts_s, 0.3]))
         return starts
 
     def shares(self, values: Floats, sharpness: float = _SHARP) -> tuple[Floats, Floats]:

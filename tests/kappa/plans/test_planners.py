@@ -240,7 +240,8 @@ def kinds(planning: Planning, name: str, request: Cached = REQUEST) -> tuple[int
 
 @pytest.fixture(scope="module")
 def opt() -> Planning:
-    return Planning(BLOCK, rates_from_law(model_shape("opt-13b"), node_profile("a100-pcie4")))
+    node = replace(node_profile("a100-pcie4"), h2d_bytes_per_s=16e9)
+    return Planning(BLOCK, rates_from_law(model_shape("opt-13b"), node))
 
 
 def test_without_rates_nothing_is_predicted_and_kvpr_is_refused() -> None:
