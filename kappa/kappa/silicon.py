@@ -47,7 +47,7 @@ class SiliconTable:
     requests that decode over a context each, shape (batch, context); the attention in them.
 
     law: what our law says of the same model and GPUs, for what lies beyond. beyond: which parts of
-    steps did.
+    steps did, so far.
     """
 
     name: str

@@ -49,6 +49,38 @@ def test_tables_json_contract() -> None:
     assert (len(data["table2"]), len(data["table3"])) == (6, 15)
 
 
+TABLE = "h100_sxm/llama-3.1-8b/tp1"
+
+
+def test_a_table_of_a_real_gpu_stands_beside_the_law() -> None:
+    request = ("explain", "--model", "llama-3.1-8b", "--cached", "16384", "--new", "512")
+    output = _run(*request, "--silicon", TABLE)
+    # The table has 18.04 ms of 512 tokens behind 16,384; one token behind 16,896, 7.07.
+    assert f"{TABLE}: 18.04 ms of computing by its table" in output
+    found = _json(*request, "--silicon", TABLE)["silicon"]
+    assert found["compute_s"] == pytest.approx(18.04e-3, abs=1e-5)
+    assert found["decode_s"] == pytest.approx(7.07e-3, abs=2e-5)
+    assert found["law_s"] == pytest.approx((1 + found["error"]) * found["compute_s"])
+    assert found["beyond"] == []
+    assert "silicon" not in _json(*request)
+
+
+def test_what_a_table_does_not_reach_is_said() -> None:
+    request = ("explain", "--model", "llama-3.1-8b", "--cached", "200000", "--new", "512")
+    found = _json(*request, "--silicon", TABLE)["silicon"]
+    assert "attention of prompts" in found["beyond"]
+
+
+@pytest.mark.parametrize(("table", "why"), [
+    ("h100_sxm/qwen3-32b/tp2", "is a table of another model than llama-3.1-8b"),
+    ("h100/llama-3.1-8b/tp1", "no table of silicon named"),
+])  # fmt: skip
+def test_a_table_that_does_not_fit_the_model_is_refused(table: str, why: str) -> None:
+    result = CliRunner().invoke(app, [*REQUEST, "--silicon", table])
+    assert result.exit_code == 2
+    assert why in " ".join(result.output.replace("│", " ").split())
+
+
 def test_tables_for_people_name_the_slips() -> None:
     output = _run("tables")
     for text in ("Table 2", "Table 3", "DeepSeek-V3", "1.42", "(lost)"):

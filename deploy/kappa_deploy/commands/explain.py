@@ -18,7 +18,7 @@ import typer
 
 from kappa import cost, paper
 from kappa.checks import read_json_object
-from kappa.cost import TokenCounts
+from kappa.cost import TokenCounts, chunk_work, decode_work
 from kappa.hardware import CATALOGUE, DEMO_NODES, NodeProfile, node_profile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.model_config import unlisted
@@ -27,6 +27,7 @@ from kappa.plans.planners import alternatives, decoding
 from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 from kappa.power import table5_rows
 from kappa.shapes import SHAPES, model_shape
+from kappa.silicon import silicon_table
 from kappa_router.console import (
     Json,
     KvDtype,
@@ -133,6 +134,10 @@ def explain(
         float, typer.Option(min=0, help="GB/s of KV that the node's CPU attends to; 0: none.")
     ] = 0.0,
     activations: Annotated[bool, typer.Option(help="Activations are stored beside the KV.")] = True,
+    silicon: Annotated[
+        str | None,
+        typer.Option(help="Beside a table of real GPUs, system/model/tpN (docs/silicon.md)."),
+    ] = None,
     kv_dtype: KvDtype = "auto",
     json_output: Json = False,
 ) -> None:
@@ -148,6 +153,7 @@ def explain(
         if rates is not None and kv_dtype != "auto":
             raise ValueError(f"{rates} holds rates of the KV that was measured: drop --kv-dtype")
         shape = _noted_shape(model, kv_dtype)
+        real = silicon_cost(counts, shape, silicon) if silicon else None
         for profile in map(node_profile, node or DEMO_NODES):
             found = rates_from_measured(rates) if rates else _rates(shape, profile, cpu_gbps)
             ways = alternatives(
@@ -159,10 +165,13 @@ def explain(
             plans.append({"plans": [way.to_dict() for way in ways], "decoding": step})
     if json_output:
         nodes = [{"node": n, **c, **p} for n, c, p in zip(names, costs, plans, strict=True)]
-        print_json({**costs[0], **plans[0]} if len(nodes) == 1 else {"nodes": nodes})
+        whole = {**costs[0], **plans[0]} if len(nodes) == 1 else {"nodes": nodes}
+        print_json(whole | ({"silicon": real} if real else {}))
         return
     print_text(f"{shape.name}: {cached:,} cached, {new:,} new tokens")
     _print_costs(names, costs)
+    if real:
+        _print_silicon(real)
     if rates is not None:
         names, plans = [str(rates)], plans[:1]
     for name, row in zip(names, plans, strict=True):
@@ -212,6 +221,39 @@ def request_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> d
         "compute_s": cost.compute_s(shape, node, new, cached),
         "plan": "load",
     }
+
+
+def silicon_cost(counts: TokenCounts, shape: ModelShape, name: str) -> dict[str, Any]:
+    """One step that computes the new tokens behind the cached ones, and one that decodes behind
+    them, by a table of a real GPU and by the law for it; ValueError for a table of another model.
+
+    beyond: parts of the steps that the table does not reach.
+    """
+    table = silicon_table(name)
+    if name.split("/")[1] != shape.name:
+        raise ValueError(
+            f"{name} is a table of another model than {shape.name}: name one of its own"
+        )
+    new, cached = counts.new_tokens, counts.cached_tokens
+    real_s, law_s = table.step_s([(new, cached)]), table.law.work_s(chunk_work(new, cached))
+    decode_s = table.step_s([], 1, new + cached)
+    decode_law_s = table.law.work_s(decode_work(1, new + cached))
+    return {
+        "table": name, "compute_s": real_s, "law_s": law_s, "error": law_s / real_s - 1,
+        "decode_s": decode_s, "decode_law_s": decode_law_s,
+        "decode_error": decode_law_s / decode_s - 1, "beyond": sorted(table.beyond),
+    }  # fmt: skip
+
+
+def _print_silicon(real: Mapping[str, Any]) -> None:
+    print_text(
+        f"{real['table']}: {_ms(real['compute_s'])} of computing by its table, "
+        f"{_ms(real['law_s'])} by the law ({real['error']:+.0%}); then {_ms(real['decode_s'])} "
+        f"a token, {_ms(real['decode_law_s'])} by the law ({real['decode_error']:+.0%})"
+    )
+    if real["beyond"]:
+        parts = " and ".join(real["beyond"])
+        warn(f"{real['table']} does not reach as far: {parts} continue as the law has them")
 
 
 def _print_plans(title: str, found: Mapping[str, Any]) -> None:
