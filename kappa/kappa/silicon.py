@@ -21,7 +21,7 @@ import numpy as np
 
 from kappa.checks import unknown_name
 from kappa.cost import Floats, StepModel, StepWork, chunk_work, decode_work, step_model
-from kappa.hardware import node_profile
+from kappa.hardware import REACHED, NodeProfile, node_profile
 from kappa.model import ModelShape
 from kappa.shapes import model_shape
 
@@ -32,6 +32,12 @@ SYSTEMS = {
     "gb200": "gb200-c2c", "l40s": "l40s-pcie4",
 }  # fmt: skip
 """The node of the catalogue that has a system's GPU."""
+
+SILICON_FIGURES = (
+    "gpu", "flops_per_s", "hbm_bytes_per_s", "hbm_bytes", *REACHED, "exposed", "fp8_speedup",
+    "fp4_speedup", "gpus", "peer_bytes_per_s", "peer_fixed_s",
+)  # fmt: skip
+"""What of a node is the GPUs' alone."""
 
 _PARTS = {
     "prefill": ("new", "cached"), "prefill_attention": ("new", "cached"),
@@ -149,8 +155,7 @@ def silicon_table(name: str, path: Path = DATA) -> SiliconTable:
     names, arrays = _arrays(path)
     if name not in names:
         raise unknown_name("table of silicon", name, names, "choose one")
-    system, model, tp = name.split("/")
-    node = node_profile(SYSTEMS[system]).times(int(tp.removeprefix("tp")))
+    model, node = name.split("/")[1], silicon_node(name)
     axes = {axis: arrays[axis].astype(float) for axis in ("new", "cached", "batch", "context")}
     parts = {}
     for part, (rows, columns) in _PARTS.items():
@@ -167,6 +172,15 @@ def silicon_table(name: str, path: Path = DATA) -> SiliconTable:
             where = f"{rows} {axes[rows][row]:g}, {columns} {axes[columns][column]:g}"
             raise ValueError(f"{path}: {name} has a hole in {part} at {where}: derive it again")
     return SiliconTable(name, step_model(silicon_shape(model), node), **axes, **parts)
+
+
+def silicon_node(name: str) -> NodeProfile:
+    """The node of the catalogue, or several as one, that a table's GPUs are; ValueError for a name
+    that no table has."""
+    if name not in silicon_names():
+        raise unknown_name("table of silicon", name, silicon_names(), "choose one")
+    system, _, tp = name.split("/")
+    return node_profile(SYSTEMS[system]).times(int(tp.removeprefix("tp")))
 
 
 def silicon_shape(model: str) -> ModelShape:

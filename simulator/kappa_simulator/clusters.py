@@ -9,7 +9,7 @@ assumptions. A cluster that cannot serve a model is refused here, by the node's 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,10 +18,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kappa.checks import unknown_name
-from kappa.cost import StepModel, step_model
+from kappa.cost import StepModel, batch_work, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.silicon import SILICON_FIGURES, SiliconTable, silicon_node, silicon_table
 from kappa_scheduler.config import FairConfig, LinkRates
+from kappa_simulator.decode import DecodeRun, TableRun, factor_of
 
 _USABLE_HBM = 0.9
 
@@ -47,6 +49,8 @@ class NodeSpec:
     disk_bytes: float = 0.0
     # As `engine.load` in a cluster file.
     load: Loading = "ahead"
+    # A table of real GPUs by name (`kappa.silicon`), which its steps last by; none: by the law.
+    silicon: str = ""
 
     @property
     def name(self) -> str:
@@ -124,6 +128,24 @@ class NodeModel:
     disk_block_s: float = 0.0
     # The share of the shorter of a lone request's load and prompt that hides behind the longer.
     overlap: float = 0.0
+    # What its steps last by instead of the law, but for `step.fixed_s`.
+    table: SiliconTable | None = None
+
+    def step_s(
+        self, chunks: Sequence[tuple[int, int]], requests: int, context_tokens: int
+    ) -> float:
+        """Seconds of one step over [(new tokens, context tokens before them)] and requests that
+        decode with so much context between them."""
+        if self.table is not None:
+            return self.table.step_s(chunks, requests, context_tokens) + self.step.fixed_s
+        work = batch_work(chunks, requests, context_tokens)
+        return self.step.work_s(work) * factor_of(self.factors, work.tokens)
+
+    def run(self, requests: int, context_tokens: int) -> DecodeRun | TableRun:
+        """Steps in which so many requests decode together."""
+        if self.table is not None:
+            return TableRun(self.table, requests, context_tokens, self.step.fixed_s)
+        return DecodeRun(self.step, requests, context_tokens, self.factors)
 
     @property
     def link_rates(self) -> LinkRates:
@@ -135,8 +157,14 @@ def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeMode
     """The constants of a node that serves a model.
 
     Raises:
-        ClusterError: the model does not fit.
+        ClusterError: the model does not fit, or the node's table is of another.
     """
+    table = silicon_table(spec.silicon) if spec.silicon else None
+    if table is not None and spec.silicon.split("/")[1] != shape.name:
+        raise ClusterError(
+            f"node {spec.name}: {spec.silicon} is a table of another model than {shape.name}: "
+            "name one of its own"
+        )
     profile, room = spec.profile, kv_room(spec, shape, block_tokens)
     block_bytes = kv_bytes_per_token(shape) * block_tokens
     return NodeModel(
@@ -152,6 +180,7 @@ def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeMode
         disk_blocks=room.disk_blocks,
         disk_block_s=block_bytes / profile.disk_bytes_per_s if room.disk_blocks else 0.0,
         overlap=1.0 - 1.0 / shape.layers if spec.load == "layers" else 0.0,
+        table=table,
     )
 
 
@@ -265,9 +294,10 @@ class _ClusterRow(BaseModel):
     watts: _Above0 | None = None
     network_bytes_per_s: _Above0 | None = None
     load: Loading | None = None
+    silicon: str | None = None
 
 
-_OWN_KEYS = ("host_bytes", "disk_bytes", "watts", "network_bytes_per_s", "load")
+_OWN_KEYS = ("host_bytes", "disk_bytes", "watts", "network_bytes_per_s", "load", "silicon")
 _KEYS = {*_OWN_KEYS, *(f.name for f in fields(NodeProfile))}
 
 
@@ -295,6 +325,10 @@ def _parse(data: object, where: str) -> tuple[NodeSpec, int]:
     start = {"name": "", "gpu": "", "link_name": ""} if base is None else base.profile.to_dict()
     own = {key: getattr(row, key) for key in _OWN_KEYS if getattr(row, key) is not None}
     try:
+        if row.silicon:
+            # Its law, which the router starts from, is that of the table's GPUs.
+            gpus = silicon_node(row.silicon)
+            start |= {name: getattr(gpus, name) for name in SILICON_FIGURES}
         made = NodeProfile.from_dict({**start, **profile})
         spec = NodeSpec(made, **own) if base is None else replace(base, profile=made, **own)
     except (TypeError, ValueError) as error:

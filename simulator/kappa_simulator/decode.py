@@ -13,11 +13,13 @@ quadratics with at most one crossing. Equal to going step by step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from kappa import formulas
 from kappa.compiled import interpreted
 from kappa.cost import StepModel, StepWork, decode_work
+from kappa.silicon import SiliconTable
 from kappa_simulator.job import SimulatedJob
 
 _factor = interpreted(formulas.factor)
@@ -84,6 +86,68 @@ class DecodeRun:
         while self.seconds(count + 1) <= seconds:
             count += 1
         return count
+
+
+class TableRun:
+    """The same by a table of real GPUs: while contexts are between two of the table's, steps grow
+    evenly.
+
+    fixed_s: of the host, which no table has, in each step.
+    """
+
+    def __init__(
+        self, table: SiliconTable, requests: int, context_tokens: int, fixed_s: float
+    ) -> None:
+        self._table, self._requests, self._context_tokens = table, requests, context_tokens
+        self._fixed_s = fixed_s
+        each = context_tokens / requests
+        ends = [math.ceil(context - each) for context in table.context.tolist() if context > each]
+        self._ends: list[float] = [*ends, math.inf]
+
+    def _lines(self) -> Iterator[tuple[float, float, float]]:
+        """Steps that grow evenly: how many, the seconds of the first, and how much each grows."""
+        first = 0.0
+        for end in self._ends:
+            start_s, next_s = self._step_s(first), self._step_s(first + 1)
+            yield end - first, start_s, next_s - start_s if end - first > 1 else 0.0
+            first = end
+
+    def _step_s(self, number: float) -> float:
+        context = self._context_tokens + number * self._requests
+        return self._table.step_s((), self._requests, context) + self._fixed_s
+
+    def seconds(self, steps: int) -> float:
+        """Seconds that the first `steps` steps take."""
+        total_s, left = 0.0, float(steps)
+        for count, start_s, growth_s in self._lines():
+            if left <= 0:
+                break
+            total_s += _line_s(min(left, count), start_s, growth_s)
+            left -= count
+        return total_s
+
+    def steps(self, seconds: float) -> int:
+        """How many steps have ended after `seconds`."""
+        if seconds <= 0:
+            return 0
+        done = 0
+        for count, start_s, growth_s in self._lines():
+            if count < math.inf and _line_s(count, start_s, growth_s) <= seconds:
+                seconds -= _line_s(count, start_s, growth_s)
+                done += int(count)
+                continue
+            some = _solve(start_s, growth_s, seconds)
+            while some > 0 and _line_s(some, start_s, growth_s) > seconds:
+                some -= 1
+            while _line_s(some + 1, start_s, growth_s) <= seconds:
+                some += 1
+            return done + some
+        raise AssertionError("the last line never ends")
+
+
+def _line_s(steps: float, start_s: float, growth_s: float) -> float:
+    """Seconds of steps that grow evenly."""
+    return steps * start_s + 0.5 * steps * (steps - 1) * growth_s
 
 
 def _solve(base: float, slope: float, seconds: float) -> int:

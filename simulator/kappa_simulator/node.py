@@ -18,7 +18,7 @@ from kappa_scheduler.batching import Batcher, Step
 from kappa_scheduler.catalogue import rule_named, step_limit
 from kappa_simulator.cache import Ids
 from kappa_simulator.clusters import NodeModel
-from kappa_simulator.decode import DecodeRun, Decoding, factor_of
+from kappa_simulator.decode import DecodeRun, Decoding, TableRun
 from kappa_simulator.job import SimulatedJob
 from kappa_simulator.link import NodeLink
 from kappa_simulator.loop import Loop, Noise
@@ -116,7 +116,7 @@ class Node:
         self.jobs: dict[SimulatedJob, None] = {}
         self._decoding = Decoding(model.block_tokens)
         self._step: Step | None = None
-        self._run: DecodeRun | None = None
+        self._run: DecodeRun | TableRun | None = None
         self._run_steps = 0
         self._run_factor = 1.0
         self._start_s = 0.0
@@ -237,7 +237,7 @@ class Node:
         chunks = [(new, context) for _, new, context in step.chunks]
         work = batch_work(chunks, decoding.requests, decoding.context_tokens)
         tokens = int(work.tokens)
-        seconds = model.step.work_s(work) * factor_of(model.factors, tokens)
+        seconds = model.step_s(chunks, decoding.requests, decoding.context_tokens)
         seconds *= self._noise.factor() * self.slow
         self.totals.add_steps(1, tokens, seconds)
         self.samples.add_step(work, seconds)
@@ -283,7 +283,7 @@ class Node:
     def _start_run(self, most: int) -> None:
         decoding = self._decoding
         model = self.model
-        self._run = DecodeRun(model.step, decoding.requests, decoding.context_tokens, model.factors)
+        self._run = model.run(decoding.requests, decoding.context_tokens)
         self._run_steps = min(self._run_limit(), most)
         self._run_factor = self._noise.factor() * self.slow
         self._cut = False

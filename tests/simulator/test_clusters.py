@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kappa.shapes import model_shape
+from kappa.silicon import silicon_table
 from kappa_simulator.clusters import (
     KINDS,
     ClusterError,
@@ -91,6 +93,7 @@ def test_a_file_names_kinds_or_gives_figures(tmp_path, ending):
             "neither a kind nor a name",
         ),
         ("- {kind: h100, bandwidth: 1}", "no key 'bandwidth'"),
+        ("- {kind: h100, silicon: h100_sxm/llama-3.1-8b/tp9}", "no table of silicon named"),
         ("- {name: own, host_bytes: 1}", "flops_per_s"),
     ],
 )
@@ -100,6 +103,22 @@ def test_a_bad_file_is_refused_with_the_node_and_the_reason(tmp_path, text, mess
     with pytest.raises(ClusterError, match=message) as error:
         cluster_named(str(path))
     assert str(path) in str(error.value)
+
+
+def test_a_node_of_silicon_lasts_by_its_table_and_announces_its_gpus_law(tmp_path, shape):
+    path = tmp_path / "real.yaml"
+    name = "h100_sxm/llama-3.1-8b/tp1"
+    path.write_text(f"- {{kind: h100, silicon: {name}, cost_per_hour: 2.0}}")
+    (node,) = cluster_named(str(path)).nodes
+    model, table = node_model(node, shape, 16), silicon_table(name)
+    # The host's 2 ms a step are the kind's, and so is the link.
+    assert model.step == replace(table.law, fixed_s=2e-3)
+    assert (node.profile.h2d_bytes_per_s, node.profile.cost_per_hour) == (55e9, 2.0)
+    chunks = [(512, 4096)]
+    assert model.step_s(chunks, 8, 8_000) == table.step_s(chunks, 8, 8_000) + 2e-3
+    assert model.run(8, 8_000).seconds(1) == table.step_s([], 8, 8_000) + 2e-3
+    with pytest.raises(ClusterError, match=r"node h100-0: .* another model than qwen3-32b"):
+        node_model(node, model_shape("qwen3-32b"), 16)
 
 
 def test_a_missing_file_and_an_unknown_name_are_refused():

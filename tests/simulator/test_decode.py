@@ -5,7 +5,8 @@ import random
 import pytest
 
 from kappa.cost import StepModel
-from kappa_simulator.decode import DecodeRun
+from kappa.silicon import silicon_table
+from kappa_simulator.decode import DecodeRun, TableRun
 
 
 def random_step(rng):
@@ -59,3 +60,20 @@ def test_the_longer_of_two_lines_may_change_once_on_the_way():
 
 def test_no_time_has_no_steps():
     assert DecodeRun(StepModel(1e-3, 0, 1e-3, 0), 1, 1).steps(0.0) == 0
+
+
+TABLE = silicon_table("h100_sxm/llama-3.1-8b/tp1")
+
+
+@pytest.mark.parametrize(("requests", "context"), [(1, 50), (7, 3_000), (32, 60_000), (3, 390_000)])
+def test_a_run_by_a_table_lasts_as_long_as_its_steps(requests, context):
+    run = TableRun(TABLE, requests, context, 2e-3)
+    ends_s, now_s = [], 0.0
+    for step in range(400):
+        now_s += TABLE.step_s([], requests, context + step * requests) + 2e-3
+        ends_s.append(now_s)
+    for steps in (1, 2, 77, 78, 79, 200, 399, 400):
+        assert run.seconds(steps) == pytest.approx(ends_s[steps - 1], rel=1e-9)
+        assert run.steps(ends_s[steps - 1] * (1 + 1e-9)) == steps
+        assert run.steps(ends_s[steps - 1] * (1 - 1e-7)) == steps - 1
+    assert run.steps(0.0) == 0

@@ -203,7 +203,7 @@ def measured_node(
         return node
     disk = measured.get("disk", {}).get("bytes_per_s", node.disk_bytes_per_s)
     # What steps reach of a GPU's peaks is in the measured rates.
-    bare = dict.fromkeys((*REACHED, "peer_bytes_per_s", "peer_fixed_s"), 0.0)
+    bare: dict[str, Any] = dict.fromkeys((*REACHED, "peer_bytes_per_s", "peer_fixed_s"), 0.0)
     node = replace(
         node,
         source="measured",
