@@ -138,6 +138,18 @@ def test_steps_and_loads_are_announced_as_the_engine_measured_them() -> None:
     assert said(plan(paced("pcie")), measured=ENGINE).step != step
 
 
+def test_a_fit_that_one_of_ten_steps_of_a_kind_defies_is_not_used() -> None:
+    errors = {"prefill": [0.05, 0.12], "decode": [0.1, 0.31]}
+    measured = ENGINE | {"step": STEP | {"errors": errors}}
+    announcement = said(plan(node_profile("pcie")), measured=measured)
+    assert (
+        "off by more than 31% in one of ten decode steps, above 25%" in announcement.profile_error
+    )
+    assert announcement.step.token_s != 2e-3
+    held = ENGINE | {"step": STEP | {"errors": errors | {"decode": [0.1, 0.25]}}}
+    assert said(plan(node_profile("pcie")), measured=held).step.token_s == 2e-3
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

@@ -32,7 +32,14 @@ from kappa_workers.vllm.arguments import (
     fingerprint,
     meet_peers,
 )
-from kappa_workers.vllm.options import STOCK, LinkRules, SchedulerOptions, fitted_step
+from kappa_workers.vllm.options import (
+    MOST_P90,
+    STOCK,
+    LinkRules,
+    SchedulerOptions,
+    fitted_step,
+    worst_kind,
+)
 from kappa_workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 
 # What most of vLLM's backends for GPUs choose.
@@ -243,7 +250,13 @@ def shortcomings(measured: Mapping[str, Any]) -> str:
     """What of an engine was not measured, or fits badly, in sentences; empty if nothing."""
     found = [f"not measured: {each}" for each in measured.get("unmeasured", ())]
     step = measured.get("step")
-    if step and not step["r2"] >= LEAST_R2:
+    kind, p90 = worst_kind(step) if step else ("", 0.0)
+    if step and p90 > MOST_P90:
+        found.append(
+            f"the step fit is off by more than {p90:.0%} in one of ten {kind} steps, above "
+            f"{MOST_P90:.0%}: it is not used, and the prior is"
+        )
+    elif step and not step["r2"] >= LEAST_R2:
         used = "" if fitted_step(measured) else ", and the prior is nearer and is used"
         found.append(
             f"the step fit has R² {step['r2']:.3f} over {step['steps']} steps, below {LEAST_R2}; "

@@ -105,6 +105,11 @@ def _print(row: dict[str, Any]) -> None:
             f"({1e9 * step['context_token_s']:.3g} ns a token): R² {step['r2']:.3f} over "
             f"{step['steps']} steps, half of them within {percent(step['error'], 0)}."
         )
+        lines += [
+            f"Of {kind} steps half are within {percent(median, 0)}, nine of ten within "
+            f"{percent(p90, 0)}."
+            for kind, (median, p90) in step.get("errors", {}).items()
+        ]
     if row["profile_error"]:
         lines.append(f"Note: {row['profile_error']}.")
     print_text("\n".join(lines))

@@ -65,6 +65,16 @@ class StepFit:
     r2: float  # share of the variance of the seconds that the constants explain
     steps: int  # measured ones
     error: float  # median relative difference between modelled and measured seconds
+    # The median and the 90th percentile of that difference, by kind of step (`kind_of`).
+    errors: Mapping[str, tuple[float, float]]
+
+
+def kind_of(work: StepWork[float]) -> str:
+    """`decode`: a token for each request; `prefill`: one prompt's; `mixed`: any other."""
+    tokens, pairs, reads = work
+    if math.isclose(pairs, reads - 0.5 * tokens):
+        return "decode"
+    return "prefill" if math.isclose(pairs, tokens * (reads - 0.5 * tokens)) else "mixed"
 
 
 def fit_steps(
@@ -204,8 +214,13 @@ def rate_steps(
     """The fit of a given model to measured steps."""
     y = np.asarray(seconds, float)
     modelled = np.asarray([step.work_s(work) for work in works])
-    error = float(np.median(np.abs(modelled / y - 1.0)))
-    return StepFit(step, r_squared(y, modelled), len(y), error)
+    off, kinds = np.abs(modelled / y - 1.0), np.array([kind_of(work) for work in works])
+    errors = {
+        kind: (float(np.median(own)), float(np.quantile(own, 0.9)))
+        for kind in sorted({*kinds.tolist()})
+        for own in (off[kinds == kind],)
+    }
+    return StepFit(step, r_squared(y, modelled), len(y), float(np.median(off)), errors)
 
 
 def r_squared(measured: Floats, modelled: Floats) -> float:

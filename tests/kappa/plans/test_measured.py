@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kappa.cost import StepModel, StepWork, chunk_work, decode_work
-from kappa.plans.measured import fit_line, fit_steps, not_negative, rate_steps
+from kappa.cost import StepModel, StepWork, batch_work, chunk_work, decode_work
+from kappa.plans.measured import fit_line, fit_steps, kind_of, not_negative, rate_steps
 from kappa.plans.rates import LEAST_R2
 
 LAW = StepModel(token_s=1e-4, pair_s=2e-8, weights_s=5e-3, context_token_s=4e-7, fixed_s=1e-3)
@@ -69,6 +69,14 @@ def test_how_near_a_model_comes_is_by_hand() -> None:
     # Residuals 0, 0.5, 1 about a mean of 2.5: 1.25 of 4.5; relative 0, 0.2, 0.25.
     assert rated.r2 == pytest.approx(1 - 1.25 / 4.5)
     assert rated.error == pytest.approx(0.2) and rated.steps == 3
+    assert rated.errors == {"mixed": pytest.approx((0.2, 0.24))}
+
+
+def test_the_kind_of_a_step_is_told_by_its_work() -> None:
+    kinds = [kind_of(work) for work in WORKS]
+    # One token of one prompt is what decoding does.
+    assert kinds == ["decode"] * 3 + ["prefill"] * 12 + ["decode"] * 9
+    assert kind_of(batch_work([(64, 0)], 8, 4096)) == "mixed"
 
 
 @pytest.mark.parametrize(

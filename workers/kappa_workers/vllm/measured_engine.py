@@ -102,7 +102,7 @@ class StepTimer:
         self._made = 0
         self._over: set[str] = set()
 
-    def measure(self, prior: StepModel, budget_s: float) -> dict[str, float]:
+    def measure(self, prior: StepModel, budget_s: float) -> dict[str, Any]:
         """The constants fitted to all steps that there is time for, the shortest first: the fields
         of a `StepModel` and of its `StepFit`, and `prior_error`, the fit's `error` of the prior.
 
@@ -111,8 +111,8 @@ class StepTimer:
         """
         samples = self.samples(prior, budget_s)
         works, seconds = [work for work, _ in samples], [took_s for _, took_s in samples]
-        fit = fit_steps(works, seconds)
-        how = {"r2": fit.r2, "steps": fit.steps, "error": fit.error}
+        fit = fit_steps(works, seconds, prior.expert_idle)
+        how = {"r2": fit.r2, "steps": fit.steps, "error": fit.error, "errors": dict(fit.errors)}
         return {**fit.step.to_dict(), **how, "prior_error": rate_steps(prior, works, seconds).error}
 
     def samples(self, prior: StepModel, budget_s: float) -> list[tuple[StepWork[float], float]]:

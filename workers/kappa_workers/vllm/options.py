@@ -121,11 +121,21 @@ def measured_step(profile: str) -> StepModel | None:
     return None
 
 
+MOST_P90 = 0.25
+"""A fit that is further off than this in one of ten steps of a kind is not used."""
+
+
+def worst_kind(found: Mapping[str, Any]) -> tuple[str, float]:
+    """The kind of steps that a fit holds worst, and its 90th percentile; 0 where none was noted."""
+    errors = {kind: float(p90) for kind, (_, p90) in found.get("errors", {}).items()}
+    return max(errors.items(), key=lambda row: row[1], default=("", 0.0))
+
+
 def fitted_step(measured: Mapping[str, Any]) -> StepModel | None:
     """The constants fitted to the engine's own steps, if they are nearer to these than the prior
-    is."""
+    is, and hold nine of ten steps of each kind."""
     found = measured.get("step")
-    if not found or not found["error"] < found["prior_error"]:
+    if not found or not found["error"] < found["prior_error"] or worst_kind(found)[1] > MOST_P90:
         return None
     known = StepModel.__dataclass_fields__
     return StepModel(**{name: value for name, value in found.items() if name in known})
