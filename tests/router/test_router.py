@@ -101,7 +101,9 @@ def test_an_idle_worker_is_priced_by_load_and_compute():
     assert chosen.ttft_s == pytest.approx(chosen.load_s + chosen.compute_s, abs=1e-6)
     assert chosen.queue_s == pytest.approx(0.0, abs=1e-6)
     assert (chosen.tpot_impact_s, chosen.backlog_s, chosen.in_flight) == (0.0, 0.0, 0)
-    assert chosen.kappa_crit == pytest.approx(gemm_flops(SHAPE) * 63e9 / (989e12 * KV_BYTES))
+    # Products reach 0.711 of the data sheet's FLOP/s.
+    rate = 0.711 * 989e12
+    assert chosen.kappa_crit == pytest.approx(gemm_flops(SHAPE) * 63e9 / (rate * KV_BYTES))
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
