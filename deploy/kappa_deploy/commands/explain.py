@@ -229,7 +229,7 @@ def silicon_cost(counts: TokenCounts, shape: ModelShape, name: str) -> dict[str,
 
     beyond: parts of the steps that the table does not reach.
     """
-    table = silicon_table(name)
+    table = replace(silicon_table(name), beyond=set())
     if name.split("/")[1] != shape.name:
         raise ValueError(
             f"{name} is a table of another model than {shape.name}: name one of its own"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kappa.hardware import node_profile
-from kappa.model import kv_bytes_per_token
+from kappa.model import gemm_flops, kv_bytes_per_token
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import rates_from_law
@@ -19,7 +19,7 @@ BLOCK = 32
 def node(critical):
     """A node that loads `critical` tokens while it computes one."""
     profile = node_profile("pcie")
-    token_s = 2.0 * SHAPE.params_active / profile.flops_per_s
+    token_s = gemm_flops(SHAPE) / profile.flops_per_s
     return replace(profile, h2d_bytes_per_s=kv_bytes_per_token(SHAPE) * critical / token_s)
 
 
