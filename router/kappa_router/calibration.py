@@ -21,8 +21,17 @@ import numpy as np
 from kappa.cost import StepModel, chunk_work
 from kappa.protocol import Announcement, WorkerReport
 from kappa_router import estimator
-from kappa_router.engine_queue import EngineSpeed
-from kappa_router.estimator import GAP, KINDS, LOAD, STEP, TTFT, Floats, Observation, Observations
+from kappa_router.estimator import (
+    GAP,
+    KINDS,
+    LOAD,
+    STEP,
+    TTFT,
+    EngineSpeed,
+    Floats,
+    Observation,
+    Observations,
+)
 from kappa_router.fleet import Certainty, Flight
 
 # Of each kind: observations kept of each size (a power of two), and the least noise in the

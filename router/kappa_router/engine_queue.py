@@ -17,61 +17,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from kappa import formulas
-from kappa.compiled import interpreted
-from kappa.cost import StepLimit, StepModel, batch_work, transfer_s
+from kappa_router.estimator import EngineSpeed, Work
 
 # A forecast that would take longer than this many steps is cut off: it is "very late" anyway.
 _MAX_STEPS = 2_000
 _MANY = 1_000_000
 _NEVER = math.inf
 _ROUNDING = 1e-6
-_factor = interpreted(formulas.factor)
-
-Work = list[tuple[int, int]]
-"""Of a step: new tokens of each request, and the tokens of its context before them."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpeed:
-    """What an engine can do: steps, link, token budget and VRAM, in real seconds.
-
-    disk_token_s: what a token on disk takes besides. packs, step_factor: as the `Announcement` has
-    them. factors: logarithms of what a step of 1, 2, 4, ... tokens takes over what `step` says;
-    none: it says all.
-    """
-
-    step: StepModel
-    load_token_s: float
-    load_fixed_s: float
-    budget_tokens: int
-    capacity_tokens: int
-    packs: bool = False
-    disk_token_s: float = 0.0
-    factors: tuple[float, ...] = ()
-    step_factor: float = 0.0
-
-    def step_s(self, work: Work) -> float:
-        """Real seconds of one step."""
-        total = batch_work(work)
-        seconds = self.step.parts(total).step_s * self.step.dilation
-        return seconds * _factor(self.factors, total.tokens) if self.factors else seconds
-
-    def most_tokens(
-        self, decoding: Work, behind_tokens: int, left_tokens: int = 0, waited_s: float = 0.0
-    ) -> int:
-        """Tokens of a step, those that decode included, as `StepLimit.tokens` has them."""
-        if not self.step_factor:
-            return self.budget_tokens
-        context = sum([context for _, context in decoding])
-        limit = StepLimit(self.step, self.step_factor)
-        most = limit.tokens(len(decoding), context, behind_tokens, left_tokens, waited_s)
-        return int(min(most, self.budget_tokens))
-
-    def load_s(self, tokens: int, disk_tokens: int = 0) -> float:
-        """Real seconds of link time for `tokens`, some of them on disk; none costs nothing."""
-        link_s = transfer_s(tokens, self.load_token_s, self.load_fixed_s)
-        return link_s + min(disk_tokens, tokens) * self.disk_token_s
 
 
 @dataclass(slots=True)

@@ -3,50 +3,56 @@
 Observations are seconds of so much work, all sums of the same constants. Each constant is the
 announced one times a multiple whose logarithm is normal; noise has long tails (Student's t). The
 most probable multiples are found by Gauss-Newton, whose curvature at the end says how sure they
-are. `router.calibration` keeps the observations of a worker, and is the only caller. Pure.
+are. `router.calibration` keeps the observations of a worker, calls this, and makes an `EngineSpeed`
+of what it finds, by which the router predicts. Pure.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kappa import formulas
-from kappa.compiled import compiled
+from kappa.compiled import compiled, interpreted
+from kappa.cost import StepLimit, StepModel, batch_work, transfer_s
 
 # Of observations.
 KINDS = STEP, LOAD, TTFT, GAP = 0, 1, 2, 3
 
 
 class Observation(NamedTuple):
-    """So many seconds for so much work; what is not given is nothing.
+    """One timing observation: the `seconds` that the given work took. Omitted fields are zero."""
 
-    steps: alike, of so many tokens, pairs and reads each (`kappa.cost.StepWork`), and `mixed`
-    others; loads and their tokens, of which some from disk; requests: overheads in it; known_s:
-    part of the seconds that teaches nothing. doubt: share of the seconds that something else may be
-    to blame for. number: in the order of arrival of its kind. stale: from before a change, not 0.
-    """
-
+    # One of `KINDS`.
     kind: float
     seconds: float
+    # The part of the seconds that teaches nothing.
     known_s: float = 0.0
+    # The share of the seconds that something else may be to blame for.
     doubt: float = 0.0
+    # Equal steps; tokens, pairs and reads of each (`kappa.cost.StepWork`).
     steps: float = 0.0
     tokens: float = 0.0
     pairs: float = 0.0
     reads: float = 0.0
+    # Further steps, equal among themselves.
     mixed: float = 0.0
     mixed_tokens: float = 0.0
     mixed_pairs: float = 0.0
     mixed_reads: float = 0.0
     loads: float = 0.0
     load_tokens: float = 0.0
+    # Of `load_tokens`, those that came from disk.
     disk_tokens: float = 0.0
+    # Overheads in it, one a request.
     requests: float = 0.0
+    # Its place in the order of arrival of its kind.
     number: float = 0.0
+    # Not 0: it is from before a change.
     stale: float = 0.0
 
 
@@ -67,6 +73,50 @@ _LEAST_S = 1e-9
 Floats = NDArray[np.float64]
 Observations = NDArray[np.void]
 Places = NDArray[np.intp]
+Work = list[tuple[int, int]]
+"""A step's requests: the new tokens of each, and the tokens of its context before them."""
+
+_factor = interpreted(formulas.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    """The speed of an engine: steps, link, token budget and VRAM, in real seconds."""
+
+    step: StepModel
+    load_token_s: float
+    load_fixed_s: float
+    budget_tokens: int
+    capacity_tokens: int
+    # As the `Announcement` has it, and so is `step_factor`.
+    packs: bool = False
+    # What a token on disk takes besides `load_token_s`.
+    disk_token_s: float = 0.0
+    # Logarithms of the seconds of a step of 1, 2, 4, ... tokens over those of `step`; empty: equal.
+    factors: tuple[float, ...] = ()
+    step_factor: float = 0.0
+
+    def step_s(self, work: Work) -> float:
+        """Real seconds of one step."""
+        total = batch_work(work)
+        seconds = self.step.parts(total).step_s * self.step.dilation
+        return seconds * _factor(self.factors, total.tokens) if self.factors else seconds
+
+    def most_tokens(
+        self, decoding: Work, behind_tokens: int, left_tokens: int = 0, waited_s: float = 0.0
+    ) -> int:
+        """Tokens of a step, those that decode included, as `StepLimit.tokens` has them."""
+        if not self.step_factor:
+            return self.budget_tokens
+        context = sum([context for _, context in decoding])
+        limit = StepLimit(self.step, self.step_factor)
+        most = limit.tokens(len(decoding), context, behind_tokens, left_tokens, waited_s)
+        return int(min(most, self.budget_tokens))
+
+    def load_s(self, tokens: int, disk_tokens: int = 0) -> float:
+        """Real seconds of link time for `tokens`, some of them on disk; none costs nothing."""
+        link_s = transfer_s(tokens, self.load_token_s, self.load_fixed_s)
+        return link_s + min(disk_tokens, tokens) * self.disk_token_s
 
 
 class Prior(NamedTuple):

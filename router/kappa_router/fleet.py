@@ -26,7 +26,7 @@ from kappa_router.decision import (
     PricedWorker,
     Slots,
 )
-from kappa_router.engine_queue import EngineSpeed
+from kappa_router.estimator import EngineSpeed
 
 USE_WINDOW_S = 20.0
 _MORE_RECORDS = 8

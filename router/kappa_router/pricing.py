@@ -37,7 +37,7 @@ _LOAD = (
     "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
     "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor",
 )  # fmt: skip
-# `factors`: as `kappa_router.engine_queue.EngineSpeed` has them.
+# `factors`: as `kappa_router.estimator.EngineSpeed` has them.
 _FIGURES = tuple((name, np.float64) for name in (*_IDENTITY, *_LOAD))
 WORKER = np.dtype([*_FIGURES, ("factors", np.float64, formulas.FACTORS)])
 
@@ -328,6 +328,40 @@ def interference_share(rows: Rows, ttft_limit_s: float) -> float:
 
 
 @compiled
+def price_interference(
+    workers: Workers, slots: Slots, rows: Rows, lengths: tuple[float, float], steps_s: Floats,
+    slo: Slo,
+) -> None:  # fmt: skip
+    """Put the cost of decode interference in the place of its seconds, in a price's `rows`.
+
+    lengths: tokens of the prompt, and of the output. steps_s: of each worker, a step of all in
+    flight and the request, without prompts.
+    """
+    prompt_tokens, output_tokens = lengths
+    ttft_limit_s, tpot_limit_s = objective(workers, slots, rows, prompt_tokens, slo)
+    share = interference_share(rows, ttft_limit_s)
+    answer_s = max(output_tokens, 1.0) * tpot_limit_s
+    for i in range(len(slots)):
+        worker, row = workers[slots[i]], rows[i]
+        if math.isinf(answer_s):
+            row.interference_s = 0.0
+            continue
+        token_s = worker.token_s + prompt_tokens * worker.context_token_s
+        used, added = steps_s[i] / tpot_limit_s, token_s / tpot_limit_s
+        if worker.step_factor <= 0:
+            # Prompts hold up those that decode, where nothing bounds a step's seconds.
+            used += worker.prompts_s / answer_s
+            added += row.interference_s / answer_s
+        # The growth of the square of what is used; what is late already counts as just late.
+        each = 2 * min(used, 1.0) * min(added, 1.0)
+        # For so much longer who comes waits past the least objective of a first token.
+        least_s, queue_s = slo[0] * worker.dilation, row.gpu_backlog_s
+        late_s = max(queue_s + row.work_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
+        lost = worker.in_flight * each + row.prefills_per_s * late_s
+        row.interference_s = share * ttft_limit_s * lost
+
+
+@compiled
 def price(
     workers: Workers, slots: Slots, rows: Rows, request: tuple[float, float, float, float],
     source: int, slo: Slo,
@@ -370,11 +404,9 @@ def price(
 
         row.load_s = load_s(worker, cached, row.disk_tokens)
         link_s, gpu_s = queued_s(worker, now_s)
-        net_free_s, start_s = worker.net_free_s, link_s
+        row.net_backlog_s, start_s = max(worker.net_free_s - now_s, 0.0), link_s
         if source >= 0:
-            net_free_s = max(net_free_s, workers[source].net_free_s)
-        row.net_backlog_s = max(net_free_s - now_s, 0.0)
-        if source >= 0:
+            row.net_backlog_s = max(row.net_backlog_s, workers[source].net_free_s - now_s)
             row.fetch_s = fetch_s(worker, workers[source], row.fetch_tokens)
             start_s = max(link_s, row.net_backlog_s + row.fetch_s)
         else:
@@ -385,58 +417,28 @@ def price(
         row.ttft_sd = deviation(worker, row)
         steps_s[i] = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
         row.tpot_s = steps_s[i] / (1 - min(row.gpu_use, MOST_USE))
-    ttft_limit_s, tpot_limit_s = objective(workers, slots, rows, prompt_tokens, slo)
-    share = interference_share(rows, ttft_limit_s)
-    answer_s = max(output_tokens, 1.0) * tpot_limit_s
-    for i in range(len(slots)):
-        worker, row = workers[slots[i]], rows[i]
-        if math.isinf(answer_s):
-            row.interference_s = 0.0
-            continue
-        token_s = worker.token_s + prompt_tokens * worker.context_token_s
-        used, added = steps_s[i] / tpot_limit_s, token_s / tpot_limit_s
-        if worker.step_factor <= 0:
-            # Prompts hold up those that decode, where nothing bounds a step's seconds.
-            used += worker.prompts_s / answer_s
-            added += row.interference_s / answer_s
-        # The growth of the square of what is used; what is late already counts as just late.
-        each = 2 * min(used, 1.0) * min(added, 1.0)
-        # For so much longer who comes waits past the least objective of a first token.
-        least_s, queue_s = slo[0] * worker.dilation, row.gpu_backlog_s
-        late_s = max(queue_s + row.work_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
-        lost = worker.in_flight * each + row.prefills_per_s * late_s
-        row.interference_s = share * ttft_limit_s * lost
-
-
-@compiled
-def idle_s(
-    workers: Workers, slots: Slots, prompt_tokens: float, held_tokens: float
-) -> tuple[Floats, Floats]:
-    """TTFT and time per output token on idle workers that hold `held_tokens` of the prompt in their
-    host tiers."""
-    ttft_s, tpot_s = np.empty(len(slots)), np.empty(len(slots))
-    for i in range(len(slots)):
-        worker = workers[slots[i]]
-        compute_s = prefill_s(worker, prompt_tokens, held_tokens, 0.0, 0.0)[2]
-        ttft_s[i] = worker.overhead_s + load_s(worker, held_tokens, 0.0) + compute_s
-        tpot_s[i] = reading_step_s(worker, prompt_tokens)
-    return ttft_s, tpot_s
+    price_interference(workers, slots, rows, (prompt_tokens, output_tokens), steps_s, slo)
 
 
 @compiled
 def median_idle(
     workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float
 ) -> tuple[float, float, float, float]:
-    """Medians over workers: `idle_s` where the host tier holds what the best holder among `rows`
-    has, and the dilation; and the least `work_s` of `rows`. A median is the least figure that half
-    of them reach, as `kappa.slo.median_node` has it."""
+    """Medians over workers: TTFT and time per output token on an idle one whose host tier holds
+    what the best holder among `rows` has, and the dilation; and the least `work_s` of `rows`. A
+    median is the least figure that half of them reach, as `kappa.slo.median_node` has it."""
     held_tokens, least_s = 0.0, math.inf
     dilations = np.empty(len(slots))
     for i in range(len(slots)):
         held_tokens = max(held_tokens, rows[i].device_tokens + rows[i].cached_tokens)
         least_s = min(least_s, rows[i].work_s)
         dilations[i] = workers[slots[i]].dilation
-    ttft_s, tpot_s = idle_s(workers, slots, prompt_tokens, held_tokens)
+    ttft_s, tpot_s = np.empty(len(slots)), np.empty(len(slots))
+    for i in range(len(slots)):
+        worker = workers[slots[i]]
+        compute_s = prefill_s(worker, prompt_tokens, held_tokens, 0.0, 0.0)[2]
+        ttft_s[i] = worker.overhead_s + load_s(worker, held_tokens, 0.0) + compute_s
+        tpot_s[i] = reading_step_s(worker, prompt_tokens)
     k = (len(slots) - 1) // 2
     ttft_s, tpot_s = np.partition(ttft_s, k), np.partition(tpot_s, k)
     return ttft_s[k], tpot_s[k], np.partition(dilations, k)[k], least_s
