@@ -9,12 +9,12 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.requests import Request
 
 from kappa.hardware import node_profile
-from kappa_router.api.app import Inbound
 from kappa_router.api.errors import ApiError
 from kappa_router.api.request import (
     ApiRequest,
     Deadline,
     EndpointModel,
+    Inbound,
     approx_allowed,
     cache_salt,
     deadline_of,

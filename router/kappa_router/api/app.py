@@ -32,6 +32,7 @@ from kappa.keys import KeysUnreadableError, read_digests
 from kappa.protocol import MAX_TENANTS
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
+from kappa_router.api.request import Inbound, inbound_of
 from kappa_router.api.tenants import (
     Allowance,
     Lease,
@@ -91,41 +92,20 @@ class Access:
         return path.rstrip("/") in _LIMITED_PATHS
 
 
-@dataclass(slots=True)
-class Inbound:
-    """What is known of a request before its endpoint sees it.
-
-    arrived_s: by the monotonic clock. lease: what it holds of its tenant's limits, if these count
-    it.
-    """
-
-    request_id: str
-    arrived_s: float
-    tenant: Tenant = field(default_factory=Tenant)
-    lease: Lease | None = None
-    body: bytes = b""
-
-
-def inbound_of(request: Request) -> Inbound:
-    """What the middleware found out about a request."""
-    inbound: Inbound = request.scope["state"]["inbound"]
-    return inbound
-
-
 def fit_id(given: str) -> str:
     """A request's id as its client gives it, if that may be one, else a new one."""
     fit = 0 < len(given) <= _LONGEST_ID and _ID_CHARACTERS.issuperset(given)
     return given if fit else uuid.uuid4().hex
 
 
-def make_app(access: Access | None = None, door: Door | None = None) -> FastAPI:
-    """`guarded` FastAPI, with no routes yet; door: what it shares with others."""
+def make_app(door: Door) -> FastAPI:
+    """FastAPI behind a door, with no routes yet."""
     # Half a second and 7 MB that `kappa route` does without.
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
 
     app = FastAPI(title="kappa-serve", docs_url=None, redoc_url=None)
-    guard(app, access or Access(), door)
+    guard(app, door)
 
     async def on_invalid(request: Request, error: Any) -> Response:
         return _error_response(request, errors.validation_error(list(error.errors())))
@@ -134,17 +114,15 @@ def make_app(access: Access | None = None, door: Door | None = None) -> FastAPI:
     return app
 
 
-def guard(app: Starlette, access: Access, door: Door | None = None) -> None:
-    """Put our middleware and error handlers around an application; door: what it shares with
-    others. `app.state.door` is there from the first request on.
-    """
+def guard(app: Starlette, door: Door) -> None:
+    """Put our middleware and error handlers around an application."""
 
     async def on_error(request: Request, error: Any) -> Response:
         return _error_response(request, _as_api_error(request, error))
 
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(Gate, access=access, door=door)
+    app.add_middleware(Gate, door=door)
 
 
 # -- errors -----------------------------------------------------------------------------------
@@ -237,9 +215,9 @@ class Door:
 class Gate:
     """Lets a request through to its endpoint, or answers it with what is wrong with it."""
 
-    def __init__(self, app: ASGIApp, access: Access, door: Door | None = None) -> None:
-        self._app, self._access, self._door = app, access, door or Door(access)
-        self._outstanding = Places(access.max_outstanding_bodies)
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app, self._access, self._door = app, door.access, door
+        self._outstanding = Places(door.access.max_outstanding_bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its `Inbound` in its state, or refuse it."""
@@ -252,7 +230,6 @@ class Gate:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         inbound = Inbound(fit_id(given), time.monotonic())
         scope.setdefault("state", {})["inbound"] = inbound
-        scope["app"].state.door = self._door
         # Whatever is logged on the way carries the id.
         with structlog.contextvars.bound_contextvars(request_id=inbound.request_id):
             reply = _Reply(send)

@@ -14,19 +14,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kappa_router.api import errors, status
-from kappa_router.api.app import inbound_of
-from kappa_router.api.tenants import Tenants
+from kappa_router.api.app import Door
+from kappa_router.api.request import inbound_of
 from kappa_router.decision import NoWorkerError, RouteRequest
 from kappa_router.live.live_router import LiveRouter
 
 
 class Face:
-    """What both answer alike. `_live` gives the live router, `_known` are the tenants at the
-    start."""
+    """What both answer alike. `_live` gives the live router."""
 
     _live: Callable[[], LiveRouter]
-    _known: Tenants
-    _asgi_app: Any  # as Ray Serve names it, and sets it before any scrape
+    _door: Door
 
     async def ready(self, request: Request) -> Response:
         """200 while a worker can be chosen, else 503."""
@@ -35,7 +33,6 @@ class Face:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics, of all deciders together."""
-        self._asgi_app = request.app
         answers = await self.of_all("metrics")
         text = answers[0]
         if len(answers) > 1:
@@ -48,8 +45,7 @@ class Face:
     async def tenants(self, request: Request) -> Response:
         """Every tenant with its weight, what it was charged, and its share of all charges."""
         charged = self._live().charges.totals()
-        known = status.tenants_now(request.app.state, self._known)
-        return JSONResponse({"tenants": status.shares(known, charged)})
+        return JSONResponse({"tenants": status.shares(self._door.keyring.tenants, charged)})
 
     async def decisions(self, request: Request, limit: int = 100) -> Response:
         """The last decisions with their outcomes, newest last; of other tenants to operators.
@@ -94,8 +90,7 @@ class Face:
         live = self._live()
         match what:
             case "metrics":
-                state = self._asgi_app.state
-                return status.exposition(live, status.tenants_now(state, self._known), state)
+                return status.exposition(live, self._door)
             case "decisions":
                 return status.newest_decisions(live, *args)
             case "decision":

@@ -18,7 +18,6 @@ from starlette.requests import Request
 
 from kappa.protocol import APPROX_HEADER, Announcement
 from kappa_router.api import errors
-from kappa_router.api.app import Inbound, inbound_of
 from kappa_router.api.metadata import (
     CONVERSATION_KEYS,
     DEADLINE_HEADER,
@@ -26,7 +25,7 @@ from kappa_router.api.metadata import (
     SESSION_HEADER,
 )
 from kappa_router.api.request_body import RequestBody
-from kappa_router.api.tenants import Tenant
+from kappa_router.api.tenants import Lease, Tenant
 from kappa_router.decision import Estimates
 from kappa_router.index.prefix_hash import salt_of
 from kappa_router.telemetry import RequestTimeline
@@ -34,6 +33,25 @@ from kappa_router.telemetry import RequestTimeline
 _LONGEST_DEADLINE_MS = 24 * 3600 * 1000
 _CLOCK_SLACK_S = 0.005
 _APPROX_VALUES = {"ok": math.inf, "no": 0.0, "": None}
+
+
+@dataclass(slots=True)
+class Inbound:
+    """What is known of a request before its endpoint sees it."""
+
+    request_id: str
+    # By the monotonic clock.
+    arrived_s: float
+    tenant: Tenant = field(default_factory=Tenant)
+    # What it holds of its tenant's limits; None where they do not count it.
+    lease: Lease | None = None
+    body: bytes = b""
+
+
+def inbound_of(request: Request) -> Inbound:
+    """What the middleware found out about a request."""
+    inbound: Inbound = request.scope["state"]["inbound"]
+    return inbound
 
 
 @dataclass(frozen=True, slots=True)

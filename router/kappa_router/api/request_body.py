@@ -64,9 +64,9 @@ class RequestBody:
         return self.fields["messages"] if self.is_chat else []
 
     @property
-    def prompt(self) -> Any:
-        """A completion's: a text, token ids, or several of one kind; of a chat none."""
-        return None if self.is_chat else self.fields["prompt"]
+    def prompts(self) -> list[Any]:
+        """A completion's, as `prompts_in`; a chat has none."""
+        return [] if self.is_chat else prompts_in(self.fields)
 
     @property
     def stream(self) -> bool:
@@ -112,9 +112,14 @@ class RequestBody:
         return msgspec.json.encode({**self.fields, **self.sets()})
 
 
-def choices_in(body: Mapping[str, Any]) -> int:
-    """How many answers a body asks for: `n` for every prompt."""
+def prompts_in(body: Mapping[str, Any]) -> list[Any]:
+    """A completion's prompts, texts or lists of token ids; empty where its prompt is."""
     prompt = body.get("prompt")
     # A list of numbers is one prompt, in tokens.
     several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return int(body.get("n") or 1) * (len(prompt or ()) if several else 1)
+    return prompt if several else [prompt] if prompt else []
+
+
+def choices_in(body: Mapping[str, Any]) -> int:
+    """How many answers a body asks for: `n` for every prompt."""
+    return int(body.get("n") or 1) * max(len(prompts_in(body)), 1)

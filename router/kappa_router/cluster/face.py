@@ -49,7 +49,6 @@ class ClusterFace(Face):
             rank = int(serve.get_replica_context().rank.rank)
         except RayServeException:  # outside of Ray Serve
             rank = 0
-        self._known = settings.tenants
         self._live = LiveStart(settings, self._wake_router, rank)
         self._checked = False
         self._deciders = Deciders(settings.replicas, "for_deciders")

@@ -61,26 +61,26 @@ class KappaDecider(ClusterFace):
         self, kappa: DeciderSettings, access: Access, spec: GatewaySpec, secret: str
     ) -> None:
         live, router = self._live(), kappa.router
-        door, scene = Door(access), ClusterScene(self._path, kappa.transfer, spec, secret)
+        scene = ClusterScene(self._path, kappa.transfer, spec, secret)
         self._ports = scene.ports
         rule = DeciderRule(
             router.max_queue, router.max_body_bytes, access.body_timeout_s,
             unheard_s=UNHEARD_S, foreign=False, late_s=router.failover.stall_after_s,
         )  # fmt: skip
-        decider = Decider(scene, door, rule)
+        self._door = Door(access)
+        decider = Decider(scene, self._door, rule)
         if spec.deciders > 1:
             # Others know more until then.
             await self._live.known(FIRST_SIGHT_S)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(scene.ports.close)
-            app = self._application(access, door)
-            await stack.enter_async_context(hosted(decider, app, spec))
+            await stack.enter_async_context(hosted(decider, self._application(), spec))
             tasks = {"servers": scene.follow, "ends": decider.flights.sweep}
             await stack.enter_async_context(running(tasks, live.task_restarted))
             self._stack = stack.pop_all()
 
-    def _application(self, access: Access, door: Door) -> Any:
-        self._asgi_app = app = make_app(access, door)
+    def _application(self) -> Any:
+        app = make_app(self._door)
         add_page(app)
         for name, route in OWN.items():
             route(app)(getattr(self, name))

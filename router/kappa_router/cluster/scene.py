@@ -26,11 +26,10 @@ from kappa.protocol import (
 )
 from kappa.settings.engine import TransferSettings
 from kappa_router.api import errors
-from kappa_router.api.app import Inbound
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import decision_headers, peer_params
 from kappa_router.api.reading import read
-from kappa_router.api.request import ApiRequest
+from kappa_router.api.request import ApiRequest, Inbound
 from kappa_router.api.request_path import RequestPath, engine_metadata
 from kappa_router.cluster.paths import DECIDED
 from kappa_router.cluster.ports import WorkerPorts

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kappa_router.api import errors, status
-from kappa_router.api.app import Door, guard, inbound_of
+from kappa_router.api.app import Door, guard
 from kappa_router.api.face import Face
-from kappa_router.api.start import access_of, tenants_table
+from kappa_router.api.request import inbound_of
 from kappa_router.front.front import DECIDED_PATHS, Front
 from kappa_router.page.mount import add_page
 
@@ -21,16 +19,16 @@ _JSON_LINES = "application/x-ndjson"
 
 def make_face_app(front: Front, door: Door) -> Starlette:
     """The application, of a front that runs; door: of the decider that stands beside."""
-    app = Starlette(routes=own_routes(front))
+    app = Starlette(routes=own_routes(front, door))
     app.router.redirect_slashes = False
     add_page(app)
-    guard(app, replace(access_of(front.settings), limit_all=True), door)
+    guard(app, door)
     return app
 
 
-def own_routes(front: Front) -> list[Route]:
+def own_routes(front: Front, door: Door) -> list[Route]:
     """Paths that are answered here."""
-    face = _Face(front)
+    face = _Face(front, door)
     return [
         Route("/health", face.health),
         Route("/ready", face.ready),
@@ -49,10 +47,9 @@ def own_routes(front: Front) -> list[Route]:
 class _Face(Face):
     """The endpoints that are answered here."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, front: Front, door: Door) -> None:
+        self._front, self._door = front, door
         self._live = lambda: front.live
-        self._known = tenants_table(front.settings.tenants)
 
     async def health(self, request: Request) -> Response:
         """200 as long as this process serves."""

@@ -28,6 +28,7 @@ from kappa_router.api.errors import ApiError
 from kappa_router.api.fair_queue import FairTurns
 from kappa_router.api.metadata import CONVERSATION_KEYS
 from kappa_router.api.reading import read
+from kappa_router.api.request_body import prompts_in
 from kappa_router.api.start import DeciderSettings, member_rule, router_config
 from kappa_router.api.tenants import EVERYBODY, Tenant
 from kappa_router.decision import Decision, NoWorkerError, RouteRequest
@@ -92,16 +93,12 @@ class Wanted:
         model, salt = data.get("model"), data.get("cache_salt")
         counts = (data.get(name) for name in ("n", "best_of"))
         answers = max((one for one in counts if type(one) is int and 0 < one < 1 << 20), default=1)
-        prompt = data.get("prompt")
-        prompts = 1
-        if isinstance(prompt, list) and prompt and type(prompt[0]) is not int:
-            prompts = len(prompt)
         limit = data.get("max_completion_tokens") or data.get("max_tokens")
         return cls(
             model if isinstance(model, str) else "",
             data.get("stream") is True,
             max_tokens=limit if type(limit) is int and 0 < limit < 1 << 31 else 0,
-            answers=answers * prompts,
+            answers=answers * max(len(prompts_in(data)), 1),
             merged=data.get("stream_interval") not in (None, 1),
             salt=salt if isinstance(salt, str) else "",
         )

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from starlette.routing import Route
+
 from kappa.settings.front import FrontSettings
 from kappa_router.api.app import Door
 from kappa_router.api.reading import prepare
@@ -70,7 +72,7 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-route-")))
         front = await stack.enter_async_context(Front(settings))
         scene = FrontScene(front)
-        spec = _spec_of(settings, scene, folder)
+        spec = _spec_of(settings, scene, own_routes(front, door), folder)
         decider = Decider(scene, door, _rule_of(settings))
         app = make_face_app(front, door)
         face = await stack.enter_async_context(hosted(decider, app, spec))
@@ -82,9 +84,11 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         yield FrontGateway(front, scene, decider, gateway, face)
 
 
-def _spec_of(settings: FrontSettings, scene: FrontScene, folder: Path) -> GatewaySpec:
+def _spec_of(
+    settings: FrontSettings, scene: FrontScene, routes: list[Route], folder: Path
+) -> GatewaySpec:
     """The front door that the settings ask for."""
-    own = dict.fromkeys(("/", *(one.path.partition("{")[0] for one in own_routes(scene.front))))
+    own = dict.fromkeys(("/", *(one.path.partition("{")[0] for one in routes)))
     spec = spec_of(
         settings.http, settings.access, folder=folder, own=tuple(own), foreign=True,
         max_body_bytes=settings.router.max_body_bytes,
