@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Whose errors have Anthropic's shape.
+# Paths with errors in Anthropic's shape.
 MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _BODY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *MESSAGES_PATHS)
 # What makes engines work, or the decider: counted against a tenant's limits.
@@ -67,22 +67,24 @@ _SETTLED_S = 0.5
 
 @dataclass(slots=True)
 class Access:
-    """What a decider replica knows of who may ask, how much, and in what size.
-
-    replicas: so many deciders share every tenant's limits. max_outstanding_bodies: requests at a
-    time whose bodies have not arrived. limit_all: also what is only passed on is limited.
-    """
+    """Who may ask, how much, and in what size, as a decider replica is told."""
 
     tenants: Tenants = field(default_factory=Tenants)
+    # None: keys never change.
     keys_file: str | None = None
     keys_check_s: float = 2.0
     max_body_bytes: int = 4 << 20
     body_timeout_s: float = 30.0
+    # Requests at a time that wait for their bodies.
     max_outstanding_bodies: int = 512
+    # Metrics need no key.
     open_metrics: bool = True
     default_allowance: Allowance = field(default_factory=Allowance)
+    # By tenant.
     allowances: dict[str, Allowance] = field(default_factory=dict)
+    # The deciders that share every tenant's limits.
     replicas: int = 1
+    # Requests that are only passed on are limited, too.
     limit_all: bool = False
 
     def limits(self, path: str) -> bool:
@@ -129,11 +131,11 @@ def guard(app: Starlette, door: Door) -> None:
 
 
 def _as_api_error(request: Request, error: Exception) -> ApiError:
-    """What a client sees of anything that was raised."""
+    """The error that a client sees of anything that was raised."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        # FastAPI makes one of what is raised while it reads a body.
+        # FastAPI makes one of any error while it reads a body.
         cause = error.__cause__
         return (
             cause if isinstance(cause, ApiError) else ApiError(error.status_code, str(error.detail))
@@ -163,7 +165,7 @@ def _error_response(request: Request, error: ApiError) -> Response:
 
 
 def places_of(error: BaseException) -> list[str]:
-    """Where an error came from, innermost last, without its message, which may quote a prompt."""
+    """The places of an error, innermost last, without its message, which may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-_PLACES_LOGGED:]
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
 
@@ -172,7 +174,7 @@ def places_of(error: BaseException) -> list[str]:
 
 
 class Door:
-    """Who may ask, and how much, for whatever stands before endpoints.
+    """The check of keys and limits that stands before endpoints.
 
     keys_refused: requests that were refused for want of a known key; refused: those that were by
     their tenant's limits, by (tenant, code).
@@ -187,8 +189,9 @@ class Door:
     async def tenant(
         self, authorization: str, api_key: str, now_s: float, *, is_open: bool = False
     ) -> Tenant:
-        """Whose a request with these headers is; of an open endpoint anybody's. Raises ApiError
-        401."""
+        """The tenant of a request with these headers; an open endpoint needs no key.
+
+        Raises ApiError 401."""
         await self.keyring.refresh(now_s)
         tenants, keys = self.keyring.tenants, keys_in(authorization, api_key)
         tenant = tenants.find(keys)
@@ -213,7 +216,7 @@ class Door:
 
 
 class Gate:
-    """Lets a request through to its endpoint, or answers it with what is wrong with it."""
+    """Lets a request through to its endpoint, or answers with its fault."""
 
     def __init__(self, app: ASGIApp, door: Door) -> None:
         self._app, self._access, self._door = app, door.access, door
@@ -275,7 +278,7 @@ class Gate:
     ) -> bytes | None:
         """The whole body; None if the client left.
 
-        Only so many are awaited at a time, shared among tenants, or among addresses where there are
+        The number awaited at a time is bounded, and shared among tenants, or addresses if there are
         no keys: each holds one of the decider's slots. Envoy ends one that does not come in time.
         Raises ApiError 413 or 429.
         """
@@ -287,7 +290,7 @@ class Gate:
                 raise errors.BODIES_OUTSTANDING(limit=self._access.max_outstanding_bodies, who=who)
         most_bytes = self._access.max_body_bytes
         if scope["path"] in (*_OPEN_PATHS, _METRICS_PATH):
-            most_bytes = 0  # Anybody may ask there, and nobody has anything to say.
+            most_bytes = 0  # All may ask there, and no question has a body.
         too_large = errors.BODY_TOO_LARGE(limit_bytes=most_bytes)
         try:
             if _declared_bytes(headers) > most_bytes:
@@ -317,7 +320,7 @@ def _declared_bytes(headers: Mapping[bytes, bytes]) -> int:
 
 
 class _Reply:
-    """Where the answer goes. status: of what has begun, 0 until then; headers: what to add."""
+    """Sends the answer on. status: of one that has begun, 0 until then; headers: to be added."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.status = send, 0

@@ -21,7 +21,7 @@ from kappa_router.live.live_router import LiveRouter
 
 
 class Face:
-    """What both answer alike. `_live` gives the live router."""
+    """Endpoints that both answer alike. `_live` gives the live router."""
 
     _live: Callable[[], LiveRouter]
     _door: Door
@@ -60,7 +60,7 @@ class Face:
         return JSONResponse({"decisions": records[-count:] if count else []})
 
     async def decision(self, request_id: str, request: Request) -> Response:
-        """One request: its decision, what became of it, and where its time went; or 404."""
+        """One request: its decision, its outcome, and where its time went; or 404."""
         asker = inbound_of(request).tenant
         for tenant, account in await self.of_all("decision", request_id):
             own = tenant is not None and (asker.operator or asker.name == tenant)
@@ -69,7 +69,7 @@ class Face:
         raise errors.UNKNOWN_REQUEST(request_id=request_id[:80])
 
     def explained(self, routed: RouteRequest, request: Request) -> Response:
-        """What would be decided; ApiError 503 if nobody can serve it."""
+        """The decision that would be made; ApiError 503 if no worker can serve it."""
         live = self._live()
         try:
             decision = live.explain(routed)
@@ -86,7 +86,7 @@ class Face:
         return [await self.for_deciders(what, *args)]
 
     async def for_deciders(self, what: str, *args: Any) -> Any:
-        """What this decider alone knows: its `metrics`, its last `decisions`, or one `decision`."""
+        """This decider's own answer: its `metrics`, its last `decisions`, or one `decision`."""
         live = self._live()
         match what:
             case "metrics":
@@ -98,6 +98,6 @@ class Face:
         raise ValueError(f"a decider asked for {what!r}, which this one does not know")
 
     def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
-        """Whose a request is, and what became of it, as far as it is known."""
+        """The tenant of a request and its outcome; None where they are not known."""
         record = self._live().records.get(request_id)
         return (None, None) if record is None else (record.tenant, record.to_dict())

@@ -32,7 +32,7 @@ class PromptRefused(Exception):  # the prompt's fault, as a template saw it
 
 
 def longest_s(prompt_bytes: int) -> float:
-    """Seconds that tokenizing so many bytes may take."""
+    """The most seconds that tokenizing a prompt of that size may take."""
     return _SHORTEST_S + _S_PER_BYTE * prompt_bytes
 
 
@@ -44,7 +44,7 @@ class TokenizerProcess:
     """
 
     def __init__(self, *sources: str, module: str = "kappa_router.api.tokenizer") -> None:
-        """`sources`: the tokenizers' folders or names; `module`: what is run."""
+        """`sources`: the tokenizers' folders or names; `module`: the program."""
         self._command = [sys.executable, "-m", module, *sources]
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
