@@ -1,10 +1,10 @@
 """The most probable constants of an engine, given observations of it, and how sure they are.
 
-Observations are seconds of so much work, all sums of the same constants. Each constant is the
-announced one times a multiple whose logarithm is normal; noise has long tails (Student's t). The
-most probable multiples are found by Gauss-Newton, whose curvature at the end says how sure they
-are. `router.calibration` keeps the observations of a worker, calls this, and makes an `EngineSpeed`
-of what it finds, by which the router predicts. Pure.
+Observations are seconds that some work took, all sums of the same constants. Each constant is the
+announced one times a log-normal multiple; noise has long tails (Student's t). Gauss-Newton finds
+the most probable multiples; its curvature at the end says how sure they are. `router.calibration`
+keeps the observations of a worker, calls this, and makes an `EngineSpeed` of the result, by which
+the router predicts. Pure.
 """
 
 from __future__ import annotations
@@ -120,16 +120,15 @@ class EngineSpeed:
 
 
 class Prior(NamedTuple):
-    """What is believed before anything was observed, shape (constants,) each.
+    """The belief before any observation, shape (constants,) each."""
 
-    values: seconds. floors: a constant moves as if it were larger by so much, lest one that was
-    announced as nothing stay nothing. widths: standard deviation of the logarithm. most: how far
-    the logarithm may move.
-    """
-
+    # Seconds.
     values: Floats
+    # A constant moves as if it were larger by this, lest one that was announced as 0 stay 0.
     floors: Floats
+    # Standard deviation of the logarithm.
     widths: Floats
+    # How far the logarithm may move.
     most: Floats
 
 
@@ -172,7 +171,7 @@ def _add_steps(
 
 @compiled
 def _seconds(row: Any, theta: Floats, constants: Floats, slopes: Floats, gradient: Floats) -> float:
-    """What an observation should have taken; `gradient` is filled in."""
+    """Expected seconds of an observation; `gradient` is filled in."""
     gradient[:] = 0.0
     seconds = row.known_s
     if row.steps > 0:
@@ -192,7 +191,7 @@ def _seconds(row: Any, theta: Floats, constants: Floats, slopes: Floats, gradien
 
 @compiled
 def _slopes(theta: Floats, values: Floats, floors: Floats) -> Floats:
-    """Of the constants, by the logarithms of their multiples."""
+    """Slopes of the constants by the logarithms of their multiples."""
     out = np.empty(len(values))
     for k in range(len(values)):
         moved = (values[k] + floors[k]) * math.exp(theta[k])
@@ -287,13 +286,20 @@ def fit(rows: Observations, theta: Floats, prior: Prior, noise: Floats, weights:
 # -- how far off they are -------------------------------------------------------------------------
 
 
+class Observed(NamedTuple):
+    """The observations of a worker, copied from the places where they are kept."""
+
+    rows: Observations
+    # How many of its kind came after each, shape (rows,).
+    later: Floats
+    # The row of each place, -1 where it is empty, shape (places,).
+    places: Places
+
+
 @compiled
-def observed(
-    rows: Observations, counts: Floats, scale: float
-) -> tuple[Observations, Floats, Places]:
-    """Copies of the rows that hold an observation, with waiting as long as `scale` makes it, which
-    is learnt over announced seconds now; of each, how many of its kind came later; and of each
-    place in `rows` the one among the copies.
+def observed(rows: Observations, counts: Floats, scale: float) -> Observed:
+    """The rows that hold an observation. Their waiting is as long as `scale` makes it, which is
+    learnt over announced seconds now.
 
     counts: observations of each kind so far.
     """
@@ -308,7 +314,7 @@ def observed(
             row = kept[places[i]]
             row.known_s = min(row.known_s * scale, 0.9 * row.seconds)
             later[places[i]] = counts[int(row.kind)] - row.number
-    return kept, later, places
+    return Observed(kept, later, places)
 
 
 @compiled
@@ -337,8 +343,8 @@ def middle(values: Floats) -> float:
 
 @compiled
 def spreads(rows: Observations, errors: Floats) -> tuple[Floats, Floats]:
-    """Of each kind, how many observations there are since its last change, and the median distance
-    of their errors from their middle: what all are off by is still to be learnt, and no noise."""
+    """Counts of observations since the last change, by kind, and the median distance of their
+    errors from their median: an error that all share is still to be learnt, and no noise."""
     counts, medians, own = np.zeros(len(KINDS)), np.zeros(len(KINDS)), np.empty(len(rows))
     for kind in range(len(KINDS)):
         found = 0

@@ -34,51 +34,50 @@ _MORE_RECORDS = 8
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request in flight, from its reservation until it ends; seconds are real ones.
-
-    own: this router sent it; else a worker reported it, and another decider sent it.
-    link_s, gpu_s, new_tokens, fetch_tokens: what it put on its worker and takes away again.
-    prefilled: its prompt is done, as its worker or its stream reported.
-
-    Of its own ones: chosen, informed, sent_s; tpot_s: predicted seconds per token if no prompts
-    come in between, where outcomes are compared with predictions (0: they are not), bounded_s: most
-    with them; first_token_s: when that came; output_tokens: how many went to the client.
-    host_tokens: loaded, as far as is known, disk_tokens of them from disk; beside: requests that
-    decoded there when it was sent, and their context; decoded: when its first token came, and what
-    the worker had decoded by then.
-    """
+    """A request in flight, from its reservation until it ends; seconds are real ones."""
 
     request_id: str
     worker: str
     slot: int
+    # What it put on its worker and takes away again, `fetch_tokens` among it.
     link_s: float
     gpu_s: float
     new_tokens: int
     prompt_tokens: int
     fetch_tokens: float = 0.0
+    # Its prompt is done, as its worker or its stream reported.
     prefilled: bool = False
+    # This router sent it; else another decider did, and a worker reported it.
     own: bool = False
+    # Of the router's own requests: the prediction, whether the prompt was known, when it was sent.
     chosen: PricedWorker | None = None
     informed: bool = False
     sent_s: float = 0.0
+    # Predicted seconds per token without prompts in between; 0: outcomes are not compared.
     tpot_s: float = 0.0
+    # The most seconds per token with prompts in between.
     bounded_s: float = math.inf
     first_token_s: float | None = None
+    # Tokens that went to the client.
     output_tokens: int = 0
+    # Tokens loaded, as far as is known, and those of them that came from disk.
     host_tokens: int = 0
     disk_tokens: int = 0
+    # Requests that decoded there when it was sent, and their context.
     beside: tuple[float, float] = (0.0, 0.0)
+    # When its first token came, and the worker's decoding up to then (`Calibration`).
     decoded: tuple[float, Floats] | None = None
 
 
 class Certainty(NamedTuple):
-    """How sure what was learnt of a worker is: standard deviations of the logarithms of what a
-    prompt and a load of 2,048 tokens take, of the overhead, and of a TTFT about its prediction
-    where all of these are right."""
+    """The certainty of a worker's learnt constants, as standard deviations."""
 
+    # Of the logarithms of the seconds of a prompt, and of a load, of 2,048 tokens.
     compute_sd: float = 0.0
     link_sd: float = 0.0
+    # Of the overhead, in seconds.
     overhead_sd_s: float = 0.0
+    # Of the logarithm of a TTFT about a prediction with the right constants.
     ttft_sd: float = 0.0
 
 
@@ -107,7 +106,7 @@ class Fleet:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._records = np.zeros(_MORE_RECORDS, dtype=pricing.WORKER)
-        # Of each place, the requests whose prompts are not done, in the order of their arrival.
+        # By place: the requests with prompts that are not done, in the order of their arrival.
         self._prompts: list[OrderedDict[str, Flight]] = []
         self._nodes: dict[str, NodeProfile] = {}
         # All workers in the order in which they are listed: places, names, nodes.
@@ -175,7 +174,7 @@ class Fleet:
     def calibrate(
         self, worker: str, speed: EngineSpeed, overhead_s: float, certainty: Certainty = SURE
     ) -> None:
-        """What predictions use from now on."""
+        """Set the speed that predictions use from now on."""
         step = speed.step
         self._records["factors"][self._slots[worker]] = speed.factors or 0.0
         self._set(
@@ -199,8 +198,8 @@ class Fleet:
     def reported(
         self, worker: str, now_s: float, spare_tokens: float, net_tokens_per_s: float = 0.0
     ) -> None:
-        """A worker reported; its host tier has room for so many tokens that a peer holds too, and
-        it fetched so many a second, if it did."""
+        """A worker reported: its host tier has room for `spare_tokens` that a peer holds too; at
+        which rate it fetched, 0 if it did not."""
         measured = {"net_tokens_per_s": net_tokens_per_s} if net_tokens_per_s else {}
         self._set(self._slots[worker], seen_s=now_s, spare_tokens=spare_tokens, **measured)
 
@@ -321,7 +320,7 @@ class Fleet:
         held: Held,
         fetch: tuple[str, Floats] | None = None,
     ) -> Estimates:
-        """What a request costs on each of `slots`.
+        """Price a request on each of `slots`.
 
         held: leading tokens in each tier. fetch: a worker, and how many of the cached tokens have
         to come from it first. A transfer occupies the network cards of both ends, and takes for
@@ -344,10 +343,8 @@ class Fleet:
             prompt.session, prompt.output_tokens, nodes, fetch_from,
         )  # fmt: skip
 
-    def idle_s(self, estimates: Estimates) -> tuple[float, float, float, float]:
-        """TTFT and time per output token of the median worker with nothing else to do and what the
-        best holder has in its host tier, and the median dilation; and the least gpu seconds that
-        the request adds to any."""
+    def idle_s(self, estimates: Estimates) -> pricing.IdleMedians:
+        """As `pricing.median_idle`, for the workers and the request of these estimates."""
         return pricing.median_idle(
             self._records, estimates.slots, estimates.rows, float(estimates.prompt_tokens)
         )
@@ -357,6 +354,6 @@ class Fleet:
         return pricing.bounded_s(self._records, slot)
 
     def record(self, slot: int) -> np.void:
-        """What is priced of a worker (`pricing.WORKER`)."""
+        """The priced record of a worker (`pricing.WORKER`)."""
         record: np.void = self._records[slot]
         return record

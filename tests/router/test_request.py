@@ -126,14 +126,6 @@ def test_a_class_that_a_tenant_may_not_ask_for_is_refused_with_those_that_it_may
     assert f"it is {asked}, and tenant 'bulk' may ask for 5, 7" in str(error)
 
 
-def test_its_end_is_reported_once():
-    ends, made = [], request()
-    made.on_end = lambda *end: ends.append(end)
-    made.finish("done", 200)
-    made.finish("error", 500)
-    assert ends == [(made, "done", 200)]
-
-
 # -- deadlines -------------------------------------------------------------------------------------
 
 

@@ -43,10 +43,10 @@ SHORT_BYTES = 16 << 10
 """Of new text that a thread tokenizes: about 10 ms of work."""
 # Of a body that the event loop tokenizes itself: to wake a thread, and be woken, takes longer.
 _TINY_BYTES = 2 << 10
-# Of a body whose template a thread renders, and of its messages: what a model's template makes of
-# more can take seconds, and only a process can be ended.
+# The most bytes and messages that a thread renders: a model's template may take seconds over more,
+# and only a process can be ended.
 _LIGHT_BYTES, _LIGHT_MESSAGES = 1 << 20, 1024
-# Looking up what is known takes an eightieth of encoding it.
+# To look up known text takes an eightieth of encoding it.
 _LOOK_UP_SHARE = 80
 _MOST_PROCESSES = 4
 
@@ -55,24 +55,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A request's prompt. token_ids: None for several, or one that could not be rendered.
+    """A request's prompt."""
 
-    tokens: of all its prompts together, or the most that they can come to; longest_tokens: of the
-    longest one, as far as it is certain, else 0: then only the engine can hold it to its context.
-    """
-
+    # None for several prompts, or for one that could not be rendered.
     token_ids: np.ndarray | None
+    # Of all its prompts together, or the most that they can come to.
     tokens: int
+    # Of the longest one; 0 where that is not certain: only the engine can hold it to its context.
     longest_tokens: int = 0
 
 
 class PromptRenderer:
     """Renders and tokenizes for one model."""
 
-    def __init__(self, source: str, chat_template: str | None = None) -> None:
+    def __init__(self, source: str) -> None:
         """Load the tokenizer of `source` (folder or Hugging Face name)."""
         self.source = source
-        self.tokenizer = PromptTokenizer(source, chat_template)
+        self.tokenizer = PromptTokenizer(source)
 
     def render(
         self, body: RequestBody, tokens: Callable[[dict[str, Any]], np.ndarray] | None = None
@@ -93,8 +92,8 @@ class PromptRenderer:
         return TokenizedPrompt(ids[0] if len(ids) == 1 else None, sum(lengths), max(lengths))
 
     def plain(self, body: RequestBody) -> list[list[int] | dict[str, Any] | None]:
-        """For each prompt what `PromptTokenizer.tokens` takes, of JSON's types; the tokens
-        themselves where a body holds them; None where they are not certain."""
+        """Each prompt as `PromptTokenizer.tokens` takes it, of JSON's types; the tokens themselves
+        where a body holds them; None where they are not certain."""
         if body.is_chat:
             return [self._chat(body)]
         special = body.fields.get("add_special_tokens", True)
@@ -169,7 +168,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}")
         except ValueError:
             arguments = {}
-    # As vLLM: what is no object counts as an empty one.
+    # As vLLM: anything but an object counts as an empty one.
     shown = {"arguments": arguments if isinstance(arguments, dict) else {}}
     if "name" in function:
         shown["name"] = function["name"]
@@ -178,8 +177,8 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bounded(body: RequestBody) -> TokenizedPrompt:
-    """A prompt that is not tokenized: at most a token for each byte of it, and so many for each
-    image, sound and video."""
+    """A bound for a prompt that is not tokenized: a token for each byte, and `_MEDIA_TOKENS` for
+    each image, sound and video."""
     if not body.is_chat:
         tokens = sum(len(one) if isinstance(one, list) else _bytes_in(one) for one in body.prompts)
         return TokenizedPrompt(None, max(tokens, 1))
@@ -215,7 +214,7 @@ class _MuchIsNew(Exception):  # for another lane, not a fault
 class Tokenizing:
     """Turns prompts into tokens for all requests of a decider, whichever model they ask for.
 
-    A thread renders a prompt and encodes what is new of it, if that is short. Else processes encode
+    A thread renders a prompt and encodes its new part, if that is short. Else processes encode
     it, one for each core at most; each takes one prompt at a time.
     """
 
@@ -292,9 +291,10 @@ class Tokenizing:
             token_bytes = renderer.tokenizer.longest_token_bytes
             assert token_bytes is not None
             raise errors.PROMPT_TOO_LONG(
-                limit_tokens=most_tokens, text_bytes=error.args[0],
+                limit_tokens=most_tokens,
+                text_bytes=error.args[0],
                 tokens=-(-error.args[0] // token_bytes),
-            ) from None  # fmt: skip
+            ) from None
 
     def close(self) -> None:
         """End the processes, and let the threads go."""
@@ -331,7 +331,7 @@ class TokenizingLane:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, job: asyncio.Future[Any]) -> None:
-        # Nobody may be left to take note of what it raised.
+        # Its waiter may have left; an error that is never looked at would be logged.
         if not job.cancelled():
             job.exception()
         self._turns.leave()

@@ -1,4 +1,4 @@
-"""What is shown of the live router: nodes, tenants, a decision explained, and the gauges.
+"""Views of the live router: nodes, tenants, a decision explained, and the gauges.
 
 Reads only; each figure is as of the moment of asking.
 """
@@ -199,7 +199,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
 
 
 def tiers(announced: Announcement) -> list[dict[str, Any]]:
-    """Where a worker keeps KV behind its device: blocks, and the bytes/s at which it is read."""
+    """The tiers behind a worker's device: blocks, and the bytes/s at which KV is read."""
     node = announced.node
     host = {"tier": "host", "blocks": announced.host_blocks, "bytes_per_s": node.h2d_bytes_per_s}
     disk = {"tier": "disk", "blocks": announced.disk_blocks, "bytes_per_s": node.disk_bytes_per_s}
@@ -221,18 +221,10 @@ def explanation(decision: Decision, *, operator: bool) -> dict[str, Any]:
             "node": c.node.name,
             "worker": c.worker,
             "paced": c.node.source == "paced",
-            "device_tokens": c.counts.device_tokens,
-            "cached_tokens": c.counts.cached_tokens,
-            "disk_tokens": c.counts.disk_tokens,
-            "new_tokens": c.counts.new_tokens,
+            **c.predicted,
             "ratio": c.counts.ratio,
             "kappa_crit": c.kappa_crit,
             "bound": c.bound,
-            "queue_s": c.queue_s,
-            "load_s": c.load_s,
-            "compute_s": c.compute_s,
-            "ttft_s": c.ttft_s,
-            "ttft_sd": c.ttft_sd,
             "harm_s": c.tpot_impact_s,
             "in_flight": c.in_flight,
             "plan": c.plan or None,

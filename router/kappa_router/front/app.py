@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from kappa_router.api import errors, status
 from kappa_router.api.app import Door, guard
+from kappa_router.api.checks import digits
 from kappa_router.api.face import Face
 from kappa_router.api.request import inbound_of
 from kappa_router.front.front import DECIDED_PATHS, Front
@@ -56,11 +57,11 @@ class _Face(Face):
         return JSONResponse({"status": "healthy"})
 
     async def listed(self, request: Request) -> Response:
-        """As `decisions`, whose parameters FastAPI reads for the decider."""
-        text = request.query_params.get("limit", "100")
-        if not text.isascii() or not text.isdigit() or len(text) > 9:
+        """As `decisions`; FastAPI reads its parameters for the decider."""
+        limit = digits(request.query_params.get("limit", "100"), 9)
+        if limit is None:
             raise errors.bad_field("limit", "give a whole number")
-        return await self.decisions(request, int(text))
+        return await self.decisions(request, limit)
 
     async def single(self, request: Request) -> Response:
         """As `decision`."""
@@ -91,7 +92,7 @@ class _Face(Face):
         return StreamingResponse(journal.parts() if journal else (), media_type=_JSON_LINES)
 
     async def route(self, request: Request) -> Response:
-        """What would be decided for a chat or completion body; nothing is sent or reserved.
+        """The decision that would be made for a body; nothing is sent or reserved.
         ApiError 400 if that is no JSON object; what else is wrong with it a server would say."""
         inbound = inbound_of(request)
         wanted = await self._front.read(DECIDED_PATHS[0], inbound.body, strict=True)
