@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from kappa.slo import ServiceObjective
 from kappa_router.decision import Estimates, RouteRequest
 from kappa_router.fleet import Fleet, Flight
-from kappa_router.pricing import MOST_USE, IdleMedians
+from kappa_router.pricing import MOST_USE, IdleMedians, bounded_s
 
 # The least share of the slack between idle and limit that the costliest requests may use, where
 # many are rejected. So cheap ones go on when not all can: by work, the cluster then serves the most
@@ -158,15 +158,16 @@ def evaluate(
     long = row.work_s > _LONG_PROMPT_S * estimates.nodes[at].dilation
     # Prompts delay the tokens of what decodes beside them: by how much they did is how much they
     # will.
-    bounded_s = fleet.bounded_s(estimates.slots[at])
-    token_s = outcomes.token_s(now_s, alone_s(row), bounded_s, long=long)
+    slot = estimates.slots[at]
+    most_s = bounded_s(fleet.records, slot)
+    token_s = outcomes.token_s(now_s, alone_s(row), most_s, long=long)
     late_s = row.ttft_s + outcomes.late_s(now_s)
     return Evaluation(
         late_s - limit.usable_ttft_s,
         token_s - limit.usable_tpot_s,
         token_s,
         # Without a free slot it waits until another ends, which no prediction has priced.
-        row.in_flight >= float(fleet.record(estimates.slots[at])["max_sequences"]),
+        row.in_flight >= float(fleet.records["max_sequences"][slot]),
         row.in_flight == 0,
         demand.blocked(now_s, row.compute_s, workers),
         demand.budget_wait_s(now_s, BLOCKING_SHARE * workers),

@@ -82,7 +82,7 @@ class Router(Pool):
         if self.config.admission:
             row = estimates.row(index)
             flight.tpot_s = alone_s(row)
-            flight.bounded_s = self.fleet.bounded_s(estimates.slots[index])
+            flight.bounded_s = pricing.bounded_s(self.fleet.records, estimates.slots[index])
             self.lateness.sent(flight, now_s, delay_s(row))
         return decision
 

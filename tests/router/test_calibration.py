@@ -137,7 +137,7 @@ def test_a_cost_that_no_constant_explains_is_learnt_by_the_tokens_of_a_step():
     assert speed.step.real_s(batch) < 0.85 * law(batch)
     slots = made.fleet.ready(0.0, NEVER, frozenset())
     rows = np.zeros(1, dtype=ESTIMATE)
-    priced_s, *_ = pricing.median_idle(made.fleet._records, slots, rows, 512.0)
+    priced_s, *_ = pricing.median_idle(made.fleet.records, slots, rows, 512.0)
     assert priced_s - worker.calibration.overhead_s == pytest.approx(speed.step_s([(512, 0)]))
 
 
