@@ -30,7 +30,7 @@ from kappa_router.api.checks import (
 )
 from kappa_router.api.errors import bad_field
 from kappa_router.api.fields import CHAT, ROUTERS, media_url
-from kappa_router.api.parts import content_of, joined, result_of
+from kappa_router.api.parts import content_of, function_of, joined, result_of
 
 Json = dict[str, Any]
 
@@ -145,16 +145,10 @@ def to_chat(body: Mapping[str, Any], *, counted: bool = False) -> Json:
 def _tools(kept: Json) -> Json:
     if not kept.get("tools"):
         return {}
-    made: Json = {"tools": []}
-    for tool in kept["tools"]:
-        function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
-        made["tools"].append(
-            {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
-        )
+    tools = [function_of(tool, parameters=tool["input_schema"]) for tool in kept["tools"]]
     chosen = kept.get("tool_choice") or {"type": "auto"}
-    named = {"type": "function", "function": {"name": chosen.get("name")}}
-    ours = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-    made["tool_choice"] = ours[chosen["type"]]
+    ours = {"auto": "auto", "any": "required", "none": "none", "tool": function_of(chosen)}
+    made: Json = {"tools": tools, "tool_choice": ours[chosen["type"]]}
     if chosen.get("disable_parallel_tool_use"):
         made["parallel_tool_calls"] = False
     return made

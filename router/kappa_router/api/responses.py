@@ -28,7 +28,7 @@ from kappa_router.api.checks import (
 )
 from kappa_router.api.errors import bad_field, refused_field
 from kappa_router.api.fields import CHAT, OPERATORS, ROUTERS, media_url, tool_arguments
-from kappa_router.api.parts import content_of, joined, result_of
+from kappa_router.api.parts import content_of, function_of, joined, result_of
 
 Json = dict[str, Any]
 
@@ -185,17 +185,10 @@ def _tools(kept: Mapping[str, Any]) -> Json:
     shown = [tool for tool in kept.get("tools") or () if tool["type"] == "function"]
     if not shown:
         return {}
-    names = ("name", "description", "parameters", "strict")
     chosen = kept.get("tool_choice") or "auto"
     if not isinstance(chosen, str):
-        chosen = {"type": "function", "function": {"name": chosen["name"]}}
-    return {
-        "tool_choice": chosen,
-        "tools": [
-            {"type": "function", "function": {n: tool[n] for n in names if n in tool}}
-            for tool in shown
-        ],
-    }
+        chosen = function_of(chosen)
+    return {"tool_choice": chosen, "tools": [function_of(tool) for tool in shown]}
 
 
 def _messages(kept: Mapping[str, Any]) -> list[Json]:
