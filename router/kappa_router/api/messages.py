@@ -121,14 +121,16 @@ FIELDS = FieldClasses(
 # -- a body as a chat -------------------------------------------------------------------------
 
 
-def to_chat(body: Mapping[str, Any], *, counted: bool = False) -> Json:
-    """A Messages body as a chat's; `counted`: only its tokens are wanted.
-
-    Raises:
-        ApiError: 400, a field is not known, not served, missing, or out of bounds.
-    """
+def checked(body: Mapping[str, Any], *, counted: bool = False) -> Json:
+    """The fields of a Messages body that go on; `counted`: only its tokens are wanted. Raises
+    ApiError 400 for one that is not known, not served, missing, or out of bounds."""
     kept = FIELDS.kept(body)
     need(kept, *("messages",) if counted else ("max_tokens", "messages"))
+    return kept
+
+
+def to_chat(kept: Json) -> Json:
+    """A body, checked, as a chat's."""
     chat = {name: kept[name] for name in _SAME if name in kept}
     chat["messages"] = _messages(kept)
     last = chat["messages"][-1]

@@ -54,7 +54,7 @@ class _Api(NamedTuple):
 _APIS: Mapping[str, _Api] = {
     "/v1/chat/completions": _Api(CHAT_FIELDS.read, checked_chat, RequestBody.chat),
     "/v1/completions": _Api(COMPLETION_FIELDS.read, checked_completion, RequestBody.completion),
-    "/v1/messages": _Api(messages.FIELDS.read, messages.FIELDS.kept, _message),
+    "/v1/messages": _Api(messages.FIELDS.read, messages.checked, _message),
     "/v1/responses": _Api(responses.FIELDS.read, responses.checked, _response),
 }
 
@@ -78,4 +78,4 @@ def either(body: bytes) -> RequestBody:
 def counted_message(body: bytes) -> RequestBody:
     """A message of which only the tokens are wanted, as a chat; raises ApiError 400."""
     data = errors.json_object(body, messages.FIELDS.read)
-    return RequestBody.chat(checked_chat(messages.to_chat(data, counted=True)))
+    return _message(messages.checked(data, counted=True))
