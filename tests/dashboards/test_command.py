@@ -36,7 +36,7 @@ def test_too_short_a_time_is_refused(run, seconds):
     assert run("--for", seconds).exit_code == 2
 
 
-def test_without_prometheus_it_says_what_to_do_before_it_starts_a_cluster(run, bare):
+def test_command_without_prometheus_fails_before_ray_starts(run, bare):
     done = run()
     assert done.exit_code == 1
     assert "PATH" in done.output

@@ -78,7 +78,7 @@ def test_our_own_requests_carry_a_key_only_where_one_is_needed():
     assert not table(refusing).find(["sk-alice-0123456"]).operator
 
 
-def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path, monkeypatch):
+def test_plan_takes_rule_weights_and_link_from_the_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = load_settings(
         tenants={"by_key": {"k" * 16: "a"}, "weights": {"a": 2.0}},
@@ -104,7 +104,7 @@ def test_a_worker_runs_in_its_pools_place_and_nowhere_else():
     assert (options["num_cpus"], options["resources"]) == (4, {"pool-a": 1})
 
 
-def test_engines_fetch_media_only_from_domains_that_the_operator_names():
+def test_engine_fetches_media_only_from_domains_named_in_extra():
     from vllm.multimodal.media.connector import MediaConnector
 
     def allowed(**engine):
@@ -146,7 +146,7 @@ def test_labels_choose_machines():
         ({"placement": {"gpus": 1}}, {"engine": "torch"}),
     ],
 )
-def test_a_pools_deployment_is_what_ray_serve_llm_builds_of_its_configuration(pool, more):
+def test_pool_deployment_equals_what_ray_serve_llm_builds(pool, more):
     from ray.serve.llm import LLMConfig, build_llm_deployment
 
     settings = cluster({"name": "a", **pool}, **more)
@@ -210,7 +210,7 @@ def test_a_fixed_pool_and_one_that_scales():
     assert policy["policy"]["policy_kwargs"]["target_backlog_s"] == 2.0
 
 
-def test_a_worker_that_goes_has_the_pools_time_to_end_its_streams():
+def test_deployment_gives_a_leaving_worker_the_pools_drain_time():
     assert config_of({"drain_s": 90}).deployment_config["graceful_shutdown_timeout_s"] == 90
 
 
@@ -263,7 +263,7 @@ def heads(tmp_path, layers):
     return str(path)
 
 
-def test_the_settings_arrive_at_the_worker_with_the_scores_themselves(tmp_path):
+def test_plan_carries_the_sparse_settings_and_the_head_scores(tmp_path):
     sparse = {"share": 0.2, "lanes": 7, "max_age": 5, "loss": 0.03, "heads": heads(tmp_path, 32)}
     plan = planned(tmp_path, {"kind": "torch", "approx": "ask", "sparse": sparse})
     assert (plan.approx, plan.sparse.settings.slots, plan.sparse.settings.max_age) == ("ask", 7, 5)
@@ -284,7 +284,7 @@ def test_scores_of_another_model_stop_the_start(tmp_path):
 
 
 @pytest.mark.parametrize("planner", ["host-kvpr", "host-hybrid"])
-def test_activations_larger_than_the_kv_stop_the_start_with_the_ratio(tmp_path, planner):
+def test_plan_refuses_activations_larger_than_kv_with_the_ratio(tmp_path, planner):
     with pytest.raises(StartError, match=r"8 KV heads .* are 2 times its KV: use host-kv"):
         planned(tmp_path, {"kind": "torch", "planner": planner})
     assert planned(tmp_path, {"kind": "torch", "planner": "host-kv"}).act_share == 0.0

@@ -70,7 +70,7 @@ def test_the_readmes_file_for_a_gpu_machine_would_start_there(tmp_path):
     assert "has GPU 0 of 1" in fault
 
 
-def test_the_readmes_file_for_unlike_machines_would_start_on_them(tmp_path):
+def test_readmes_file_for_unlike_machines_starts_on_them(tmp_path):
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"sha256:{64 * 'a'}: research\n")
     _, unlike = readme_files()
@@ -107,7 +107,7 @@ def test_a_model_on_four_gpus_is_one_worker_with_four_bundles():
         (0, {}, "HostTierSpec", 64 << 20),
     ],
 )
-def test_the_host_tier_follows_the_device_and_its_size_the_machine(gpus, engine, spec, host_bytes):
+def test_dry_run_sizes_the_host_tier_by_device_and_machine(gpus, engine, spec, host_bytes):
     (pool,) = tried(cluster(gpus, LLAMA_70B, engine=engine), FOUR)["pools"]
     extra = pool["engine_args"]["kv_transfer_config"]["kv_connector_extra_config"]
     assert (extra["spec_name"], extra["cpu_bytes_to_use"]) == (spec, host_bytes)
@@ -145,7 +145,7 @@ def test_an_argument_that_vllm_does_not_know_is_a_problem():
     assert "no_such_thing is no argument of the vLLM installed here" in pool["problems"][0]
 
 
-def test_a_host_tier_goes_by_the_memory_of_the_machine_if_that_is_given():
+def test_dry_run_sizes_the_host_tier_if_the_memory_is_given():
     (pool,) = tried(cluster(), H100)["pools"]
     sized = pool["engine_args"]["kv_transfer_config"]["kv_connector_extra_config"]
     assert pool["host_tier"] == "native" and 0 < sized["cpu_bytes_to_use"] < 512 * 10**9

@@ -257,12 +257,12 @@ def test_a_joined_cluster_has_its_front_door_on_this_machine(joined):
     assert url == f"http://127.0.0.1:{port}"
 
 
-def test_a_joined_cluster_that_serves_one_of_ours_is_refused_with_a_remedy(joined):
+def test_join_refuses_a_cluster_that_serves_ours_with_a_remedy(joined):
     with pytest.raises(StartError, match=r"serves an application 'kappa' already: .*shutdown"):
         joined("another", "kappa")
 
 
-def test_a_joined_serve_that_does_not_say_what_it_serves_is_refused(joined):
+def test_join_refuses_a_serve_that_does_not_say_what_it_serves(joined):
     def broken():
         raise ModuleNotFoundError("No module named 'theirs'")
 
@@ -295,7 +295,7 @@ def test_an_endpoint_on_every_address_is_reached_by_loopback(host, in_url):
     assert reachable(host) == in_url
 
 
-def test_when_rays_head_dies_kappa_serve_reports_it_and_exits_with_1(monkeypatch, capsys):
+def test_serve_reports_the_death_of_rays_head_and_exits_with_1(monkeypatch, capsys):
     from kappa_deploy.commands import serve as command
 
     stopped, ended = [], []
@@ -355,7 +355,7 @@ def test_a_ray_whose_head_is_dead_is_killed_without_a_call(monkeypatch):
     assert ours.dead() == "", "Ray goes on without its log monitor"
 
 
-def test_what_stops_us_is_not_left_to_rays_handler_which_dumps_the_stack(monkeypatch):
+def test_init_keeps_our_sigterm_handler_instead_of_rays(monkeypatch):
     def ours(*_):
         """Of `kappa serve`: an interrupt."""
 

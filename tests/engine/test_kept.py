@@ -86,7 +86,7 @@ def test_auto_keeps_what_exceeds_a_requests_room() -> None:
         assert "have room on the device" in asked.account.why
 
 
-def test_auto_loads_all_where_the_cpu_is_too_slow_or_there_is_room() -> None:
+def test_auto_loads_all_when_the_cpu_is_slow_or_there_is_room() -> None:
     for rates, share in ((measured(0.2), 10 / 48), (measured(), 1.0)):
         with engine(rates=rates, cpu_threads=1, cpu_room_share=share) as made:
             asked = follow_up(made, length=41, tail=8)
@@ -148,7 +148,7 @@ def test_preempted_aborted_and_failed_requests_let_go() -> None:
         assert made.stats().preemptions > 0
 
 
-def test_where_the_rest_does_not_arrive_it_is_computed_behind_what_stays() -> None:
+def test_rest_that_does_not_arrive_is_computed_behind_the_kept() -> None:
     with engine(rates=measured(), cpu_threads=1, cpu_room_share=10 / 48) as made:
         first = prompt(41)
         generate(made, first, count=1)

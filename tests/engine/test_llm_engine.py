@@ -243,7 +243,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     assert made.stats().seconds["predicted_load"] == account.predicted_load_s
 
 
-def test_random_traffic_says_what_the_model_says_and_leaks_nothing() -> None:
+def test_random_traffic_matches_the_model_and_leaks_no_memory() -> None:
     dice = random.Random(11)
     size = ArenaSize(24, 30, 8, 20, block_tokens=BLOCK)
     bases = [prompt(44, seed) for seed in range(3)]

@@ -139,7 +139,7 @@ def copies(mover: CudaMover, count: int) -> list[tuple[torch.Tensor, torch.Tenso
     return [(torch.zeros(8, device="cuda"), torch.ones(8).pin_memory()) for _ in range(count)]
 
 
-def test_a_copy_that_fails_fails_those_that_were_to_come_behind_it(cuda) -> None:
+def test_failed_copy_fails_the_copies_ordered_behind_it(cuda) -> None:
     mover = mover_for("cuda")
     assert isinstance(mover, CudaMover)
     failed = mover.h2d([(torch.zeros(8, device="cuda"), torch.ones(8))])
@@ -191,7 +191,7 @@ def test_peaks_of_a_gpu_are_of_pinned_copies_by_its_name(cuda) -> None:
     assert found["device"] == "Fake GPU" and found["h2d_bytes_per_s"] > 0 and cuda.finished > 0
 
 
-def test_the_kernel_copies_row_by_row_and_leaves_places_without_a_row(cuda) -> None:
+def test_kernel_copies_rows_and_leaves_places_without_one(cuda) -> None:
     source = torch.arange(60.0).view(10, 6)
     rows = torch.randint(-5, 10, (2, 3, 18), generator=torch.Generator().manual_seed(0))
     rows[0, 1] = -1

@@ -59,7 +59,7 @@ def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypat
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_a_plan_that_would_hold_others_up_for_long_is_loaded_beside_them(others: bool) -> None:
+def test_plan_that_would_hold_up_others_is_loaded_beside_them(others: bool) -> None:
     rates = even_rates(step_fixed_s=0.0, load_fixed_s=0.0)
     settings = {"rates": rates, "act_share": 1.0, "budget_tokens": 4}
     with engine("opt", **settings) as made:
@@ -170,7 +170,7 @@ def test_a_load_that_fails_is_computed_and_counted(planner) -> None:
     assert (handle.account.recomputed_tokens, handle.account.new_tokens) == (40, 1)
 
 
-def test_of_two_loads_in_an_iteration_only_the_one_that_fails_is_computed() -> None:
+def test_only_the_failed_one_of_two_loads_is_recomputed() -> None:
     other = prompt(40, seed=6)
     with engine(scheduler="fcfs") as made:
         generate(made, LONG)

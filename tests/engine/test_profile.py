@@ -126,7 +126,7 @@ def test_a_profile_of_straight_lines_is_planned_with() -> None:
     assert rates.prefill_s(16, 32) == pytest.approx(measured["grid"]["seconds"][1][1])
 
 
-def test_decoding_steps_are_measured_as_far_as_positions_go_and_continued_beyond() -> None:
+def test_decode_grid_is_measured_to_the_last_position_and_beyond() -> None:
     measured = profiled(straight=True)
     grid = measured["decode"]
     assert (grid["sequences"], grid["resident_tokens"]) == ([1, 4], [0, 64, 1024])
@@ -143,7 +143,7 @@ def test_decoding_steps_are_measured_as_far_as_positions_go_and_continued_beyond
     assert no_grid.decode is None and no_grid.decode_gpu_s(4, 16) > 0
 
 
-def test_cpu_attention_is_measured_where_there_are_threads_for_it() -> None:
+def test_profile_measures_cpu_attention_when_it_has_threads() -> None:
     threads = threading.active_count()
     with forward("llama", cpu_threads=1) as made:
         measured = profile(made, SETTINGS)
@@ -208,7 +208,7 @@ def test_a_link_that_fails_fails_the_measurement() -> None:
 SMALL = ProfileSettings((16, 32, 64), (1, 16), (0, 32), (), (), 1)
 
 
-def test_a_profile_is_measured_once_per_device_model_dtype_and_settings(tmp_path: Path) -> None:
+def test_profile_is_cached_by_device_model_dtype_and_settings(tmp_path: Path) -> None:
     with forward("opt") as made:
         first = cached_profile(made, tmp_path, SMALL)
         assert cached_profile(made, tmp_path, SMALL) == first
@@ -245,7 +245,7 @@ def test_what_repeats_runs_in_the_block_and_is_over_after_it() -> None:
     assert threading.active_count() == threads and len(done) == count
 
 
-def test_a_repeated_failure_is_raised_instead_of_the_block_or_after_it() -> None:
+def test_repeating_raises_a_failure_before_or_after_its_block() -> None:
     entered, first, second = [], threading.Event(), threading.Event()
     with pytest.raises(RuntimeError, match="beside the measurement failed: no"), repeating(_fail):
         entered.append(1)

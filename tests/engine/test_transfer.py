@@ -70,7 +70,7 @@ def test_a_copy_comes_after_what_it_was_told_to(gated: Gated) -> None:
     assert end.tolist() == [1, 1]
 
 
-def test_a_failed_copy_is_told_counted_and_fails_what_depends_on_it(gated: Gated) -> None:
+def test_failed_copy_is_counted_and_fails_what_depends_on_it(gated: Gated) -> None:
     gated.broken.add("h2d")
     gated.gate.set()
     target = torch.zeros(2)

@@ -26,7 +26,7 @@ def test_a_division_by_zero_is_infinite_as_with_arrays():
     assert math.isnan(compiled(_ratio)(0.0, 0.0))
 
 
-def test_where_nothing_may_be_written_it_is_compiled_all_the_same(monkeypatch):
+def test_compiled_works_without_a_cache_when_none_is_writable(monkeypatch):
     caches = []
 
     def njit(cache=False, **options):

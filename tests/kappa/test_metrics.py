@@ -41,7 +41,7 @@ def test_every_metric_is_used() -> None:
     assert not unused
 
 
-def test_exposition_parses_and_totals_survive_a_restart_of_their_source() -> None:
+def test_exposition_keeps_totals_when_their_source_restarts() -> None:
     exported = RouterMetrics()
     exported.total(metrics.LOAD_BYTES, "pcie", to=100.0, source="a")
     exported.total(metrics.LOAD_BYTES, "pcie", to=150.0, source="a")

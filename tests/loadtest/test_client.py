@@ -95,7 +95,7 @@ async def test_nobody_listens() -> None:
     assert (record.error, record.status) == ("connect", 0)
 
 
-async def test_an_answer_that_never_ends_is_a_timeout_that_keeps_its_tokens() -> None:
+async def test_answer_that_never_ends_is_a_timeout_with_its_tokens() -> None:
     async with rude() as server:
         record, _ = await sent(server, "hang x", timeout_s=0.3)
     assert (record.error, record.generated_tokens) == ("timeout", 1)
@@ -174,7 +174,7 @@ def test_a_bad_url_is_refused(url: str) -> None:
         base_url(url)
 
 
-def test_the_base_of_a_url_and_one_with_a_password_which_is_not_repeated() -> None:
+def test_base_url_drops_the_path_and_never_repeats_a_password() -> None:
     for url in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"):
         assert base_url(url) == "http://h:1"
     with pytest.raises(EndpointError, match="give --key") as refused:

@@ -37,7 +37,7 @@ def keys(folder: Path) -> list[tuple[str, int]]:
     return [(record.session, record.turn) for record in lines(folder)]
 
 
-def test_records_and_facts_are_on_disk_before_the_folder_is_closed(
+def test_records_and_facts_are_on_disk_before_closing(
     tmp_path: Path,
 ) -> None:
     run_folder = begun(tmp_path / "run")

@@ -467,7 +467,7 @@ def test_quantities():
     assert quantity(2) == 2
 
 
-def test_nothing_comes_in_from_namespaces_that_no_administrator_has_labelled(rendered):
+def test_network_policy_admits_labelled_namespaces_only(rendered):
     for overlay in rendered.values():
         policies = [d["spec"] for d in overlay if d["kind"] == "NetworkPolicy"]
         sources = [s for p in policies for rule in p.get("ingress", ()) for s in rule["from"]]

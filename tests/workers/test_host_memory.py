@@ -77,7 +77,7 @@ def test_where_nothing_can_be_read_nothing_is_refused(tmp_path):
 HEADROOM = 256 << 20
 
 
-def test_a_tier_may_take_all_but_what_the_engine_itself_needs_to_the_byte():
+def test_budget_leaves_the_engine_its_headroom_to_the_byte():
     budget = HostBudget(cgroup_bytes=2 * GIB, machine_bytes=4 * GIB)
     budget.check(2 * GIB - HEADROOM)
     with pytest.raises(HostBudgetError, match=r"is 1.75 GiB, and the cgroup .* has 2 GiB left"):
@@ -114,9 +114,7 @@ def test_what_is_free_in_dev_shm_is_read():
 
 
 @pytest.mark.parametrize(("kind", "fits"), [("native", False), ("own", True)])
-def test_a_worker_whose_tier_vllm_maps_looks_there_before_its_engine_starts(
-    plan, monkeypatch, kind, fits
-):
+def test_check_looks_at_shared_memory_for_tiers_that_vllm_maps(plan, monkeypatch, kind, fits):
     monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(shm_bytes=1000))
     plan = replace(plan, gpus=1, tier=TierChoice(kind))
     if fits:
@@ -164,7 +162,7 @@ def test_a_worker_without_a_size_takes_its_share_of_the_machine(plan):
     assert plan.sized(100 * GIB, 4.0) is plan
 
 
-def test_a_tier_that_does_not_fit_is_refused_before_the_engine_starts(plan, monkeypatch):
+def test_check_refuses_a_tier_that_does_not_fit_before_the_start(plan, monkeypatch):
     monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(cgroup_bytes=100 << 20))
     with pytest.raises(HostBudgetError, match="pod's memory limit"):
         check_host_memory(plan)

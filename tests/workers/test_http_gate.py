@@ -127,7 +127,7 @@ async def test_gate_sets_and_drops_fields_of_the_body():
     }
 
 
-async def test_gate_marks_answers_of_its_engine_and_shows_what_its_front_says():
+async def test_gate_adds_its_engines_marks_and_the_fronts_headers():
     gate = WorkerGate(Engine(), SECRET, InFlight(0.0), Health(), marks={"x-engine": "emulated"})
     shown = {TO_SHOW_HEADER: json.dumps({"x-kappa-node": "a"})}
     answer = await ask(gate, **sets(vllm_xargs={}), **shown)
@@ -232,7 +232,7 @@ def told(code, message="secret"):
     return (f'data: {{"error": {{"message": "{message}", "code": {code}}}}}\n\n'.encode(), b"x")
 
 
-async def test_gate_lets_a_stream_that_begins_with_a_failure_be_tried_elsewhere():
+async def test_gate_answers_503_with_retry_when_a_stream_begins_failed():
     health, engine = Health(), Engine(kind=b"text/event-stream", parts=told(500))
     for dead, retry in ((False, "elsewhere"), (True, RETRY_DIED)):
         health.dead = dead
@@ -243,7 +243,7 @@ async def test_gate_lets_a_stream_that_begins_with_a_failure_be_tried_elsewhere(
     assert (await ask(gate_of(engine))).status == 503
 
 
-async def test_gate_answers_a_stream_that_begins_with_a_refusal_by_its_status():
+async def test_gate_answers_by_status_when_a_stream_begins_refused():
     engine = Engine(kind=b"text/event-stream", parts=told(404, "no such voice"))
     answer = await ask(gate_of(engine))
     assert (answer.status, json.loads(answer.body)["error"]["message"]) == (404, "no such voice")

@@ -64,7 +64,7 @@ def said(of: WorkerPlan, rank: int = 0, measured=MEASURED, error: str = "") -> A
 
 
 @pytest.mark.parametrize("planner", ["tail", "kv"])
-def test_loads_by_layers_are_announced_with_the_layers_that_are_loaded(planner) -> None:
+def test_announcement_gives_the_overlap_of_loads_by_layers(planner) -> None:
     ahead = dataclasses.replace(plan(paced("pcie")), tier=TierChoice(planner=planner))
     layers = dataclasses.replace(ahead, link=LinkRules(by_layer=True))
     rates = layers.engine_tier(0, {}).rates
@@ -77,7 +77,7 @@ def test_loads_by_layers_are_announced_with_the_layers_that_are_loaded(planner) 
     assert found == {} if rates is None else found["rates"]["overlap"] == 0.0
 
 
-def test_a_model_whose_layers_differ_announces_no_loads_by_layers() -> None:
+def test_announcement_has_no_loads_by_layers_if_layers_differ() -> None:
     windowed = dataclasses.replace(model_shape("qwen2.5-7b"), attention_layers=7)
     some = dataclasses.replace(plan(paced("pcie")), served=windowed, link=LinkRules(by_layer=True))
     assert said(some).load_plan == {}
@@ -88,7 +88,7 @@ def test_each_rank_takes_its_node_and_a_surplus_rank_starts_over() -> None:
     assert [pair.node(rank).name for rank in range(3)] == ["pcie", "c2c", "pcie"]
 
 
-def test_a_paced_node_prices_the_emulated_model_and_shows_the_machine_beside() -> None:
+def test_announcement_of_a_paced_node_prices_the_emulated_model() -> None:
     announcement = said(plan(paced("pcie"), paced("c2c")), rank=1)
     assert announcement.node.source == "paced"
     assert announcement.emulated_model == "llama-3.1-8b"
@@ -125,7 +125,7 @@ ENGINE = MEASURED | {
 }  # fmt: skip
 
 
-def test_steps_and_loads_are_announced_as_the_engine_measured_them() -> None:
+def test_announcement_carries_the_steps_and_loads_measured() -> None:
     announcement = said(plan(node_profile("pcie")), measured=ENGINE)
     node, step = announcement.node, announcement.step
     assert step == StepModel(2e-3, 1e-7, 0.02, 1e-6, 4e-3)
@@ -160,7 +160,7 @@ def test_a_fit_worse_than_the_prior_is_not_used() -> None:
     assert announcement.node.flops_per_s == 5e10
 
 
-def test_an_engine_that_paces_itself_or_is_ours_is_not_asked_to_measure_itself() -> None:
+def test_engine_request_is_empty_for_paced_and_torch_engines() -> None:
     real = plan(node_profile("pcie"))
     request = real.engine_request(0)
     assert StepModel.from_dict(request["prior"]).token_s > 0 and request["budget_s"] <= 20
@@ -168,7 +168,7 @@ def test_an_engine_that_paces_itself_or_is_ours_is_not_asked_to_measure_itself()
     assert dataclasses.replace(real, kind="torch").engine_request(0) == {}
 
 
-def test_a_failed_profile_leaves_the_catalogue_and_names_the_reason() -> None:
+def test_announcement_keeps_the_catalogue_when_a_profile_failed() -> None:
     announcement = said(plan(node_profile("pcie")), measured={}, error="profile failed: boom")
     assert announcement.node == node_profile("pcie")
     assert announcement.node.source == "catalogue"
@@ -242,7 +242,7 @@ class Config:
         self.engine_kwargs.update(arguments)
 
 
-def test_what_the_user_gives_the_engine_goes_before_what_we_would() -> None:
+def test_configure_vllm_prefers_the_users_engine_arguments() -> None:
     config = Config(enforce_eager=False, max_num_seqs=7)
     ends = Endpoints("ipc://s", "ipc://k")
     configure_vllm(config, plan(node_profile("pcie")), 0, ends, EngineTier())
@@ -270,7 +270,7 @@ def test_an_engine_serves_its_peers_where_the_announcement_says():
 
 
 @pytest.mark.parametrize(("loss", "said"), [(0.06, {"loss": 0.06}), (None, {})])
-def test_who_answers_approximately_says_so_with_its_loss_if_that_is_known(loss, said):
+def test_announcement_tells_approximate_answers_and_their_loss(loss, said):
     of = dataclasses.replace(plan(paced("pcie")), approx="ask", sparse=SparsePlan(loss=loss))
     rates = as_measured(rates_from_law(model_shape("opt-6.7b"), node_profile("pcie")), "m", "d")
     announced = announce(of, ReplicaId("w", 0, "m", "e", "s"), Profile({}), rates).load_plan

@@ -123,7 +123,7 @@ def test_clearing_forgets_everything():
     assert pair.mirror.snapshot() == []
 
 
-def test_a_block_without_tokens_is_no_row_and_does_not_break_its_children():
+def test_mirror_skips_blocks_without_tokens():
     pair = Pair()
     named = stored(LONG)
     named.token_ids = []

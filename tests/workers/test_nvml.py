@@ -42,14 +42,14 @@ def test_a_gpu_without_figures_counts_as_zero():
         assert found.power([0, 1], 2) == (200.0, 700.0)
 
 
-def test_a_worker_that_does_not_know_its_gpus_has_its_share_of_all():
+def test_power_is_a_share_of_all_gpus_if_own_ones_are_unknown():
     nvml = FakeNvml([700.0] * 4, [[100.0], [200.0], [300.0], [400.0]])
     with Nvml(nvml) as found:
         assert found.power([], 2) == (500.0, 1400.0)
 
 
 @pytest.mark.parametrize("visible", ["1", " 1,", "GPU-1abcd", "GPU-1"])
-def test_nvml_is_asked_once_a_second_and_only_of_this_workers_gpus(nvml, visible):
+def test_power_is_read_once_a_second_from_own_gpus_only(nvml, visible):
     fake = nvml(visible=visible)
     times = (0.0, 0.25, 0.5, 1.0, 1.25)
     told = reports(power_reporter(announced(), gpus=1), *((t, 0, 0) for t in times))
@@ -85,7 +85,7 @@ def test_a_report_with_power_survives_the_wire(nvml):
     assert last.power_w == 350.0 and WorkerReport.from_dict(last.to_dict()) == last
 
 
-def test_a_profile_is_of_gpus_by_name_and_driver_and_of_none_where_nvml_fails(monkeypatch):
+def test_gpus_and_driver_are_named_or_empty_when_nvml_fails(monkeypatch):
     good = FakeNvml([700.0, 700.0], [[1.0], [1.0]])
     monkeypatch.setitem(sys.modules, "pynvml", good)
     assert gpus_and_driver.__wrapped__() == "GPU 0, GPU 1, driver 580.95.05" and not good.open
@@ -93,7 +93,7 @@ def test_a_profile_is_of_gpus_by_name_and_driver_and_of_none_where_nvml_fails(mo
     assert gpus_and_driver.__wrapped__() == ""
 
 
-def test_a_driver_that_does_not_list_its_gpus_is_said_and_nvml_is_ended():
+def test_nvml_reports_an_unlistable_driver_and_shuts_down():
     nvml = FakeNvml([700.0], [[1.0]])
     nvml.nvmlDeviceGetCount = lambda: nvml._told(None)
     with pytest.raises(NoNvmlError, match="NVML does not list its GPUs: not supported"):
@@ -105,6 +105,6 @@ def test_a_driver_that_does_not_list_its_gpus_is_said_and_nvml_is_ended():
     ("names", "found"),
     [("", []), ("0", [0]), ("2, 3", [2, 3]), ("GPU-2a,1", [2, 1]), ("GPU", []), ("MIG-1,9", [])],
 )
-def test_gpus_are_known_by_the_numbers_and_uuids_that_the_environment_names(names, found):
+def test_visible_gpus_are_those_of_the_environment_by_any_name(names, found):
     gpus = [Gpu(n, "H100", None, f"GPU-{n}abcd") for n in range(4)]
     assert [gpu.index for gpu in visible_gpus(gpus, names)] == found

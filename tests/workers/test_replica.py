@@ -71,7 +71,7 @@ def body(request_id="r", **fields):
     return CompletionRequest.model_validate(given)
 
 
-async def test_a_death_names_the_requests_that_were_in_the_engine_for_good():
+async def test_check_health_names_a_dead_engines_requests_every_time():
     replica = Replica()
     sent = [replica.here.arrived(body(name), 0.0) for name in "pq"]
     replica.engine.error = RuntimeError("EngineCore is gone")
@@ -95,7 +95,7 @@ async def look_for(replica, clock, seconds):
         await replica.check_health()
 
 
-async def test_an_engine_that_owes_answers_and_does_nothing_fails_the_replicas_health(clock):
+async def test_check_health_fails_when_an_engine_owes_but_does_nothing(clock):
     replica = Replica()
     replica.here.arrived(body("stuck"), 0.0)
     replica.engine.owed = 1
@@ -118,7 +118,7 @@ async def test_an_engine_that_works_or_is_idle_is_healthy_however_long(clock):
         await look_for(replica, clock, 2 + PATIENCE_S)
 
 
-async def test_time_in_which_the_replica_itself_stood_still_is_not_held_against_its_engine(clock):
+async def test_check_health_ignores_time_in_which_the_replica_stalled(clock):
     replica = Replica()
     replica.engine.owed = 1
     await replica.check_health()
@@ -179,7 +179,7 @@ async def test_an_own_engine_that_hangs_fails_the_replicas_health(own, clock):
         await answer
 
 
-async def test_a_replica_that_has_not_announced_itself_yet_has_no_engine_that_hangs(clock):
+async def test_check_health_finds_no_hang_before_the_announcement(clock):
     replica = Replica()
     replica._hang, replica.engine.owed = None, 1
     await look_for(replica, clock, 2 * PATIENCE_S)
@@ -240,7 +240,7 @@ class Measured(Replica):
         return [found]
 
 
-async def test_an_engine_is_measured_once_and_the_machine_whenever_it_is_asked(tmp_path):
+async def test_measure_times_the_engine_once_and_the_machine_on_demand(tmp_path):
     first = Measured(tmp_path)
     cold = (await first._measure()).measured
     assert first.asked[0]["engine"]["budget_s"] <= 20
@@ -294,7 +294,7 @@ async def read_back(plan, answer):
     return await replica._read_back()
 
 
-async def test_an_engine_that_does_not_say_what_it_chose_is_not_served_on_a_guess():
+async def test_read_back_fails_when_the_engine_tells_no_limits():
     with pytest.raises(RuntimeError, match=r"KeyError.*give engine.max_context_tokens, engine\."):
         await read_back(limits_of({"dtype": "bfloat16"}), KeyError("layout"))
 

@@ -85,7 +85,7 @@ def test_the_schedulers_totals_are_taken_over_as_they_are():
     )  # fmt: skip
 
 
-def test_a_tenants_latest_charge_is_reported_once_and_all_again_every_ten_seconds():
+def test_totals_report_new_charges_and_all_every_ten_seconds():
     totals = totals_of()
     totals.add(iterations(charges={"a": [1.0, 0.0, 0.0], "b": [1.0, 2.0, 3.0]}))
     totals.add(iterations(charges={"a": [2.0, 0.0, 0.5]}))
@@ -225,7 +225,7 @@ def test_a_snapshot_holds_what_was_published_up_to_its_number(engine):
     assert [event.block_hashes for event in batch.events] == [[100]]
 
 
-def test_a_gap_in_the_engines_events_resets_readers_and_the_snapshot(engine):
+def test_gap_in_engine_events_resets_readers_and_snapshot(engine):
     engine.publish(0)
     engine.publish(2)
     engine.next(b"kv")
@@ -240,7 +240,7 @@ def test_a_gap_in_the_engines_events_resets_readers_and_the_snapshot(engine):
     assert report["event_gaps_total"] == 1
 
 
-def test_events_from_before_the_stream_listened_are_counted_as_a_gap(engine):
+def test_events_from_before_the_stream_listened_count_as_a_gap(engine):
     payload = engine.publish(3)  # 0 to 2 were published to nobody
     assert engine.next(b"reset") == b""
     assert engine.next(b"kv") == payload
@@ -317,7 +317,7 @@ def test_nonsense_from_the_engine_does_not_stop_the_stream(engine):
     engine.next(b"kv")
 
 
-def test_a_sender_without_a_reader_neither_blocks_nor_keeps_what_nobody_reads(tmp_path):
+def test_sender_without_a_reader_neither_blocks_nor_keeps(tmp_path):
     for endpoint in (f"ipc://{tmp_path}/nobody", ""):
         sender = StatsSender(endpoint)
         for _ in range(10_050):
@@ -325,7 +325,7 @@ def test_a_sender_without_a_reader_neither_blocks_nor_keeps_what_nobody_reads(tm
         assert sender._held == []
 
 
-def test_what_is_not_urgent_leaves_with_what_is_or_when_it_has_waited(tmp_path, monkeypatch):
+def test_sender_holds_unurgent_messages_for_urgent_ones_or_50_ms(tmp_path, monkeypatch):
     context = zmq.Context()
     there = context.socket(zmq.PULL)
     there.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
@@ -384,7 +384,7 @@ def test_what_is_known_besides_the_engine_goes_into_every_report(engine):
 
 
 @pytest.mark.parametrize("odd", [2**64, -(2**63) - 1, "\ud800", object(), {1j: 2}])
-def test_what_cannot_be_encoded_is_dropped_and_what_follows_arrives(tmp_path, odd):
+def test_sender_drops_what_it_cannot_encode_and_sends_the_next(tmp_path, odd):
     with zmq.Context() as context, context.socket(zmq.PULL) as there:
         there.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
         there.bind(f"ipc://{tmp_path}/stats")

@@ -116,7 +116,7 @@ def test_the_serve_policy_asks_the_rule():
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments")
-def test_serve_takes_the_policy_by_its_name_and_asks_with_its_arguments():
+def test_serve_builds_the_policy_by_name_with_its_arguments():
     import ray.cloudpickle
     from ray.serve.config import AutoscalingConfig
 

@@ -38,7 +38,7 @@ print(json.dumps([spins, naps_ms]))
 """
 
 
-def test_queues_spin_as_long_as_requested_and_a_lost_wake_up_costs_no_more_than_a_nap():
+def test_queues_spin_as_requested_and_nap_after_a_lost_wake_up():
     done = subprocess.run(
         [sys.executable, "-c", QUEUES], capture_output=True, text=True, timeout=_PATIENCE_S,
         check=True,

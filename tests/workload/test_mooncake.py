@@ -57,7 +57,7 @@ def test_an_output_that_nobody_continues_has_blocks_of_its_own(tmp_path):
     assert not set(one.kept_blocks[1:].tolist()) & set(other.kept_blocks[1:].tolist())
 
 
-def test_the_part_of_an_output_that_the_next_turn_dropped_is_its_own(tmp_path):
+def test_output_blocks_that_the_next_turn_dropped_are_unshared(tmp_path):
     workload = read(tmp_path, line(0, 600, 2000, [0, 1]), line(1, 1100, 5, [0, 2, 3]))
 
     first, second = workload.sessions[0].turns

@@ -90,7 +90,7 @@ def test_a_table_of_documents_gives_the_lengths(tmp_path):
         read_narrativeqa(path, documents(tmp_path, d=700, e=0))
 
 
-def test_several_readers_share_a_document_and_ask_all_its_questions(tmp_path):
+def test_readers_share_a_document_and_ask_all_its_questions(tmp_path):
     path = written(tmp_path, *(line(question=20 + k) for k in range(5)), line("e"))
     workload = read_narrativeqa(path, how=ReadAs(readers=2))
 

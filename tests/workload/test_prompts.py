@@ -33,7 +33,7 @@ def common(one, other):
     return int(differ[0]) if len(differ) else least
 
 
-def test_a_prompt_has_the_length_of_its_turn_and_tokens_of_the_vocabulary():
+def test_prompt_has_its_turns_length_in_vocabulary_tokens():
     for session in (talk(), document()):
         for number, turn in enumerate(session.turns):
             tokens = prompt_tokens(session, number, SIZE)
@@ -49,7 +49,7 @@ def test_a_talk_repeats_itself_to_the_last_token():
     assert common(prompts[1], prompts[2]) == 90
 
 
-def test_questions_share_their_document_to_the_last_token_and_no_more():
+def test_questions_share_exactly_their_documents_tokens():
     prompts = [prompt_tokens(document(), turn, SIZE) for turn in range(3)]
     assert common(prompts[0], prompts[1]) == common(prompts[1], prompts[2]) == 100
 

@@ -57,7 +57,7 @@ def test_the_first_copy_is_the_workload_itself_in_another_order(workload):
     assert blocks_of(first) == blocks_of(workload.sessions)
 
 
-def test_copies_share_nothing_with_one_another_and_everything_within(workload):
+def test_copies_share_blocks_within_but_not_among_each_other(workload):
     groups = copies(workload, 5)
 
     sets = [blocks_of(group) for group in groups]
@@ -122,7 +122,7 @@ def played(reuse, one):
     return [reuse.visit(one, number) for number in range(len(one.turns))]
 
 
-def test_whole_blocks_of_earlier_prompts_are_held_and_the_last_token_never_is():
+def test_reuse_is_whole_blocks_of_earlier_prompts_only():
     talk = session((250, 10), (300, 10), (300, 10))
     assert played(Reuse(100, 100, outputs_kept=False), talk) == [0, 200, 200]
 
@@ -232,7 +232,7 @@ def test_copies_of_a_workload_share_nothing():
         assert cached_in_fact(seen, second.make_prompt()) == second.cached_tokens == 32
 
 
-def test_sessions_come_in_order_of_arrival_and_are_the_same_each_time():
+def test_play_gives_the_same_sessions_in_order_of_arrival():
     def played():
         rng = np.random.default_rng(7)
         sessions = play(toy(), 50, arrivals.poisson(2.0, rng))
@@ -254,7 +254,7 @@ def test_a_session_is_told_as_its_source_tells_it():
     assert second.after_s in (4.0, 5.0, 6.0)
 
 
-def test_the_times_of_a_trace_are_kept_and_copies_follow_one_another():
+def test_replay_keeps_trace_times_and_lets_copies_follow():
     workload = toy((10.0, 0.0, 5.0))
     sessions = list(islice(replay_sessions(workload, arrivals=None, seed=0, trace_speed=2.0), 6))
     assert [s.id for s in sessions] == ["s1", "s2", "s0", "s1~1", "s2~1", "s0~1"]
@@ -305,7 +305,7 @@ def test_options_bound_turns_outputs_pauses_and_copies():
     assert mean_turns(toy()) == 2
 
 
-def test_prompts_are_words_if_asked_and_chats_where_there_are_texts():
+def test_prompts_are_words_if_asked_and_chats_if_texts_exist():
     request = play(toy(), 1, as_text=True)[0].requests[0]
     assert len(request.make_prompt().split(" ")) == 40
 

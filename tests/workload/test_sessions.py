@@ -103,7 +103,7 @@ def test_shipped_sessions_are_small_and_nest(demo):
             assert len(after.input_text) > len(before.input_text)
 
 
-def test_shipped_turns_split_into_messages_that_extend_each_other(demo):
+def test_shipped_turns_split_into_messages_extending_each_other(demo):
     for session in demo:
         for index, turn in enumerate(session.turns):
             messages = as_messages(turn)

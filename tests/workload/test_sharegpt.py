@@ -41,7 +41,7 @@ def lengths(workload):
     return {s.id: [(t.input_tokens, t.output_tokens) for t in s.turns] for s in workload.sessions}
 
 
-def test_each_prompt_begins_with_all_that_was_kept_of_the_one_before(tmp_path):
+def test_prompt_begins_with_all_kept_of_the_previous_turn(tmp_path):
     path = table(
         tmp_path,
         row("a", 0, 0, 100, 50),

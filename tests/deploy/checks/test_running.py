@@ -195,7 +195,7 @@ def test_every_check_has_a_case_in_which_it_does_not_pass():
 # -- the command
 
 
-def test_of_this_machine_alone_the_rest_is_skipped_and_says_how_it_is_checked():
+def test_doctor_without_a_url_skips_the_cluster_and_says_how():
     done = CliRunner().invoke(app, ["doctor", "--json"])
     found = json.loads(done.stdout)
     rows = {row["check"]: row for row in found["checks"]}

@@ -151,7 +151,7 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
         ([{"name": "a"}], {**FETCHING, "scheduler": {"link_order": "fifo"}}, "own manager of host"),
     ],
 )
-def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, message):
+def test_contradictions_say_what_to_change(pools, more, message):
     assert any(message in fault for fault in contradictions(cluster(*pools, **more)))
 
 
@@ -181,7 +181,7 @@ def test_a_plan_names_the_host_tier_that_a_pools_workers_run():
     assert contradictions(sound) == []
 
 
-def test_before_anything_starts_all_that_is_known_to_be_wrong_is_reported():
+def test_cluster_reports_every_known_fault_before_ray_starts():
     settings = cluster(
         {"name": "a", "placement": {"resources": {"pool-a": 1}}},
         {"name": "b", "placement": {"labels": {"zone": "x"}}},
@@ -216,7 +216,7 @@ MIXED = [machine("gpu", CPU=2, GPU=1), machine("cpu", CPU=2)]
 ROOMY = [machine("gpu", CPU=8, GPU=1), machine("cpu", CPU=8)]
 
 
-def test_ranks_of_one_worker_on_two_machines_are_refused_with_the_reason():
+def test_misfits_refuse_a_worker_spread_over_machines_with_why():
     pair = [machine("one", CPU=8, GPU=2), machine("two", CPU=8, GPU=2)]
     fault = misfits([pool(placement={"gpus": 4})], pair)["a"]
     assert "one has GPU 2 of 4" in fault
@@ -311,7 +311,7 @@ def test_adapters_need_an_engine_and_a_tier_that_keep_them_apart():
     assert contradictions(cluster({"name": "a"}, other, model=model)) == []
 
 
-def test_pools_of_different_models_may_be_on_gpus_and_cpus_without_one_block_size():
+def test_pools_of_two_models_may_mix_gpus_and_cpus():
     pools = {"name": "a", "placement": {"gpus": 1}}, {"name": "b"}
     assert any(
         "none could use another's blocks" in each for each in contradictions(cluster(*pools))

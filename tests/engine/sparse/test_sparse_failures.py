@@ -21,7 +21,7 @@ def slots(**changes):
     return SparseSettings(WHOLE, **values)
 
 
-def test_a_block_that_does_not_arrive_costs_its_own_slot_whoever_goes_on_first():
+def test_block_that_does_not_arrive_fails_only_its_own_slot():
     with rig("llama", blocks=200) as r:
         decoder = SparseDecoder(r.forward, slots())
         decoder.prefill([prompt(31), prompt(18)])

@@ -50,7 +50,7 @@ def go_sparse(made, *requests, tokens=1):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", hf.FAMILIES)
-def test_a_request_moves_into_a_slot_and_its_device_blocks_are_free(family, device):
+def test_request_moves_into_a_slot_and_frees_its_device_blocks(family, device):
     with engine(family, sparse=slots(), device=device) as made:
         request = submit(made, prompt(45, 1), 16, approx=True)
         go_sparse(made, request, tokens=3)
@@ -124,7 +124,7 @@ def test_without_a_free_slot_it_is_computed_exactly():
         assert approximate[0] == 0 and approximate[-1] > 0
 
 
-def test_short_contexts_too_long_ones_and_those_that_do_not_ask_stay_exact():
+def test_request_stays_exact_when_short_too_long_or_not_asked():
     with engine(sparse=slots(max_tokens=70)) as made:
         requests = [
             submit(made, prompt(9, 1), 3, approx=True),
@@ -136,7 +136,7 @@ def test_short_contexts_too_long_ones_and_those_that_do_not_ask_stay_exact():
         assert made.stats().sparse["moved"] == 0
 
 
-def test_an_engine_without_slots_refuses_and_the_plan_needs_leave():
+def test_engine_refuses_approx_without_slots_and_a_sparse_plan():
     with (
         engine() as made,
         pytest.raises(ValueError, match=r"without slots for them: set engine\.approx"),
@@ -179,7 +179,7 @@ def test_a_prefix_that_cannot_be_brought_is_computed():
         assert stats.failed_loads >= 1 and request.account.approximate_tokens == 0
 
 
-def test_without_host_blocks_for_what_gets_old_it_goes_on_exactly():
+def test_request_goes_on_exactly_when_host_blocks_run_out():
     size = ArenaSize(48, 12, block_tokens=BLOCK)
     with engine(sparse=slots(), size=size) as made:
         request = submit(made, prompt(44, 1), 60, approx=True)
@@ -217,7 +217,7 @@ def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():
             assert exact.account.plan != "sparse" and exact.account.approximate_tokens == 0
 
 
-def test_a_prefix_stays_where_it_is_beside_others_however_small_an_iteration_is():
+def test_prefix_stays_in_host_beside_others_in_small_iterations():
     rates = paced(rates_from_law(hf_shape(), node_profile("pcie")))
     with engine(sparse=slots(FEW), rates=rates, size=SIZE, budget_tokens=8) as made:
         generate(made, prompt(96, 1), count=1)

@@ -171,7 +171,7 @@ def attending(rng: Generator, *, plain: bool = False) -> PlanRates:
     return replace(changed, decode=ComputeGrid(batches, contexts, seconds))
 
 
-def test_the_context_is_split_as_well_as_by_trying_every_block_on_300_nodes() -> None:
+def test_split_context_equals_trying_every_block_on_300_nodes() -> None:
     rng = default_rng(5)
     inside = 0
     for _ in range(300):

@@ -91,7 +91,7 @@ def test_what_only_this_machine_can_reach(host, loopback):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "my-host"])
 @pytest.mark.parametrize("tenants", [{}, ALICE])
-def test_beyond_loopback_nobody_is_served_without_a_key_unless_set_so(host, tenants):
+def test_settings_require_keys_beyond_loopback_unless_allow_open(host, tenants):
     message = fault(http={"host": host}, tenants=tenants)
     assert f"http.host listens on {host}" in message and "access.allow_open: true" in message
     load_settings(None, http={"host": host}, tenants=tenants, access={"allow_open": True})

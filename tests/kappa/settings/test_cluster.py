@@ -38,7 +38,7 @@ def test_the_defaults_are_two_unlike_paced_nodes():
     assert settings == ClusterSettings()
 
 
-def test_the_default_device_cache_is_smaller_than_the_demo_sessions():
+def test_default_device_cache_is_smaller_than_the_demo_sessions():
     engine = load_settings().engine.on(gpus=0)
     # The sessions that ship end at 27 thousand tokens in all, spread over two nodes.
     assert 2 * engine.device_blocks * engine.block_tokens < 27_000
@@ -226,7 +226,7 @@ def yaml_of(page, heading):
     return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
 
 
-def test_every_default_is_the_documented_one_and_none_is_left_out_of_the_page():
+def test_cluster_file_page_documents_every_default():
     cluster, pool, scaling = yaml_of("cluster-file.md", "Defaults")
     assert ClusterSettings().model_dump(mode="json") == cluster
     made = PoolSettings(name="a", profile="pcie").model_dump(mode="json")
@@ -312,13 +312,13 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("path", "low", "high"), BOUNDS, ids=[path for path, *_ in BOUNDS])
-def test_a_number_is_taken_up_to_its_bound_and_refused_beyond_it_by_name(path, low, high):
+def test_section_takes_a_number_up_to_its_bound_only(path, low, high):
     for taken, refused in filter(None, (low, high)):
         assert section_fault(path, taken) == ""
         assert path.rsplit(".", 1)[-1] in section_fault(path, refused)
 
 
-def test_the_device_cache_must_hold_one_context_beside_the_block_that_is_never_given_out():
+def test_device_cache_must_hold_a_context_beside_an_unused_block():
     # 64 tokens are four blocks of 16; a cache of eight has seven to give: 112 tokens.
     engine = {"block_tokens": 16, "device_blocks": 8}
     assert load_settings(engine={**engine, "max_context_tokens": 112}).engine.device_blocks == 8
@@ -349,7 +349,7 @@ def test_the_device_cache_must_hold_one_context_beside_the_block_that_is_never_g
         ({"max_replicas": 1}, {"down_after_s": 0}, {"down_after_s": -1}),
     ],
 )
-def test_a_pools_number_is_taken_up_to_its_bound_and_refused_beyond_it(section, taken, refused):
+def test_pool_takes_a_number_up_to_its_bound_only(section, taken, refused):
     def pool(given):
         inside = {"autoscaling": {**section, **given}} if section else given
         return load_settings(pools=[{"name": "a", "profile": "pcie", **inside}])

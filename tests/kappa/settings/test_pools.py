@@ -43,7 +43,7 @@ def test_a_pool_that_scales_starts_with_its_least():
     assert (one.least, one.most, scaled.workers, len(one.node_names)) == (2, 5, 2, 5)
 
 
-def test_a_pool_changes_what_it_names_of_the_engine_and_nothing_else():
+def test_pool_overrides_only_the_engine_settings_that_it_names():
     settings = load_settings(
         None,
         engine={"device_blocks": 400, "max_sequences": 32},
@@ -112,7 +112,7 @@ def test_each_fault_is_named_with_its_place(data, key, says):
     assert any(line.startswith(f"  {key}: ") and says in line for line in lines), lines
 
 
-def test_all_faults_of_values_are_named_at_once_and_then_all_between_sections():
+def test_settings_name_all_value_faults_then_those_of_sections():
     message = fault(
         pools=[pool(replicas=-1), pool(name="b", wieght=1)],
         tenants={"keys_file": "/nowhere/keys.yaml"},
@@ -145,7 +145,7 @@ def test_an_unreadable_secret_brings_no_faults_of_its_own_making():
     assert "1 fault(s)" in message and "cannot be read" in message
 
 
-def test_a_fault_of_the_shared_engine_is_named_once_and_at_its_place():
+def test_fault_of_the_shared_engine_is_named_once_at_its_place():
     message = fault(engine={"max_sequences": 0}, pools=[pool(engine={"device_blocks": 300})])
     assert "1 fault(s)" in message and "  engine.max_sequences: " in message
 
@@ -174,7 +174,7 @@ def test_the_documented_file_is_sound(tmp_path):
 OTHER = {"id": "other", "source": "/models/other"}
 
 
-def test_pools_without_a_model_serve_the_clusters_and_models_stand_by_themselves():
+def test_by_model_gives_pools_without_a_model_the_clusters():
     settings = load_settings(
         None,
         model={"id": "m", "adapters": {"fine": "/adapters/fine"}},
@@ -235,13 +235,13 @@ def test_pools_without_a_model_serve_the_clusters_and_models_stand_by_themselves
         ),
     ],
 )
-def test_what_does_not_go_together_among_models_is_one_clear_message(pools, where, why):
+def test_settings_refuse_conflicting_models_in_one_message(pools, where, why):
     found = fault(model={"id": "m"}, pools=pools)
     assert f"{where}: " in found and why in found
     assert found.count("\n") == 1, found
 
 
-def test_blocks_may_differ_between_models_and_not_between_pools_of_one():
+def test_block_tokens_may_differ_between_models_not_within_one():
     own = {"engine": {"block_tokens": 64, "dtype": "bfloat16"}}
     pools = [pool(), pool(name="b", model=OTHER, **own), pool(name="c", model=OTHER, **own)]
     settings = load_settings(None, pools=pools)

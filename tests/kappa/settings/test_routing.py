@@ -6,7 +6,7 @@ from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
 
 
-def test_by_default_there_is_one_decider_a_breaker_and_nothing_leaves_the_machine():
+def test_routing_defaults_are_one_decider_and_local_logs():
     settings = load_settings()
     failover, observing = settings.router.failover, settings.observing
     assert settings.http.replicas == 1

@@ -81,7 +81,7 @@ def cached(answer):
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-async def test_an_answer_has_as_many_tokens_as_requested_and_names_the_engine(bench):
+async def test_answer_has_the_requested_tokens_and_names_the_engine(bench):
     answer = await bench.complete(range(10))
     assert answer["choices"][0]["text"] == WORD * 3 and answer["system_fingerprint"] == "emulated"
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (10, 3)
@@ -157,7 +157,7 @@ async def test_what_the_device_evicts_is_loaded_from_the_host(bench):
     assert bench.told("load")[0]["tokens"] > 0
 
 
-async def test_what_it_cannot_do_is_refused_by_name_before_a_stream_begins(bench):
+async def test_engine_names_unsupported_fields_before_a_stream_begins(bench):
     for path, fields, named in (
         ("completions", {"prompt": "a", "logprobs": 3}, "logprobs"),
         ("chat/completions", {"messages": SAID, "response_format": {"type": "json_object"}},

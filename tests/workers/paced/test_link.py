@@ -116,7 +116,7 @@ def test_first_come_first_served_lets_a_load_wait_behind_stores(make):
     assert bench.finished(3) == [(1, True), (2, True), (3, True)]
 
 
-def test_waiting_for_a_queued_store_drops_it_when_there_is_no_time(make):
+def test_wait_drops_a_queued_store_when_there_is_no_time(make):
     bench = make()
     bench.submit(LOAD, 1, 0)
     bench.busy()
@@ -143,7 +143,7 @@ def test_waiting_for_a_store_under_way_ends_with_its_piece(make):
     assert not bench.host[1:].any()
 
 
-def test_waiting_for_a_store_for_which_there_is_time_keeps_it_and_puts_it_first(make):
+def test_wait_puts_a_queued_store_first_when_there_is_time(make):
     bench = make(late_wait_s=1e9)
     bench.submit(LOAD, 1, 0)
     bench.busy()
@@ -181,7 +181,7 @@ def test_sources_and_targets_must_pair_up(make):
     assert not bench.link.has_unfinished(LOAD)
 
 
-def test_who_waits_for_a_layer_goes_on_when_it_is_there_and_the_rest_is_not(make):
+def test_wait_layer_returns_before_later_layers_have_landed(make):
     bench = make(layers=3)
     bench.submit(LOAD, 1, 0, 1, by_layer=True)
     bench.busy()
@@ -202,7 +202,7 @@ def test_who_waits_for_a_layer_goes_on_when_it_is_there_and_the_rest_is_not(make
     assert len(landed_s) == 3 and bench.link.take_layered() == []
 
 
-def test_who_waits_for_a_layer_that_cannot_come_goes_on_and_learns_it(make):
+def test_wait_layer_returns_and_reports_when_the_load_fails(make):
     bench = make(paced=False, layers=2)
     bench.submit(LOAD, 1, 0, 400, by_layer=True)
     bench.link.wait_layer(1)
@@ -220,9 +220,7 @@ def test_nobody_waits_for_a_layer_for_ever(make, monkeypatch):
 
 
 @pytest.mark.parametrize(("order", "dropped"), [(LOADS_FIRST, {2}), (FIFO, set())])
-def test_a_load_that_cannot_be_made_is_lost_and_a_store_is_dropped_where_vllm_learns_it(
-    make, order, dropped
-):
+def test_link_reports_failed_loads_as_lost_and_stores_as_dropped(make, order, dropped):
     bench = make(order, paced=False)
     bench.submit(LOAD, 1, 400)
     bench.submit(STORE, 2, 400)

@@ -26,7 +26,7 @@ print(dict(counters))
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "uni"), (2, "mp")])
-def test_an_engine_of_one_rank_runs_in_the_process_that_schedules(monkeypatch, ranks, backend):
+def test_engine_of_one_rank_runs_in_the_process_that_schedules(monkeypatch, ranks, backend):
     started = []
     monkeypatch.setattr(
         VLLMEngine, "_start_async_llm_engine", lambda _, *given: started.append(given) or "client"
@@ -82,7 +82,7 @@ print([child.exitcode for child in children])
 """
 
 
-def test_a_fork_closes_its_replicas_connections_and_ends_unless_it_loads_its_model_in_time():
+def test_fork_closes_its_sockets_and_ends_when_loading_is_slow():
     done = subprocess.run(
         [sys.executable, "-c", _FORK], env={**os.environ, **CPU_ENV}, check=True,
         capture_output=True, text=True, timeout=300,

@@ -202,7 +202,7 @@ HINT_VALUES = [
 
 
 @pytest.mark.parametrize("key", HINTS)
-def test_what_the_decider_sends_along_may_be_anything_without_harm(engine, key):
+def test_engine_answers_whatever_values_the_hints_have(engine, key):
     """Hints: without them a request is priced by what is measured, and charged to nobody else."""
     for i, value in enumerate(HINT_VALUES):
         engine.add(f"r{i}", tokens=BLOCK + 1, count=1, first=1000 * i, **{key: value})
@@ -222,7 +222,7 @@ def refusing(config):
 
 
 @pytest.mark.parametrize("tenant", [None, "", 7, ["a"], {"a": 1}, float("nan")], ids=repr)
-def test_a_request_without_a_tenant_is_ended_with_an_error_and_alone(refusing, tenant):
+def test_request_without_a_tenant_ends_alone_with_an_error(refusing, tenant):
     from vllm.v1.engine import FinishReason
 
     scheduler, free = refusing.scheduler, refusing.free_blocks
@@ -236,7 +236,7 @@ def test_a_request_without_a_tenant_is_ended_with_an_error_and_alone(refusing, t
     assert not scheduler._works and "default" not in scheduler._rule.charges()
 
 
-def test_a_refused_request_alone_keeps_the_engine_stepping_until_it_is_answered(refusing):
+def test_engine_steps_until_a_lone_refused_request_is_answered(refusing):
     refusing.add("nobody's")
     assert refusing.scheduler.has_requests()
     (answer,) = refusing.step()[2]

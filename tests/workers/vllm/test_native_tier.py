@@ -120,7 +120,7 @@ def tier(cuda, stats):
     assert not list(Path("/dev/shm").glob("vllm_offload_kappa-test-*"))
 
 
-def test_what_vllms_own_worker_stores_can_be_read_and_written_by_peers(tier, cuda, tmp_path):
+def test_peers_read_and_write_what_vllms_worker_stores(tier, cuda, tmp_path):
     layout = tmp_path / "peers" / "layout"
     worker, device = tier(**{PEERS_KEY: {"layout": str(layout)}})
     worker.submit_store(1, on_gpu([5, 2]), on_host([7, 0]))
@@ -153,7 +153,7 @@ def test_blocks_come_back_byte_for_byte_through_vllms_own_worker(tier, cuda):
     assert cuda.copied == [(3 * BLOCK_BYTES, False), (2 * BLOCK_BYTES, True)]
 
 
-def test_a_load_is_reported_with_the_seconds_between_the_devices_events(tier, stats, clock):
+def test_load_report_has_the_seconds_between_device_events(tier, stats, clock):
     worker, _ = tier()
     worker.loading(4, "a")
     worker.loading(5, "a")
@@ -217,7 +217,7 @@ def test_layers_with_a_window_hold_the_same_tokens_once(tier, stats):
     assert (message["blocks"], message["tokens"]) == (6, 4 * BLOCK_TOKENS)
 
 
-def test_whoever_has_nothing_to_compute_naps_and_knows_whether_a_load_is_under_way(tier):
+def test_wait_for_load_tells_whether_a_load_is_under_way(tier):
     worker, _ = tier()
     assert worker.wait_for_load(60.0) is False
     worker.submit_store(1, on_gpu([0]), on_host([0]))
@@ -229,7 +229,7 @@ def test_whoever_has_nothing_to_compute_naps_and_knows_whether_a_load_is_under_w
     assert worker.wait_for_load(60.0) is False
 
 
-def test_stores_are_refused_that_the_measured_link_has_no_time_for(tier, stats):
+def test_manager_refuses_stores_beyond_the_measured_backlog(tier, stats):
     """A block takes a second: three seconds of stores may wait, a fourth block may not."""
     worker, _ = tier()
     rules = {"store_backlog_s": 3.0}
@@ -306,7 +306,7 @@ def test_blocks_of_several_to_a_chunk_are_refused_by_both():
 # -- why `own` is refused on GPUs -----------------------------------------------------------------
 
 
-def test_our_own_copy_refuses_tensors_beyond_the_processors_memory():
+def test_route_refuses_tensors_outside_the_processors_memory():
     """Before any load or store comes to fail; torch's meta device stands for a GPU."""
     gpu = [torch.empty((BLOCKS, 64), dtype=torch.int8, device="meta")]
     host = [torch.zeros((BLOCKS, 64), dtype=torch.int8)]

@@ -302,7 +302,7 @@ def test_aborts_leave_nothing_behind_wherever_the_request_is(engine):
         engine.forget(host=False)
 
 
-def test_what_the_host_tier_holds_is_loaded_and_gives_the_same_tokens(engine):
+def test_engine_gives_the_same_tokens_from_the_host_tier(engine):
     rule = engine.use(Fifo)
     texts = [prompt(60 + i, 480 + i) for i in range(3)]
     for i, text in enumerate(texts):
@@ -373,7 +373,7 @@ def test_each_layer_is_waited_for_and_the_tokens_are_the_same(layered, monkeypat
     assert answer.num_cached_tokens == cached
 
 
-def test_a_layer_that_does_not_come_is_computed_and_nobody_finds_it_before(layered, monkeypatch):
+def test_missing_layer_is_recomputed_before_blocks_are_shared(layered, monkeypatch):
     text = prompt(62, 560)  # more than two steps compute
     cold, copy, failures = layered.known(text), layered.copy, []
 
@@ -398,7 +398,7 @@ def test_a_layer_that_does_not_come_is_computed_and_nobody_finds_it_before(layer
     assert tokens_of(layered.run()) == {"again": cold}
 
 
-def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(layered, monkeypatch):
+def test_request_aborted_while_it_loads_leaves_nothing_behind(layered, monkeypatch):
     text = prompt(63, 500)
     cold, wait = layered.known(text), layered.tier.wait_for_layer
 
@@ -474,7 +474,7 @@ def test_no_newcomer_starts_while_a_loaded_request_lacks_blocks(engine, monkeypa
     assert [answers[f"held{i}"].num_cached_tokens for i in range(3)] == [384] * 3
 
 
-def test_an_engine_measures_itself_and_its_host_tier_holds_what_it_held(engine):
+def test_engine_measures_itself_and_keeps_its_host_tier(engine):
     text = prompt(70, 500)
     engine.add("cold", text)
     cold = tokens_of(engine.run())
@@ -505,7 +505,7 @@ def test_an_engine_measures_itself_and_its_host_tier_holds_what_it_held(engine):
     assert tokens_of(answers)["warm"] == cold["cold"]
 
 
-def test_the_rates_of_loads_are_read_once_the_engine_has_measured_them(engine, tmp_path):
+def test_scheduler_reads_load_rates_once_they_are_measured(engine, tmp_path):
     from kappa_workers.vllm.options import SchedulerOptions
 
     scheduler, profile = engine.scheduler, tmp_path / "profile.json"
@@ -523,7 +523,7 @@ def test_the_rates_of_loads_are_read_once_the_engine_has_measured_them(engine, t
     scheduler._options, scheduler._rule = before
 
 
-def test_a_long_prompt_is_computed_in_parts_while_somebody_decodes(engine, monkeypatch, tmp_path):
+def test_long_prompt_is_computed_in_parts_beside_a_decode(engine, monkeypatch, tmp_path):
     # A token 1 ms, one request alone 60 ms: 150 ms, with one that decodes 149 tokens: 150, a tile.
     step, scheduler = StepModel(1e-3, 0.0, 60e-3, 0.0, 0.0), engine.scheduler
     profile = tmp_path / "profile.json"
@@ -558,7 +558,7 @@ def test_a_long_prompt_is_computed_in_parts_while_somebody_decodes(engine, monke
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"load_token_s": -1, "load_fixed_s": 0}'])
-def test_a_profile_that_says_nothing_of_loads_leaves_their_rates_unknown(tmp_path, text):
+def test_measured_link_is_unknown_without_loads_in_the_profile(tmp_path, text):
     from kappa_workers.vllm.options import measured_link
 
     path = tmp_path / "profile.json"
@@ -594,7 +594,7 @@ def test_two_that_want_the_same_blocks_load_them_once(engine):
 
 
 @pytest.mark.parametrize("rule", ["fair", Fifo])
-def test_a_preempted_request_comes_back_and_gives_the_same_tokens(engine, rule):
+def test_preempted_request_returns_and_gives_the_same_tokens(engine, rule):
     def answers():
         for i in range(8):
             engine.add(f"p{i}", prompt(20 + i, 130), max_tokens=120)
@@ -685,7 +685,7 @@ def test_a_rule_that_admits_what_does_not_fit_is_corrected(engine):
     assert engine.scheduler._rule.errors_total == 0
 
 
-def test_the_rule_receives_charges_and_weight_that_the_decider_sent(engine):
+def test_rule_receives_charges_and_weights_of_the_decider(engine):
     received = []
 
     class Receiving(Fifo):
@@ -701,7 +701,7 @@ def test_the_rule_receives_charges_and_weight_that_the_decider_sent(engine):
     assert received == [({"y": (1.0, 2.0, 3.0)}, {"x": 2.5}), ({}, {})]
 
 
-def test_malformed_metadata_ends_no_engine_and_changes_nobodys_answer(engine, reference):
+def test_malformed_metadata_changes_no_answer(engine, reference):
     """By way of vLLM's own front end, as a client's words come: no rule fails, all are answered."""
     engine.use("fair")
     for i, value in enumerate(["x", 7, [1, 2], -1.5, float("nan"), 2**62, '{"a": [1, 2]}']):
@@ -713,7 +713,7 @@ def test_malformed_metadata_ends_no_engine_and_changes_nobodys_answer(engine, re
     assert engine.scheduler._rule.errors_total == 0
 
 
-def test_a_request_without_a_tenant_is_refused_only_behind_a_decider(engine, monkeypatch):
+def test_request_without_a_tenant_fails_only_behind_a_decider(engine, monkeypatch):
     engine.use("fair")
     engine.add("without", prompt(1, 40), tenant=None)
     assert len(tokens_of(engine.run())["without"]) == 8, "it is the default tenant's"

@@ -136,6 +136,6 @@ def test_each_known_version_has_its_module(number, module):
 
 
 @pytest.mark.parametrize("number", ["0.28.1", "0.30.0", "0.34.0", "1.0", ""])
-def test_a_version_that_we_do_not_know_is_refused_with_the_remedy(number):
+def test_series_refuses_an_unknown_vllm_version_with_the_remedy(number):
     with pytest.raises(ImportError, match=r"know 0\.29, 0\.31.*scheduler\.name: stock"):
         series(number)

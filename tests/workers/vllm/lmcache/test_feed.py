@@ -65,7 +65,7 @@ def test_a_subscription_that_ended_goes_on_where_it_was(monkeypatch):
     assert cursors == [0, 5, 7]
 
 
-def test_what_was_lost_or_came_from_another_server_withdraws_everything(monkeypatch):
+def test_feed_clears_on_lost_events_or_a_new_server(monkeypatch):
     events, _ = followed(
         # A log that was trimmed before we came has lost us nothing.
         [batch(3, b"a", lost=True), batch(9, b"b", lost=True)],
@@ -75,7 +75,7 @@ def test_what_was_lost_or_came_from_another_server_withdraws_everything(monkeypa
     assert events == [b"a", "cleared", b"b", "cleared", b"c"]
 
 
-def test_a_log_that_breaks_withdraws_everything_and_is_followed_anew(monkeypatch):
+def test_feed_clears_and_follows_again_after_a_broken_log(monkeypatch):
     events, cursors = followed(
         [batch(3, b"a")], ConnectionError("gone"), [batch(4, b"b")], monkeypatch=monkeypatch
     )

@@ -94,7 +94,7 @@ def test_the_command_names_the_way_that_works_without_a_gpu(tmp_path):
     assert float(flags["--l1-size-gb"]) == 0.5
 
 
-def test_the_command_line_says_what_to_do_without_an_installation(tmp_path):
+def test_server_command_names_setup_without_an_installation(tmp_path):
     environment = {**os.environ, "KAPPA_HOME": str(tmp_path)}
     code = "from kappa_deploy.commands.lmcache import app; app(['server', '--port', '5999'])"
     done = subprocess.run(
