@@ -47,6 +47,11 @@ def test_what_is_neither_is_told_without_its_text(entry):
         ("sk-a-0123456789a: a\nsha256:hush: b\n", "entry 2: the key is no digest"),
         ("? [sk-hush-01234567]\n: a\n", "is not YAML"),
         ("- sk-hush-01234567\n", "is no mapping"),
+        ("sk-hush-01234567\n", "is no mapping"),
+        ("sk-hush-01234567: alice: bob\n", "is not YAML"),
+        ("'': alice\n", "entry 1: the key is empty"),
+        ("'sk hush': alice\n", "without spaces"),
+        ("sk-hüsh: alice\n", "not plain ASCII"),
         ("&a {k: *a}\n", "entry 1: the tenant is no name"),
         (
             f"sk-hush-01234567: a\n{hashed('sk-hush-01234567')}: b\n",
@@ -60,7 +65,9 @@ def test_read_digests_tells_each_fault_with_its_place_and_no_key(tmp_path, text,
     with pytest.raises(ValueError) as caught:
         read_digests(path)
     message = str(caught.value)
-    assert says in message and str(path) in message and "hush" not in message
+    assert (
+        says in message and str(path) in message and "hush" not in message and "hüsh" not in message
+    )
 
 
 def test_a_keys_file_of_any_size_is_not_read_whole(tmp_path):
