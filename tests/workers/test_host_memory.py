@@ -1,6 +1,7 @@
 """Host memory before an engine's start: what is left, and refusals in time."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from kappa_workers.vllm.arguments import BY_SHARE, EngineLimits, TierChoice
 pytestmark = pytest.mark.vllm
 
 GIB = 1 << 30
+SHARED = LmcacheSettings(server="tcp://elsewhere:5555")
 
 
 def files(root, **contents):
@@ -113,15 +115,22 @@ def test_what_is_free_in_dev_shm_is_read():
     assert 0 < host_budget().shm_bytes <= stats.f_blocks * stats.f_frsize
 
 
-@pytest.mark.parametrize(("kind", "fits"), [("native", False), ("own", True)])
-def test_check_looks_at_shared_memory_for_tiers_that_vllm_maps(plan, monkeypatch, kind, fits):
-    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(shm_bytes=1000))
-    plan = replace(plan, gpus=1, tier=TierChoice(kind))
-    if fits:
-        check_host_memory(plan)
-    else:
-        with pytest.raises(HostBudgetError, match="/dev/shm has"):
-            check_host_memory(plan)
+@pytest.mark.parametrize(
+    ("left", "changes", "fault"),
+    [
+        ({"shm_bytes": 1000}, {"gpus": 1, "tier": TierChoice("native")}, "/dev/shm has"),
+        ({"shm_bytes": 1000}, {"gpus": 1, "tier": TierChoice("own")}, ""),
+        ({"cgroup_bytes": 100 << 20}, {}, "pod's memory limit"),
+        ({"cgroup_bytes": 100 << 20}, {"kind": "emulated"}, ""),  # it keeps nothing
+        ({"machine_bytes": 0}, {"tier": TierChoice("lmcache")}, "the machine has"),
+        ({"machine_bytes": 0}, {"tier": TierChoice("lmcache", lmcache=SHARED)}, ""),
+    ],
+)
+def test_check_refuses_a_tier_that_does_not_fit(plan, monkeypatch, left, changes, fault):
+    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(**left))
+    refused = pytest.raises(HostBudgetError, match=fault) if fault else nullcontext()
+    with refused:
+        check_host_memory(replace(plan, **changes))
 
 
 def test_what_engines_take_besides_counts_where_it_is_known():
@@ -160,21 +169,3 @@ def test_a_worker_without_a_size_takes_its_share_of_the_machine(plan):
     open_ = replace(plan, gpus=2, limits=replace(plan.limits, host_bytes=BY_SHARE))
     assert open_.sized(100 * GIB, 4.0).limits.host_bytes == 20 * GIB
     assert plan.sized(100 * GIB, 4.0) is plan
-
-
-def test_check_refuses_a_tier_that_does_not_fit_before_the_start(plan, monkeypatch):
-    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(cgroup_bytes=100 << 20))
-    with pytest.raises(HostBudgetError, match="pod's memory limit"):
-        check_host_memory(plan)
-    check_host_memory(replace(plan, kind="emulated"))  # it keeps nothing
-
-
-def test_a_shared_server_needs_no_memory_of_the_worker(plan, monkeypatch):
-    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(machine_bytes=0))
-    own, shared = (
-        TierChoice("lmcache"),
-        TierChoice("lmcache", lmcache=LmcacheSettings(server="tcp://elsewhere:5555")),
-    )
-    with pytest.raises(HostBudgetError, match="the machine has"):
-        check_host_memory(replace(plan, tier=own))
-    check_host_memory(replace(plan, tier=shared))
