@@ -70,15 +70,6 @@ def test_each_filing_is_dealt_its_questions(tmp_path):
     ]
 
 
-def test_long_filings_are_cut_and_counted_unless_unlimited(tmp_path):
-    paths = filings(tmp_path, 1000, 5000), questions(tmp_path, 20)
-    cut = read_finqa(*paths, how=ReadAs(max_context_tokens=3000))
-    assert [s.document_tokens for s in cut.sessions] == [1000, 3000 - 20 - OUTPUT_TOKENS]
-    assert "1 of 2 documents cut to 3000 tokens" in cut.notes
-    whole = read_finqa(*paths, how=ReadAs(max_context_tokens=None))
-    assert [s.document_tokens for s in whole.sessions] == [1000, 5000]
-
-
 def test_readers_of_a_filing_share_it_and_vary_the_order(tmp_path):
     paths = filings(tmp_path, 1000), questions(tmp_path, *range(10, 19))
     one, other = read_finqa(*paths, how=ReadAs(block_tokens=100, readers=2)).sessions
