@@ -90,11 +90,6 @@ def test_a_slow_link_takes_longer():
     assert bench.run() == [(3.0, 1), (6.0, (0, 2))]
 
 
-def test_an_unknown_order_is_refused():
-    with pytest.raises(ValueError, match="'lifo': choose loads_first or fifo"):
-        Bench(order="lifo")
-
-
 def test_link_interrupts_a_store_for_a_load_and_resumes_it():
     bench = Bench()
     bench.store(0.0, 0, 4)

@@ -89,19 +89,20 @@ def test_a_request_that_no_decider_of_ours_sent_is_not_reported(scene, words):
     assert here.backlog_s() == (0, 0) and here.demand(1.0, 8) == 0.0
 
 
-@pytest.mark.parametrize("nonsense", ["x", -3, float("nan"), None, [1], {}, -(10**400)])
-def test_counts_that_are_none_count_as_none(scene, nonsense):
-    here, totals = scene
-    here.arrived(body(max_tokens=nonsense, kappa_prompt_tokens=nonsense), 0.0)
-    assert totals.take(1.0).arrived == (Arrival("r"),)
+MOST = 2**31 - 1
 
 
-@pytest.mark.parametrize("huge", [2**31, 2**63, 2**64, 10**400, float("inf"), 1e300])
-def test_a_count_beyond_all_bounds_is_the_bound(scene, huge):
+@pytest.mark.parametrize(
+    ("value", "counted"),
+    [
+        *((nonsense, 0) for nonsense in ("x", -3, float("nan"), None, [1], {}, -(10**400))),
+        *((huge, MOST) for huge in (2**31, 2**63, 2**64, 10**400, float("inf"), 1e300)),
+    ],
+)
+def test_report_takes_nonsense_for_none_and_bounds_huge_counts(scene, value, counted):
     here, totals = scene
-    here.arrived(body(max_tokens=huge, kappa_prompt_tokens=huge), 0.0)
-    most = 2**31 - 1
-    assert totals.take(1.0).arrived == (Arrival("r", new_tokens=most, max_tokens=most),)
+    here.arrived(body(max_tokens=value, kappa_prompt_tokens=value), 0.0)
+    assert totals.take(1.0).arrived == (Arrival("r", new_tokens=counted, max_tokens=counted),)
 
 
 # -- the load of the worker ------------------------------------------------------------------------

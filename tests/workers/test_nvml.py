@@ -23,16 +23,10 @@ def nvml(monkeypatch):
     return put
 
 
-def test_no_gpu_is_an_error_and_nvml_is_ended():
-    nvml = FakeNvml([], [])
-    with pytest.raises(NoNvmlError, match="no GPU"), Nvml(nvml):
-        pass
-    assert not nvml.open
-
-
-def test_nvml_is_ended_after_ctrl_c():
-    nvml = FakeNvml([700.0], [[100.0]])
-    with pytest.raises(KeyboardInterrupt), Nvml(nvml):
+@pytest.mark.parametrize(("gpus", "error"), [([], NoNvmlError), ([700.0], KeyboardInterrupt)])
+def test_nvml_is_ended_without_a_gpu_and_after_ctrl_c(gpus, error):
+    nvml = FakeNvml(gpus, [[100.0]] * len(gpus))
+    with pytest.raises(error, match="no GPU" if not gpus else ""), Nvml(nvml):
         raise KeyboardInterrupt
     assert not nvml.open
 
@@ -58,11 +52,14 @@ def test_power_is_read_once_a_second_from_own_gpus_only(nvml, visible):
     assert fake.reads == 1
 
 
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_a_replica_without_gpu_or_nvml_reports_modelled_power(nvml, gpus):
+@pytest.mark.parametrize(
+    ("announcement", "gpus", "source"),
+    [({}, 0, "model"), ({}, 1, "model"), ({"gpu": "abacus"}, 1, "")],
+)
+def test_power_without_nvml_is_modelled_if_the_gpu_is_known(nvml, announcement, gpus, source):
     nvml(FakeNvml([], []))
-    *_, last = reports(power_reporter(announced(), gpus), (0, 0, 0), (1, 0, 0))
-    assert last.power_source == "model"
+    *_, last = reports(power_reporter(announced(**announcement), gpus), (0, 0, 0), (5, 1, 9))
+    assert last.power_source == source and bool(last.power_w) == bool(source)
 
 
 def test_a_paced_replica_on_gpus_reports_what_it_stands_for(nvml):
@@ -70,13 +67,6 @@ def test_a_paced_replica_on_gpus_reports_what_it_stands_for(nvml):
     reporter = power_reporter(announced(source="paced"), gpus=1)
     *_, last = reports(reporter, (0, 0, 0), (1, 0, 0))
     assert last.power_source == "paced" and fake.reads == 0
-
-
-def test_without_nvml_and_catalogue_nothing_is_reported(nvml):
-    nvml(FakeNvml([], []))
-    reporter = power_reporter(announced(gpu="abacus"), gpus=1)
-    *_, last = reports(reporter, (0, 0, 0), (5, 1, 9))
-    assert (last.power_w, last.power_source) == (0.0, "")
 
 
 def test_a_report_with_power_survives_the_wire(nvml):

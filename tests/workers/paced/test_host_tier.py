@@ -5,18 +5,14 @@ import time
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_offload.base import (
-    BlockIDsLoadStoreSpec,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 
 from kappa_scheduler.link_order import FULL, HALF
 from kappa_workers.paced.host_tier import HostTierWorker, TierSize
 from kappa_workers.stats_channel import StatsSender
 from kappa_workers.vllm.load_sources import LOAD_SOURCES
 from kappa_workers.vllm.options import LinkPace, LinkRules
+from tests.workers.vllm.emulated_cuda import on_gpu, on_host
 
 pytestmark = pytest.mark.vllm
 
@@ -39,16 +35,10 @@ class Copies:
         self.worker = HostTierWorker(caches, size, pace, StatsSender(endpoint), rules)
 
     def store(self, job, device_ids, host_ids):
-        source = GPULoadStoreSpec(
-            list(device_ids), group_sizes=(len(device_ids),), block_indices=(0,)
-        )
-        assert self.worker.submit_store(job, source, BlockIDsLoadStoreSpec(host_ids))
+        assert self.worker.submit_store(job, on_gpu(device_ids), on_host(host_ids))
 
     def load(self, job, host_ids, device_ids):
-        target = GPULoadStoreSpec(
-            list(device_ids), group_sizes=(len(device_ids),), block_indices=(0,)
-        )
-        assert self.worker.submit_load(job, BlockIDsLoadStoreSpec(host_ids), target)
+        assert self.worker.submit_load(job, on_host(host_ids), on_gpu(device_ids))
 
     def finished(self, *jobs):
         """Wait for jobs; what has finished, by job."""

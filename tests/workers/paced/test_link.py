@@ -107,15 +107,6 @@ def test_a_load_waits_for_one_piece_of_a_long_store(make):
     assert bench.finished(1) == [(2, True)]
 
 
-def test_first_come_first_served_lets_a_load_wait_behind_stores(make):
-    bench = make(FIFO)
-    for job, direction in ((1, STORE), (2, STORE), (3, LOAD)):
-        bench.submit(direction, job, *range(job))
-    bench.busy()
-    bench.step(3)
-    assert bench.finished(3) == [(1, True), (2, True), (3, True)]
-
-
 def test_wait_drops_a_queued_store_when_there_is_no_time(make):
     bench = make()
     bench.submit(LOAD, 1, 0)

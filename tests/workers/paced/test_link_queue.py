@@ -44,10 +44,6 @@ def hurried(queue, job_ids, blocks, serving=None):
     return [t.job_id for t in queue.hurry(set(job_ids), blocks * BLOCK_S, serving)]
 
 
-def test_loads_go_before_stores_that_came_first():
-    assert jobs(queue_of((STORE, 4), (STORE, 4), (LOAD, 4), (LOAD, 4))) == [3, 4, 1, 2]
-
-
 def test_fifo_serves_whole_transfers_in_order_of_arrival():
     queue = queue_of((STORE, 9), (LOAD, 9), (STORE, 9), order=FIFO)
     assert play(queue) == [(1, 0, 9), (2, 0, 9), (3, 0, 9)]
@@ -107,13 +103,6 @@ def test_a_store_gets_a_piece_once_loads_have_earned_its_seconds():
     # A piece of a load is 4 blocks long and earns a twentieth of that: 20 pieces for 4 blocks.
     order = jobs(queue_of((LOAD, 4 * 30), (STORE, 4)))
     assert len(order) == 31 and order.index(2) in (20, 21)
-
-
-def test_a_link_without_stores_earns_no_credit_for_those_to_come():
-    queue = queue_of(*[(LOAD, 4)] * 50)
-    play(queue, 40)
-    add(queue, 99, STORE, 4)
-    assert 99 not in jobs(queue, 4)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from vllm.v1.kv_offload.base import (
-    BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
     LookupResult,
     ReqContext,
 )
@@ -32,7 +30,7 @@ from kappa_workers.vllm.load_sources import LOAD_SOURCES
 from kappa_workers.vllm.native_tier import NativeTierSpec
 from kappa_workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkPace
 from kappa_workers.vllm.peer_server import mapped_rows
-from tests.workers.vllm.emulated_cuda import Cuda, on_device
+from tests.workers.vllm.emulated_cuda import Cuda, on_device, on_gpu, on_host
 
 pytestmark = pytest.mark.vllm
 
@@ -90,15 +88,6 @@ def caches(groups=1):
     ]
     refs = [CanonicalKVCacheRef(i, PAGE) for i in range(LAYERS)]
     return CanonicalKVCaches([CanonicalKVCacheTensor(t, PAGE) for t in tensors], [refs] * groups)
-
-
-def on_gpu(ids, sizes=None):
-    sizes = sizes or (len(ids),)
-    return GPULoadStoreSpec(list(ids), group_sizes=sizes, block_indices=(0,) * len(sizes))
-
-
-def on_host(ids):
-    return BlockIDsLoadStoreSpec(list(ids))
 
 
 @pytest.fixture
