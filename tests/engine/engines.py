@@ -155,6 +155,19 @@ def evict_device(made: Engine) -> None:
     assert made.stats().link["h2d_bytes"] == 0
 
 
+def generate_in_host(made: Engine, *prompts: list[int], **options: Any) -> list[list[int]]:
+    """Answers to prompts, of which only host memory has the blocks then."""
+    answers = generate(made, *prompts, **options)
+    evict_device(made)
+    return answers
+
+
+def step_until(made: Engine, handle: Handle, tokens: int = 1) -> None:
+    """Step until a request's answer has that number of tokens."""
+    while handle.output_tokens < tokens:
+        made.step()
+
+
 def expected(tokens: Sequence[int], count: int = 6, family: str = "llama") -> list[int]:
     """What Hugging Face's model answers, greedily."""
     return list(_expected(tuple(tokens), count, family))

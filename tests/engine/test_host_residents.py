@@ -15,12 +15,13 @@ from tests.engine.engines import (
     BLOCK,
     engine,
     even_rates,
-    evict_device,
     expected,
     finish,
     generate,
+    generate_in_host,
     link_of,
     prompt,
+    step_until,
     submit,
 )
 
@@ -119,8 +120,7 @@ def test_kvprs_split_moves_fewer_bytes_at_every_step() -> None:
     for planner in ("host-kv", "host-kvpr"):
         with engine("opt", rates=even_rates(), **MODES["host-kvpr"]) as made:
             asked = submit(made, prompt(33), 6, planner=planner)
-            while not asked.output_tokens:
-                made.step()
+            step_until(made, asked)
             made.store.drain(20)
             before = made.stats().link["h2d_bytes"]
             made.step()
@@ -137,8 +137,7 @@ def test_prefix_in_host_memory_is_neither_recomputed_nor_loaded() -> None:
     options = {**MODES["host-hybrid"], "budget_tokens": 40}
     with engine("opt", rates=even_rates(), **options) as made:
         first = prompt(33)
-        generate(made, first, count=1)
-        evict_device(made)
+        generate_in_host(made, first, count=1)
         asked = submit(made, [*first, *prompt(7, seed=50)], 6)
         finish(made)
         assert asked.tokens[40:] == expected(asked.tokens[:40], family="opt")
@@ -203,11 +202,9 @@ def test_full_host_tier_delays_prompts_but_keeps_answers_right() -> None:
 def test_a_context_that_does_not_cross_is_computed_for_that_step(mode: str) -> None:
     with engine("opt", size=SMALL, rates=even_rates(), **MODES[mode]) as made:
         asked, other = (submit(made, prompt(n, seed=n), 10) for n in (33, 21))
-        while asked.output_tokens < 3:
-            made.step()
+        step_until(made, asked, 3)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
-        while asked.output_tokens < 6:
-            made.step()
+        step_until(made, asked, 6)
         link_of(made).breaks = lambda direction, copies: False
         finish(made)
         for one in (asked, other):
@@ -219,8 +216,7 @@ def test_blocks_whose_stores_fail_stay_on_the_device() -> None:
     with engine(**MODES["host-kv"]) as made:
         link_of(made).breaks = lambda direction, copies: direction == "d2h"
         asked = submit(made, prompt(33), 10)
-        while asked.output_tokens < 4:
-            made.step()
+        step_until(made, asked, 4)
         link_of(made).breaks = lambda direction, copies: False
         finish(made)
         assert asked.tokens[33:] == expected(asked.tokens[:33], 10)
@@ -230,8 +226,7 @@ def test_blocks_whose_stores_fail_stay_on_the_device() -> None:
 def test_preempted_and_aborted_requests_let_go_of_host_memory() -> None:
     with engine(size=replace(SMALL, kv_device=9), planner="host-kv", budget_tokens=16) as made:
         handles = [submit(made, prompt(33, seed=s), 24) for s in range(6)]
-        while not handles[0].output_tokens:
-            made.step()
+        step_until(made, handles[0])
         assert made.abort(handles[0].request_id)
         finish(made)
         check_engine(made)

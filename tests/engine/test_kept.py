@@ -13,12 +13,13 @@ from tests.engine.engines import (
     BLOCK,
     SIZE,
     engine,
-    evict_device,
     expected,
     finish,
     generate,
+    generate_in_host,
     link_of,
     prompt,
+    step_until,
     submit,
 )
 from tests.kappa.plans.profiles import random_rates
@@ -37,8 +38,7 @@ def measured(share=1.0):
 def follow_up(made, length=33, tail=7, **options):
     """A prompt whose first blocks only host memory has; the handle of the request that asks it."""
     first = prompt(length)
-    generate(made, first, count=1)
-    evict_device(made)
+    generate_in_host(made, first, count=1)
     return submit(made, [*first, *prompt(tail, seed=50)], 6, **options)
 
 
@@ -151,12 +151,10 @@ def test_preempted_aborted_and_failed_requests_let_go() -> None:
 def test_rest_that_does_not_arrive_is_computed_behind_the_kept() -> None:
     with engine(rates=measured(), cpu_threads=1, cpu_room_share=10 / 48) as made:
         first = prompt(41)
-        generate(made, first, count=1)
-        evict_device(made)
+        generate_in_host(made, first, count=1)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
         asked = submit(made, [*first, *prompt(3, seed=50)], 6)
-        while not asked.output_tokens:
-            made.step()
+        step_until(made, asked)
         link_of(made).breaks = lambda direction, copies: False
         assert answer(made, asked) == expected(asked.tokens[:-6])
         # Twice: what was to be loaded, and what was to cross for the new tokens.
@@ -170,8 +168,7 @@ def test_a_link_that_fails_leaves_it_to_the_cpu() -> None:
     with engine(rates=rates, cpu_threads=1) as made:
         asked = follow_up(made, planner="cpu")
         other = submit(made, prompt(21, seed=5), 6)
-        while asked.output_tokens < 2:
-            made.step()
+        step_until(made, asked, 2)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
         assert answer(made, asked) == expected(asked.tokens[:-6])
         assert other.tokens[other.prompt_tokens :] == expected(other.tokens[:-6])

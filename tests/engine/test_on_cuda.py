@@ -22,10 +22,10 @@ from tests.engine.emulated_cuda import DEVICE, EmulatedCuda, OnDevice
 from tests.engine.engines import (
     engine,
     even_rates,
-    evict_device,
     expected,
     finish,
     generate,
+    generate_in_host,
     submit,
 )
 from tests.engine.rig import prompt, rig
@@ -77,8 +77,7 @@ def test_a_context_in_host_memory_is_attended_to_by_the_cpu(cuda, monkeypatch) -
 
     monkeypatch.setattr(CpuAttention, "attend", noted)
     with engine(cpu_threads=1, device="cuda", planner="cpu") as made:
-        generate(made, prompt(48, 1).tolist(), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1).tolist(), count=1)
         long = [*prompt(48, 1).tolist(), 7, 8, 9]
         request = submit(made, long, 5)
         finish(made)
@@ -89,8 +88,7 @@ def test_a_context_in_host_memory_is_attended_to_by_the_cpu(cuda, monkeypatch) -
 def test_an_engine_offloads_loads_and_answers_as_the_model(cuda) -> None:
     long = prompt(60, 3).tolist()
     with engine(device="cuda", budget_tokens=32) as made:
-        generate(made, long, count=1)
-        evict_device(made)
+        generate_in_host(made, long, count=1)
         again = submit(made, [*long, 5, 6], 6)
         finish(made)
     assert again.tokens[len(long) + 2 :] == expected([*long, 5, 6], 6)
@@ -113,8 +111,7 @@ def test_sparse_decoding_gathers_rows_by_the_kernel(cuda, retriever) -> None:
     whole = CloConfig(share=1.0, sink_tokens=4, recent_tokens=8, code_bits=64)
     settings = SparseSettings(whole, slots=2, max_tokens=160, chunk_tokens=8, retriever=retriever)
     with engine(sparse=settings, device="cuda") as made:
-        generate(made, asked[:48], count=1)
-        evict_device(made)
+        generate_in_host(made, asked[:48], count=1)
         request = submit(made, asked, 9, approx=True, planner="sparse")
         finish(made)
         counts = made.stats().sparse

@@ -15,12 +15,12 @@ from tests.engine.engines import (
     BLOCK,
     SIZE,
     engine,
-    evict_device,
     expected,
     finish,
-    generate,
+    generate_in_host,
     link_of,
     prompt,
+    step_until,
     submit,
 )
 from tests.engine.rig import DEVICES, weights
@@ -70,8 +70,7 @@ def test_request_moves_into_a_slot_and_frees_its_device_blocks(family, device):
 @pytest.mark.parametrize("retriever", ["hash", "oracle"])
 def test_a_prefix_in_host_memory_need_not_be_loaded(retriever, device):
     with engine(sparse=slots(retriever=retriever), device=device) as made:
-        generate(made, prompt(48, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1), count=1)
         asked = prompt(48, 1) + prompt(13, 2)
         request = submit(made, asked, 9, approx=True, planner="sparse")
         finish(made)
@@ -86,8 +85,7 @@ def test_a_prefix_that_is_not_loaded_moves_fewer_bytes():
     moved = []
     for planner in ("kv", "sparse"):
         with engine(sparse=slots(FEW)) as made:
-            generate(made, prompt(96, 1), count=1)
-            evict_device(made)
+            generate_in_host(made, prompt(96, 1), count=1)
             request = submit(made, prompt(96, 1) + prompt(5, 2), 1, approx=True, planner=planner)
             finish(made)
             moved.append(request.account.load_bytes)
@@ -169,8 +167,7 @@ def test_a_link_that_fails_costs_the_slot_and_no_token(when):
 
 def test_a_prefix_that_cannot_be_brought_is_computed():
     with engine(sparse=slots()) as made:
-        generate(made, prompt(48, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1), count=1)
         link_of(made).breaks = lambda way, copies: way == "h2d"
         request = submit(made, prompt(48, 1) + prompt(6, 2), 5, approx=True, planner="sparse")
         finish(made)
@@ -192,8 +189,7 @@ def test_request_goes_on_exactly_when_host_blocks_run_out():
 
 def test_who_leaves_early_leaves_nothing():
     with engine(sparse=slots()) as made:
-        generate(made, prompt(48, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1), count=1)
         decoding = submit(made, prompt(40, 3), 60, approx=True)
         go_sparse(made, decoding)
         waiting = submit(made, prompt(48, 1) + prompt(3, 2), 5, approx=True, planner="sparse")
@@ -208,8 +204,7 @@ def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():
     slow = rates_from_law(hf_shape(), node_profile("pcie"))
     for rates, sparse in ((slow, False), (paced(slow), True)):
         with engine(sparse=slots(FEW), rates=rates, size=SIZE) as made:
-            generate(made, prompt(96, 1), count=1)
-            evict_device(made)
+            generate_in_host(made, prompt(96, 1), count=1)
             request = submit(made, prompt(96, 1) + prompt(5, 2), 2, approx=True)
             exact = submit(made, prompt(96, 1) + prompt(6, 3), 2)
             finish(made)
@@ -220,11 +215,9 @@ def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():
 def test_prefix_stays_in_host_beside_others_in_small_iterations():
     rates = paced(rates_from_law(hf_shape(), node_profile("pcie")))
     with engine(sparse=slots(FEW), rates=rates, size=SIZE, budget_tokens=8) as made:
-        generate(made, prompt(96, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(96, 1), count=1)
         other = submit(made, prompt(9, 7), 30)
-        while not other.output_tokens:
-            made.step()
+        step_until(made, other)
         request = submit(made, prompt(96, 1) + prompt(5, 2), 2, approx=True)
         finish(made)
         account = request.account
@@ -238,11 +231,9 @@ def test_prefix_stays_in_host_beside_others_in_small_iterations():
 
 def test_who_leaves_a_slot_does_not_make_others_load_twice():
     with engine(sparse=slots()) as made:
-        generate(made, prompt(48, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1), count=1)
         busy = submit(made, prompt(5, 7), 60)
-        while not busy.output_tokens:
-            made.step()
+        step_until(made, busy)
         link_of(made).open.clear()
         asked = [prompt(48, 1) + prompt(3, seed) for seed in (2, 3, 4)]
         first = submit(made, asked[0], 2, planner="kv")
