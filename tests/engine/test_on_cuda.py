@@ -119,17 +119,18 @@ def test_sparse_decoding_gathers_rows_by_the_kernel(cuda, retriever) -> None:
     assert request.account.approximate_tokens == 9 and counts["failed"] == 0
 
 
-def test_memory_that_cannot_be_pinned_is_refused_with_cudas_code(cuda) -> None:
-    cuda.refused = 2
-    with pytest.raises(ArenaTooLarge, match=r"cannot pin .* \(CUDA error 2\).*ulimit -l"):
+@pytest.mark.parametrize(
+    ("cannot", "why"),
+    [
+        ({"refused": 2}, r"cannot pin .* \(CUDA error 2\).*ulimit -l"),
+        ({"free_bytes": 1000}, r"device blocks need .*\(1000 bytes\) are free.*fewer"),
+    ],
+)
+def test_arena_is_refused_unpinned_or_on_too_small_a_device(cuda, cannot, why) -> None:
+    vars(cuda).update(cannot)
+    with pytest.raises(ArenaTooLarge, match=why):
         Arena(SHAPE, ArenaSize(4, 4), dtype=torch.float32, device="cuda")
     assert not cuda.registered
-
-
-def test_a_device_too_small_is_refused_with_both_numbers(cuda) -> None:
-    cuda.free_bytes = 1000
-    with pytest.raises(ArenaTooLarge, match=r"device blocks need .*\(1000 bytes\) are free.*fewer"):
-        Arena(SHAPE, ArenaSize(4), dtype=torch.float32, device="cuda")
 
 
 def copies(mover: CudaMover, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -291,14 +291,10 @@ async def test_rates_are_known_at_the_start_measured_or_by_law(started):
     assert used.load_token_s == pytest.approx(rates.load_token_s)
 
 
-async def test_activations_take_their_room_from_the_same_host_memory():
+def test_activations_take_their_room_from_the_same_host_memory():
     shape = model_shape("opt-6.7b")  # activations are half as long as the KV
     assert host_blocks(shape, 300, 0.0) == (300, 0)
     assert host_blocks(shape, 300, 1.0) == (200, 200)
-
-
-async def test_activations_take_the_room_of_the_kv_that_they_stand_for():
-    shape = model_shape("opt-6.7b")
     assert host_blocks(shape, 300, 1.0, keep_kv=False) == (0, 600)
     assert host_blocks(shape, 300, 0.5, keep_kv=False) == (200, 200)
 

@@ -122,22 +122,21 @@ def played(reuse, one):
     return [reuse.visit(one, number) for number in range(len(one.turns))]
 
 
-def test_reuse_is_whole_blocks_of_earlier_prompts_only():
-    talk = session((250, 10), (300, 10), (300, 10))
-    assert played(Reuse(100, 100, outputs_kept=False), talk) == [0, 200, 200]
-
-
-def test_answers_are_held_if_they_are_kept():
-    talk = session((250, 150), (520, 10))
-    assert played(Reuse(100, 100, outputs_kept=False), talk) == [0, 200]
-    assert played(Reuse(100, 100, outputs_kept=True), talk) == [0, 400]
-
-
-def test_smaller_blocks_hold_what_a_prompt_fills_in_part():
-    talk = session((250, 60), (520, 90), (610, 10))
-    assert played(Reuse(100, 16, outputs_kept=False), talk) == [0, 240, 512]
-    untold = session((250, 10), (520, 10))  # nothing says how the first prompt goes on
-    assert played(Reuse(100, 16, outputs_kept=False), untold) == [0, 192]
+@pytest.mark.parametrize(
+    ("turns", "unit", "outputs_kept", "cached"),
+    [
+        # Whole blocks of earlier prompts.
+        (((250, 10), (300, 10), (300, 10)), 100, False, [0, 200, 200]),
+        # Answers, if they are kept.
+        (((250, 150), (520, 10)), 100, False, [0, 200]),
+        (((250, 150), (520, 10)), 100, True, [0, 400]),
+        # Smaller blocks hold what a prompt fills in part, if the next says how it goes on.
+        (((250, 60), (520, 90), (610, 10)), 16, False, [0, 240, 512]),
+        (((250, 10), (520, 10)), 16, False, [0, 192]),
+    ],
+)
+def test_reuse_counts_blocks_of_prompts_and_of_kept_answers(turns, unit, outputs_kept, cached):
+    assert played(Reuse(100, unit, outputs_kept=outputs_kept), session(*turns)) == cached
 
 
 def test_a_document_is_held_to_its_last_full_block():

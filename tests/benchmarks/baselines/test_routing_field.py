@@ -8,13 +8,7 @@ import pytest
 from kappa_benchmarks.baselines.routing.catalogue import baseline_named as made
 from kappa_benchmarks.baselines.routing.dynamo import DynamoJsew
 from kappa_benchmarks.baselines.routing.learner import Ridge, features
-from tests.benchmarks.baselines.prompts import offer
-
-
-def chosen(policy, *args, **arrays):
-    choice = policy.choose(offer(*args, **arrays))
-    return choice.index, choice.reason
-
+from tests.benchmarks.baselines.prompts import chosen, offer
 
 # -- LMetric ---------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from kappa.plans.decoding import (
 )
 from kappa.plans.rates import ComputeGrid, LineFit, PlanRates, rates_from_law
 from kappa.shapes import SHAPES
-from tests.kappa.plans.profiles import log_uniform, maybe, random_rates
+from tests.kappa.plans.profiles import log_uniform, maybe, node, random_rates
 
 OPT_30B = shape_from_config(
     {
@@ -34,13 +34,6 @@ OPT_30B = shape_from_config(
     },
     "opt-30b",
 )  # fmt: skip
-
-
-def node(gigabytes_per_s: float, teraflops: float) -> NodeProfile:
-    return NodeProfile(
-        name="node", gpu="gpu", link_name="PCIe", h2d_bytes_per_s=gigabytes_per_s * 1e9,
-        flops_per_s=teraflops * 1e12, hbm_bytes_per_s=4.8e12,
-    )  # fmt: skip
 
 
 H200 = node(50, 600)

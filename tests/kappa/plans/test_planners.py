@@ -25,15 +25,13 @@ from kappa.plans.planners import (
 from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 from kappa.plans.split import Costs
 from kappa.shapes import SHAPES, model_shape
+from tests.kappa.plans import profiles
 from tests.kappa.plans.profiles import random_cases, random_rates
 
 
 def node(gigabytes_per_s: float) -> NodeProfile:
     """The node that the predictions of docs/load-plans.md assume."""
-    return NodeProfile(
-        name="h200", gpu="H200", link_name="PCIe 5", h2d_bytes_per_s=gigabytes_per_s * 1e9,
-        flops_per_s=600e12, attention_flops_per_s=400e12, hbm_bytes_per_s=4.8e12,
-    )  # fmt: skip
+    return profiles.node(gigabytes_per_s, attention_flops_per_s=400e12)
 
 
 def law(model: str, gigabytes_per_s: float) -> PlanRates:

@@ -149,7 +149,7 @@ def test_a_prefill_is_answered_with_where_its_blocks_will_be(engine):
         (HAND_OVER, BLOCK - 1),  # shorter than a block
     ],
 )
-def test_prompt_that_is_not_handed_over_is_answered_without_a_place(engine, params, tokens):
+def test_prompt_that_is_not_handed_over_is_answered_unplaced(engine, params, tokens):
     engine.add("p", params, tokens=tokens, count=1)
     (answer,) = engine.step()[2]
     assert answer.kv_transfer_params is None

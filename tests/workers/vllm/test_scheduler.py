@@ -506,8 +506,6 @@ def test_engine_measures_itself_and_keeps_its_host_tier(engine):
 
 
 def test_scheduler_reads_load_rates_once_they_are_measured(engine, tmp_path):
-    from kappa_workers.vllm.options import SchedulerOptions
-
     scheduler, profile = engine.scheduler, tmp_path / "profile.json"
     options = SchedulerOptions("fair", profile=str(profile))
     before = scheduler._options, scheduler._rule
@@ -742,24 +740,16 @@ def test_charges_and_fills_reach_the_stats_channel(engine):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("given", "policy", "reason"),
     [
-        ({"rule": "nobody"}, "unknown scheduler 'nobody'.*fair"),
-        ({"rules": "fair"}, "kappa_scheduler: .*unknown field `rules`"),
-        ({"config": {"window": 0}}, "window is 0: give a finite number above zero"),
-        ({"config": {"windows": 1}}, "windows"),
-        ({"link": {"token_s": -1.0}}, "token_s is -1"),
+        ({"rule": "no-such"}, "fcfs", "unknown scheduler 'no-such'.*fair"),
+        ({"rules": "fair"}, "fcfs", "kappa_scheduler: .*unknown field `rules`"),
+        ({"config": {"window": 0}}, "fcfs", "window is 0: give a finite number above zero"),
+        ({"config": {"windows": 1}}, "fcfs", "windows"),
+        ({"link": {"token_s": -1.0}}, "fcfs", "token_s is -1"),
+        (None, "priority", r"scheduling_policy is 'priority'.*leave it at 'fcfs'"),
     ],
 )
-def test_a_wrong_option_is_refused_when_the_engine_starts(given, reason):
-    from kappa_workers.vllm.options import SchedulerOptions
-
+def test_options_are_refused_when_wrong_or_beside_priorities(given, policy, reason):
     with pytest.raises(ValueError, match=reason):
-        SchedulerOptions.read({"kappa_scheduler": given}, "fcfs")
-
-
-def test_vllms_own_priorities_are_refused():
-    from kappa_workers.vllm.options import SchedulerOptions
-
-    with pytest.raises(ValueError, match=r"scheduling_policy is 'priority'.*leave it at 'fcfs'"):
-        SchedulerOptions.read({}, "priority")
+        SchedulerOptions.read({"kappa_scheduler": given} if given else {}, policy)
