@@ -1,4 +1,4 @@
-"""Rules about the repository itself: who imports what, what is shipped, which names are ours."""
+"""Rules about the repository itself: imports, shipped files, which names are ours."""
 
 import ast
 import configparser
@@ -171,7 +171,7 @@ def test_distribution_requires_what_it_imports_or_names_an_extra(distribution):
     wrong = []
     for module in third_party_imports(OURS[distribution]) & owners.keys():
         distributions = {canonicalize_name(name) for name in owners[module]}
-        # What is not in the base is imported where it is used, and an extra is named for it.
+        # Packages beyond the base are imported where they are used, and named with an extra.
         if not distributions & base and not remedy_for(module):
             wrong.append(module)
     assert wrong == []

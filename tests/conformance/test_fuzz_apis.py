@@ -81,7 +81,7 @@ def places(value, at=()):
 
 
 def shaped(path, status, body):
-    """What is wrong with an answer; empty if nothing is."""
+    """The fault of an answer; empty if it has none."""
     if status < 400:
         return ""
     if status == 500 or path == RESPONSES:

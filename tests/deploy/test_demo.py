@@ -229,7 +229,7 @@ async def test_replay_raises_one_error_when_no_cluster_answers():
 
 
 class Switched:
-    """A cluster whose policy can be changed; policies: which decided from which request on."""
+    """A cluster that can change its policy; policies: each with its first request's number."""
 
     def __init__(self, stand_in, settings):
         self.stand_in, self.settings, self.url = stand_in, settings, stand_in.url

@@ -1,4 +1,4 @@
-"""`kappa serve --dry-run`: what would be asked of vLLM, Ray and the machine, and what is wrong."""
+"""`kappa serve --dry-run`: what vLLM, Ray and the machine would be asked for, and the faults."""
 
 import json
 import re
@@ -136,7 +136,7 @@ def test_the_paced_pair_would_start_here():
     assert found["machines"][0]["engine_build"] == "cpu"
 
 
-# -- what is wrong, and what is not known
+# -- faults, and facts that are not known
 
 
 def test_dry_run_sizes_the_host_tier_if_the_memory_is_given():

@@ -113,7 +113,7 @@ def test_explain_tells_every_plan_and_marks_the_chosen_one() -> None:
     step = data["decoding"]
     assert 0 < step["cpu_share"] < 1
     assert step["split_s"] <= min(step["load_all_s"], step["cpu_all_s"])
-    # A request that may not take all of it leaves the rest where it is.
+    # A request that may not take the whole prefix leaves the rest in host memory.
     kept = _json(*REQUEST, "--node", "pcie", "--cpu-gbps", "60", "--room", "20050")
     auto = next(row for row in kept["plans"] if row["chosen"])
     assert auto["segments"] == [["C", 0, 40_000], ["K", 40_000, 60_000]]

@@ -52,7 +52,7 @@ def test_a_ray_that_does_not_come_up_is_reported_with_its_logs(monkeypatch):
     monkeypatch.setattr(ray, "shutdown", lambda: stopped.append(True))
     with pytest.raises(StartError, match=r"timed out during startup.*logs.*try again"):
         OwnRay(workers=2).start("WARNING")
-    assert stopped, "what had started of it is stopped"
+    assert stopped, "the parts that had started are stopped"
 
 
 @pytest.mark.parametrize("mode", ["disabled", "", "k8s"])

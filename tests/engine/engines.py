@@ -36,7 +36,7 @@ SIZE = ArenaSize(48, 128, 32, 128, block_tokens=BLOCK)
 
 
 def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Planner:
-    """A planner that always splits so, as far as there are so many cached tokens."""
+    """A planner that always splits so, as far as the cached tokens reach."""
 
     def plan(request: Cached) -> LoadPlan:
         first = min(recompute, request.cached)
@@ -47,7 +47,7 @@ def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Pl
 
 
 class Link(CpuMover):
-    """A link that can be held, or broken: `breaks` says of what is copied whether it fails."""
+    """A link that can be held, or broken: `breaks` says of each copy whether it fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def engine(
     cpu_threads: int = 0,
     **settings: Any,
 ) -> Iterator[Engine]:
-    """An engine whose books must be right, and whose blocks must be free, in the end."""
+    """An engine; in the end its books must be right and its blocks free."""
     model = weights(family, torch.float64, device)
     arena = Arena(model.config.shape, size, dtype=torch.float64, device=device)
     link = Link() if device == "cpu" else mover_for(device)

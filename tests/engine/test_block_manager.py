@@ -34,7 +34,7 @@ def test_a_quote_says_what_is_taken() -> None:
         generate(made, LONG[:16], count=1)
         fresh, part = request(prompt(9, seed=1)), request(LONG[:22])
         assert memory.quote(fresh) == Quote(3, 0, 0, 0, memory.quote(fresh).shared_key)
-        # The four blocks that it finds are idle: they count, as nobody else could have them.
+        # The four blocks that it finds are idle: they count, as no other request could have them.
         assert memory.quote(part)[:4] == (6, 16, 0, 0)
         before = memory.available()
         quote = memory.quote(part)

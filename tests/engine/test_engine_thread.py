@@ -1,4 +1,4 @@
-"""An engine on its own thread answers many callers, loses nobody, and leaves nothing behind."""
+"""An engine on its own thread answers many callers, loses none, and leaves nothing behind."""
 
 import asyncio
 import threading

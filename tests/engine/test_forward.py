@@ -13,7 +13,7 @@ from tests.engine.rig import Rig, prompt, rig
 
 
 class Noting(CpuMover):
-    """Numbers what is computed, and notes what each copy to the device was told to wait for."""
+    """Numbers each computation, and notes what each copy to the device was told to wait for."""
 
     def __init__(self) -> None:
         super().__init__()

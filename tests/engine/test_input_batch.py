@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def decoding(length: int, first: int, act_block: int = -1, source=Source.KV_DEVICE) -> StepRow:
-    """The next token of a sequence whose `length` tokens lie in blocks from `first` on."""
+    """The next token of a sequence of `length` tokens, in blocks from `first` on."""
     pages, last = Pages(), length // BLOCK
     place = "device" if source is Source.KV_DEVICE else "host"
     pages.put(0, "kv", place, list(range(first, first + last + 1)))

@@ -26,17 +26,17 @@ from tests.kappa.plans.profiles import random_rates
 
 
 def measured(share=1.0):
-    """Rates of a node whose CPU attends to KV at that share of the link's bandwidth."""
+    """Rates of a node with a CPU that attends to KV at that share of the link's bandwidth."""
     from numpy.random import default_rng
 
     rates = random_rates(default_rng(1), plain=True)
     line = LineFit("CPU attention", rates.load_token_s / share)
-    # The engine's own model: what is planned is what it can execute.
+    # The engine's own model, so that it can execute the plans.
     return replace(rates, attend=line, layers=3)
 
 
 def follow_up(made, length=33, tail=7, **options):
-    """A prompt whose first blocks only host memory has; the handle of the request that asks it."""
+    """A prompt with first blocks that only host memory has; the handle of its request."""
     first = prompt(length)
     generate_in_host(made, first, count=1)
     return submit(made, [*first, *prompt(tail, seed=50)], 6, **options)
@@ -110,7 +110,7 @@ def test_part_of_what_stays_may_cross_at_every_step() -> None:
 
 
 def test_more_requests_run_at_once() -> None:
-    """Three whose prefixes fill the device twice over decode side by side, nobody preempted."""
+    """Three prefixes fill the device twice over; their requests decode together, none preempted."""
     prompts = [prompt(89, seed=s) for s in (1, 2, 3)]
     for planner, most in (("kv", 1), ("cpu", 3)):
         with engine(cpu_threads=1, size=replace(SIZE, kv_device=40), planner=planner) as made:

@@ -1,6 +1,6 @@
 """The lines that run only on CUDA, on an emulated one: a GPU's rules over host memory.
 
-What is shown: each tensor lies where what is computed with it lies, copies beside the host are from
+Shown: each tensor lies where the results of computing with it lie, copies beside the host are from
 and to pinned memory, and results are the model's. Not shown: speed, and the order of streams.
 """
 

@@ -1,4 +1,4 @@
-"""The profile: what it holds, that planners take or refuse it, and when it is measured anew."""
+"""The profile: what it holds, that planners take or refuse it, when it is measured again."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def profiled(family: str = "opt", straight: bool = False) -> dict[str, Any]:
 
 
 def straighten(measured: dict[str, Any]) -> None:
-    """Give what is fitted the seconds of a quiet machine: a busy one may show no line at all."""
+    """Put in the seconds of a quiet machine: a busy one may give no line that fits."""
     for key, slope in (("load", 2e-6), ("project", 1e-6)):
         measured[key]["seconds"] = [slope * n + 1e-5 for n in measured[key]["tokens"]]
     grid = measured["grid"]
@@ -186,7 +186,7 @@ def test_an_arena_too_small_or_in_use_is_refused() -> None:
 
 
 class _Broken(CpuMover):
-    """A link whose copies fail in some directions."""
+    """A link on which copies fail in some directions."""
 
     def __init__(self, *directions: Direction) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def test_unnoticed_cap_is_low_for_memory_bound_requests_only():
 
 
 def test_the_cap_keeps_its_promise():
-    """Slowed by what the cap costs, the mean TTFT grows by what is said, at most as tolerated."""
+    """Slowed by the cap, the mean TTFT grows by the figure told, at most as tolerated."""
     for requests in (MEMORY_BOUND, COMPUTE_BOUND, MEMORY_BOUND + COMPUTE_BOUND):
         for tolerance in (0.005, 0.02, 0.1):
             cap_w, growth = unnoticed_cap(H100, requests, tolerance)

@@ -200,7 +200,7 @@ def test_names_are_forgiving_and_unknown_ones_helped() -> None:
 
 # From the models' published hyperparameters (model_configs.json), added up by hand: parameters in
 # all, those of experts that a token leaves alone, bytes of KV per token in two bytes, and layers
-# whose KV grows with the context, of all layers.
+# with KV that grows with the context, of all layers.
 CONFIGS: dict[str, Any] = json.loads((Path(__file__).parent / "model_configs.json").read_text())
 FAMILIES = {
     # 24 of 2880 (64 + 16) 64 + 5120 + 4096 * 2880 + 2880 for attention, 64 sinks, 5760 of norms, a
@@ -267,7 +267,7 @@ def test_attention_flops_of_window_layers_ignore_the_context() -> None:
         ({"layers_block_type": ["mamba", "attention"]}, 1),
         ({"attn_type_list": [0, 1]}, 1),
         ({"attn_layer_period": 2}, 1),
-        ({"layer_types": ["sliding_attention", "sliding_attention"]}, 2),  # all of it is a bound
+        ({"layer_types": ["sliding_attention", "sliding_attention"]}, 2),  # the whole is a bound
         ({"layer_types": ["full_attention"] * 5}, 2),  # more than there are
     ],
 )

@@ -31,7 +31,7 @@ from tests.loadtest.rude_endpoint import Rude, rude
 async def sent(
     server: Rude | None, what: object, tenant: str = "", **options: object
 ) -> tuple[RequestRecord, float | None]:
-    """One request whose prompt is `what`."""
+    """One request with the prompt `what`."""
     url = server.url if server else closed_url()
     settings = EndpointSettings(url, "m", **options)  # type: ignore[arg-type]
     begin_s = time.monotonic()
@@ -280,7 +280,7 @@ async def test_headers_that_no_journal_can_hold_are_made_printable() -> None:
     assert msgspec.json.decode(msgspec.json.encode(record), type=RequestRecord) == record
 
 
-# -- what is read from a stream, however it is cut into chunks
+# -- events read from a stream, however it is cut into chunks
 
 
 def event(data: object) -> bytes:

@@ -56,7 +56,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """A page with all its pictures, of requests whose names are hostile, drawn once."""
+    """A page with all its pictures, of requests with hostile names, drawn once."""
     names = {"tenant": "<script>x</script>", "node": '"><img src=http://x>$\\frac$'}
     records = [*many(300), reported(**names), failed(session="f", **names)]
     return page_of(tmp_path_factory.mktemp("drawn") / "run", records)

@@ -152,7 +152,7 @@ class AnyDay(RuleBasedStateMachine):
             return
         self.engine.run()
         assert not len(self.rule) and not self.memory.holders
-        # Nobody is charged for anything any more.
+        # No tenant is charged for anything any more.
         before = self.rule.charges()
         self.rule.charged_elsewhere({}, {}, self.engine.now_s + 1000.0)
         assert self.rule.charges() == before
@@ -161,7 +161,7 @@ class AnyDay(RuleBasedStateMachine):
 
 
 class OneTenant(AnyDay):
-    """First come, first served but for what is packed, and that within the bounds."""
+    """First come, first served but for packed requests, and those within the bounds."""
 
     tenants = "a"
 

@@ -24,7 +24,7 @@ FEW = 200  # requests to count
 
 
 def turn(rng, prefix, tokens, output=1, after_s=0.0):
-    """A turn whose prompt starts with the blocks `prefix`."""
+    """A turn with a prompt that starts with the blocks `prefix`."""
 
     def fresh(n):
         return rng.integers(1, 2**63, n, dtype=np.uint64)

@@ -54,7 +54,7 @@ class Bench:
 
 
 def own_ids(key, tokens, shared=0):
-    """Ids of a prompt whose first `shared` blocks are everybody's."""
+    """Ids of a prompt; its first `shared` blocks are everybody's."""
     blocks = tokens // SIZE
     return np.array(
         [(1 << 50) + i if i < shared else (key + 1) * 10_000 + i for i in range(blocks)],
@@ -104,7 +104,7 @@ def test_load_by_layers_takes_the_longer_part_and_a_layer_more(load_block_s):
 
 @pytest.mark.parametrize(("others", "from_disk"), [(0, 0), (3, 3), (6, 6), (10, 10)])
 def test_node_loads_from_disk_what_host_lost_and_stores_it_again(others, from_disk):
-    """Host memory holds ten blocks; so many of another prompt pushed the tail of the first out."""
+    """Host memory holds ten blocks; those of another prompt pushed the tail of the first out."""
     bench = Bench(host_blocks=10, disk_blocks=30, disk_block_s=0.05)
     ids, memory = own_ids(0, 170), bench.node.memory
     in_host(bench, ids, 10)
@@ -269,7 +269,7 @@ def test_a_dead_node_gives_back_what_it_had_and_forgets_it():
 
 
 class OneByOne(Node):
-    """The same node, planning every decode step anew."""
+    """The same node, which plans every decode step by itself."""
 
     def _run_limit(self):
         super()._run_limit()
@@ -304,7 +304,7 @@ def play(node_class, changes, requests):
 def test_runs_of_decode_steps_in_closed_form_equal_step_by_step():
     rng = random.Random(3)
     preemptions = 0
-    # Rules that keep accounts round them anew with every iteration, and may break a tie otherwise.
+    # Rules that keep accounts round them in every iteration, and may break a tie otherwise.
     exact = [name for name in SCHEDULERS if name not in ("fair", "vtc", "dlpm", "equinox")]
     for _ in range(400):
         changes, requests = random_case(rng, exact)

@@ -1,4 +1,4 @@
-"""KV from a peer: what arrives, who goes first, what stays pinned for whom, what is not moved."""
+"""KV from a peer: arrivals and their order, pins, and prefixes that are not moved."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ SIZE = 16
 
 
 class StubNode:
-    """A node that only notes what is submitted, and when: the engine is not what is tested."""
+    """A node that only notes submitted jobs and their times: the engine is not under test."""
 
     def __init__(self, index, loop, host_blocks, rate):
         self.index, self.loop = index, loop

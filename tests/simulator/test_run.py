@@ -169,7 +169,7 @@ def test_client_without_patience_leaves_its_queue(config):
     left = simulate(flood.replaced(clients=Clients(patience_s=2.0)))
     done = ended_once(left)
     assert ended_once(stayed) == 400 and 0 < done < 400 and left.refusals == 0
-    assert left.end_s < stayed.end_s, "nobody computes for who is gone"
+    assert left.end_s < stayed.end_s, "no node computes for a client that is gone"
     # Who was in work already when its patience ended is served.
     assert np.nanmedian(left.records.ttft_s) < np.nanmedian(stayed.records.ttft_s)
 

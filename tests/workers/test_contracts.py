@@ -214,7 +214,7 @@ def test_a_record_has_the_fields_that_we_use(path):
     assert set(NAMES[path].split()) <= known
 
 
-# Text that must stand in the source of what is named: attributes that are set, calls in an order.
+# Text that must stand in the named source: attributes that are set, calls in an order.
 SOURCES = {
     "vllm.v1.request:Request.__init__": (
         "self.num_prompt_tokens", "self.sampling_params", "self.kv_transfer_params",
@@ -232,7 +232,7 @@ SOURCES = {
     f"{_SPEC}.get_manager": ("_manager", "eviction_policy", "cache_policy_module_path"),
     _SPEC: ("self.extra_config", "self.num_blocks", "self.blocks_per_chunk",
             "self.tokens_per_block", "self.config = config"),
-    # What is checked against memory and /dev/shm is all that vLLM takes: of all ranks together.
+    # The size checked against memory and /dev/shm is all that vLLM takes: of all ranks together.
     f"{_SPEC}.__init__": (
         "num_copies = 1 if self.replicated_layout else world_size",
         "self.num_blocks = int(cpu_bytes_to_use) // aligned_kv_bytes_per_chunk",

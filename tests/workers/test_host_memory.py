@@ -1,4 +1,4 @@
-"""Host memory before an engine's start: what is left, and refusals in time."""
+"""Host memory before an engine's start: the room left, and refusals in time."""
 
 import os
 from contextlib import nullcontext
@@ -165,7 +165,7 @@ def plan():
 
 
 def test_a_worker_without_a_size_takes_its_share_of_the_machine(plan):
-    """40 % of 100 GiB on a machine of four GPUs: workers of two GPUs have half of it each."""
+    """40 % of 100 GiB on a machine of four GPUs: workers of two GPUs have half each."""
     open_ = replace(plan, gpus=2, limits=replace(plan.limits, host_bytes=BY_SHARE))
     assert open_.sized(100 * GIB, 4.0).limits.host_bytes == 20 * GIB
     assert plan.sized(100 * GIB, 4.0) is plan

@@ -130,7 +130,7 @@ def test_announcement_carries_the_steps_and_loads_measured() -> None:
     node, step = announcement.node, announcement.step
     assert step == StepModel(2e-3, 1e-7, 0.02, 1e-6, 4e-3)
     assert (node.load_fixed_s, node.step_fixed_s, announcement.profile_error) == (5e-4, 4e-3, "")
-    # The rates that would make these steps, for whoever plans by rates.
+    # The rates that would make these steps, for readers that plan by rates.
     assert node.flops_per_s == pytest.approx(2 * model_shape("qwen2.5-7b").params_active / 2e-3)
     by_rates = step_model(model_shape("qwen2.5-7b"), node)
     assert (by_rates.token_s, by_rates.pair_s) == pytest.approx((2e-3, 1e-7))

@@ -1,4 +1,4 @@
-"""A replica without an engine ends itself; a process whose owner is gone ends, too."""
+"""A replica without an engine ends itself; so does a process without its owner."""
 
 import asyncio
 import os

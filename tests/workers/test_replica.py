@@ -40,7 +40,7 @@ STEP = {"kind": "step", "tokens": 1, "prefilled": [], "took_s": 0.1, "overrun": 
 
 
 class Engine:
-    """Dead or not, with so many requests that it has not answered."""
+    """Dead or not; owed: requests that it has not answered."""
 
     def __init__(self):
         self.error, self.owed = None, 0

@@ -246,7 +246,7 @@ def test_gap_in_engine_events_resets_readers_and_snapshot(engine):
 
 
 def test_events_from_before_the_stream_listened_count_as_a_gap(engine):
-    payload = engine.publish(3)  # 0 to 2 were published to nobody
+    payload = engine.publish(3)  # 0 to 2 were published before
     assert engine.next(b"reset") == b""
     assert engine.next(b"kv") == payload
     assert engine.report(lambda report: report.event_gaps_total).event_gaps_total == 1
@@ -316,7 +316,7 @@ def test_nonsense_from_the_engine_does_not_stop_the_stream(engine):
 
 
 def test_sender_without_a_reader_neither_blocks_nor_keeps(tmp_path):
-    for endpoint in (f"ipc://{tmp_path}/nobody", ""):
+    for endpoint in (f"ipc://{tmp_path}/unread", ""):
         sender = StatsSender(endpoint)
         for _ in range(10_050):
             sender.send({"kind": "wait"})

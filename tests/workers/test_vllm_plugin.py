@@ -30,7 +30,7 @@ for spin in ("", "0.0005"):
     os.environ["KAPPA_QUEUE_SPIN_S"] = spin
     register()
     spins.append(SpinCondition.__init__.__defaults__[-1])
-queue = SpinCondition(is_reader=True, context=zmq.Context(), notify_address="inproc://nobody")
+queue = SpinCondition(is_reader=True, context=zmq.Context(), notify_address="inproc://unheard")
 for idle_s, timeout_ms in ((-60, None), (60, None), (60, 5000), (60, 7)):
     queue.last_read = time.monotonic() - idle_s
     queue.wait(timeout_ms)

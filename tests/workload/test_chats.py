@@ -1,4 +1,4 @@
-"""Files that other tools write: what is sent of them, what is left out, and what is refused."""
+"""Files that other tools write: what is sent, left out, and refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Texts as chats, and documents whose bodies are not at hand."""
+"""Texts as chats, and documents without their bodies at hand."""
 
 from kappa_workload.documents import Question
 from kappa_workload.narrativeqa import document_texts

@@ -168,7 +168,7 @@ def test_ray_follows_the_longest_prefix_whatever_the_queue():
     assert chosen(policy, [0, 0, 50], "aaaabbbbcc") == (2, "prefix_match")
     # Both were sent the first half of this one: the lower queue.
     assert policy.choose(offer([0, 3, 50], "aaaacccc")).index == 1
-    # A match within a run counts for whoever was sent the run.
+    # A match within a run counts for the worker that was sent the run.
     assert policy.choose(offer([0, 3, 50], "aaaabb")).index == 2
 
 
@@ -324,7 +324,7 @@ def test_llm_d_takes_turns_among_equals():
     level = offer([0, 0], "ab", waiting=[3, 3], resident_tokens=[10, 0])
     best = policy.choose(level)
     assert (best.index, best.reason) == (1, "highest_score")
-    assert policy.choose(estimates).index == 0, "a choice that was no tie took nobody's turn"
+    assert policy.choose(estimates).index == 0, "a choice that was no tie took no turn"
     assert policy.score(level).tolist() == pytest.approx([1.99, 2.0])
 
 

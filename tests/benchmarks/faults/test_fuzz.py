@@ -1,4 +1,4 @@
-"""The live fuzz against a real HTTP server that misbehaves: what is complained of, and that
+"""The live fuzz against a real HTTP server that misbehaves: its complaints, and that
 a worker's death is found with the requests that were open then."""
 
 import json
@@ -38,7 +38,7 @@ class Endpoint:
 
 
 class FakeTarget:
-    """A target whose only worker is a process of ours."""
+    """A target with one worker, which is a process of ours."""
 
     model = "m"
 

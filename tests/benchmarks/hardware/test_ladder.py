@@ -1,4 +1,4 @@
-"""The ladder's processes, their times, and what is written."""
+"""The ladder's processes, their times, and the files that they write."""
 
 from __future__ import annotations
 

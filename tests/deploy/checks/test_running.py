@@ -68,7 +68,7 @@ def checked(name, **changes):
 
 
 def node(**changes):
-    """A node with changes; `totals__x=1` changes what is inside."""
+    """A node with changes; `totals__x=1` changes x inside totals."""
     made = copy.deepcopy(NODE)
     for place, value in changes.items():
         *outer, last = place.split("__")
@@ -85,7 +85,7 @@ def test_every_check_passes_where_all_is_well():
     assert all(row.what for row in rows)
 
 
-# Of each check: what is not well, what it says of it.
+# Of each check: a bad state, and the words for it.
 ON_NODES = [
     ("workers", {"breaker__state": "open", "breaker__why": "stalled"}, "fail", "a open (stalled)"),
     ("workers", {"seen_s_ago": 11.0}, "fail", "a silent for 11 s"),
@@ -218,7 +218,7 @@ def test_where_nobody_answers_the_command_says_so():
 
 
 def decider(expected, found, told=True):
-    """A decider that expects and finds so many tokens, and knows of the prompt if `told`."""
+    """A decider that expects and finds these tokens, and knows of the prompt if `told`."""
     sent, ids = [], []
 
     def answer(request):

@@ -1,4 +1,4 @@
-"""What is wrong before a start: one sentence a fault, with the figures and the remedy."""
+"""Faults found before a start: one sentence each, with the figures and the remedy."""
 
 import json
 from dataclasses import replace
@@ -237,7 +237,7 @@ def test_of_several_machines_one_that_suits_is_enough():
 
 
 def h100s(count, fault=""):
-    """NVML's module where there are so many."""
+    """NVML's module on a machine with `count` H100s."""
     nvml = FakeNvml([700.0] * count, [[100.0]] * count, fault)
     nvml.nvmlDeviceGetName = lambda _: "NVIDIA H100 80GB HBM3"
     return nvml

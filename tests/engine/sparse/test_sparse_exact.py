@@ -223,7 +223,7 @@ def test_only_what_missed_crosses_the_link():
     # 36 look-ups, of which the first four miss in any case.
     choice = SMALL.chosen_tokens(60) * 2 * 8 * 8
     assert moved[1.0] == 4 * choice
-    # Who chooses anew keeps what is chosen again.
+    # A second choice keeps the tokens that it chooses again.
     assert 4 * choice < moved[0.75] < moved[0.0] < 36 * choice
 
 

@@ -39,7 +39,7 @@ def answer(request):
 
 
 def go_sparse(made, *requests, tokens=1):
-    """Until each has so many approximate tokens; nobody waits for a slow copy."""
+    """Until each has this number of approximate tokens; none waits for a slow copy."""
     for _ in range(60):
         if all(r.account.approximate_tokens >= tokens for r in requests):
             return
@@ -244,7 +244,7 @@ def test_who_leaves_a_slot_does_not_make_others_load_twice():
         made.abort(begins.request_id)
         last = submit(made, asked[2], 2, planner="kv")
         made.step()
-        # It waits for what is on its way for the first.
+        # It waits for the blocks that are on their way for the first.
         assert first.load is not None and last.load is None
         link_of(made).open.set()
         finish(made)
@@ -257,7 +257,7 @@ def hf_shape():
 
 
 def paced(rates):
-    """The same node behind a link a million times slower, and no gpu to compute it anew on."""
+    """The same node behind a link a million times slower, without a GPU to recompute on."""
     load = replace(rates.load, per_token_s=1e-3)
     step = replace(rates.step, token_s=2e-3)
     return replace(rates, load=load, step=step)

@@ -124,7 +124,7 @@ FIRST = (tuple(range(8)), *[()] * 31)
     [("A40", 25e9, 696e9, 2.3), ("H200", 50e9, 4.8e12, 0.8)],
 )
 def test_prefetchable_heads_of_llama_at_128k(name, link, hbm, expected):
-    # A decoding step of one sequence reads each layer's weights, and what is resident.
+    # A decoding step of one sequence reads each layer's weights, and the resident tokens.
     weights = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     resident = 8 * head_bytes(LLAMA, CLO.chosen_tokens(131_072) + 68)
     got = prefetchable_heads(LLAMA, CLO, 131_072, (weights + resident) / hbm, link)

@@ -197,7 +197,7 @@ def test_a_few_tokens_of_a_mixture_read_few_experts() -> None:
     one, some, many = (Costs(rates, 1_000, new).plain_s for new in (1, 10, 400))
     assert one == pytest.approx((500 - 480 * 15 / 16) * rates.token_s)
     assert one < some < many == pytest.approx(500 * rates.token_s)
-    # What is recomputed touches the experts that one new token leaves alone.
+    # Recomputed tokens touch the experts that one new token leaves alone.
     costs = Costs(rates, 1_000, 1)
     assert costs.compute_s(Split(399)) == many
     best = best_prefix(costs, 16)

@@ -214,7 +214,7 @@ def test_the_pages_of_the_sections_name_the_same_defaults():
 
 
 def section_fault(path, value):
-    """The error of a cluster whose setting `path` (a.b.c) is `value`; "" if it is taken."""
+    """The error of a cluster with the setting `path` (a.b.c) at `value`; "" if it is taken."""
     for key in reversed(path.split(".")):
         value = {key: value}
     try:

@@ -115,7 +115,7 @@ def test_manager_stores_a_block_in_host_again_after_a_disk_load(scene):
     scene.store(0, 1, 2, 3, 4, 5)
     scene.write_all()
     scene.store(10, 11, 12, 13)
-    assert scene.store(0).keys_to_store == [], "on disk, and nobody loaded it"
+    assert scene.store(0).keys_to_store == [], "on disk, and not loaded"
     scene.load(0)
     scene.manager.complete_load(keys(0), CONTEXT)
     assert scene.store(0, 1).keys_to_store == keys(0)
@@ -130,7 +130,7 @@ def test_manager_counts_blocks_evicted_before_they_were_written(scene):
     scene.store(10, 11)
     assert scene.found(0, 1, 2) == [MISS, MISS, HIT]
     assert scene.reported == [{"kind": "store_dropped", "why": "disk", "blocks": 2}]
-    # What is being written stays until it is.
+    # A block that is being written stays until the write ends.
     write = scene.manager.take_work()
     assert len(write.rows) == 8
     assert scene.manager.prepare_store(keys(20), CONTEXT) is None

@@ -18,7 +18,7 @@ PATIENCE_S = 20
 
 
 class Bench:
-    """A link whose paced pieces last until they are let go, one `step()` each."""
+    """A link with paced pieces that last until they are let go, one `step()` each."""
 
     def __init__(self, order=LOADS_FIRST, late_wait_s=0.0, paced=True, layers=1):
         generator = torch.Generator().manual_seed(1)

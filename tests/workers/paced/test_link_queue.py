@@ -1,4 +1,4 @@
-"""The order of a link: loads before stores, in pieces; a share for stores; what is late goes."""
+"""The order of a link: loads before stores, in pieces; a share for stores; late ones go."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def add(queue, job, direction, blocks):
 
 
 def play(queue, pieces=10_000):
-    """Serve so many pieces; return [(job, start, stop)] in the order served."""
+    """Serve pieces; return [(job, start, stop)] in the order served."""
     served = []
     while len(served) < pieces and (piece := queue.next()) is not None:
         queue.served(piece, piece.seconds)
@@ -40,7 +40,7 @@ def jobs(queue, pieces=10_000):
 
 
 def hurried(queue, job_ids, blocks, serving=None):
-    """Jobs that are dropped when there is time for so many blocks."""
+    """Jobs that are dropped when there is time for that number of blocks."""
     return [t.job_id for t in queue.hurry(set(job_ids), blocks * BLOCK_S, serving)]
 
 

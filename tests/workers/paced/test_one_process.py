@@ -55,7 +55,7 @@ one_process.setproctitle("ray::replica")
 
 def engine(loads):
     assert "vllm" in sys.modules, "not forked"
-    assert gc.get_freeze_count() > 10_000, "the collector would mark what is shared"
+    assert gc.get_freeze_count() > 10_000, "the collector would mark shared pages"
     try:
         is_open = stat.S_ISSOCK(os.fstat(here.fileno()).st_mode)  # its number may be taken again
     except OSError:

@@ -30,7 +30,7 @@ class OnDevice(torch.Tensor):
 
 
 class Torch(SimpleNamespace):
-    """The module `torch` but for what is given."""
+    """The module `torch` with these attributes in place of its own."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
@@ -67,7 +67,7 @@ class Event:
 
 
 class Cuda:
-    """A device whose link moves so many bytes a second.
+    """A device behind a link of `bytes_per_s`.
 
     now_s, sleep: its clock. number: of the GPU. copied: (bytes, whether the source may be read in
     any order) by call.

@@ -172,7 +172,7 @@ LIMIT_NAMES = {
 
 
 def vllm_arguments(engine, gpus, **given):
-    """vLLM's own record of what a worker asks of it, and how it is without any of that."""
+    """vLLM's own record of a worker's requests, and its state without any."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     limits = EngineLimits.of(EngineSettings(**engine).on(gpus))

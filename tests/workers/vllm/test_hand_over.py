@@ -1,6 +1,6 @@
-"""vLLM's own scheduler with our connector among peers: what is handed over, and what may be sent.
+"""vLLM's own scheduler with our connector among peers: what is passed on, and what may be sent.
 
-The scheduler and the connector's side of it are real; the model's steps are played.
+The scheduler and the connector's side are real; the model's steps are played.
 """
 
 import os
@@ -200,7 +200,7 @@ HINT_VALUES = [
 
 @pytest.mark.parametrize("key", HINTS)
 def test_engine_answers_whatever_values_the_hints_have(engine, key):
-    """Hints: without them a request is priced by what is measured, and charged to nobody else."""
+    """Hints: without them a request is priced by measurement, and charged to no other tenant."""
     for i, value in enumerate(HINT_VALUES):
         engine.add(f"r{i}", tokens=BLOCK + 1, count=1, first=1000 * i, **{key: value})
         answers = engine.step()[2]
@@ -223,28 +223,28 @@ def test_request_without_a_tenant_ends_alone_with_an_error(refusing, tenant):
     from vllm.v1.engine import FinishReason
 
     scheduler, free = refusing.scheduler, refusing.free_blocks
-    refusing.add("nobody's", **({} if tenant is None else {"kappa_tenant": tenant}))
+    refusing.add("unowned", **({} if tenant is None else {"kappa_tenant": tenant}))
     refusing.add("alice's", tokens=BLOCK, count=1, kappa_tenant="alice")
     tokens, _, answers = refusing.step()
     assert tokens == {"alice's": BLOCK}, "it is never scheduled"
     reasons = {answer.request_id: answer.finish_reason for answer in answers}
-    assert reasons == {"nobody's": FinishReason.ERROR, "alice's": FinishReason.LENGTH}
+    assert reasons == {"unowned": FinishReason.ERROR, "alice's": FinishReason.LENGTH}
     assert refusing.free_blocks == free and not scheduler.requests
     assert not scheduler._works and "default" not in scheduler._rule.charges()
 
 
 def test_engine_steps_until_a_lone_refused_request_is_answered(refusing):
-    refusing.add("nobody's")
+    refusing.add("unowned")
     assert refusing.scheduler.has_requests()
     (answer,) = refusing.step()[2]
-    assert (answer.request_id, str(answer.finish_reason)) == ("nobody's", "error")
+    assert (answer.request_id, str(answer.finish_reason)) == ("unowned", "error")
     refusing.step()
     assert not refusing.scheduler.has_requests()
 
 
 def test_a_refused_request_whose_client_leaves_is_gone(refusing):
-    refusing.add("nobody's")
-    refusing.abort("nobody's")
+    refusing.add("unowned")
+    refusing.abort("unowned")
     assert refusing.step()[2] == [] and not refusing.scheduler.requests
     assert not refusing.scheduler._works
 

@@ -1,4 +1,4 @@
-"""What is made of a prompt equals what vLLM makes of it, and costs what is new."""
+"""A prompt's tokens equal vLLM's, and only its new text is encoded."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_a_tenant_does_not_profit_of_what_another_sent(renderer, encoded):
 
 
 async def test_a_request_without_a_tenant_goes_vllms_own_way(renderer, encoded):
-    assert await ids_of(renderer, "nobody's", "") and not encoded
+    assert await ids_of(renderer, "unowned", "") and not encoded
 
 
 async def test_long_text_encoded_off_the_loop_has_the_same_tokens(renderer):
@@ -180,7 +180,7 @@ def test_a_model_without_a_tokenizer_is_left_as_it_is():
     assert not incremental_prompts.install(SimpleNamespace(tokenizer=None))
 
 
-# -- what is decoded ------------------------------------------------------------------------------
+# -- decoding -------------------------------------------------------------------------------------
 
 DECODED = {
     "byte_level": trained(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),

@@ -1,4 +1,4 @@
-"""An engine measures its own steps and copies: which, for how long, and what comes of it."""
+"""An engine measures its own steps and copies: which, for how long, and the result."""
 
 from __future__ import annotations
 

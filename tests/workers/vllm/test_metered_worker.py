@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 
 class Meter(StepMeter):
-    """One whose steps come one at a time: the last one is that which took so long."""
+    """One with steps one at a time: the last one is that which took so long."""
 
     def work(self, scheduled):
         self.last = super().work(scheduled)

@@ -138,7 +138,7 @@ def test_blocks_come_back_byte_for_byte_through_vllms_own_worker(tier, cuda):
     assert [done.success for done in worker.get_finished()] == [True]
     for tensor, old in zip(device, before, strict=True):
         assert torch.equal(tensor[[20, 1]], old[[9, 5]]) and not tensor[[0, 2, 9]].any()
-    # What is loaded may be read in any order: nobody writes to it meanwhile. What is stored may.
+    # Sources of loads may be read in any order: they do not change meanwhile. Those of stores may.
     assert cuda.copied == [(3 * BLOCK_BYTES, False), (2 * BLOCK_BYTES, True)]
 
 
@@ -247,7 +247,7 @@ def test_with_vllms_own_order_nothing_is_refused():
 
 
 def test_the_mapped_region_is_no_larger_than_asked_for(cuda, monkeypatch):
-    """What is checked against /dev/shm before a start is what vLLM then takes of it."""
+    """vLLM takes as much of /dev/shm as was checked before the start."""
     sizes = []
     region = gpu_worker.SharedOffloadRegion
 

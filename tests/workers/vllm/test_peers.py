@@ -1,4 +1,4 @@
-"""Blocks between host tiers over real sockets: what is given and taken, and what goes wrong."""
+"""Blocks between host tiers over real sockets: given, taken, and every way to fail."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_handed_over_prompt_is_waited_for_until_stored(tier):
     while taker.fetches.under_way("r"):
         taker.fetches.wait(1.0)
     taker.fetches.settle()
-    assert taker.found(1, 2, 3) == [HIT, HIT, MISS], "what nobody stores is not waited for"
+    assert taker.found(1, 2, 3) == [HIT, HIT, MISS], "a block that no one stores is not waited for"
 
 
 def test_fetch_gives_up_on_a_store_that_never_ends(tier):

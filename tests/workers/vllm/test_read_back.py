@@ -27,7 +27,7 @@ PAGE = 16 * 2 * 8 * 128 * 2
 
 
 def engine(groups, blocks=1000, cache_dtype="auto", context=4096, dcp=1):
-    """A configuration, and a cache of so many blocks: [(layers, spec of each)]."""
+    """A configuration, and a cache of `blocks` blocks: [(layers, spec of each)]."""
     config = SimpleNamespace(
         cache_config=SimpleNamespace(
             cache_dtype=cache_dtype, enable_prefix_caching=True, prefix_match_unit=None,

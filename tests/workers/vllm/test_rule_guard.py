@@ -53,7 +53,7 @@ class Rule:
 
 
 def guarded(*failing, works=0):
-    """A guard with so many waiting requests, them, the rules it made, what it reported."""
+    """A guard with waiting requests, those, the rules it made, what it reported."""
     made, reports = [], []
 
     def make():
@@ -140,7 +140,7 @@ def test_a_rule_that_fails_now_and_then_is_kept():
 
 def test_guard_rejects_plans_that_admit_strangers_or_one_twice():
     guard, _, (rule,), reports = guarded()
-    rule.waiting.append(Work(1, 0.0))  # nobody gave it that
+    rule.waiting.append(Work(1, 0.0))  # it was never given that
     assert guard.plan(room(), 0.0) is None
     guard, (work,), (rule,), again = guarded(works=1)
     rule.plan = lambda room, now_s: Plan(admitted=[(work, QUOTE), (work, QUOTE)])

@@ -1,4 +1,4 @@
-"""Rules inside a real engine: same answers, nobody stuck, nothing left behind.
+"""Rules inside a real engine: same answers, no request stuck, nothing left behind.
 
 One tiny engine in this process for the whole file, with a host tier; a test puts its rule into it.
 """
@@ -105,7 +105,7 @@ class Fifo:
 
 
 class Engine:
-    """The engine, and what a test needs of it."""
+    """The engine, and what a test needs."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -154,7 +154,7 @@ class Engine:
         raise AssertionError(f"stuck: {self.scheduler._counts()} wait, load, run")
 
     def settle(self):
-        """Let transfers end that nobody waits for."""
+        """Let transfers end for which no request waits."""
         for _ in range(MOST_STEPS):
             if not self.core.scheduler.has_requests():
                 return
@@ -571,7 +571,7 @@ def test_a_wrong_estimate_of_the_host_tier_does_no_harm(engine):
     (cold,) = tokens_of(engine.run()).values()
     assert "landed" in rule.events
     engine.forget(host=False)
-    engine.add("warm", text)  # nobody expects it there
+    engine.add("warm", text)  # it is not expected there
     answers = engine.run()
     assert tokens_of(answers)["warm"] == cold
     assert answers["warm"].num_cached_tokens == 288

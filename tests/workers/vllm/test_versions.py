@@ -84,7 +84,7 @@ def test_every_import_names_what_the_module_has(version):
         for path, module, name in our_imports(number)
         if names.get(module) is None or name not in names[module]["names"]
     ]
-    assert not missing, "new imports? write the names of the newest release anew: vllm_names.py"
+    assert not missing, "new imports? write the names of the newest release again: vllm_names.py"
 
 
 @pytest.mark.parametrize("which", ["shared", "of the version"])

@@ -1,4 +1,4 @@
-"""What is announced of an LMCache server: what was stored or found, nothing that was evicted."""
+"""Announcements of an LMCache server: blocks stored or found, none that was evicted."""
 
 import hashlib
 

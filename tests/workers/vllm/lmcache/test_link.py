@@ -1,4 +1,4 @@
-"""When a failing server is left alone, and how often anyone hears of it."""
+"""When a failing server is left alone, and how often that is logged."""
 
 from itertools import pairwise
 

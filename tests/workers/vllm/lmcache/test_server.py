@@ -1,4 +1,4 @@
-"""Where LMCache is, what is started, and the remedy where it is not there."""
+"""Where LMCache is, how it is started, and the remedy where it is not there."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def path_restored(monkeypatch):
 
 
 def installed(home, script="#!/bin/sh\nexec sleep 60\n"):
-    """An installation whose server only sleeps."""
+    """An installation with a server that only sleeps."""
     root = install_root(home)
     found = LmcacheInstall.at(root)
     found.executable.parent.mkdir(parents=True)
