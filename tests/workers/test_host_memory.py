@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from kappa.hardware import node_profile
 from kappa.host import memory_bytes
 from kappa.settings.engine import LmcacheSettings
-from kappa.shapes import model_shape
 from kappa_workers import host_memory
 from kappa_workers.host_memory import HostBudget, HostBudgetError, check_host_memory, host_budget
-from kappa_workers.identity import WorkerPlan
 from kappa_workers.vllm.arguments import BY_SHARE, EngineLimits, TierChoice
+from tests.workers.plans import worker_plan
 
 pytestmark = pytest.mark.vllm
 
@@ -156,12 +154,7 @@ def test_a_cgroup_that_uses_more_than_its_limit_has_nothing_left(machine):
 
 @pytest.fixture
 def plan():
-    return WorkerPlan(
-        nodes=(node_profile("pcie"),), served=model_shape("qwen2.5-7b"),
-        emulated=model_shape("llama-3.1-8b"),
-        limits=EngineLimits(2048, 32, 100, 1 << 20, 512, 16, "float32"), model_source="/models/x",
-        chat_template="{{ m }}", cache_dir="/nowhere", stream_host="127.0.0.1",
-    )  # fmt: skip
+    return worker_plan(limits=EngineLimits(2048, 32, 100, 1 << 20, 512, 16, "float32"))
 
 
 def test_a_worker_without_a_size_takes_its_share_of_the_machine(plan):

@@ -16,13 +16,11 @@ import pytest
 import pytest_asyncio
 from ray.serve.llm.openai_api_models import CompletionRequest
 
-from kappa.hardware import node_profile
 from kappa.protocol import TO_BODY_HEADER, TO_SECRET_HEADER, EngineDiedError
 from kappa.settings.engine import EngineSettings
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
 from kappa_workers.http_gate import WorkerGate
-from kappa_workers.identity import WorkerPlan
 from kappa_workers.in_flight import InFlight
 from kappa_workers.measuring import _alone
 from kappa_workers.paced.emulated_engine import EmulatedEngine
@@ -32,6 +30,7 @@ from kappa_workers.report_totals import ReportTotals
 from kappa_workers.vllm.arguments import Endpoints, EngineLimits
 from kappa_workers.vllm_plugin import LOG_ENV, log_as
 from tests.workers.emulation import emulated_plan, llm_config
+from tests.workers.plans import worker_plan
 
 pytestmark = pytest.mark.vllm
 
@@ -222,10 +221,9 @@ class Measured(Replica):
 
     def __init__(self, folder):
         super().__init__()
-        node, shape = node_profile("pcie"), model_shape("llama-3.1-8b")
         limits = EngineLimits(1024, 16, 64, 1 << 20, 256, 8, "float32")
-        self._plan = self._given = WorkerPlan(
-            (node,), shape, shape, limits, "m", "", str(folder), ""
+        self._plan = self._given = worker_plan(
+            served=model_shape("llama-3.1-8b"), limits=limits, cache_dir=str(folder)
         )
         self._rank, self.asked, self.peak = 0, [], 1.0
 
@@ -274,10 +272,7 @@ async def test_a_file_that_is_no_measurement_is_measured_anew(tmp_path, text):
 
 
 def limits_of(engine):
-    return WorkerPlan(
-        (node_profile("pcie"),), model_shape("qwen2.5-7b"), model_shape("llama-3.1-8b"),
-        EngineLimits.of(EngineSettings(**engine).on(gpus=1)), "m", "", "", "",
-    )  # fmt: skip
+    return worker_plan(limits=EngineLimits.of(EngineSettings(**engine).on(gpus=1)))
 
 
 async def read_back(plan, answer):

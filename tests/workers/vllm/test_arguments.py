@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from kappa.hardware import node_profile
 from kappa.settings.engine import (
     NOT_IN_EXTRA,
     VLLM_LIMITS,
@@ -23,15 +22,11 @@ from kappa_workers.vllm.arguments import (
     transfer_config,
 )
 from kappa_workers.vllm.options import LinkRules, SchedulerOptions
+from tests.workers.plans import LIMITS, paced
 
-LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ENDPOINTS = Endpoints("ipc://s", "ipc://k")
 RATES = {"format": "f"}
 SERVER = "tcp://127.0.0.1:1234"
-
-
-def paced(name, dilation=30.0):
-    return dataclasses.replace(node_profile(name), source="paced", dilation=dilation)
 
 
 def extra(config):
