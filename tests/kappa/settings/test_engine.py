@@ -21,15 +21,6 @@ def test_host_planners_take_contexts_beyond_the_device():
         engine(planner="kv", max_context_tokens=8192, dtype="float32", **given)
 
 
-def test_engine_defaults_are_an_auto_host_tier_and_exact_answers():
-    found = load_settings().engine
-    assert (found.host_tier, found.planner, found.lmcache.server) == ("auto", "auto", None)
-    s = found.sparse
-    assert (found.approx, s.share, s.sink_tokens, s.recent_tokens) == ("never", 0.1, 4, 64)
-    assert (s.eta, s.power) == (0.8, 3.0)
-    assert (s.code_bits, s.retriever, s.prefetch, s.max_age) == (256, "hash", True, 0)
-
-
 def test_a_shared_lmcache_server_with_its_bounds():
     lmcache = {"server": "tcp://cache.example:5555", "timeout_s": 0.2, "retry_s": 1}
     found = engine(host_tier="lmcache", planner="tail", lmcache=lmcache).lmcache
@@ -63,12 +54,6 @@ def test_host_tier_defaults_to_64_mib_on_cpus_a_share_on_gpus():
         2 * 10**11,
         *[4 * 10**11] * 2,
     ]
-
-
-def test_threads_and_room_are_read_and_a_kind_may_stand_alone():
-    found = engine(kind="torch", planner="cpu", cpu_threads=2, cpu_room_share=0.25)
-    assert (found.planner, found.cpu_threads, found.cpu_room_share) == ("cpu", 2, 0.25)
-    assert load_settings(engine="torch").engine.cpu_threads == 0
 
 
 @pytest.mark.parametrize(
