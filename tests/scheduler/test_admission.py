@@ -49,27 +49,23 @@ class Bench:
         return AdmissionRound(self.ledger, self.link, room, 0.0, candidates, admit)
 
 
-def test_what_fits_is_computed_and_the_others_know_why_not():
-    bench = Bench(used=70)
-    first, large, last = bench.candidate(20), bench.candidate(40), bench.candidate(10)
-    bench.round(first, large, last).fill_budget([first, large, last])
-    assert bench.admitted == [first, last]
-    assert large.why == VRAM and not first.why
-
-
-@pytest.mark.parametrize(("limit", "why"), [({"budget": 0}, BUDGET), ({"slots": 0}, SLOTS)])
-def test_nothing_is_computed_without_budget_or_slots(limit, why):
-    bench = Bench(used=10, **limit)
-    one = bench.candidate(10)
-    bench.round(one).fill_budget([one])
-    assert not bench.admitted and one.why == why
-
-
-def test_the_best_for_the_slots_there_are():
-    bench = Bench(capacity=60, used=10, slots=1)
-    small, large = bench.candidate(5), bench.candidate(45)
-    bench.round(small, large).fill_budget([small, large])
-    assert bench.admitted == [large]
+@pytest.mark.parametrize(
+    ("bench", "tokens", "admitted", "why"),
+    [
+        # What fits is computed, and the others know why not.
+        ({"used": 70}, [20, 40, 10], [0, 2], ["", VRAM, ""]),
+        ({"used": 10, "budget": 0}, [10], [], [BUDGET]),
+        ({"used": 10, "slots": 0}, [10], [], [SLOTS]),
+        # The best for the slots there are.
+        ({"capacity": 60, "used": 10, "slots": 1}, [5, 45], [1], None),
+    ],
+)
+def test_fill_budget_admits_what_fits_and_says_why_not(bench, tokens, admitted, why):
+    made = Bench(**bench)
+    candidates = [made.candidate(count) for count in tokens]
+    made.round(*candidates).fill_budget(candidates)
+    assert made.admitted == [candidates[at] for at in admitted]
+    assert why is None or [candidate.why for candidate in candidates] == why
 
 
 def test_with_nothing_running_whatever_fits_may_start():

@@ -98,15 +98,6 @@ def test_a_load_overtakes_queued_stores_on_a_shared_link(make):
     assert [r["kind"] for r in bench.reports] == ["store", "load", "store"]
 
 
-def test_a_load_waits_for_one_piece_of_a_long_store(make):
-    bench = make()
-    bench.submit(STORE, 1, *range(6))
-    bench.busy()
-    bench.submit(LOAD, 2, 9)
-    bench.step(2)
-    assert bench.finished(1) == [(2, True)]
-
-
 def test_wait_drops_a_queued_store_when_there_is_no_time(make):
     bench = make()
     bench.submit(LOAD, 1, 0)
