@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -26,9 +25,10 @@ from kappa_engine.sequence import Sequence as Handle
 from kappa_engine.settings import EngineOptions
 from kappa_engine.sparse.forward import sparse_forward
 from kappa_engine.sparse.serving import SparseServing
-from kappa_engine.transfer import Copies, CpuMover, Direction, mover_for
+from kappa_engine.transfer import mover_for
 from tests.engine import hf
 from tests.engine.books import check_engine
+from tests.engine.links import Link
 from tests.engine.rig import weights
 
 BLOCK = 4
@@ -44,22 +44,6 @@ def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Pl
         return LoadPlan(layout(request.cached, recompute=first, activations=second, tail=tail))
 
     return plan
-
-
-class Link(CpuMover):
-    """A link that can be held, or broken: `breaks` says of each copy whether it fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open = threading.Event()
-        self.open.set()
-        self.breaks: Callable[[Direction, Copies], bool] = lambda direction, copies: False
-
-    def _copy(self, direction: Direction, copies: Copies) -> None:
-        assert self.open.wait(20)
-        if self.breaks(direction, copies):
-            raise OSError("the link is down")
-        super()._copy(direction, copies)
 
 
 @contextmanager

@@ -22,8 +22,9 @@ from kappa_engine.config import read_config
 from kappa_engine.forward import Forward
 from kappa_engine.kv_cache import Arena, ArenaSize
 from kappa_engine.profile import ProfileSettings, cached_profile, device_name, profile, repeating
-from kappa_engine.transfer import Copies, CpuMover, Direction, TransferFailed
+from kappa_engine.transfer import CpuMover, TransferFailed
 from kappa_engine.weights import random_weights
+from tests.engine.links import Link
 
 SETTINGS = ProfileSettings(
     tokens=(16, 32, 64, 128), new_tokens=(1, 16, 64), context_tokens=(0, 32),
@@ -185,22 +186,11 @@ def test_an_arena_too_small_or_in_use_is_refused() -> None:
             profile(made, SETTINGS)
 
 
-class _Broken(CpuMover):
-    """A link on which copies fail in some directions."""
-
-    def __init__(self, *directions: Direction) -> None:
-        super().__init__()
-        self.directions = directions
-
-    def _copy(self, direction: Direction, copies: Copies) -> None:
-        if direction in self.directions:
-            raise OSError("no such link")
-        super()._copy(direction, copies)
-
-
 def test_a_link_that_fails_fails_the_measurement() -> None:
     threads = threading.active_count()
-    with forward(mover=_Broken("h2d")) as made, pytest.raises(TransferFailed, match="no such link"):
+    link = Link()
+    link.breaks = lambda direction, copies: direction == "h2d"
+    with forward(mover=link) as made, pytest.raises(TransferFailed, match="the link is down"):
         profile(made, SETTINGS)
     assert threading.active_count() == threads
 

@@ -203,6 +203,9 @@ class Bench:
         self.reported, self.file = [], DiskFile(folder, 6, [64, 192])
         self.route = DiskRoute(self.host, self.device, self.file, loading, self.reported.append)
 
+    def close(self):
+        self.route.close()
+
     def written(self, *writes):
         for write in writes:
             self.route.submit(write)
@@ -211,16 +214,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path):
-    made = []
-
-    def make(**options):
-        made.append(Bench(tmp_path, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.route.close()
+def bench(tmp_path, closing):
+    return lambda **options: closing(Bench(tmp_path, **options))
 
 
 def test_one_load_brings_blocks_of_host_memory_and_of_the_disk(bench):

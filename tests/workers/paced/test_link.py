@@ -75,16 +75,8 @@ class Bench:
 
 
 @pytest.fixture
-def make():
-    made = []
-
-    def bench(*args, **kwargs):
-        made.append(Bench(*args, **kwargs))
-        return made[-1]
-
-    yield bench
-    for one in made:
-        one.close()
+def make(closing):
+    return lambda *args, **options: closing(Bench(*args, **options))
 
 
 def test_a_load_overtakes_queued_stores_on_a_shared_link(make):

@@ -104,16 +104,8 @@ class Tier:
 
 
 @pytest.fixture
-def tier():
-    made = []
-
-    def make(**options):
-        made.append(Tier(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def tier(closing):
+    return lambda **options: closing(Tier(**options))
 
 
 def test_fetch_brings_a_peers_blocks_whole_and_announces_them(tier):
