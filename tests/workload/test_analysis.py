@@ -17,6 +17,7 @@ from kappa_workload.analysis import (
 from kappa_workload.catalogue import BUILT_IN, workload_named
 from kappa_workload.reading import ReadAs
 from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+from tests.workload.checks import document_session
 
 SIZE = 16
 
@@ -27,12 +28,7 @@ def named(name, **how):
 
 
 def one_document(tokens=1000, questions=(10, 20)):
-    shared = stream_ids(key_of("d"), 0, tokens // 100)
-    turns = []
-    for number, question in enumerate(questions):
-        ids = np.concatenate([shared, stream_ids(key_of("q", number), len(shared), 20)])
-        turns.append(turn_of(0.0, tokens + question, 4, ids, 100, question))
-    session = SessionShape("d/0", tuple(turns), document_tokens=tokens)
+    session = document_session(tokens, questions, 100)
     return Workload("narrativeqa", 100, (session,), "made up")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kappa_workload.azure import read_azure
-from tests.workload.refusals import check_refused
+from tests.workload.checks import check_refused
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
 ROW = "2023-11-16 18:15:46.6805900,374,44\r\n"

@@ -10,7 +10,7 @@ from kappa_workload.miniswe import read_miniswe, read_miniswe_texts, shapes_of
 from kappa_workload.reading import ReadAs, estimated_tokens
 from kappa_workload.replay import Reuse
 from kappa_workload.sessions import demo_sessions_path
-from tests.workload.refusals import check_refused
+from tests.workload.checks import check_refused
 
 
 def row(name="a", t_s=0.0, length=1000, output=50, cached=0, new=None):

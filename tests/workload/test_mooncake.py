@@ -7,7 +7,7 @@ import pytest
 
 from kappa_workload.mooncake import read_mooncake
 from kappa_workload.reading import WorkloadError
-from tests.workload.refusals import check_refused
+from tests.workload.checks import check_refused
 
 
 def line(timestamp=0, input_length=1024, output_length=100, hash_ids=(0, 1), **more):

@@ -8,7 +8,7 @@ import pytest
 from kappa_workload.documents import MEAN_THINK_S
 from kappa_workload.narrativeqa import read_narrativeqa
 from kappa_workload.reading import ReadAs, WorkloadError
-from tests.workload.refusals import check_refused
+from tests.workload.checks import check_pauses, check_refused
 
 
 def line(document="d", tokens=1000, question=20, **more):
@@ -76,14 +76,7 @@ def test_a_table_of_documents_gives_the_lengths(tmp_path):
 
 def test_pauses_are_drawn_from_the_seed(tmp_path):
     path = written(tmp_path, *(line(f"d{k % 40}") for k in range(1000)))
-
-    def pauses(seed):
-        workload = read_narrativeqa(path, how=ReadAs(seed=seed))
-        assert all(session.turns[0].after_s == 0 for session in workload.sessions)
-        return [t.after_s for session in workload.sessions for t in session.turns[1:]]
-
-    assert pauses(1) == pauses(1) != pauses(2)
-    assert sum(pauses(1)) / 960 == pytest.approx(MEAN_THINK_S, rel=0.1)
+    check_pauses(read_narrativeqa, path, MEAN_THINK_S)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from kappa_workload.prompts import VOCABULARY, WORDS, filler, prompt_tokens, prompt_words
 from kappa_workload.replay import copied
 from kappa_workload.shapes import SessionShape, key_of, stream_ids, turn_of
+from tests.workload.checks import document_session
 
 SIZE = 16
 
@@ -18,13 +19,7 @@ def talk(name="talk", lengths=((40, 30, 40), (90, 10, 20), (130, 5, 30))):
 
 
 def document(tokens=100, questions=(10, 20, 7)):
-    shared = stream_ids(key_of("document"), 0, tokens // SIZE)
-    turns = []
-    for number, question in enumerate(questions):
-        own = stream_ids(key_of("question", number), len(shared), 20)
-        ids = np.concatenate([shared, own])
-        turns.append(turn_of(0.0, tokens + question, 3, ids, SIZE, question))
-    return SessionShape("reader", tuple(turns), document_tokens=tokens)
+    return document_session(tokens, questions, SIZE)
 
 
 def common(one, other):

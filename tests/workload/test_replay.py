@@ -1,6 +1,5 @@
 """What a load test sends: copies, what an endless cache holds, arrivals, lengths, flat memory."""
 
-import hashlib
 import tracemalloc
 from itertools import islice, repeat
 
@@ -21,6 +20,7 @@ from kappa_workload.replay import (
 )
 from kappa_workload.sessions import demo_sessions_path
 from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+from tests.workload.checks import cached_in_fact
 
 SESSIONS = 20
 
@@ -195,18 +195,6 @@ def play(workload, count=None, times=None, **options):
     )
 
 
-def cached_in_fact(seen, tokens):
-    """What an endless cache of full blocks held of a prompt; notes it."""
-    state, held, whole = hashlib.blake2b(digest_size=8), 0, True
-    for start in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
-        state.update(tokens[start : start + BLOCK].tobytes())
-        digest = state.copy().digest()
-        whole = whole and digest in seen
-        held += BLOCK * whole
-        seen.add(digest)
-    return min(held, (len(tokens) - 1) // BLOCK * BLOCK)
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_expected_reuse_is_that_of_the_prompts(name):
     workload = workload_named(name, ReadAs(block_tokens=BLOCK))
@@ -217,7 +205,7 @@ def test_the_expected_reuse_is_that_of_the_prompts(name):
     for request in islice(sent, count):
         tokens = request.make_prompt()
         assert len(tokens) == request.input_tokens
-        assert cached_in_fact(seen, tokens) == request.cached_tokens
+        assert cached_in_fact(seen, tokens, BLOCK) == request.cached_tokens
         assert request.cached_tokens + request.new_tokens == request.input_tokens
         reused += request.cached_tokens
     assert (reused > 0) == (name != "azure")
@@ -227,8 +215,8 @@ def test_copies_of_a_workload_share_nothing():
     seen: set[bytes] = set()
     for session in play(toy(), 12):
         first, second = session.requests
-        assert cached_in_fact(seen, first.make_prompt()) == 0
-        assert cached_in_fact(seen, second.make_prompt()) == second.cached_tokens == 32
+        assert cached_in_fact(seen, first.make_prompt(), BLOCK) == 0
+        assert cached_in_fact(seen, second.make_prompt(), BLOCK) == second.cached_tokens == 32
 
 
 def test_play_gives_the_same_sessions_in_order_of_arrival():

@@ -5,7 +5,7 @@ import pytest
 
 from kappa_workload.arrivals import ClientRate, read_rates, shipped_rates
 from kappa_workload.reading import WorkloadError
-from tests.workload.refusals import check_refused
+from tests.workload.checks import check_refused
 
 ROW = {
     "client": 0,

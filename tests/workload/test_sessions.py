@@ -14,7 +14,7 @@ from kappa_workload.sessions import (
     demo_sessions_path,
     read_sessions,
 )
-from tests.workload.refusals import check_refused
+from tests.workload.checks import check_refused
 
 
 def line(session="a", t_s=0.0, **fields):

@@ -7,7 +7,7 @@ import pytest
 
 from kappa_workload.reading import ReadAs, WorkloadError
 from kappa_workload.sharegpt import MEAN_THINK_S, read_sharegpt_table, read_sharegpt_texts
-from tests.workload.refusals import check_refused
+from tests.workload.checks import check_pauses, check_refused
 
 
 def row(name="a", turn=0, cached=0, new=100, out=50, uncut=None):
@@ -72,15 +72,7 @@ def test_the_history_before_the_cut_can_be_put_in_front(tmp_path):
 
 def test_pauses_are_drawn_from_the_seed(tmp_path):
     rows = [row(f"c{k}", turn, 150 * turn) for k in range(300) for turn in range(4)]
-    path = table(tmp_path, *rows)
-
-    def pauses(seed):
-        workload = read_sharegpt_table(path, ReadAs(seed=seed))
-        assert all(session.turns[0].after_s == 0 for session in workload.sessions)
-        return [t.after_s for session in workload.sessions for t in session.turns[1:]]
-
-    assert pauses(1) == pauses(1) != pauses(2)
-    assert sum(pauses(1)) / 900 == pytest.approx(MEAN_THINK_S, rel=0.1)
+    check_pauses(read_sharegpt_table, table(tmp_path, *rows), MEAN_THINK_S)
 
 
 @pytest.mark.parametrize(
