@@ -57,7 +57,7 @@ def listening():
 
 
 def evaluate(answer):
-    """What is wrong with an answer; empty if nothing is."""
+    """The fault of an answer; empty if it has none."""
     return complaint_of(answer.status_code, answer.text)
 
 

@@ -1,4 +1,4 @@
-"""An engine on its own thread answers many callers, loses nobody, and leaves nothing behind."""
+"""An engine on its own thread answers many callers, loses none, and leaves nothing behind."""
 
 import asyncio
 import threading
@@ -122,7 +122,7 @@ async def test_stored_blocks_are_published_also_when_all_is_quiet() -> None:
     assert tokens == prompt(12)
 
 
-async def test_a_failed_iteration_ends_all_and_refuses_what_comes_later() -> None:
+async def test_failed_iteration_ends_all_requests_and_refuses_new_ones() -> None:
     with engine() as made:
         running = EngineThread(made)
         run = made._runner.compute

@@ -92,7 +92,7 @@ def test_what_a_fault_may_refuse_is_no_loss_once_it_is_done():
 
 
 class Cluster:
-    """A target that reports `found` of each request, and so many reservations."""
+    """A target that reports `found` of each request, and this number of reservations."""
 
     def __init__(self, found=(), reservations=0):
         self.found, self.held, self.family = found, reservations, self

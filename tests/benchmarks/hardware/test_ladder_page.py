@@ -11,7 +11,7 @@ COPY = {"kind": "copy", "way": "to the device, pageable", "layout": "whole", "by
 
 
 def cells(token_s, load_token_s, *, share=1.0, wait_s=0.0):
-    """Of an engine with these constants, whose TTFT has a wait that no constant explains."""
+    """Of an engine with these constants; its TTFT has a wait that no constant explains."""
     rows = [{"kind": "engine", "arm": "vllm", "kv_bytes": 1000.0, "serial_share": share,
              "tier": "own"}]  # fmt: skip
     for cached in (1_000, 2_000, 4_000):
