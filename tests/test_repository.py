@@ -150,12 +150,9 @@ def test_every_direct_requirement_is_locked(lock, extra):
 
 
 def third_party_imports(package: str) -> set[str]:
-    """Packages from elsewhere that one of ours imports anywhere in its files; `scripts` run in
-    environments of their own."""
+    """Packages from elsewhere that one of ours imports anywhere in its files."""
     found: set[str] = set()
     for path in modules(package):
-        if path.parent.name == "scripts":
-            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
