@@ -66,7 +66,7 @@ def routing(
     scheduler: Annotated[str, typer.Option(help="Scheduler of the nodes.")] = "fcfs",
     jobs: grid.Jobs = None,
     only_report: Annotated[
-        bool, typer.Option("--report", help="Run nothing: tables of what is in the directory.")
+        bool, typer.Option("--report", help="Run nothing: tables of the rows in the directory.")
     ] = False,
     json_output: Json = False,
 ) -> None:
