@@ -1,9 +1,9 @@
 """Faults inside Python processes of a cluster under test: clocks that jump, disks that are full.
 
 Only where the harness puts this folder on `PYTHONPATH` and names a file in `KAPPA_PROCESS_FAULTS`;
-the product knows nothing of it. The file is JSON: `{"clock": {"PID": seconds}, "full": [folders]}`.
-A jump is what Python code of that process is told by `time.time`; a full disk is ENOSPC for
-every file opened for writing, and every folder made, below a folder.
+the product does not know of either. The file is JSON: `{"clock": {"PID": seconds}, "full":
+[folders]}`. A clock jumps for the Python code of that process, in `time.time`; a full disk is
+ENOSPC for every file opened for writing, and every folder made, below a folder.
 """
 
 import errno
