@@ -74,9 +74,10 @@ def scheduler(
         known = (*mix.POLICIES, "bare") if chosen == "vllm" else mix.POLICIES
         rules = names(policies, known, "--policies")
         points = product(
-            names(workloads, mix.WORKLOADS, "--workloads"), names(links, mix.LINKS, "--links"),
+            names(workloads, mix.WORKLOADS, "--workloads"),
+            names(links, mix.LINKS, "--links"),
             names(stores, mix.STORES, "--stores"),
-        )  # fmt: skip
+        )
     settings = [mix.Setting(*point) for point in points]
     rows, details = [], []
     how = None if chosen == "simulator" else _serving(model, unpaced, dilation)
@@ -164,7 +165,7 @@ def _table(setting: mix.Setting, rows: list[Row], spread: list[Row]) -> Table:
     paths += [(key,) for key in _SHOWN]
 
     def cell(row: Any, around: Any, path: tuple[str, ...]) -> str:
-        """A median, and by how much the runs differ, in percent of it."""
+        """A median, and half the range of the runs in percent."""
         for key in path:
             row, around = row[key], around[key]
         if row is None:

@@ -62,8 +62,8 @@ def test_every_kind_of_row_is_told_and_drawn():
     assert told == [
         "to the device, pageable, whole: 2 GB/s",
         "product of 16 tokens: 3 TFLOP/s",
-        "torch (tier own): equal; 64 of 72 tokens found; log-probabilities moved by 0 (computed "
-        "anew 1e-06, another prompt 2)",
+        "torch (tier own): equal; 64 of 72 tokens found; log-probabilities moved by 0 (recomputed "
+        "1e-06, another prompt 2)",
         "vllm: κ_crit 100, loads at 1 GB/s, TTFT predicted within 0% (median), 0% (most)",
         "eager, batch 4: step 4 ms, between tokens 5 ms",
         "vllm, loads none: TTFT 250 ms (longest 500 ms), step unknown (longest unknown)",
