@@ -1,8 +1,9 @@
-"""What the engine must know of a model, from its Hugging Face ``config.json``: frozen and checked.
+"""A model's configuration for the engine, from Hugging Face's ``config.json``: frozen, checked.
 
 Families: OPT, Llama, Qwen2, Qwen3. Each differs in norm, positions, biases, head norms and MLP; all
-else is one forward pass. An architecture whose attention or positions the engine does not compute
-exactly is refused by name, with the load plans that would work (see `kappa.plans.architecture`).
+else is one forward pass. An architecture with attention or positions that the engine does not
+compute exactly is refused by name, with the load plans that would work
+(`kappa.plans.architecture`).
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def read_config(source: Mapping[str, Any] | str | Path, name: str = "") -> Model
 
 
 def _shape(data: Mapping[str, Any], name: str) -> ModelShape:
-    """As planners see it; checkpoints in float64, which exactness is tested with, included."""
+    """The shape for planners; also of checkpoints in float64, with which exactness is tested."""
     wide = {key for key in ("dtype", "torch_dtype") if "64" in str(data.get(key))}
     shape = shape_from_config({key: data[key] for key in data if key not in wide}, name)
     return replace(shape, kv_dtype_bytes=8.0, weight_dtype_bytes=8.0) if wide else shape

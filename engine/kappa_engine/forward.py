@@ -87,7 +87,7 @@ class Forward:
             inverse, factor = layers.frequencies(config.rope, config.head_dim)
             self._rope = inverse.to(weights.device), factor
         self._buffers: list[Buffer] = []
-        # Buffers of passes whose copies did not end in time.
+        # Buffers of passes in which a copy did not end in time.
         self._stuck: list[object] = []
 
     def compute(self, rows: Sequence[StepRow]) -> Tensor:
@@ -112,8 +112,10 @@ class Forward:
 
     @torch.no_grad()
     def run(self, step: DeviceStep) -> Tensor:
-        """As `compute`, of a step that is built."""
-        running, last = self._begin(step), self.config.layers - 1
+        """Compute a step that is built; as `compute`."""
+        hidden = layers.embed(self.weights, step.tokens, step.positions)
+        angles = self.angles(step.positions), self.angles(step.act_positions)
+        running, last = RunningStep(step, hidden, *angles), self.config.layers - 1
         try:
             self._reserve(step.buffer_rows, step.loaded_act_blocks)
             self._load(0, step, self._buffers[0])
@@ -124,7 +126,7 @@ class Forward:
         except BaseException:
             self._abandon()
             raise
-        return self._logits(running)
+        return layers.logits(running.hidden[step.logit_rows], self.weights)
 
     def angles(self, positions: Tensor) -> layers.Angles:
         """Rotary angles of tokens at these positions; None where positions are learned."""
@@ -135,15 +137,7 @@ class Forward:
         if self.cpu is not None:
             self.cpu.worker.stop()
 
-    # -- begin and end ------------------------------------------------------------------------
-
-    def _begin(self, step: DeviceStep) -> RunningStep:
-        hidden = layers.embed(self.weights, step.tokens, step.positions)
-        angles = self.angles(step.positions), self.angles(step.act_positions)
-        return RunningStep(step, hidden, *angles)
-
-    def _logits(self, running: RunningStep) -> Tensor:
-        return layers.logits(running.hidden[running.step.logit_rows], self.weights)
+    # -- buffers ------------------------------------------------------------------------------
 
     def _reserve(self, rows: int, acts: int) -> None:
         """Allocate two buffers of this many rows and blocks of activations, unless they suffice."""

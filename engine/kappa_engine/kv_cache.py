@@ -54,7 +54,7 @@ class Arena:
     `pools["kv", "device"]`. device: where the device blocks lie; "cpu" is as good as any.
 
     Raises:
-        ArenaTooLarge: names the place, what is wanted and what is free, and what to give instead.
+        ArenaTooLarge: names the place, the bytes wanted and free, and the remedy.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 _STORED = dict(zip(("F64", "F32", "BF16", "F16"), DTYPES.values(), strict=True))
 
 Spec = list[tuple[str, tuple[int, ...]]]
-"""What one tensor of ours stacks row by row: names in the checkpoint, and their shapes."""
+"""The checkpoint's tensors that one of ours stacks row by row: names, and shapes."""
 MakeTensor = Callable[[int, str, Spec], Tensor]
 
 
@@ -95,7 +95,7 @@ class Checkpoint:
         full = name if name.startswith("lm_head.") else self._prefix + name
         if full not in self._files:
             raise WeightError(
-                f"{self.folder}: no file of it holds tensor {full!r}: the checkpoint is "
+                f"{self.folder}: no file here holds tensor {full!r}: the checkpoint is "
                 "incomplete, or config.json is of another model"
             )
         file = self._files[full]

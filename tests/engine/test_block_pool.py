@@ -71,7 +71,7 @@ def test_misuse_is_refused_by_name_counted_and_changes_nothing() -> None:
         pool.free([second, first])
     with pytest.raises(BlockError, match="there is no block 9 among 4"):
         pool.free([9])
-    with pytest.raises(BlockError, match="nobody uses it"):
+    with pytest.raises(BlockError, match="has no user"):
         pool.share([first])
     with pytest.raises(BlockError, match="cannot allocate -1"):
         pool.allocate(-1)

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_the_bare_decoder_is_read(checkpoint):
     ("edit", "says"),
     [
         (lambda t: t.pop("model.layers.1.self_attn.k_norm.weight"),
-         r"no file of it holds tensor 'model\.layers\.1\.self_attn\.k_norm\.weight'"),
+         r"no file here holds tensor 'model\.layers\.1\.self_attn\.k_norm\.weight'"),
         (lambda t: t.update({"model.norm.weight": torch.ones(63)}),
          r"model\.safetensors: tensor 'model\.norm\.weight' is \(63,\), its config says \(64,\)"),
         (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}),

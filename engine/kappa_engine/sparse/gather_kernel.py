@@ -59,12 +59,12 @@ class Gather:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the source, as the mover compares them."""
+        """The source's shape, since the mover compares both."""
         return self.source.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target."""
+        """The target's dtype."""
         return self.target.dtype
 
     @property
@@ -83,7 +83,7 @@ class Gather:
 
 
 def pairs(gathers: Sequence[Gather]) -> list[tuple[Tensor, Tensor]]:
-    """As `Mover.h2d` takes them: a gather stands where a target tensor does."""
+    """Copies for `LinkMover.h2d`, with a gather in the place of each target tensor."""
     return [(one, one.source) for one in gathers]  # type: ignore[misc]
 
 
