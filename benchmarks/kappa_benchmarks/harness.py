@@ -207,23 +207,21 @@ def names(text: str, known: Iterable[str], option: str) -> tuple[str, ...]:
 # Measuring ----------------------------------------------------------------------------------------
 
 
-def alternate(
-    arms: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1
-) -> dict[str, list[T]]:
+def alternate(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Results of each arm, round by round; every arm runs once a round, their order reversed each
     time.
 
     Drift (clocks, other work on the machine) hits all arms, and the caches that one arm leaves hit
-    each as often from either side. The first `warm_up` rounds are dropped. Garbage is collected
-    between rounds only, so that no arm pays for another's; older objects (half a second's worth,
-    with torch) are not searched again each time.
+    each as often from either side. A first round is dropped. Garbage is collected between rounds
+    only, so that no arm pays for another's; older objects (half a second's worth, with torch) are
+    not searched again each time.
     """
     samples: dict[str, list[T]] = {name: [] for name in arms}
     collecting = gc.isenabled()
     gc.disable()
     gc.freeze()
     try:
-        for number in range(-warm_up, rounds):
+        for number in range(-1, rounds):
             for name in arms if number % 2 == 0 else reversed(list(arms)):
                 sample = arms[name]()
                 if number >= 0:

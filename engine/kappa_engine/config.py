@@ -31,12 +31,7 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only model.
-
-    `rope` holds the checkpoint's own rope parameters (type, theta, factors) and is empty where
-    positions are learned. `embed` is the width of the token embedding, which OPT may project.
-    `max_tokens` is how long a sequence may be. `shape` is the same model as planners see it.
-    """
+    """One decoder-only model."""
 
     family: str
     layers: int
@@ -46,7 +41,9 @@ class ModelConfig:
     head_dim: int
     inner: int
     vocab: int
+    # Width of the token embedding, which OPT may project.
     embed: int
+    # Of a sequence, at most.
     max_tokens: int
     norm_eps: float
     activation: str
@@ -57,7 +54,9 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     tied: bool
+    # The same model for planners.
     shape: ModelShape = field(repr=False, compare=False)
+    # The checkpoint's own rope parameters (type, theta, factors); empty: positions are learned.
     rope: Mapping[str, Any] = field(default_factory=dict)
 
     @property

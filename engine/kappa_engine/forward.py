@@ -25,10 +25,12 @@ from kappa_engine.weights import Weights
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step under way: hidden states, and the angles of its new and its projected tokens."""
+    """A step under way."""
 
     step: DeviceStep
+    # States (new tokens, hidden) before the layer that comes next.
     hidden: Tensor
+    # Rotary angles of its new tokens, and of those projected from activations.
     angles: layers.Angles
     act_angles: layers.Angles
 
@@ -90,29 +92,23 @@ class Forward:
         # Buffers of passes in which a copy did not end in time.
         self._stuck: list[object] = []
 
+    @torch.no_grad()
     def compute(self, rows: Sequence[StepRow]) -> Tensor:
         """Compute rows together and write their KV; logits (wanted, vocabulary), in their order.
 
         Raises:
+            ValueError: a sequence is longer than the model's learned positions.
             NoSuchBlock: a row names a block that its sequence does not have.
             TransferFailed: a load failed. The content of blocks that the rows write is undefined;
                 blocks that they only read are as they were.
         """
-        return self.run(self.build(rows))
-
-    def build(self, rows: Sequence[StepRow]) -> DeviceStep:
-        """Build the step of these rows, on the device."""
         # Learned positions end; rotary ones do not.
         longest = max(row.length for row in rows)
         if not self.config.rope and longest > self.max_tokens:
             raise ValueError(
                 f"a sequence of {longest} tokens: this model has {self.max_tokens} positions"
             )
-        return build_step(rows, self.arena.block_tokens, self.weights.device)
-
-    @torch.no_grad()
-    def run(self, step: DeviceStep) -> Tensor:
-        """Compute a step that is built; as `compute`."""
+        step = build_step(rows, self.arena.block_tokens, self.weights.device)
         hidden = layers.embed(self.weights, step.tokens, step.positions)
         angles = self.angles(step.positions), self.angles(step.act_positions)
         running, last = RunningStep(step, hidden, *angles), self.config.layers - 1

@@ -36,11 +36,14 @@ class TransferFailed(RuntimeError):
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Totals of one direction: bytes copied, seconds in which it copied, copies, and failures."""
+    """Totals of one direction."""
 
     copied_bytes: int = 0
+    # In which it copied.
     busy_s: float = 0.0
+    # Pairs of tensors.
     copies: int = 0
+    # Copies, started together, that failed.
     failed: int = 0
 
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import pytest
 
@@ -29,7 +30,7 @@ def runner(publish=None, **settings) -> Iterator[EngineThread]:
 
 
 def stats(running: EngineThread):
-    return running.call(lambda made: made.stats().to_dict())
+    return running.call(lambda made: asdict(made.stats()))
 
 
 async def stream(running: EngineThread, request: EngineRequest) -> AsyncGenerator[Output, None]:
