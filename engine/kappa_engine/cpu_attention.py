@@ -65,7 +65,7 @@ class CpuWorker:
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Compute `job` behind those before it, without gradients; `RuntimeError` if stopped."""
         future = self._pool.submit(torch.no_grad()(job))
-        self._newest = future  # type: ignore[assignment]
+        self._newest = future
         return future
 
     def settle(self, timeout_s: float = WAIT_S) -> None:

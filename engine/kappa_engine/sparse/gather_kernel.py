@@ -84,7 +84,7 @@ class Gather:
 
 def pairs(gathers: Sequence[Gather]) -> list[tuple[Tensor, Tensor]]:
     """Copies for `LinkMover.h2d`, with a gather in the place of each target tensor."""
-    return [(one, one.source) for one in gathers]  # type: ignore[misc]
+    return [(one, one.source) for one in gathers]
 
 
 def gather_rows(target: Tensor, source: Tensor, rows: Tensor, counted: Tensor | None) -> None:
@@ -114,7 +114,7 @@ def gather_rows(target: Tensor, source: Tensor, rows: Tensor, counted: Tensor | 
     )  # fmt: skip
 
 
-def _gather(
+def _gather(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     target, source, rows, counted, heads, count,
     target_batch, target_head, target_row, rows_batch, rows_head,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,

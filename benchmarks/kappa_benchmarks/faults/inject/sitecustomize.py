@@ -17,11 +17,11 @@ _ENV = "KAPPA_PROCESS_FAULTS"
 _LOOK_EVERY_S = 0.1
 
 
-def _install(path):
+def _install(path: str) -> None:
     state: dict[str, Any] = {"looked": 0.0, "seen": 0, "told": {}, "busy": False}
     monotonic, real_time, real_time_ns = time.monotonic, time.time, time.time_ns
 
-    def told():
+    def told() -> dict[str, Any]:
         now = monotonic()
         if not state["busy"] and now - state["looked"] >= _LOOK_EVERY_S:
             state["looked"], state["busy"] = now, True
@@ -35,15 +35,16 @@ def _install(path):
                 state["told"] = {}
             finally:
                 state["busy"] = False
-        return state["told"]
+        found: dict[str, Any] = state["told"]
+        return found
 
-    def jump():
-        return told().get("clock", {}).get(str(os.getpid()), 0.0)
+    def jump() -> float:
+        return float(told().get("clock", {}).get(str(os.getpid()), 0.0))
 
     time.time = lambda: real_time() + jump()
     time.time_ns = lambda: real_time_ns() + int(1e9 * jump())
 
-    def refuse(event, arguments):
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             name, _, flags = arguments
             if not (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)):
