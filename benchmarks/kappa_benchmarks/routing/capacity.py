@@ -91,9 +91,7 @@ def capacity(
     ] = 0.9,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    requests: Annotated[
-        int, typer.Option(min=10, help="Requests a run; the first fifth is not measured.")
-    ] = 4_000,
+    requests: grid.Requests = 4_000,
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Caches at the start.")] = False,
     jobs: grid.Jobs = None,
     out: Annotated[

@@ -39,6 +39,9 @@ from kappa_workload.shapes import Workload
 Row = dict[str, Any]
 Task = TypeVar("Task", bound=tuple[Any, ...])
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; one per core if not given.")]
+Requests = Annotated[
+    int, typer.Option(min=10, help="Requests a run; the first fifth is not measured.")
+]
 
 OURS = ("priced", "ttft", "threshold", "threshold_literal", "least_backlog")
 """Policies that are not another system's."""

@@ -141,9 +141,7 @@ def regret(
     policies: Annotated[
         str, typer.Option(help="As of `kappa bench routing`; a search starts from each.")
     ] = "priced;llm_d;ray_prefix;lmetric",
-    requests: Annotated[
-        int, typer.Option(min=10, help="Requests a run; the first fifth is not measured.")
-    ] = 1_000,
+    requests: grid.Requests = 1_000,
     seeds: Annotated[int, typer.Option(min=1, help="Instances, a seed each.")] = 2,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
     trials: Annotated[int, typer.Option(min=0, help="Runs of a search at most.")] = 3_000,

@@ -48,9 +48,7 @@ def routing(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds, from 0 on.")] = 5,
-    requests: Annotated[
-        int, typer.Option(min=10, help="Requests a run; the first fifth is not measured.")
-    ] = 25_000,
+    requests: grid.Requests = 25_000,
     cold: Annotated[
         bool | None,
         typer.Option("--cold/--warm", help="Caches at the start. Default: both, a cell each."),

@@ -26,7 +26,6 @@ from kappa_benchmarks.harness import (
     note,
     publish,
     result,
-    save_json,
     table,
     usage_errors,
 )
@@ -92,14 +91,13 @@ def scheduler(
         dilation=dilation if chosen == "vllm" and not unpaced else None, model=model,
         paced=chosen == "vllm" and not unpaced,
     )  # fmt: skip
-    if out is not None:
-        save_json(facts, out / "scheduler.json")
 
     def show(console: Console) -> None:
         for setting in settings:
             console.print(_table(setting, middle, spread))
 
-    publish(facts, show, json_output=json_output, remark="paced" if facts["paced"] else "")
+    file, remark = out and out / "scheduler.json", "paced" if facts["paced"] else ""
+    publish(facts, show, json_output=json_output, out=file, remark=remark)
 
 
 def _serving(model: str | None, unpaced: bool, dilation: float) -> tuple[str | None, bool, float]:
