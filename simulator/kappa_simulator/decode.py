@@ -27,7 +27,7 @@ _factor = interpreted(formulas.factor)
 
 def factor_of(factors: tuple[float, ...], tokens: float) -> float:
     """What a step of `tokens` takes over what its constants say, by factors as
-    `kappa_router.engine_queue.EngineSpeed` has them."""
+    `kappa_router.estimator.EngineSpeed` has them."""
     return _factor(factors, tokens) if factors else 1.0
 
 

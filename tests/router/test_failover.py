@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-import kappa_router.cluster.face
+import kappa_router.cluster.replica
 from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from kappa_router.decision import RouteRequest
@@ -280,7 +280,7 @@ async def test_a_request_that_comes_before_any_worker_is_known_waits_for_one(ser
 
 
 async def test_ready_and_health_say_whether_workers_can_be_chosen_and_followed(serve, monkeypatch):
-    monkeypatch.setattr(kappa_router.cluster.face, "FIRST_SIGHT_S", 0.05)
+    monkeypatch.setattr(kappa_router.cluster.replica, "FIRST_SIGHT_S", 0.05)
     _, live, here = await serve()
     answer = await get(here, "/ready")
     assert (answer.status_code, answer.json()) == (200, {"workers": 2})

@@ -187,7 +187,7 @@ def test_no_request_ever_meets_a_worker_or_a_prefix_of_another_model(asked):
 
 # -- the endpoint -------------------------------------------------------------------------------
 
-MODELS = (EndpointModel("small", "", ("fine",), ("s",)), EndpointModel("large", "", (), ("l",)))
+MODELS = (EndpointModel("small", "", ("fine",)), EndpointModel("large", ""))
 WORKERS = {
     "s0": scripted.announcement("s0", model="small", pool="s"),
     "l0": scripted.announcement("l0", model="large", fingerprint="l", pool="l"),

@@ -9,12 +9,12 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.requests import Request
 
 from kappa.hardware import node_profile
-from kappa_router.api.app import Inbound
 from kappa_router.api.errors import ApiError
 from kappa_router.api.request import (
     ApiRequest,
     Deadline,
     EndpointModel,
+    Inbound,
     approx_allowed,
     cache_salt,
     deadline_of,
@@ -124,14 +124,6 @@ def test_a_class_that_a_tenant_may_not_ask_for_is_refused_with_those_that_it_may
     error = refused(made.prepare, [EndpointModel("m", "m")])
     assert (error.status, error.param) == (400, "priority")
     assert f"it is {asked}, and tenant 'bulk' may ask for 5, 7" in str(error)
-
-
-def test_its_end_is_reported_once():
-    ends, made = [], request()
-    made.on_end = lambda *end: ends.append(end)
-    made.finish("done", 200)
-    made.finish("error", 500)
-    assert ends == [(made, "done", 200)]
 
 
 # -- deadlines -------------------------------------------------------------------------------------

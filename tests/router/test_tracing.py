@@ -59,8 +59,7 @@ def serve(telemetry, request_id="r", status=200, traceparent=""):
     decision = SimpleNamespace(chosen=chosen, worker="w", reason="load")
     timeline = telemetry.begin(request_id, "alice", 100.0, traceparent)
     timeline.tokenized(394, 100.1)
-    timeline.decided(decision, 100.2)
-    timeline.sent(100.3)
+    timeline.decided(decision, 100.3)
     timeline.first_item(101.3)
     telemetry.end(timeline, "done" if status == 200 else "engine_error", status, 102.0)
 

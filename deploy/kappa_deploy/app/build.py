@@ -59,20 +59,19 @@ def build_app(
     from ray import serve
 
     from kappa_router.api.request import EndpointModel
-    from kappa_router.api.start import DeciderSettings, access_of, tenants_table
+    from kappa_router.api.start import DeciderSettings, access_of
 
     limits, replicas = settings.router, settings.http.replicas
     secret = _front_secret()
     workers: dict[str, Any] = {}
     served: list[EndpointModel] = []
     for of_one, model in zip(settings.by_model(), models, strict=True):
-        pools = {
+        workers |= {
             pool.name: pool_deployment(of_one, pool, model, stream_host, secret)
             for pool in of_one.all_pools
         }
         adapters = tuple(of_one.model.adapters)
-        served.append(EndpointModel(of_one.model.id, model.source, adapters, tuple(pools)))
-        workers |= pools
+        served.append(EndpointModel(of_one.model.id, model.source, adapters))
     drain_s = max(pool.drain_s for pool in settings.all_pools)
     here = _this_machine() if place is None else dict(place)
     decider = serve.deployment(
@@ -89,7 +88,6 @@ def build_app(
             models=tuple(served),
             secret=secrets.token_hex(16),  # of its hashes: new at every start
             router=limits,
-            tenants=tenants_table(settings.tenants, own_digests(settings)),
             observing=settings.observing,
             transfer=settings.transfer,
             log_level=settings.log_level,

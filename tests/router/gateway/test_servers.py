@@ -18,7 +18,6 @@ from kappa.protocol import (
     TO_ID_HEADER,
     TO_SECRET_HEADER,
 )
-from kappa_router.gateway.events import Ends
 from kappa_router.gateway.spec import (
     AGAIN,
     DECIDE,
@@ -30,7 +29,7 @@ from kappa_router.gateway.spec import (
     ServerEndpoint,
 )
 from tests.router.gateway.certificates import pair
-from tests.router.gateway.door import CHAT, Answer, open_door
+from tests.router.gateway.door import CHAT, Answer, ends_heard, open_door
 
 ELSEWHERE = Answer(503, {RETRY_HEADER: "elsewhere"}, b'{"error": "draining"}')
 CUT = Answer(cut=True)
@@ -366,7 +365,7 @@ async def foreign_door(*servers, **given):
     ended = asyncio.Queue()
     async with (
         open_door(servers or (None,), foreign=True, own=True, **given) as door,
-        Ends(door.spec.slots[0].events_socket, ended.put_nowait, print, print, int),
+        ends_heard(door.spec.slots[0].events_socket, ended.put_nowait),
         asyncio.timeout(20),
     ):
         yield door, ended
@@ -483,7 +482,7 @@ async def test_a_draining_server_ends_its_answers_and_gets_no_more():
             while not door.servers[0].heard:
                 await asyncio.sleep(0.01)
         door.servers[0].script = named(b"a")
-        door.file.write([replace(door.endpoints[0], draining=True), door.endpoints[1]])
+        door.file.write([door.endpoints[1]])
         door.send_to(0, 1)
         async with asyncio.timeout(5):
             while (await door.ask()).body != b"b":

@@ -93,7 +93,7 @@ def test_stores_are_refused_while_too_many_seconds_are_queued():
     assert begun(tier, "c") == "c"
 
 
-def test_a_store_longer_than_the_bound_goes_when_nothing_else_waits():
+def test_manager_begins_a_store_over_the_bound_when_none_waits():
     assert begun(manager(0.1, store_token_s=0.02)[0], "ab") == "ab"
 
 

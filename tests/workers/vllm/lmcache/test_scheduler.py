@@ -33,7 +33,7 @@ class Inner:
         pass
 
 
-def test_a_load_that_fails_costs_only_the_blocks_that_it_was_to_fill(monkeypatch):
+def test_failed_load_loses_only_the_blocks_that_it_was_to_fill(monkeypatch):
     monkeypatch.setattr(
         "kappa_workers.vllm.lmcache.connector.LmcacheLink.connect", lambda link: None
     )
