@@ -61,7 +61,7 @@ async def sent_again(feed, publisher, payload):
     return await waiting
 
 
-async def test_others_get_a_turn_after_64_messages_at_most(monkeypatch):
+async def test_tasks_get_a_turn_after_64_messages_at_most(monkeypatch):
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e9)
     with flood() as endpoint:
         feed = EventFeed("w", endpoint)
@@ -82,7 +82,7 @@ async def test_events_of_one_message_are_handed_over_in_turns(feed):
     assert 1 < turns.longest <= 64
 
 
-async def test_what_comes_faster_than_is_followed_is_dropped(feed, publisher, monkeypatch):
+async def test_events_above_the_rate_are_dropped(feed, publisher, monkeypatch):
     monkeypatch.setattr(event_feed, "_PAUSES_S", (0.01,))
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1.0)
     feed._left = 1.0
@@ -99,7 +99,7 @@ async def test_what_comes_faster_than_is_followed_is_dropped(feed, publisher, mo
 
 
 @pytest.mark.parametrize("payload", [batch(*range(3)) * 1000, b""])
-async def test_a_message_counts_for_its_bytes_and_its_events(feed, publisher, payload, monkeypatch):
+async def test_message_counts_for_its_bytes_and_its_events(feed, publisher, payload, monkeypatch):
     event = batch(1)[11:-1]
     payload = payload or batch(1)[:9] + b"\xdc" + (500).to_bytes(2, "big") + event * 500 + b"\0"
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 20.0)
@@ -109,7 +109,7 @@ async def test_a_message_counts_for_its_bytes_and_its_events(feed, publisher, pa
         await feed.batch(await received(feed), Counter())
 
 
-async def test_a_frame_beyond_the_bound_closes_the_connection(publisher, monkeypatch):
+async def test_frame_beyond_the_bound_closes_the_connection(publisher, monkeypatch):
     monkeypatch.setattr(event_feed, "_MOST_FRAME_BYTES", 1 << 16)
     monkeypatch.setattr(event_feed, "_RECONNECT_S", 0.01)
     feed = EventFeed("w", publisher.endpoint)
@@ -125,7 +125,7 @@ async def test_a_frame_beyond_the_bound_closes_the_connection(publisher, monkeyp
 
 
 @pytest.mark.parametrize(("blocks", "apart"), [(10, False), (30_000, True)])
-async def test_what_is_large_is_decoded_on_a_thread(feed, monkeypatch, blocks, apart):
+async def test_large_batches_are_decoded_on_a_thread(feed, monkeypatch, blocks, apart):
     threads = []
 
     def decode(payload, worker, counts, groups):

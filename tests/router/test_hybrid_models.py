@@ -136,7 +136,7 @@ class Engine:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_vllm_finds_of_a_prompt_is_expected(model, seed):
+def test_index_expects_what_vllm_finds_of_a_prompt(model, seed):
     rng, engine = random.Random(seed), Engine(MODELS[model](), blocks=250)
     trunks = [[rng.randrange(1000) for _ in range(600)] for _ in range(4)]
     hits = 0

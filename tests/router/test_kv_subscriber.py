@@ -126,7 +126,7 @@ async def scene(follow):
     return made
 
 
-async def test_the_snapshot_comes_first_then_what_happened_after_it(scene):
+async def test_snapshot_comes_first_then_what_happened_after_it(scene):
     worker, listener, _ = scene
     # Published before the snapshot's number: part of it already.
     await worker.send(b"kv", 4, kv(99))
@@ -136,7 +136,7 @@ async def test_the_snapshot_comes_first_then_what_happened_after_it(scene):
     assert await listener.next(4) == ["reset", (1, 2), (3,), (4,)]
 
 
-async def test_a_report_arrives_whole(scene):
+async def test_report_arrives_whole(scene):
     worker, listener, _ = scene
     await worker.answer(0)
     report = WorkerReport("w", 1.5, steps_total=3, admitted=(Admission("r", 1, 2, 3),))
@@ -144,7 +144,7 @@ async def test_a_report_arrives_whole(scene):
     assert await listener.next(2) == ["reset", report]
 
 
-async def test_a_gap_is_reported_and_mended_by_a_new_snapshot(scene):
+async def test_gap_is_reported_and_mended_by_a_new_snapshot(scene):
     worker, listener, _ = scene
     await worker.answer(0, kv(1))
     await worker.send(b"kv", 1, kv(2))
@@ -156,7 +156,7 @@ async def test_a_gap_is_reported_and_mended_by_a_new_snapshot(scene):
     assert await listener.next() == (5,)
 
 
-async def test_a_flood_is_dropped_and_mended_by_a_snapshot(scene, monkeypatch):
+async def test_flood_is_dropped_and_mended_by_a_snapshot(scene, monkeypatch):
     worker, listener, subscriber = scene
     monkeypatch.setattr(event_feed, "_PAUSES_S", (0.01,))
     await worker.answer(0, kv(1))
@@ -182,7 +182,7 @@ async def test_a_flood_is_dropped_and_mended_by_a_snapshot(scene, monkeypatch):
     assert subscriber.connected
 
 
-async def test_others_get_turns_while_a_worker_floods(follow, monkeypatch):
+async def test_tasks_get_turns_while_a_worker_floods(follow, monkeypatch):
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e9)
 
     class Counting(KVSubscriber):
@@ -201,7 +201,7 @@ async def test_others_get_turns_while_a_worker_floods(follow, monkeypatch):
     assert turns.longest <= 64
 
 
-async def test_blocks_are_counted_by_tier_and_what_names_no_tier_of_ours_apart(scene):
+async def test_blocks_are_counted_by_tier_and_unknown_media_apart(scene):
     worker, listener, subscriber = scene
     await worker.answer(0, kv(1, 2))
     await worker.send(b"kv", 1, kv(3, medium="CPU"))
@@ -211,7 +211,7 @@ async def test_blocks_are_counted_by_tier_and_what_names_no_tier_of_ours_apart(s
     assert subscriber.events == {"device": 3, "host": 1, "medium:TAPE": 1}
 
 
-async def test_a_repeated_message_is_ignored(scene):
+async def test_repeated_message_is_ignored(scene):
     worker, listener, _ = scene
     await worker.answer(0)
     for seq in (1, 1, 2):
@@ -219,7 +219,7 @@ async def test_a_repeated_message_is_ignored(scene):
     assert await listener.next(3) == ["reset", (1,), (2,)]
 
 
-async def test_a_reset_from_the_worker_is_passed_on(scene):
+async def test_reset_from_the_worker_is_passed_on(scene):
     worker, listener, _ = scene
     await worker.answer(0, kv(1))
     await worker.send(b"reset", 1, b"")
@@ -231,7 +231,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(kappa_router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", 0.05)
 
 
-async def test_a_silent_worker_is_queried_again_until_it_answers(impatient, scene, monkeypatch):
+async def test_silent_worker_is_queried_again_until_it_answers(impatient, scene, monkeypatch):
     worker, listener, _ = scene
     for _ in range(3):
         await worker.requested()  # and does not answer
@@ -242,7 +242,7 @@ async def test_a_silent_worker_is_queried_again_until_it_answers(impatient, scen
     assert await listener.next(2) == ["reset", (7,)]
 
 
-async def test_an_unreadable_snapshot_is_requested_for_again(scene):
+async def test_unreadable_snapshot_is_requested_again(scene):
     worker, listener, _ = scene
     await worker.answer(0, b"\xc1 nonsense")
     await worker.answer(0, kv(1))
@@ -250,7 +250,7 @@ async def test_an_unreadable_snapshot_is_requested_for_again(scene):
 
 
 @pytest.mark.parametrize("kind", [b"kv", b"report"])
-async def test_an_unreadable_message_is_skipped(scene, kind):
+async def test_unreadable_message_is_skipped(scene, kind):
     worker, listener, _ = scene
     await worker.answer(0)
     await worker.send(kind, 1, b"\xc1 nonsense")
@@ -259,7 +259,7 @@ async def test_an_unreadable_message_is_skipped(scene, kind):
     assert await listener.next(2) == ["reset", (1,)]
 
 
-async def test_closing_ends_the_task_also_while_it_waits_for_a_snapshot(follow):
+async def test_close_ends_the_task_while_it_waits_for_a_snapshot(follow):
     worker, listener, subscriber = follow(Listener())
     await worker.requested()
     await subscriber.close()
@@ -267,7 +267,7 @@ async def test_closing_ends_the_task_also_while_it_waits_for_a_snapshot(follow):
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_it_closes_even_at_the_moment_when_its_snapshot_arrives(follow, turns):
+async def test_close_works_at_the_moment_a_snapshot_arrives(follow, turns):
     arrived, requested = asyncio.Event(), asyncio.Event()
 
     class Arriving(KVSubscriber):
@@ -310,7 +310,7 @@ async def test_workers_that_come_and_go_leave_no_descriptor(scene):
             await asyncio.sleep(0.01)
 
 
-async def test_an_error_while_a_snapshot_is_applied_costs_only_a_second_snapshot(follow):
+async def test_error_while_a_snapshot_is_applied_costs_one_more(follow):
     failures = [OSError(28, "No space left on device"), RuntimeError("a fault of ours")]
 
     class Failing(Listener):
@@ -330,7 +330,7 @@ async def test_an_error_while_a_snapshot_is_applied_costs_only_a_second_snapshot
     assert not subscriber.alive
 
 
-async def test_tasks_whose_callbacks_fail_are_started_again_and_counted(follow):
+async def test_tasks_whose_callbacks_fail_restart_and_are_counted(follow):
     failures, restarted = {"gap", "connection"}, []
 
     class FailingOnce(Listener):

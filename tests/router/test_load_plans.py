@@ -62,7 +62,7 @@ def planned(name, **figures):
 
 @pytest.mark.parametrize("name", ["kv", "recompute", "auto"])
 @pytest.mark.parametrize("forecast", [0, 4])
-def test_a_planned_worker_is_priced_by_its_own_plan(name, forecast):
+def test_planned_worker_is_priced_by_its_own_plan(name, forecast):
     chosen, plan = priced(router(planning(planner=name), forecast=forecast)), planned(name)
     assert chosen.plan == plan.kind
     assert (chosen.load_s, chosen.compute_s) == pytest.approx((plan.load_s, plan.compute_s))
@@ -70,20 +70,20 @@ def test_a_planned_worker_is_priced_by_its_own_plan(name, forecast):
     assert chosen.counts.cached_tokens == 64 * SIZE  # what it could load, however it does
 
 
-def test_a_slow_link_is_relieved_by_computing_part_of_what_is_cached():
+def test_slow_link_is_relieved_by_computing_cached_tokens():
     slow = {"load_token_s": 4e-6, "token_s": 3e-5}
     auto, load = (priced(router(planning(planner=name, **slow))) for name in ("auto", "kv"))
     assert auto.plan == "recompute+load"
     assert auto.ttft_s < load.ttft_s and auto.load_s < load.load_s
 
 
-def test_a_worker_without_a_plan_loads_first_and_computes_then():
+def test_worker_without_a_plan_loads_first_and_computes_then():
     chosen = priced(router(planning()))
     assert chosen.plan == ""
     assert chosen.ttft_s >= chosen.load_s + chosen.compute_s
 
 
-def test_its_job_in_the_forecast_computes_what_it_does_not_load():
+def test_planned_job_computes_what_it_does_not_load():
     made = router(planning(planner="recompute"), forecast=4)
     decision = made.route(RouteRequest("r", TOKENS, 8), 1.0)
     plan = decision.estimates.plans[0]
@@ -93,21 +93,21 @@ def test_its_job_in_the_forecast_computes_what_it_does_not_load():
     assert gpu_s == pytest.approx(decision.chosen.compute_s, rel=0.25)
 
 
-def test_a_worker_that_came_back_without_a_plan_has_none():
+def test_worker_that_came_back_without_a_plan_has_none():
     made = router(planning(planner="kv"))
     assert made.workers["w"].planner.kappa_eff() > 0
     made.join(planning(), 1.0)
     assert made.workers["w"].planner is None and priced(made).plan == ""
 
 
-def test_a_router_without_planners_refuses_workers_that_plan():
+def test_router_without_planners_refuses_workers_that_plan():
     made = building.router("a")
     with pytest.raises(ValueError, match=r"worker w plans its loads.*planner_of"):
         made.join(planning(planner="kv"), 0.0)
     assert list(made.workers) == ["a"]
 
 
-def test_a_ratio_that_is_never_reached_is_none_and_not_infinity():
+def test_ratio_that_is_never_reached_is_none_and_not_infinity():
     assert LoadPlanner(planning(planner="auto", load_token_s=1e-25)).kappa_eff() is None
 
 
@@ -132,7 +132,7 @@ def tailed(dilation=1.0, load_token_s=4e-6, planner="tail"):
 
 
 @pytest.mark.parametrize("forecast", [0, 4])
-def test_a_tail_that_is_computed_is_not_loaded_and_its_worker_is_priced_so(forecast):
+def test_computed_tail_is_not_loaded_and_is_priced_so(forecast):
     tail = priced(router(tailed(), forecast=forecast))
     load = priced(router(tailed(planner="kv"), forecast=forecast))
     measured = rates_from_measured({**rates(load_token_s=4e-6), "overlap": 0.0})
@@ -144,19 +144,19 @@ def test_a_tail_that_is_computed_is_not_loaded_and_its_worker_is_priced_so(forec
     assert tail.ttft_s == pytest.approx(plan.ttft_s, rel=0.05)
 
 
-def test_on_a_fast_link_the_row_of_a_tail_stays_as_it_is():
+def test_row_of_a_tail_stays_on_a_fast_link():
     fast = tailed(load_token_s=1e-8)
     tail, plain = (priced(router(each)) for each in (fast, replace(fast, load_plan={})))
     assert tail == plain
 
 
-def test_a_paced_worker_s_plan_is_in_its_own_dilated_seconds():
+def test_paced_workers_plan_is_in_its_dilated_seconds():
     one, slow = (priced(router(tailed(dilation))) for dilation in (1.0, 10.0))
     assert slow.load_s == pytest.approx(10 * one.load_s)
     assert slow.ttft_s == pytest.approx(10 * one.ttft_s, rel=0.02)
 
 
-def test_a_tail_has_an_effective_ratio():
+def test_tail_has_an_effective_ratio():
     ratio = LoadPlanner(tailed()).kappa_eff()
     assert ratio is not None and ratio > 0
 
@@ -184,9 +184,7 @@ def test_loads_beside_the_prompt_hide_behind_it_in_real_seconds(forecast, dilati
         (0, 50, 1.25),  # of two steps the first alone waits: 1.4 - 3/4 of 0.2
     ],
 )
-def test_who_is_alone_waits_for_the_longer_of_load_and_compute_and_a_layer_of_the_other(
-    in_flight, budget, ttft_s
-):
+def test_lone_request_waits_for_the_longer_and_one_layer(in_flight, budget, ttft_s):
     measured = {**rates(), "layers": 4, "overlap": 3 / 4}
     made = replace(
         planning(), max_batch_tokens=budget, engine="vllm",
@@ -202,7 +200,7 @@ def test_who_is_alone_waits_for_the_longer_of_load_and_compute_and_a_layer_of_th
 
 
 @pytest.mark.parametrize("forecast", [0, 4])
-def test_a_second_request_beside_one_that_loads_by_layers_is_priced_as_ahead(forecast):
+def test_second_request_beside_a_layered_load_pays_as_ahead(forecast):
     measured = {**rates(load_token_s=4e-6), "overlap": 31 / 32}
     plan = {"planner": "kv", "act_share": 0.0, "rates": measured}
     layers = replace(planning(load_token_s=4e-6), engine="vllm", load_plan=plan)
@@ -216,7 +214,7 @@ def test_a_second_request_beside_one_that_loads_by_layers_is_priced_as_ahead(for
     assert priced(one).ttft_s == pytest.approx(priced(other).ttft_s)
 
 
-def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():
+def test_blocks_without_room_stay_in_host_as_in_the_engine():
     sizes = [128, 256, 512, 1024]
     measured = rates()
     measured["attend"] = {
@@ -242,7 +240,7 @@ def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():
 
 
 @pytest.mark.parametrize(("act_share", "policy"), [(0.99, "recompute"), (1.0, "mixed")])
-def test_a_ratio_counts_on_activations_only_where_all_blocks_have_them(act_share, policy):
+def test_ratio_counts_activations_only_where_all_have_them(act_share, policy):
     made = planning(planner="auto", load_token_s=4e-6)
     small = {**made.load_plan["rates"], "activation_bytes_per_token": 32768}
     plan = {**made.load_plan, "rates": small, "act_share": act_share}

@@ -55,7 +55,7 @@ def device_tokens(live, tokens=2 * SIZE + 1):
 # -- one that goes -------------------------------------------------------------------------------
 
 
-async def test_a_broken_connection_invalidates_the_worker_before_ray_knows(decider, worker):
+async def test_broken_connection_invalidates_before_ray_knows(decider, worker):
     live, w = decider(), worker()
     await ready(live, decider.registry, w)
     w.store(1, 2)
@@ -75,7 +75,7 @@ async def test_a_broken_connection_invalidates_the_worker_before_ray_knows(decid
     live.members.waits.end("w", wait)
 
 
-async def test_a_worker_that_comes_back_is_probed_with_its_blocks_known(decider, worker, tmp_path):
+async def test_returning_worker_is_probed_with_its_blocks_known(decider, worker, tmp_path):
     live, w = decider(), worker()
     await ready(live, decider.registry, w)
     w.store(1, 2)
@@ -92,7 +92,7 @@ async def test_a_worker_that_comes_back_is_probed_with_its_blocks_known(decider,
     live.release("r", "done")
 
 
-async def test_a_worker_that_announces_another_model_later_is_dropped(decider, worker):
+async def test_worker_that_changes_its_model_is_dropped(decider, worker):
     live, w = decider(), worker()
     await ready(live, decider.registry, w)
     w.store(1, 2)
@@ -104,7 +104,7 @@ async def test_a_worker_that_announces_another_model_later_is_dropped(decider, w
 
 
 @pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"block_tokens": 2 * SIZE}])
-async def test_a_worker_that_differs_never_joins_nor_shares_an_entry(decider, worker, change):
+async def test_worker_that_differs_never_joins_nor_shares_an_entry(decider, worker, change):
     live, a, b = decider(), worker("a"), worker("b")
     await ready(live, decider.registry, a)
     decider.registry.publish("d", {"a": a.announcement(), "b": b.announcement(**change)})
@@ -115,14 +115,14 @@ async def test_a_worker_that_differs_never_joins_nor_shares_an_entry(decider, wo
     assert set(live.router.workers) == {"a"} and device_tokens(live) == 0
 
 
-async def test_an_idle_worker_that_is_taken_away_leaves_at_once(decider, worker):
+async def test_idle_worker_that_is_taken_away_leaves_at_once(decider, worker):
     live, w = decider(), worker()
     await ready(live, decider.registry, w)
     decider.registry.publish("d", {})
     await until(lambda: not live.router.workers)
 
 
-async def test_a_worker_that_drains_for_too_long_is_given_up(decider, worker):
+async def test_worker_that_drains_for_too_long_is_given_up(decider, worker):
     live, w = decider(drain_s=0.3), worker()
     await ready(live, decider.registry, w)
     live.route(ask())
@@ -135,7 +135,7 @@ async def test_a_worker_that_drains_for_too_long_is_given_up(decider, worker):
 # -- several deciders ----------------------------------------------------------------------------
 
 
-async def test_every_decider_knows_of_the_others_requests_within_moments(decider, worker):
+async def test_deciders_know_each_others_requests_soon(decider, worker):
     one, two = decider(), decider(first=0.5)
     a, b = worker("a"), worker("b")
     await ready(one, decider.registry, a, b)
@@ -153,7 +153,7 @@ async def test_every_decider_knows_of_the_others_requests_within_moments(decider
     await until(lambda: two.router.in_flight == 0)
 
 
-async def test_a_new_decider_learns_blocks_and_requests_from_the_worker(decider, worker):
+async def test_new_decider_learns_blocks_and_requests_from_the_worker(decider, worker):
     old, w = decider(), worker()
     await ready(old, decider.registry, w)
     w.store(1, 2)
@@ -167,7 +167,7 @@ async def test_a_new_decider_learns_blocks_and_requests_from_the_worker(decider,
     await until(lambda: new.router.in_flight == old.router.in_flight == 0)
 
 
-async def test_one_decider_that_goes_leaves_nothing_with_the_other(decider, worker):
+async def test_decider_that_goes_leaves_nothing_with_the_other(decider, worker):
     one, two, w = decider(), decider(first=0.5), worker()
     await ready(one, decider.registry, w)
     await ready(two, decider.registry, w)
@@ -181,9 +181,7 @@ async def test_one_decider_that_goes_leaves_nothing_with_the_other(decider, work
     assert all(link == gpu == 0.0 for link, gpu in two.router.backlogs_s(two.now_s()).values())
 
 
-async def test_what_is_reported_of_one_decider_request_is_not_taken_for_anothers_of_the_same_id(
-    decider, worker
-):
+async def test_report_of_a_deciders_id_is_not_taken_for_anothers(decider, worker):
     one, two, w = decider(), decider(first=0.5), worker()
     await ready(one, decider.registry, w)
     await ready(two, decider.registry, w)
@@ -205,7 +203,7 @@ async def test_what_is_reported_of_one_decider_request_is_not_taken_for_anothers
     assert one.router.in_flight == 1
 
 
-async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late(decider, worker):
+async def test_report_of_an_earlier_request_of_an_id_is_too_late(decider, worker):
     live, w = decider(), worker()
     await ready(live, decider.registry, w)
     live.route(ask("job-1"))
@@ -220,7 +218,7 @@ async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late
 # -- time ----------------------------------------------------------------------------------------
 
 
-async def test_setting_the_machines_clock_changes_nothing(decider, worker, monkeypatch):
+async def test_clock_that_is_set_changes_nothing(decider, worker, monkeypatch):
     live, w = decider(stall_after_s=1.0), worker()
     await ready(live, decider.registry, w)
     before_s, reported_s = live.now_s(), live.router.workers["w"].report.time_s
@@ -242,7 +240,7 @@ def stalled_s(member, now_s, steps=1.0, busy=True):
     return member.stalled_s((steps,), busy=busy, now_s=now_s)
 
 
-def test_an_engine_stalls_while_it_has_work_and_makes_no_progress():
+def test_engine_stalls_while_it_has_work_and_makes_no_progress():
     member = Member("d", {}, subscriber=None)
     assert [stalled_s(member, t) for t in (0.0, 4.0, 5.5)] == [0.0, 4.0, 5.5]
     assert stalled_s(member, 6.0, steps=2.0) == 0.0, "progress"
@@ -251,7 +249,7 @@ def test_an_engine_stalls_while_it_has_work_and_makes_no_progress():
     assert stalled_s(member, 24.0, steps=2.0) == 4.0
 
 
-def test_a_step_a_load_or_an_iteration_is_progress():
+def test_steps_loads_and_iterations_are_progress():
     before = progress_of(WorkerReport("w", 1.0))
     for what in ("steps_total", "iterations_total", "load_tokens_total", "step_tokens_total"):
         assert progress_of(WorkerReport("w", 2.0, **{what: 1})) != before

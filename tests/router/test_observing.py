@@ -21,7 +21,7 @@ async def account(here, request_id, key=None):
     return await get(here, f"/v1/decisions/{request_id}", key)
 
 
-async def test_a_requests_account_says_where_its_time_went(serve):
+async def test_requests_account_says_where_its_time_went(serve):
     async def slow(_worker):
         await asyncio.sleep(0.2)
         yield [event("one")]
@@ -50,7 +50,7 @@ async def test_a_requests_account_says_where_its_time_went(serve):
     assert told["timeline"]["status"] == 200
 
 
-async def test_a_refused_request_has_an_account_without_a_decision(serve, monkeypatch):
+async def test_refused_request_has_an_account_without_a_decision(serve, monkeypatch):
     monkeypatch.setattr("kappa_router.api.request_path._FIRST_WORKER_S", 0.01)
     _, _, here = await serve(workers=())
     headers = {"x-request-id": "refused"}
@@ -62,7 +62,7 @@ async def test_a_refused_request_has_an_account_without_a_decision(serve, monkey
     assert code(await account(here, "nobody"), 404) == "request_not_found"
 
 
-async def test_another_tenants_account_is_not_had_by_sending_its_requests_id(serve):
+async def test_account_of_another_tenant_is_not_had_by_its_id(serve):
     digests = {digest_of(KEYS[name]): name for name in ("alice", "bob")}
     tenants = Tenants(operators=frozenset()).with_digests(digests)
     here = await serve(tenants=tenants)
@@ -80,7 +80,7 @@ async def test_another_tenants_account_is_not_had_by_sending_its_requests_id(ser
 # -- rollout ---------------------------------------------------------------------------------------
 
 
-async def test_in_shadow_rays_rule_steers_and_ours_is_written_down(serve):
+async def test_shadow_lets_ray_steer_and_records_ours(serve):
     engines, live, here = await serve(mode="shadow")
     for _ in range(12):
         assert (await post(here, stream=True)).status_code == 200
@@ -113,7 +113,7 @@ async def test_shadow_takes_the_shorter_queue_of_the_two(serve):
     await asyncio.gather(*asked)
 
 
-async def test_a_canary_keeps_each_conversation_in_its_arm(serve):
+async def test_canary_keeps_each_conversation_in_its_arm(serve):
     _, live, here = await serve(mode="canary:50")
     for turn in range(3):
         for name in range(12):
@@ -149,9 +149,7 @@ class Exporter:
 
 
 @pytest.mark.parametrize("error", [None, OSError("no route to host")])
-async def test_a_request_is_answered_and_becomes_one_trace_if_the_collector_is_there(
-    serve, monkeypatch, error
-):
+async def test_request_is_answered_and_traced_if_a_collector_is_there(serve, monkeypatch, error):
     exporter = Exporter(error)
     monkeypatch.setattr(kappa_router.tracing, "_exporter", lambda _: exporter)
     seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
@@ -168,7 +166,7 @@ async def test_a_request_is_answered_and_becomes_one_trace_if_the_collector_is_t
         assert len({span.context.trace_id for span in exporter.got}) == 1
 
 
-async def test_without_metrics_and_request_log_requests_are_served_all_the_same(serve):
+async def test_requests_are_served_without_metrics_and_request_log(serve):
     seen = ObservingSettings(metrics=False, request_log=False)
     with structlog.testing.capture_logs() as lines:
         _, _, here = await serve(words, observing=seen)

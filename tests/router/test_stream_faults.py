@@ -97,7 +97,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_whatever_the_network_does_the_index_ends_as_the_worker_is(fault):
+async def test_index_equals_the_worker_after_network_faults(fault):
     sockets = f"ipc://@kappa-wire-{os.getpid()}-{fault}"
     engine = Engine(f"{sockets}-kv")
     stream = ReportStream("w", "127.0.0.1", f"{sockets}-stats", f"{sockets}-kv")

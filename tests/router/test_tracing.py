@@ -72,7 +72,7 @@ def remembered(**settings):
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1/traces"])
-def test_a_collector_gets_the_request_as_one_trace(suffix):
+def test_collector_gets_the_request_as_one_trace(suffix):
     with collector() as (url, got):
         settings = ObservingSettings(otlp_endpoint=url + suffix, service_name="mine")
         tracing = Tracing(settings, lambda _: RECORD)
@@ -95,7 +95,7 @@ def test_a_collector_gets_the_request_as_one_trace(suffix):
     assert lasted == pytest.approx(0.25e9, abs=1e3)
 
 
-def test_the_clients_trace_goes_on():
+def test_clients_trace_goes_on():
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     tracing, timelines, exporter = remembered(trace_share=0.0)
     serve(timelines, "sampled", traceparent=parent)
@@ -109,7 +109,7 @@ def test_the_clients_trace_goes_on():
     assert f"{roots[0].parent.span_id:016x}" == "b7ad6b7169203331"
 
 
-def test_a_share_of_the_requests_is_traced():
+def test_share_of_the_requests_is_traced():
     tracing, timelines, exporter = remembered(trace_share=0.25)
     for i in range(400):
         serve(timelines, str(i))
@@ -118,7 +118,7 @@ def test_a_share_of_the_requests_is_traced():
     assert 50 < traced < 150
 
 
-def test_a_failed_request_is_an_error_span():
+def test_failed_request_is_an_error_span():
     tracing, timelines, exporter = remembered()
     serve(timelines, status=502)
     tracing.close()
@@ -141,7 +141,7 @@ def test_spans_wait_for_the_workers_report_off_the_path():
     assert "load" in {span.name for span in exporter.get_finished_spans()}
 
 
-def test_a_request_that_ended_as_the_decider_stops_is_let_go():
+def test_request_that_ended_as_the_decider_stops_is_let_go():
     exporter = InMemorySpanExporter()
 
     async def run():
@@ -154,7 +154,7 @@ def test_a_request_that_ended_as_the_decider_stops_is_let_go():
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_with_the_collector_down_requests_end_as_ever_and_closing_is_bounded(protocol, caplog):
+def test_requests_end_and_close_is_bounded_without_a_collector(protocol, caplog):
     settings = ObservingSettings(otlp_endpoint="http://127.0.0.1:9", otlp_protocol=protocol)
     before = set(threading.enumerate())
     tracing = Tracing(settings, lambda _: RECORD)
@@ -171,7 +171,7 @@ def test_with_the_collector_down_requests_end_as_ever_and_closing_is_bounded(pro
     assert len(complaints) <= 1
 
 
-def test_a_collector_that_refuses_or_sleeps_costs_spans_only():
+def test_collector_that_refuses_or_sleeps_costs_spans_only():
     with collector(answer=503, delay_s=0.05) as (url, got):
         tracing = Tracing(ObservingSettings(otlp_endpoint=url), lambda _: RECORD)
         timelines = noting(tracing)
@@ -180,7 +180,7 @@ def test_a_collector_that_refuses_or_sleeps_costs_spans_only():
         assert got and timelines.timeline("r").end == "done"
 
 
-def test_a_share_that_cannot_be_had_is_no_error_of_the_request():
+def test_unreadable_record_is_no_error_of_its_request():
     exporter = InMemorySpanExporter()
 
     def broken(_):

@@ -18,7 +18,7 @@ async def never():
     await asyncio.Event().wait()
 
 
-async def test_a_result_comes_through_and_so_does_a_failure(waits):
+async def test_result_comes_through_and_so_does_a_failure(waits):
     async def result():
         return "a"
 
@@ -31,7 +31,7 @@ async def test_a_result_comes_through_and_so_does_a_failure(waits):
         await wait.of(late())
 
 
-async def test_a_loss_ends_the_wait_in_progress_and_those_to_come(waits):
+async def test_loss_ends_the_wait_in_progress_and_those_to_come(waits):
     wait = waits.begin("w")
     assert not waits.on("w")
     task = asyncio.create_task(wait.of(never()))
@@ -46,7 +46,7 @@ async def test_a_loss_ends_the_wait_in_progress_and_those_to_come(waits):
     assert not waits.on("w")
 
 
-async def test_a_cancelled_wait_is_cancelled_even_if_the_worker_is_lost_then(waits):
+async def test_cancelled_wait_stays_cancelled_if_the_worker_is_lost(waits):
     task = asyncio.create_task(waits.begin("w").of(never()))
     await asyncio.sleep(0)
     task.cancel()
@@ -55,7 +55,7 @@ async def test_a_cancelled_wait_is_cancelled_even_if_the_worker_is_lost_then(wai
         await task
 
 
-async def test_only_those_who_wait_for_the_worker_lose_it_and_nothing_is_kept(waits):
+async def test_loss_ends_only_waits_for_its_worker_and_keeps_nothing(waits):
     mine, other = waits.begin("a"), waits.begin("b")
     assert waits.lose("a", "died") == 1
     waits.end("a", mine)

@@ -22,7 +22,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAID = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
-async def test_a_chat_is_answered_by_a_worker(cluster):
+async def test_chat_is_answered_by_a_worker(cluster):
     async with cluster(PortedNode("a"), PortedNode("b")) as here:
         answer = await here.http.post(CHAT, json=SAID, headers={"x-request-id": "mine"})
         assert answer.status_code == 200, answer.text
@@ -40,7 +40,7 @@ async def test_a_chat_is_answered_by_a_worker(cluster):
         assert account["end"] == "done" and account["timeline"]["status"] == 200
 
 
-async def test_a_chat_is_streamed(cluster):
+async def test_chat_is_streamed(cluster):
     async with cluster(PortedNode("a")) as here:
         answer = await here.http.post(CHAT, json={**SAID, "stream": True})
         assert answer.text.endswith("data: [DONE]\n\n") and answer.text.count(WORD) == 4
@@ -107,7 +107,7 @@ async def test_tenants_are_known_by_their_keys(cluster):
         assert (await here.http.get("/v1/nodes", headers=alice)).status_code == 403
 
 
-async def test_a_worker_that_went_costs_no_request(cluster):
+async def test_worker_that_went_costs_no_request(cluster):
     nodes = PortedNode("a"), PortedNode("b")
     async with cluster(*nodes) as here:
         # Only its port: nobody has noticed yet.
@@ -118,7 +118,7 @@ async def test_a_worker_that_went_costs_no_request(cluster):
         await until(lambda: not here.live.router.flights)
 
 
-async def test_a_decider_that_goes_cuts_no_stream(cluster):
+async def test_decider_that_goes_cuts_no_stream(cluster):
     async with cluster(PortedNode("a")) as here:
         body = {**SAID, "stream": True, "max_tokens": 64}
         async with here.http.stream("POST", CHAT, json=body) as answer:
@@ -161,7 +161,7 @@ async def streamed(http, node):
     return reading, await begun
 
 
-async def test_a_stopped_worker_loses_nothing_that_had_not_begun(cluster):
+async def test_stopped_worker_loses_nothing_that_had_not_begun(cluster):
     stopped = StoppableNode("a", 4.0)
     async with cluster(stopped, PortedNode("b", STEP_S), router=SOON) as here:
         streams = [await streamed(here.http, "a") for _ in range(4)]
@@ -176,7 +176,7 @@ async def test_a_stopped_worker_loses_nothing_that_had_not_begun(cluster):
         await until(lambda: not here.live.router.flights)
 
 
-async def test_a_hung_engine_loses_nothing_that_had_not_begun(cluster, tmp_path, monkeypatch):
+async def test_hung_engine_loses_nothing_that_had_not_begun(cluster, tmp_path, monkeypatch):
     faults = tmp_path / "faults.json"
     monkeypatch.setenv("KAPPA_EMULATED_FAULTS", str(faults))
     async with cluster(PortedNode("a", STEP_S), PortedNode("b", STEP_S), router=SOON) as here:

@@ -85,7 +85,7 @@ async def test_paths_that_the_operator_names_are_passed():
         assert servers[0].seen[-1][1] == "/v1/files?limit=2"
 
 
-async def test_a_prefix_is_not_left():
+async def test_prefix_is_not_left():
     async with serving(FakeServer()) as servers:
         row = {"url": f"{servers[0].url}/team-a", "profile": "pcie", "name": "a"}
         async with routing(row, ready=False) as front:
@@ -109,7 +109,7 @@ CHARGED = (
 """Paths, bodies, and tokens that each pays at least."""
 
 
-async def test_a_request_is_charged_however_it_is_written():
+async def test_request_is_charged_however_it_is_written():
     async with (
         serving(FakeServer()) as servers,
         routing(*servers, tenants=limited(1000)) as front,
@@ -123,7 +123,7 @@ async def test_a_request_is_charged_however_it_is_written():
         assert not servers[0].seen
 
 
-async def test_several_tokens_in_one_event_are_refused():
+async def test_stream_interval_above_one_is_refused():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         answer = await front.http.post(CHAT, json=chat(stream=True, stream_interval=1_000_000))
         assert answer.status == 400
@@ -132,7 +132,7 @@ async def test_several_tokens_in_one_event_are_refused():
         assert (await front.http.post(CHAT, json=chat(stream_interval=1))).status == 200
 
 
-async def test_a_request_pays_what_its_server_counted(paid):
+async def test_request_pays_what_its_server_counted(paid):
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         for stream in (True, False):
             await (await front.http.post(CHAT, json=chat(TEXT, stream=stream))).read()
@@ -140,7 +140,7 @@ async def test_a_request_pays_what_its_server_counted(paid):
         assert paid == [104, 104]
 
 
-async def test_a_stream_without_usage_pays_for_its_events(paid):
+async def test_stream_without_usage_pays_for_its_events(paid):
     server = FakeServer(tokens=300, tells_usage=False)
     async with serving(server), routing(server) as front:
         await (await front.http.post(CHAT, json=chat(TEXT, stream=True))).read()
@@ -148,7 +148,7 @@ async def test_a_stream_without_usage_pays_for_its_events(paid):
         assert 5300 <= paid[0] <= 5310
 
 
-async def test_a_client_that_leaves_pays_for_what_it_got(paid):
+async def test_client_that_leaves_pays_for_what_it_got(paid):
     async with serving(FakeServer(tokens=1 << 30)) as servers, routing(*servers) as front:
         answer, read = await front.http.post(CHAT, json=chat(TEXT, stream=True)), 0
         while read < 100_000:
@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_pays_for_what_it_got(paid):
 # -- headers and failures ------------------------------------------------------------------------
 
 
-async def test_an_expectation_of_a_client_costs_no_server():
+async def test_expectation_of_a_client_costs_no_server():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         for _ in range(6):
             answer = await front.http.post(CHAT, json=chat(), expect100=True)
@@ -211,7 +211,7 @@ class Mortal(FakeServer):
         return await super()._answer(request, body)
 
 
-async def test_a_request_that_kills_its_server_kills_no_other():
+async def test_request_that_kills_its_server_kills_no_other():
     async with serving(*(Mortal() for _ in range(3))) as servers, routing(*servers) as front:
         answer = await front.http.post(CHAT, json=chat("poison"))
         assert (answer.status, (await answer.json())["error"]["code"]) == (503, "engine_died")
@@ -233,7 +233,7 @@ class Breaking(FakeServer):
         return await super()._answer(request, body)
 
 
-async def test_a_broken_connection_to_a_live_server_is_tried_elsewhere():
+async def test_broken_connection_to_a_live_server_is_tried_elsewhere():
     async with serving(Breaking(), FakeServer()) as servers, routing(*servers) as front:
         for i in range(8):
             answer = await front.http.post(CHAT, json=chat(f"{i}"))
@@ -259,7 +259,7 @@ async def asked(front, i, whole):
     return "" if fine else f"{i}: an answer of 200 that ends with {body[-80:]!r}"
 
 
-async def test_nothing_that_had_not_begun_is_lost_when_servers_are_killed_and_back():
+async def test_no_unbegun_request_is_lost_when_servers_are_killed():
     servers = [FakeServer(tokens=2), FakeServer(tokens=2)]
     whole = stream_of(servers[0])
     async with serving(*servers), routing(*servers) as front:

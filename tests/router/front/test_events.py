@@ -96,7 +96,7 @@ async def test_blocks_that_a_server_announces_are_expected_there():
         assert (await held(it.http))["a"] == 0
 
 
-async def test_a_server_holds_what_was_sent_there_until_its_events_come():
+async def test_server_holds_what_was_sent_until_its_events_come():
     async with two_servers() as it:
         for server in it.servers:
             server.hold.clear()
@@ -131,7 +131,7 @@ async def test_events_that_never_come_are_reported_once():
     assert "tcp://*:PORT" in missing[0]["remedy"]
 
 
-async def test_a_gap_of_one_rank_forgets_nothing_of_another():
+async def test_gap_of_one_rank_forgets_nothing_of_another():
     async with two_servers() as it:
         await published(it.http, it.publisher)
         before, it.publisher.seq = it.publisher.seq, 3
@@ -149,7 +149,7 @@ async def test_a_gap_of_one_rank_forgets_nothing_of_another():
         assert (await held(it.http))["a"] == 112
 
 
-async def test_a_gap_forgets_what_was_announced_before():
+async def test_gap_forgets_what_was_announced_before():
     async with two_servers() as it:
         await published(it.http, it.publisher)
         it.publisher.seq += 3
@@ -158,7 +158,7 @@ async def test_a_gap_forgets_what_was_announced_before():
         await published(it.http, it.publisher)
 
 
-async def test_others_get_turns_while_a_server_floods(monkeypatch):
+async def test_tasks_get_turns_while_a_server_floods(monkeypatch):
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e9)
     turns = Turns()
 
@@ -177,7 +177,7 @@ async def test_others_get_turns_while_a_server_floods(monkeypatch):
     assert turns.longest <= 64
 
 
-async def test_a_flood_is_dropped_counted_and_said_once(monkeypatch):
+async def test_flood_is_dropped_counted_and_said_once(monkeypatch):
     monkeypatch.setattr(event_feed, "_PAUSES_S", (0.01,))
     async with two_servers() as it:
         await published(it.http, it.publisher)
@@ -203,7 +203,7 @@ def floods(front):
     return sum(map(float, counts))
 
 
-async def test_a_frame_beyond_the_bound_is_not_taken(monkeypatch):
+async def test_frame_beyond_the_bound_is_not_taken(monkeypatch):
     monkeypatch.setattr(event_feed, "_MOST_FRAME_BYTES", 1 << 16)
     monkeypatch.setattr(event_feed, "_RECONNECT_S", 0.01)
     async with two_servers() as it:
@@ -219,7 +219,7 @@ async def test_a_frame_beyond_the_bound_is_not_taken(monkeypatch):
         await published(it.http, it.publisher)
 
 
-async def test_a_server_that_starts_anew_is_followed_from_its_first_batch():
+async def test_restarted_server_is_followed_from_its_first_batch():
     async with two_servers() as it:
         await published(it.http, it.publisher)
         it.publisher.seq = 0
@@ -246,7 +246,7 @@ async def test_garbage_on_the_socket_does_not_end_the_feed():
         assert (await it.http.post(PATH, json=body())).status == 200
 
 
-async def test_without_tokens_a_request_goes_where_there_is_least_to_do():
+async def test_request_without_tokens_goes_to_the_least_backlog():
     async with two_servers() as it:
         answer = await it.http.post("/v1/chat/completions", json={"messages": [{"content": "x"}]})
         assert answer.status == 200

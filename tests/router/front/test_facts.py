@@ -49,7 +49,7 @@ def test_engines_of_one_server_add_up():
      "vllm:num_requests_running -3", 'vllm:cache_config_info{block_size="None"} 1.0',
      "vllm:num_requests_running_extra 3"],
 )  # fmt: skip
-def test_nonsense_tells_nothing(text):
+def test_metrics_of_nonsense_tell_nothing(text):
     assert load_in(text) == LoadFacts()
 
 
@@ -72,7 +72,7 @@ def test_models_with_what_was_loaded():
      (b'{"data":{}}', "no list"), (b'{"data":[]}', "no list"), (b'{"data":[{"id":5}]}', "an id"),
      (b'{"data":["m"]}', "an id"), (b'{"data":[{"id":""}]}', "an id")],
 )  # fmt: skip
-def test_an_answer_without_models_is_named(body, why):
+def test_answer_without_models_is_named(body, why):
     with pytest.raises(ValueError, match=why):
         models_in(body)
 

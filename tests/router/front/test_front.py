@@ -23,7 +23,7 @@ def sent_to(servers):
 # -- passed on -----------------------------------------------------------------------------------
 
 
-async def test_a_stream_comes_through_byte_for_byte():
+async def test_stream_comes_through_byte_for_byte():
     async with (
         serving(FakeServer(), FakeServer()) as servers,
         routing(*servers) as front,
@@ -36,7 +36,7 @@ async def test_a_stream_comes_through_byte_for_byte():
         await until(lambda: not front.front.live.router.flights)
 
 
-async def test_the_server_gets_the_body_as_it_was_sent():
+async def test_server_gets_the_body_as_it_was_sent():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         body = b'{ "model":"llama-3.1-8b",  "prompt": "x\\u00e9" , "n":1}'
         answer = await front.http.post("/v1/completions?a=b%20c", data=body)
@@ -52,7 +52,7 @@ UNREADABLE = (
 )  # fmt: skip
 
 
-async def test_a_body_that_cannot_be_read_is_the_servers_to_refuse():
+async def test_body_that_cannot_be_read_is_the_servers_to_refuse():
     async with serving(FakeServer(status=400)) as servers, routing(*servers) as front:
         for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages"):
             for body in UNREADABLE:
@@ -60,7 +60,7 @@ async def test_a_body_that_cannot_be_read_is_the_servers_to_refuse():
                 assert servers[0].seen[-1][1::2] == (path, body)
 
 
-async def test_a_body_of_many_lists_reaches_no_server():
+async def test_body_of_many_lists_reaches_no_server():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         for path in (CHAT, "/v1/embeddings", "/v1/route"):
             servers[0].seen.clear()
@@ -74,7 +74,7 @@ async def test_a_body_of_many_lists_reaches_no_server():
             assert sent_to(servers) == [path != "/v1/route"], "what is no JSON a server judges"
 
 
-async def test_a_long_chat_is_routed_by_its_whole_prompt():
+async def test_long_chat_is_routed_by_its_whole_prompt():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         long = chat("word " * 80_000)
         answer = await front.http.post(CHAT, json=long)
@@ -83,7 +83,7 @@ async def test_a_long_chat_is_routed_by_its_whole_prompt():
         assert record.decision.prompt_tokens == pytest.approx(100_000, abs=20)
 
 
-async def test_a_decision_about_what_is_no_object_of_json_is_refused():
+async def test_route_refuses_a_body_that_is_no_json_object():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         for body in (b"", b"\xff", b"[]", b"7", b"[" * 20_000):
             answer = await front.http.post("/v1/route", data=body)
@@ -115,7 +115,7 @@ async def test_unpriced_path_goes_to_the_server_with_least_to_do():
         await (await busy).read()
 
 
-async def test_an_answer_that_refuses_the_request_is_passed_on_as_it_is():
+async def test_refusal_of_a_server_is_passed_on_unchanged():
     async with (
         serving(FakeServer(status=400), FakeServer(status=400)) as servers,
         routing(*servers) as front,
@@ -125,7 +125,7 @@ async def test_an_answer_that_refuses_the_request_is_passed_on_as_it_is():
         assert sum(sent_to(servers)) == 1
 
 
-async def test_a_client_that_leaves_ends_the_request_at_its_server():
+async def test_client_that_leaves_ends_the_request_at_its_server():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         servers[0].hold.clear()
         for left, stream in enumerate((True, False), 1):
@@ -141,7 +141,7 @@ async def test_a_client_that_leaves_ends_the_request_at_its_server():
 # -- decided -------------------------------------------------------------------------------------
 
 
-async def test_a_prompt_returns_to_the_server_that_holds_it():
+async def test_prompt_returns_to_the_server_that_holds_it():
     # Learning off: how busy this machine is would decide.
     async with (
         serving(FakeServer(), FakeServer()) as servers,
@@ -160,7 +160,7 @@ async def test_a_prompt_returns_to_the_server_that_holds_it():
         ] * 4
 
 
-async def test_an_answer_s_usage_corrects_what_a_server_is_thought_to_hold():
+async def test_usage_corrects_what_a_server_is_thought_to_hold():
     async with serving(FakeServer(cached=0)) as servers, routing(*servers) as front:
         for _ in range(2):
             await (await front.http.post(CHAT, json=chat(LONG, stream=True))).read()
@@ -198,7 +198,7 @@ async def test_metrics_bound_what_a_server_holds_and_tell_what_it_does():
         await until(lambda: front.front.live.router.workers["a"].report.running == 3)
 
 
-async def test_a_server_whose_cache_changes_starts_anew():
+async def test_server_is_forgotten_when_its_cache_changes():
     server = FakeServer(metrics='vllm:cache_config_info{block_size="16",num_gpu_blocks="640"} 1\n')
     async with serving(server), routing(server) as front:
         await (await front.http.post(CHAT, json=chat(LONG))).read()
@@ -231,7 +231,7 @@ async def test_everything_down_is_503_until_a_server_is_there():
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_a_server_that_fails_before_its_first_byte_is_followed_by_one_other(status):
+async def test_request_moves_once_when_a_server_fails_before_a_byte(status):
     async with (
         serving(FakeServer(), FakeServer()) as servers,
         routing(*servers) as front,
@@ -243,7 +243,7 @@ async def test_a_server_that_fails_before_its_first_byte_is_followed_by_one_othe
         assert len(servers[1].seen) == 4
 
 
-async def test_what_is_late_by_the_clients_own_deadline_is_no_servers_failure():
+async def test_client_deadline_that_passes_is_no_servers_failure():
     async with (
         serving(*(FakeServer(status=504) for _ in range(2))) as servers,
         routing(*servers) as front,
@@ -258,7 +258,7 @@ async def test_what_is_late_by_the_clients_own_deadline_is_no_servers_failure():
         assert sum(sent_to(servers)) == 14
 
 
-async def test_two_servers_that_fail_are_all_that_are_tried():
+async def test_request_tries_no_more_than_two_failing_servers():
     async with (
         serving(*(FakeServer(status=500) for _ in range(3))) as servers,
         routing(*servers) as front,
@@ -268,7 +268,7 @@ async def test_two_servers_that_fail_are_all_that_are_tried():
         assert sorted(sent_to(servers)) == [0, 1, 1]
 
 
-async def test_what_may_have_been_done_is_not_done_twice():
+async def test_request_that_may_have_run_is_not_sent_twice():
     async with (
         serving(*(FakeServer(status=500) for _ in range(2))) as servers,
         routing(*servers, passed=["/v1/files"]) as front,
@@ -277,7 +277,7 @@ async def test_what_may_have_been_done_is_not_done_twice():
         assert sum(sent_to(servers)) == 1
 
 
-async def test_a_stream_that_breaks_is_cut_and_not_tried_again():
+async def test_stream_that_breaks_is_cut_and_not_tried_again():
     async with (
         serving(FakeServer(die_after=2), FakeServer(die_after=2)) as servers,
         routing(*servers) as front,
@@ -292,7 +292,7 @@ async def test_a_stream_that_breaks_is_cut_and_not_tried_again():
         assert next(iter(front.front.live.records.values())).end in ("error", "worker_died")
 
 
-async def test_a_server_that_stalls_is_left_for_another():
+async def test_server_that_stalls_is_left_for_another():
     async with (
         serving(FakeServer(), FakeServer()) as servers,
         routing(*servers, first_byte_s=0.2) as front,
@@ -306,7 +306,7 @@ async def test_a_server_that_stalls_is_left_for_another():
         await until(lambda: stalled.gone == 1)
 
 
-async def test_an_unhealthy_server_gets_nothing_until_it_is_well():
+async def test_unhealthy_server_gets_nothing_until_it_is_well():
     async with (
         serving(FakeServer(), FakeServer()) as servers,
         routing(*servers) as front,
@@ -327,7 +327,7 @@ async def test_an_unhealthy_server_gets_nothing_until_it_is_well():
     ("body", "why"),
     [(b"<html>", "not JSON"), (b'{"data": []}', "no list"), (b"x" * (9 << 20), "more than")],
 )
-async def test_a_server_that_answers_garbage_is_named_and_the_other_serves(body, why):
+async def test_server_of_garbage_is_named_and_the_other_serves(body, why):
     async with (
         serving(FakeServer(models_body=body), FakeServer()) as servers,
         routing(*servers, ready=False) as front,
@@ -338,7 +338,7 @@ async def test_a_server_that_answers_garbage_is_named_and_the_other_serves(body,
         assert sent_to(servers) == [0, 1]
 
 
-async def test_a_server_of_another_model_than_it_should_have_is_not_used_until_it_has():
+async def test_server_of_another_model_waits_until_it_has_the_right():
     async with serving(FakeServer(model="other"), FakeServer()) as servers:
         rows = [
             {"url": one.url, "profile": "pcie", "name": name, "model": "llama-3.1-8b"}
@@ -353,7 +353,7 @@ async def test_a_server_of_another_model_than_it_should_have_is_not_used_until_i
             await until(lambda: front.front.live.choosable == 2)
 
 
-async def test_two_models_under_one_name_are_not_mixed():
+async def test_models_under_one_name_are_not_mixed():
     async with (
         serving(FakeServer(root="/m/llama"), FakeServer(root="org/qwen")) as servers,
         routing(*servers, ready=False) as front,
@@ -366,7 +366,7 @@ async def test_two_models_under_one_name_are_not_mixed():
         assert (await front.http.post(CHAT, json=chat())).status == 200
 
 
-async def test_one_model_from_two_folders_is_one_model():
+async def test_model_from_two_folders_is_one_model():
     async with (
         serving(FakeServer(root="/m/Llama-8B"), FakeServer(root="org/llama-8b")) as servers,
         routing(*servers) as front,
@@ -374,7 +374,7 @@ async def test_one_model_from_two_folders_is_one_model():
         assert front.front.live.choosable == 2
 
 
-async def test_a_model_goes_to_those_that_serve_it_and_an_unknown_one_nowhere():
+async def test_model_goes_to_its_servers_and_an_unknown_one_nowhere():
     async with (
         serving(FakeServer(), FakeServer(model="qwen")) as servers,
         routing(*servers) as front,
@@ -416,13 +416,13 @@ async def test_keys_are_checked_here_and_go_no_further():
         assert (await front.http.get("/v1/nodes", headers=other)).status == 403
 
 
-async def test_without_keys_of_ours_the_client_s_goes_to_the_server():
+async def test_client_key_reaches_the_server_when_we_have_none():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         await front.http.post(CHAT, json=chat(), headers={"authorization": "Bearer theirs"})
         assert servers[0].seen[-1][2]["authorization"] == "Bearer theirs"
 
 
-async def test_a_server_s_own_key_takes_the_place_of_the_client_s(monkeypatch):
+async def test_server_key_replaces_the_clients(monkeypatch):
     monkeypatch.setenv("KAPPA_TEST_KEY", "sk-server")
     async with serving(FakeServer()) as servers:
         row = {"url": servers[0].url, "profile": "pcie", "key_env": "KAPPA_TEST_KEY"}
@@ -444,7 +444,7 @@ async def test_limits_hold_for_whatever_is_passed_on():
             assert codes == [200, 200, 429]
 
 
-async def test_what_happened_is_counted():
+async def test_metrics_count_what_happened():
     async with (
         serving(FakeServer(), FakeServer()) as servers,
         routing(*servers) as front,
@@ -459,7 +459,7 @@ async def test_what_happened_is_counted():
         assert "kappa_retries_total" in text
 
 
-async def test_a_decision_is_explained_without_being_made():
+async def test_decision_is_explained_without_being_made():
     async with (
         serving(FakeServer(), FakeServer()) as servers,
         routing(*servers) as front,
@@ -471,7 +471,7 @@ async def test_a_decision_is_explained_without_being_made():
         assert not front.front.live.router.flights
 
 
-async def test_one_id_twice_at_a_time_is_two_requests():
+async def test_same_id_twice_at_a_time_is_two_requests():
     async with serving(FakeServer()) as servers, routing(*servers) as front:
         servers[0].hold.clear()
         both = [
@@ -484,7 +484,7 @@ async def test_one_id_twice_at_a_time_is_two_requests():
         assert [(await one).status for one in both] == [200, 200]
 
 
-async def test_an_answer_that_is_cut_short_is_not_taken_for_whole():
+async def test_answer_that_is_cut_short_is_not_taken_for_whole():
     async def short(reader, writer):
         request = await reader.readuntil(b"\r\n\r\n")
         if b"/v1/models" in request:

@@ -9,7 +9,7 @@ from tests.router.front.conftest import chat, routing, until
 from tests.router.front.offering import FakeServer, serving
 
 
-async def test_the_page_is_answered_here():
+async def test_page_is_answered_by_the_front():
     async with serving(FakeServer()) as [server], routing(server) as front:
         answer = await front.http.get("/")
         assert answer.status == 200 and "sha256-" in answer.headers["content-security-policy"]
@@ -17,7 +17,7 @@ async def test_the_page_is_answered_here():
         assert not server.seen
 
 
-async def test_the_page_shows_servers_decisions_and_who_does_not_answer():
+async def test_page_shows_servers_decisions_and_servers_that_are_down():
     if browser.CHROMIUM is None:
         pytest.skip(browser.WHY_NOT)
 

@@ -57,7 +57,7 @@ async def followed(folder, *backends, balancer=""):
     await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_a_server_is_listed_from_its_first_answer_on(tmp_path):
+async def test_server_is_listed_from_its_first_answer_on(tmp_path):
     one, new = backend("http://127.0.0.1:81"), backend("http://127.0.0.1:82", known=None)
     async with followed(tmp_path, one, new) as (scene, listed):
         await until(lambda: scene.address("127.0.0.1:81"))
@@ -73,7 +73,7 @@ async def test_a_server_is_listed_from_its_first_answer_on(tmp_path):
         await until(lambda: listed() == {81: False})
 
 
-async def test_of_servers_at_one_address_the_second_is_not_used(tmp_path):
+async def test_server_at_anothers_address_is_not_used(tmp_path):
     pair = backend("http://127.0.0.1:81/a"), backend("http://127.0.0.1:81/b")
     with capture_logs() as logs:
         async with followed(tmp_path, *pair) as (scene, listed):
@@ -86,7 +86,7 @@ async def test_of_servers_at_one_address_the_second_is_not_used(tmp_path):
     assert "b and a have the address" in logs[0]["why"]
 
 
-async def test_a_present_balancer_is_reached_by_name_alone(tmp_path):
+async def test_present_balancer_is_reached_by_name_alone(tmp_path):
     one = backend("http://127.0.0.1:81")
     async with followed(tmp_path, one, balancer="http://127.0.0.1:90/lb") as (scene, listed):
         await until(lambda: scene.address("http://127.0.0.1:90/lb"))
@@ -106,10 +106,10 @@ def at(host, port, name, tls=False, **more):
         ("http://[::1]:7/p/q", at("::1", 7, "[::1]:7", prefix="/p/q")),
     ],
 )
-async def test_a_url_is_read_as_envoy_reaches_it(url, expected):
+async def test_url_is_read_as_envoy_reaches_it(url, expected):
     assert await endpoint_of("w", url, "k", Resolver()) == expected
 
 
-async def test_a_name_without_an_address_is_named():
+async def test_name_without_an_address_is_named():
     with pytest.raises(OSError, match=r"nowhere\.invalid has no address"):
         await endpoint_of("w", "http://nowhere.invalid:80", "", Resolver())

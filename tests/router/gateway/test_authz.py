@@ -167,7 +167,7 @@ async def test_authz_passes_a_refusal_on_with_its_body(tmp_path):
         assert await answer_of(reader) == (429, dict(refusal.headers), b'{"e":1}')
 
 
-async def test_authz_passes_a_refusal_on_that_is_no_failure_of_the_decider(tmp_path):
+async def test_authz_veils_a_refusal_that_is_no_failure_of_its_own(tmp_path):
     desk = ScriptedDesk(Refuse(503, {}, b"no worker"))
     async with talking(desk, tmp_path) as (reader, writer):
         writer.write(question())
@@ -264,7 +264,7 @@ async def test_authz_hears_of_first_tokens_and_attempts(tmp_path):
         question("/again/r", b"", more=f"{authz.ATTEMPT_HEADER}: x\r\n"),
     ],
 )
-async def test_authz_closes_on_what_is_no_question(tmp_path, sent):
+async def test_authz_closes_on_a_malformed_question(tmp_path, sent):
     desk = ScriptedDesk()
     async with talking(desk, tmp_path) as (reader, writer):
         writer.write(sent)

@@ -45,7 +45,7 @@ def test_envoy_takes_every_kind_of_configuration(tmp_path, away, foreign):
     assert (run.returncode, run.stderr.strip()) == (0, "")
 
 
-async def test_headers_of_ours_are_never_a_clients():
+async def test_client_cannot_set_headers_of_ours():
     names = ("x-kappa-to-id", "X-Kappa-To-Anything", "x-gateway-destination-endpoint",
              "x-envoy-max-retries", "X-Envoy-Original-Path")  # fmt: skip
     async with open_door() as door:
@@ -60,7 +60,7 @@ async def test_headers_of_ours_are_never_a_clients():
         assert door.servers[0].heard[0].headers[TO_ID_HEADER] == "ours"
 
 
-async def test_a_client_cannot_name_a_server():
+async def test_client_cannot_name_a_server():
     async with open_door((None, None)) as door:
         door.decider.script = lambda heard: Answer()
         for spoofed in (door.addresses(1), f"{door.addresses(1)}\r\nconnection: {ENDPOINT_HEADER}"):
@@ -94,7 +94,7 @@ PATHS = {
 }
 
 
-async def test_paths_are_those_that_are_listed():
+async def test_paths_that_are_listed_are_the_only_ones():
     async with open_door() as door:
         places = {"server": door.servers[0].heard, "face": door.faces[0].heard}
         for path, who in PATHS.items():
@@ -135,7 +135,7 @@ NO_REQUESTS = (
 )
 
 
-async def test_what_is_no_request_is_refused_at_the_door():
+async def test_malformed_request_is_refused_at_the_door():
     async with open_door(bounds=TINY) as door:
         for raw, status, code in NO_REQUESTS:
             got = await door.send(raw)
@@ -145,14 +145,14 @@ async def test_what_is_no_request_is_refused_at_the_door():
         assert (await door.ask()).status == 200
 
 
-async def test_a_silent_connection_is_closed():
+async def test_silent_connection_is_closed():
     async with open_door(bounds=TINY) as door:
         with pytest.raises(asyncio.IncompleteReadError):
             await door.send()
         assert (await door.ask()).status == 200
 
 
-async def test_connections_are_as_many_as_they_may_be():
+async def test_connections_above_the_bound_are_refused():
     async with open_door(bounds=Bounds(connections=2)) as door:
         held = [await asyncio.open_connection("127.0.0.1", door.spec.port) for _ in range(2)]
         with pytest.raises((OSError, asyncio.IncompleteReadError)):
@@ -181,7 +181,7 @@ async def test_requests_are_refused_before_memory_ends():
             await asyncio.sleep(0.02)
 
 
-async def test_a_client_that_expects_is_told_to_go_on():
+async def test_client_that_expects_is_told_to_go_on():
     async with open_door() as door:
         reader, writer = await asyncio.open_connection("127.0.0.1", door.spec.port)
         writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 2\r\n\r\n")
@@ -212,7 +212,7 @@ async def test_hop_by_hop_headers_end_at_the_door():
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_large_body_is_not_read_before_it_is_admitted(chunked):
+async def test_large_body_is_not_read_before_it_is_admitted(chunked):
     body = b"a" * 1_000_000
     if chunked:
         raw = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
@@ -242,7 +242,7 @@ async def test_a_large_body_is_not_read_before_it_is_admitted(chunked):
         assert [len(one.body) for one in door.servers[0].heard] == [len(body)]
 
 
-async def test_a_body_that_is_cut_short_reaches_nobody():
+async def test_body_that_is_cut_short_reaches_no_decider():
     async with open_door() as door:
         door.send_to(0)
         _, writer = await asyncio.open_connection("127.0.0.1", door.spec.port)
@@ -254,7 +254,7 @@ async def test_a_body_that_is_cut_short_reaches_nobody():
         assert len(door.decider.heard) == len(door.servers[0].heard) == 1
 
 
-async def test_a_large_body_is_refused_without_being_read():
+async def test_large_body_is_refused_without_being_read():
     refusal = Answer(401, {"content-type": "application/json", "retry-after": "7"}, b'{"a": 1}')
     async with open_door() as door:
         door.decider.script = lambda heard: refusal
@@ -264,7 +264,7 @@ async def test_a_large_body_is_refused_without_being_read():
         assert [one.target for one in door.decider.heard] == [ADMIT + CHAT]
 
 
-async def test_a_refusal_with_5xx_reaches_the_client_as_it_was_meant():
+async def test_refusal_with_5xx_reaches_the_client_as_it_was_meant():
     async with open_door() as door:
         for status in (500, 502, 503, 504):
             head = {"content-type": "application/json", "retry-after": "7"}
@@ -274,7 +274,7 @@ async def test_a_refusal_with_5xx_reaches_the_client_as_it_was_meant():
             assert (got.status, got.body, got.headers["retry-after"]) == (status, b'{"a": 1}', "7")
 
 
-async def test_an_answer_has_what_the_decider_says_of_it():
+async def test_answer_has_the_headers_that_the_decider_gives():
     async with open_door() as door:
         door.send_to(0, x_kappa_node="n", x_kappa_tone="t", x_request_id="mine", x_other="o",
                      x_kappa_to_body="{}")  # fmt: skip
@@ -286,7 +286,7 @@ async def test_an_answer_has_what_the_decider_says_of_it():
         assert "x-other" not in headers
 
 
-async def test_a_decision_may_take_longer_than_a_body():
+async def test_decision_may_take_longer_than_a_body():
     async with open_door(bounds=TINY) as door:
 
         async def slowly(heard):
@@ -298,7 +298,7 @@ async def test_a_decision_may_take_longer_than_a_body():
         assert len(door.decider.heard) == 1
 
 
-async def test_a_decider_that_hangs_is_given_up():
+async def test_decider_that_hangs_is_given_up():
     async def never(heard):
         await asyncio.Event().wait()
 
@@ -309,7 +309,7 @@ async def test_a_decider_that_hangs_is_given_up():
         assert got.headers["retry-after"] == "1"
 
 
-async def test_without_a_decider_it_refuses():
+async def test_gateway_refuses_without_a_decider():
     async with open_door() as door:
         await door.decider.close()
         got = await door.ask()
@@ -324,7 +324,7 @@ async def test_without_a_decider_it_refuses():
         assert (await door.ask()).status == 200
 
 
-async def test_a_request_waits_for_a_decider_that_starts_again():
+async def test_request_waits_for_a_decider_that_starts_again():
     async with open_door() as door:
         await door.decider.close()
         asking = asyncio.create_task(door.ask())
@@ -334,7 +334,7 @@ async def test_a_request_waits_for_a_decider_that_starts_again():
         assert (await asking).status == 200
 
 
-async def test_without_a_decider_servers_share_if_that_is_wanted():
+async def test_servers_share_without_a_decider_if_that_is_wanted():
     async with open_door((None, None), decider_away="least_request") as door:
         door.send_to(1)
         for _ in range(4):
@@ -407,7 +407,7 @@ async def test_ends_wait_for_a_decider_that_is_away():
             assert (await ended.get()).status == 200
 
 
-async def test_a_stream_that_goes_on_is_told(monkeypatch):
+async def test_stream_that_goes_on_is_told(monkeypatch):
     monkeypatch.setattr("kappa_router.gateway.bootstrap.GOES_ON_S", 0.2)
     going, ended, done = asyncio.Queue(), asyncio.Queue(), asyncio.Event()
 
@@ -430,7 +430,7 @@ async def test_a_stream_that_goes_on_is_told(monkeypatch):
 # -- protocols ----------------------------------------------------------------------------------
 
 
-async def test_it_speaks_http2_on_the_same_port():
+async def test_gateway_speaks_http2_on_the_same_port():
     async with open_door() as door:
         reader, writer = await asyncio.open_connection("127.0.0.1", door.spec.port)
         async with asyncio.timeout(5):
@@ -443,7 +443,7 @@ async def test_it_speaks_http2_on_the_same_port():
 
 
 @pytest.mark.parametrize("protocol", ["h2", "http/1.1"])
-async def test_it_speaks_tls_and_agrees_on_a_protocol(tmp_path, protocol):
+async def test_gateway_speaks_tls_and_agrees_on_a_protocol(tmp_path, protocol):
     tls = pair(tmp_path)
     trust = ssl.create_default_context(cafile=str(tls.cert))
     trust.set_alpn_protocols([protocol])
@@ -460,7 +460,7 @@ async def test_it_speaks_tls_and_agrees_on_a_protocol(tmp_path, protocol):
         assert door.servers[0].heard[0].headers["x-forwarded-proto"] == "https"
 
 
-async def test_a_new_certificate_is_taken_without_a_restart(tmp_path):
+async def test_new_certificate_is_taken_without_a_restart(tmp_path):
     tls = pair(tmp_path)
     async with open_door(tls=tls) as door:
 

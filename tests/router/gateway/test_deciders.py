@@ -25,7 +25,7 @@ def admitting(door):
         decider.script = lambda heard, let=let, go=go: let if heard.target.startswith(ADMIT) else go
 
 
-async def test_deciders_share_what_is_asked():
+async def test_deciders_share_requests():
     async with open_door(deciders=2) as door:
         for _ in range(40):
             assert (await door.ask()).status == 200
@@ -33,7 +33,7 @@ async def test_deciders_share_what_is_asked():
         assert all(len(one.heard) >= 4 for one in (*door.deciders, *door.faces))
 
 
-async def test_a_body_is_decided_about_by_the_decider_that_let_it_come():
+async def test_body_is_decided_by_the_decider_that_admitted_it():
     async with open_door(deciders=3) as door:
         admitting(door)
         asked = await asyncio.gather(*(door.ask(body=LARGE) for _ in range(30)))
@@ -44,7 +44,7 @@ async def test_a_body_is_decided_about_by_the_decider_that_let_it_come():
         assert ADMITTER_HEADER not in seen
 
 
-async def test_a_body_is_decided_about_by_another_when_the_one_that_let_it_come_has_gone():
+async def test_body_is_decided_by_another_when_its_admitter_goes():
     async with open_door(deciders=2) as door:
         admitting(door)
         let = door.deciders[0].script
@@ -59,7 +59,7 @@ async def test_a_body_is_decided_about_by_another_when_the_one_that_let_it_come_
         assert len(door.asked(DECIDE, 1)) == 8
 
 
-async def test_one_that_dies_costs_no_request():
+async def test_decider_that_dies_costs_no_request():
     ends, begun = asyncio.Event(), asyncio.Event()
 
     async def slow():
@@ -103,7 +103,7 @@ async def test_one_that_dies_costs_no_request():
             assert (await door.ask()).status == 200
 
 
-async def test_one_that_hangs_is_not_asked_while_another_is_idle():
+async def test_decider_that_hangs_gets_none_while_another_is_idle():
     async def never(heard):
         await asyncio.Event().wait()
 
@@ -120,7 +120,7 @@ async def test_one_that_hangs_is_not_asked_while_another_is_idle():
         assert {one.status for one in await asyncio.gather(*asking)} == {200}
 
 
-async def test_with_one_of_many_left_every_request_is_decided():
+async def test_last_decider_that_is_left_decides_every_request():
     async with open_door(deciders=6) as door:
         for one in door.deciders[1:]:
             await one.close()
@@ -131,7 +131,7 @@ async def test_with_one_of_many_left_every_request_is_decided():
         assert (got.status, got.error["code"]) == (503, "decider_away")
 
 
-async def test_the_decider_that_sent_a_request_is_asked_where_it_may_go_next():
+async def test_sender_decides_where_a_request_goes_next():
     async with open_door((lambda heard: CUT, named(b"b")), deciders=2) as door:
         door.send_to(0, 1)
         for _ in range(12):
@@ -140,7 +140,7 @@ async def test_the_decider_that_sent_a_request_is_asked_where_it_may_go_next():
         assert all(decided == again > 0 for decided, again in counts)
 
 
-async def test_nobody_else_is_asked_where_it_may_go_next():
+async def test_no_other_decider_says_where_a_request_goes_next():
     async def then_gone(heard):
         (decided,) = (at for at in (0, 1) if door.asked(DECIDE, at))
         await door.deciders[decided].close()
@@ -153,7 +153,7 @@ async def test_nobody_else_is_asked_where_it_may_go_next():
         assert not door.asked(AGAIN, 0) and not door.asked(AGAIN, 1)
 
 
-async def test_each_hears_the_ends_of_its_own_requests():
+async def test_decider_hears_the_ends_of_its_own_requests():
     ended, failed = [[], []], [[], []]
     async with open_door((lambda heard: CUT, None), deciders=2) as door:
         for at, decider in enumerate(door.deciders):

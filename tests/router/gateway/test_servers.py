@@ -42,14 +42,14 @@ def named(name):
     return lambda heard: Answer(body=name)
 
 
-async def test_it_goes_to_the_first_of_the_list():
+async def test_request_goes_to_the_first_of_the_list():
     async with open_door((named(b"a"), named(b"b"))) as door:
         door.send_to(1, 0)
         got = await door.ask()
     assert (got.status, got.body) == (200, b"b")
 
 
-async def test_it_goes_to_the_next_when_one_is_not_there():
+async def test_request_goes_on_when_a_server_is_not_there():
     async with open_door((named(b"a"), named(b"b"))) as door:
         await door.servers[0].close()
         door.send_to(0, 1)
@@ -57,7 +57,7 @@ async def test_it_goes_to_the_next_when_one_is_not_there():
     assert (got.status, got.body) == (200, b"b")
 
 
-async def test_it_goes_to_the_next_when_a_worker_says_so():
+async def test_request_goes_on_when_a_worker_says_so():
     async with open_door((lambda heard: ELSEWHERE, named(b"b"))) as door:
         door.send_to(0, 1)
         got = await door.ask(body=b"{}" * 100_000)
@@ -66,7 +66,7 @@ async def test_it_goes_to_the_next_when_a_worker_says_so():
         assert len(door.asked(AGAIN)) == 1
 
 
-async def test_a_worker_that_answers_garbage_is_left_for_the_next():
+async def test_worker_that_answers_garbage_is_left_for_the_next():
     async def garbage(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"\x00\xffno HTTP\r\n\r\n")
@@ -83,14 +83,14 @@ async def test_a_worker_that_answers_garbage_is_left_for_the_next():
     assert (got.status, got.error["code"]) == (503, "no_worker")
 
 
-async def test_a_refusal_passes_when_a_worker_does_not_say_so():
+async def test_refusal_passes_when_a_worker_does_not_say_so():
     async with open_door((lambda heard: Answer(503, body=b"busy"), named(b"b"))) as door:
         door.send_to(0, 1)
         got = await door.ask()
         assert (got.status, got.body, door.servers[1].heard) == (503, b"busy", [])
 
 
-async def test_a_workers_refusal_passes_when_retries_are_off():
+async def test_workers_refusal_passes_when_retries_are_off():
     async with open_door((lambda heard: ELSEWHERE,)) as door:
         door.send_to(0, x_envoy_max_retries="0")
         got = await door.ask()
@@ -102,7 +102,7 @@ async def never(heard):
     await asyncio.Event().wait()
 
 
-async def test_a_foreign_server_that_is_silent_is_given_up_for_the_next():
+async def test_silent_foreign_server_is_given_up_for_the_next():
     async with open_door((never, named(b"b")), foreign=True) as door:
         door.send_to(0, 1, x_envoy_upstream_rq_per_try_timeout_ms="200")
         got = await door.ask()
@@ -139,7 +139,7 @@ class Late:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_late_request_goes_on_once_the_decider_says_so():
+async def test_late_request_goes_on_once_the_decider_says_so():
     async with open_door((None, named(b"b"))) as door:
         late = Late(door)
         await late.asked()
@@ -150,7 +150,7 @@ async def test_a_late_request_goes_on_once_the_decider_says_so():
             await door.servers[0].cancelled.wait()
 
 
-async def test_a_late_request_is_its_first_servers_if_that_answers_after_all():
+async def test_late_request_is_answered_by_its_first_server_after_all():
     async with open_door((None, named(b"b"))) as door:
         late = Late(door, then=named(b"a"))
         await late.asked()
@@ -161,7 +161,7 @@ async def test_a_late_request_is_its_first_servers_if_that_answers_after_all():
         assert not door.servers[1].heard
 
 
-async def test_a_late_request_whose_server_fails_goes_on():
+async def test_late_request_goes_on_when_its_server_fails():
     async with open_door((None, named(b"b"))) as door:
         for failure in (CUT, ELSEWHERE):
             door.decider.heard.clear()
@@ -177,7 +177,7 @@ async def test_a_late_request_whose_server_fails_goes_on():
             assert (await late.asking).body == b"b"
 
 
-async def test_a_late_request_is_answered_as_the_decider_says():
+async def test_late_request_is_answered_as_the_decider_says():
     says = Answer(504, {"content-type": "application/json"}, b'{"error": "deadline"}')
     async with open_door((None, named(b"b"))) as door:
         late = Late(door, says=says)
@@ -186,7 +186,7 @@ async def test_a_late_request_is_answered_as_the_decider_says():
         assert (got.status, got.body, door.servers[1].heard) == (504, says.body, [])
 
 
-async def test_a_late_request_goes_on_at_both_when_the_decider_goes():
+async def test_late_request_goes_on_at_both_when_the_decider_goes():
     async with open_door((None, never)) as door:
         late = Late(door, then=named(b"a"))
         await late.asked()
@@ -198,7 +198,7 @@ async def test_a_late_request_goes_on_at_both_when_the_decider_goes():
         assert (await late.asking).body == b"a"
 
 
-async def test_the_next_server_is_sent_what_the_decider_says_then():
+async def test_next_server_is_sent_what_the_decider_says_then():
     async with open_door((lambda heard: ELSEWHERE, None)) as door:
         door.send_to(0, 1, x_kappa_to_body="first")
         first = door.decider.script
@@ -216,7 +216,7 @@ async def test_the_next_server_is_sent_what_the_decider_says_then():
         assert bodies == ["first", "second"]
 
 
-async def test_a_begun_answer_may_take_longer_than_its_head():
+async def test_begun_answer_may_take_longer_than_its_head():
     async def slow():
         yield b"begun "
         await asyncio.sleep(0.8)
@@ -227,7 +227,7 @@ async def test_a_begun_answer_may_take_longer_than_its_head():
         assert (await door.ask()).body == b"begun ended"
 
 
-async def test_what_else_is_tried_again_the_decider_says():
+async def test_status_codes_to_retry_come_from_the_decider():
     async with open_door((lambda heard: Answer(500), named(b"b"))) as door:
         door.send_to(0, 1)
         assert (await door.ask()).status == 500
@@ -235,7 +235,7 @@ async def test_what_else_is_tried_again_the_decider_says():
         assert (await door.ask()).body == b"b"
 
 
-async def test_a_cut_request_goes_on_only_if_the_decider_says_so():
+async def test_cut_request_goes_on_only_if_the_decider_says_so():
     async with open_door((lambda heard: CUT, named(b"b"))) as door:
         door.send_to(0, 1)
         decided = door.decider.script
@@ -254,7 +254,7 @@ async def test_a_cut_request_goes_on_only_if_the_decider_says_so():
         assert (got.status, got.body) == (200, b"b")
 
 
-async def test_a_cut_request_ends_when_the_decider_has_gone():
+async def test_cut_request_ends_when_the_decider_has_gone():
     async def then_gone(heard):
         await door.decider.close()
         return CUT
@@ -266,7 +266,7 @@ async def test_a_cut_request_ends_when_the_decider_has_gone():
         assert door.servers[1].heard == []
 
 
-async def test_a_begun_answer_is_cut_and_not_tried_again():
+async def test_begun_answer_is_cut_and_not_tried_again():
     async def begun():
         yield b"data: 1\n\n"
 
@@ -276,7 +276,7 @@ async def test_a_begun_answer_is_cut_and_not_tried_again():
         assert (got.status, got.cut, door.servers[1].heard) == (200, True, [])
 
 
-async def test_a_begun_answer_that_falls_silent_is_cut():
+async def test_begun_answer_that_falls_silent_is_cut():
     async def hung():
         yield b"data: 1\n\n"
         await asyncio.Event().wait()
@@ -288,7 +288,7 @@ async def test_a_begun_answer_that_falls_silent_is_cut():
         assert (got.status, got.cut, door.servers[1].heard) == (200, True, [])
 
 
-async def test_it_goes_nowhere_else_than_the_list_says():
+async def test_request_goes_nowhere_but_where_the_list_says():
     async with open_door((named(b"a"), named(b"b"))) as door:
         await door.servers[0].close()
         door.send_to(0)
@@ -303,7 +303,7 @@ async def test_it_goes_nowhere_else_than_the_list_says():
         assert door.servers[1].heard == []
 
 
-async def test_each_worker_gets_its_own_secret_and_no_keys():
+async def test_worker_gets_its_own_secret_and_no_keys():
     def with_secret(at: int, made: ServerEndpoint) -> ServerEndpoint:
         return replace(made, secret=f"s{at}" if at < 2 else "")
 
@@ -321,7 +321,7 @@ async def test_each_worker_gets_its_own_secret_and_no_keys():
         assert door.decider.heard[0].headers["authorization"] == "Bearer mine"
 
 
-async def test_a_retry_never_carries_another_servers_key_or_prefix():
+async def test_retry_never_carries_another_servers_key_or_prefix():
     def foreign(at: int, made: ServerEndpoint) -> ServerEndpoint:
         return [
             replace(made, key="k0", prefix="/p0"),
@@ -349,7 +349,7 @@ async def test_a_retry_never_carries_another_servers_key_or_prefix():
         assert not {name for name in heard if name.startswith("x-kappa-to-")} - OURS
 
 
-async def test_keys_that_are_ours_reach_no_server_of_anybody():
+async def test_keys_of_ours_reach_no_foreign_server():
     async with open_door((lambda heard: ELSEWHERE, None), foreign=True) as door:
         door.send_to(0, 1, x_envoy_auth_headers_to_remove="authorization,x-api-key")
         got = await door.ask(authorization="Bearer mine", x_api_key="mine", x_other="theirs")
@@ -372,7 +372,7 @@ async def foreign_door(*servers, **given):
         yield door, ended
 
 
-async def test_a_foreign_streams_first_token_and_tail_are_told():
+async def test_foreign_streams_first_token_and_tail_are_told():
     seen = asyncio.Event()
 
     async def chunks():
@@ -401,7 +401,7 @@ async def test_a_foreign_streams_first_token_and_tail_are_told():
         assert "accept-encoding" not in door.servers[0].heard[0].headers
 
 
-async def test_a_foreign_stream_is_told_alike_however_it_is_cut():
+async def test_foreign_stream_is_told_alike_however_it_is_cut():
     events = (b'data: {"choices": [%d]}%s\n\n' % (at, b" " * (at % 50)) for at in range(160))
     whole, kind = b"".join(events), {"content-type": "text/event-stream"}
 
@@ -419,7 +419,7 @@ async def test_a_foreign_stream_is_told_alike_however_it_is_cut():
             assert (end.events, end.tail) == (stream.count(b"data: {"), stream[-4096:])
 
 
-async def test_a_foreign_answer_in_one_has_a_tail_and_no_first_token():
+async def test_foreign_answer_in_one_has_a_tail_and_no_first_token():
     body = b'{"choices": ["' + b"x" * 9000 + b'"], "usage": {"completion_tokens": 3}}'
     async with foreign_door(named(body)) as (door, ended):
         got = await door.ask()
@@ -437,13 +437,13 @@ async def test_a_foreign_tail_cannot_pass_for_another_entry():
         assert end.tail.endswith(b'"usage": {"completion_tokens": 3}}') and end.tail.isascii()
 
 
-async def test_nothing_is_told_of_answers_by_workers_of_ours():
+async def test_answers_of_our_own_workers_are_not_reported():
     async with open_door() as door:
         await door.ask()
         assert [one.target for one in door.decider.heard] == [DECIDE + CHAT]
 
 
-async def test_what_a_client_would_leave_open_is_cancelled():
+async def test_decision_is_cancelled_when_its_client_leaves():
     async def never(heard):
         await asyncio.Event().wait()
 
@@ -456,7 +456,7 @@ async def test_what_a_client_would_leave_open_is_cancelled():
             await door.decider.cancelled.wait()
 
 
-async def test_servers_change_while_it_runs():
+async def test_servers_change_while_envoy_runs():
     async with open_door((named(b"a"), named(b"b"))) as door:
         door.file.write(door.endpoints[:1])
         door.send_to(1)
@@ -469,7 +469,7 @@ async def test_servers_change_while_it_runs():
                 await asyncio.sleep(0.02)
 
 
-async def test_a_draining_server_ends_its_answers_and_gets_no_more():
+async def test_draining_server_ends_its_answers_and_gets_no_more():
     going_on = asyncio.Event()
 
     async def slow():
@@ -494,7 +494,7 @@ async def test_a_draining_server_ends_its_answers_and_gets_no_more():
 
 
 @pytest.mark.parametrize("lost_s", [0.01, 10.0, 1e9])
-async def test_connections_end_with_a_machine_that_acknowledges_nothing(lost_s):
+async def test_lost_s_bounds_how_long_a_dead_connection_stays(lost_s):
     async with open_door(bounds=Bounds(lost_s=lost_s)) as door:
         assert (await door.ask()).status == 200
         told = json.loads(door.spec.bootstrap_file.read_text())["static_resources"]["clusters"][0]
@@ -505,7 +505,7 @@ async def test_connections_end_with_a_machine_that_acknowledges_nothing(lost_s):
     assert sum_s == pytest.approx(bound_s, abs=2.0) and option["int_value"] == 1000 * bound_s
 
 
-async def test_an_ipv6_server_is_reached():
+async def test_ipv6_server_is_reached():
     async with open_door((None,)) as door:
         server = door.servers[0]
         await server.close()
@@ -531,7 +531,7 @@ async def test_errors_of_our_own_are_json_in_a_messages_shape():
     assert json.loads(got.body)["error"]["type"] == "overloaded_error"
 
 
-async def test_a_server_with_tls_must_have_its_names_certificate(tmp_path):
+async def test_server_with_tls_must_have_its_names_certificate(tmp_path):
     tls = pair(tmp_path, "a.example")
     server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server_side.load_cert_chain(tls.cert, tls.key)
