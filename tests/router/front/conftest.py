@@ -13,6 +13,7 @@ import aiohttp
 from kappa.settings.front import load_front_settings
 from kappa_router.front import gateway
 from tests.router.envoys import lent
+from tests.router.front.offering import serving
 
 QUICK = {"every_s": 0.05, "timeout_s": 1.0}
 
@@ -36,9 +37,18 @@ async def routing(*servers, ready=True, **sections):
             known = len(backends) + bool(front.rollout.balancer)
             await until(lambda: len(here.scene.endpoints) == known)
         async with aiohttp.ClientSession(here.url) as http:
-            flights = front.live.router.flights
-            settled = partial(until, lambda: not flights)
-            yield SimpleNamespace(url=here.url, front=front, http=http, settled=settled)
+            settled = partial(until, lambda: not front.live.router.flights)
+            yield SimpleNamespace(
+                url=here.url, front=front, live=front.live, backends=front.backends, http=http,
+                settled=settled,
+            )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def fronted(*servers, **sections):
+    """`kappa route` over servers that it starts: what `routing` yields, and the servers."""
+    async with serving(*servers), routing(*servers, **sections) as here:
+        yield here, servers
 
 
 @contextlib.asynccontextmanager

@@ -90,9 +90,9 @@ async def test_blocks_that_a_server_announces_are_expected_there():
         await published(it.http, it.publisher)
         assert (await held(it.http))["b"] == 0
         await (await it.http.post(PATH, json=body())).read()
-        assert next(reversed(it.front.live.records.values())).decision.worker == "a"
+        assert next(reversed(it.live.records.values())).decision.worker == "a"
         await it.publisher.send([{"type": "AllBlocksCleared"}])
-        await until(lambda: not it.front.live.router.index.stats()["names"])
+        await until(lambda: not it.live.router.index.stats()["names"])
         assert (await held(it.http))["a"] == 0
 
 
@@ -140,7 +140,7 @@ async def test_gap_of_one_rank_forgets_nothing_of_another():
             "token_ids": list(range(16)), "block_size": 16, "lora_id": None, "medium": "GPU",
         }  # fmt: skip
         await it.publisher.send([stored], rank=1)
-        names = it.front.live.router.index.stats
+        names = it.live.router.index.stats
         await until(lambda: names()["names"] == len(TEXT) // 16 + 1)
         it.publisher.seq = 9
         await it.publisher.send([], rank=1)
@@ -154,7 +154,7 @@ async def test_gap_forgets_what_was_announced_before():
         await published(it.http, it.publisher)
         it.publisher.seq += 3
         await it.publisher.send([])
-        await until(lambda: not it.front.live.router.index.stats()["names"])
+        await until(lambda: not it.live.router.index.stats()["names"])
         await published(it.http, it.publisher)
 
 
@@ -189,7 +189,7 @@ async def test_flood_is_dropped_counted_and_said_once(monkeypatch):
                     while floods(it.front) == before:
                         await it.publisher.stored("z" * 64)
                         await asyncio.sleep(0.001)
-            await until(lambda: not it.front.live.router.index.stats()["names"])
+            await until(lambda: not it.live.router.index.stats()["names"])
             monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e4)
         said = [one for one in logs if one["event"] == "kv_events_flood"]
         assert [one["worker"] for one in said] == ["a"]
@@ -212,10 +212,10 @@ async def test_frame_beyond_the_bound_is_not_taken(monkeypatch):
         # What comes after it is heard, and that something is missing before.
         await it.publisher.socket.send_multipart([b"", b"\0" * 8, b"\x93\0\x90\0"])
         async with asyncio.timeout(PATIENCE_S):
-            while it.front.live.router.index.stats()["names"]:
+            while it.live.router.index.stats()["names"]:
                 await it.publisher.send([])
                 await asyncio.sleep(0.01)
-        assert not it.front.backends["a"].events["type:" + "x" * (1 << 17)]
+        assert not it.backends["a"].events["type:" + "x" * (1 << 17)]
         await published(it.http, it.publisher)
 
 
@@ -224,7 +224,7 @@ async def test_restarted_server_is_followed_from_its_first_batch():
         await published(it.http, it.publisher)
         it.publisher.seq = 0
         await it.publisher.send([])
-        await until(lambda: not it.front.live.router.index.stats()["names"])
+        await until(lambda: not it.live.router.index.stats()["names"])
         await published(it.http, it.publisher)
 
 
@@ -232,7 +232,7 @@ async def test_blocks_of_another_size_are_left_out_and_counted():
     async with two_servers() as it:
         await published(it.http, it.publisher)
         await it.publisher.stored("x" * 64, size=32)
-        events = it.front.backends["a"].events
+        events = it.backends["a"].events
         await until(lambda: events["other_size"] == 1)
         assert (await held(it.http))["a"] == 112
 
@@ -250,5 +250,5 @@ async def test_request_without_tokens_goes_to_the_least_backlog():
     async with two_servers() as it:
         answer = await it.http.post("/v1/chat/completions", json={"messages": [{"content": "x"}]})
         assert answer.status == 200
-        record = next(reversed(it.front.live.records.values()))
+        record = next(reversed(it.live.records.values()))
         assert record.decision.reason == "uninformed_least_backlog"

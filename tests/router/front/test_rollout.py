@@ -15,7 +15,7 @@ from kappa_deploy.cli import app as kappa
 from kappa_router.front.conversations import Conversations, opening_of
 from kappa_router.live import record_file
 from kappa_router.rollout_journal import read_journal
-from tests.router.front.conftest import chat, routing
+from tests.router.front.conftest import chat, fronted, routing
 from tests.router.front.offering import FakeServer, serving
 
 CHATS = "/v1/chat/completions"
@@ -63,12 +63,12 @@ async def test_full_disk_ends_the_journal_and_no_request(tmp_path, monkeypatch):
 
     given = {"router": {"mode": "shadow"}, "journal": str(tmp_path / "j")}
     with capture_logs() as logged:
-        async with serving(FakeServer()) as servers, routing(*servers, **given) as here:
+        async with fronted(FakeServer(), **given) as (here, _):
             monkeypatch.setattr(record_file.os, "write", full)
             await send(here, 3)
             async with here.http.get("/metrics") as answer:
                 assert answer.status == 200
-            live = here.front.live
+            live = here.live
         assert [r.end for r in live.records.values()] == ["done"] * 3
     (ended,) = [line for line in logged if line["event"] == "record_ended"]
     assert "No space left" in ended["why"] and ended["path"] == given["journal"]
@@ -78,7 +78,7 @@ async def test_full_disk_ends_the_journal_and_no_request(tmp_path, monkeypatch):
 async def test_canary_keeps_conversations_in_their_arms(tmp_path):
     path = tmp_path / "j"
     given = {"router": {"mode": "canary:50"}, "journal": str(path)}
-    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers, **given) as here:
+    async with fronted(FakeServer(), FakeServer(), **given) as (here, _):
         for k in range(12):
             await send(here, 2, **{"x-session-id": f"talk {k}"})
     (segment,) = segments_of(path)
@@ -90,11 +90,11 @@ async def test_canary_keeps_conversations_in_their_arms(tmp_path):
 
 
 async def test_front_steers_and_writes_nothing_without_a_journal(tmp_path):
-    async with serving(FakeServer()) as servers, routing(*servers) as here:
+    async with fronted(FakeServer()) as (here, _):
         await send(here, 1)
         async with here.http.get("/v1/journal") as answer:
             assert (answer.status, await answer.text()) == (200, "")
-        (record,) = here.front.live.records.values()
+        (record,) = here.live.records.values()
         assert record.steered == "kappa" and record.shadow is None
 
 
@@ -190,9 +190,9 @@ async def via(tmp_path, named, **changes):
             async with here.http.post(CHATS, json=chat("question " * 60)) as answer:
                 await answer.read()
             await here.settled()
-            assert not here.front.live.router.reservations and not one.seen and not two.seen
-            held = {name: backend.sent._number for name, backend in here.front.backends.items()}
-            breakers = here.front.live.members.blocked()
+            assert not here.live.router.reservations and not one.seen and not two.seen
+            held = {name: backend.sent._number for name, backend in here.backends.items()}
+            breakers = here.live.members.blocked()
     assert len(balancer.seen) == 1 or balancer.status != 200
     (line,) = [line for line in lines_of(path) if line["line"] == "request"][-1:]
     return answer.status, line, held, breakers
@@ -227,7 +227,7 @@ def report(*args):
 async def written(path, mode, requests=60):
     given = {"router": {"mode": mode}, "journal": str(path)}
     slow = FakeServer(ttft_s=0.02)
-    async with serving(FakeServer(), slow) as servers, routing(*servers, **given) as here:
+    async with fronted(FakeServer(), slow, **given) as (here, _):
         for k in range(requests):
             await send(here, 1, **{"x-session-id": f"{k % 20}"})
 
