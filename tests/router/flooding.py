@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import msgspec
 import zmq
 
-PATIENCE_S = 30.0
+from tests.router.patience import PATIENCE_S
 
 
 def batch(*hashes, size=2):

@@ -39,7 +39,7 @@ from kappa_workers.http_port import WorkerPort
 from kappa_workers.in_flight import InFlight
 from kappa_workers.tiny_model import make_tiny_model
 from tests.router.envoys import lent
-from tests.router.stream_worker import until as until
+from tests.router.patience import until
 
 SECRET = "the cluster's"
 

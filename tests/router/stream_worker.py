@@ -1,6 +1,5 @@
 """A worker for tests of the live router: a real report stream, no engine."""
 
-import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,8 +11,8 @@ from kappa.hardware import node_profile
 from kappa.protocol import Announcement
 from kappa_workers.report_stream import ReportStream
 from kappa_workers.stats_channel import StatsSender
+from tests.router.patience import PATIENCE_S
 
-PATIENCE_S = 30.0
 SIZE = 16
 
 
@@ -80,11 +79,3 @@ class StreamWorker:
     def close(self):
         self.stream.close()
         self.context.destroy(linger=0)
-
-
-async def until(question):
-    """What `question` answers, as soon as that is true."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not (answer := question()):
-            await asyncio.sleep(0.01)
-    return answer

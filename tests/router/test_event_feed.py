@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 from kappa_router.index.kv_events import Batch
 from kappa_router.live import event_feed
 from kappa_router.live.event_feed import EventFeed, FloodError
-from tests.router.flooding import PATIENCE_S, Turns, batch, flood
+from tests.router.flooding import Turns, batch, flood
+from tests.router.patience import PATIENCE_S
 
 
 class Publisher:

@@ -12,7 +12,8 @@ import kappa_router.cluster.face
 from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from kappa_router.decision import RouteRequest
-from tests.router.scripted import Engine, Whole, announcement, code, event, get, post, until, words
+from tests.router.patience import until
+from tests.router.scripted import Engine, Whole, announcement, code, event, get, post, words
 
 pytestmark = pytest.mark.ray
 

@@ -10,7 +10,8 @@ import pytest
 from kappa.keys import digest_of
 from kappa.protocol import EngineDiedError
 from kappa_router.api.tenants import Tenants
-from tests.router.scripted import code, event, until
+from tests.router.patience import until
+from tests.router.scripted import code, event
 
 pytestmark = pytest.mark.ray
 

@@ -20,9 +20,7 @@ from kappa_router.index.kv_events import BlocksStored, WorkerReset
 from kappa_router.live import event_feed
 from kappa_router.live.kv_subscriber import KVSubscriber
 from tests.router.flooding import Turns, flood
-from tests.router.stream_worker import until
-
-_PATIENCE_S = 30.0
+from tests.router.patience import PATIENCE_S, until
 
 
 def kv(*hashes, medium="GPU"):
@@ -54,10 +52,10 @@ class Worker:
         )  # fmt: skip
 
     async def subscribed(self):
-        assert await asyncio.wait_for(self.out.recv(), _PATIENCE_S) == b"\x01"
+        assert await asyncio.wait_for(self.out.recv(), PATIENCE_S) == b"\x01"
 
     async def requested(self):
-        identity, *rest = await asyncio.wait_for(self.snapshots.recv_multipart(), _PATIENCE_S)
+        identity, *rest = await asyncio.wait_for(self.snapshots.recv_multipart(), PATIENCE_S)
         assert rest == [b"", b"snapshot"]
         return identity
 
@@ -97,7 +95,7 @@ class Listener:
         pass
 
     async def next(self, count=1):
-        items = [await asyncio.wait_for(self.queue.get(), _PATIENCE_S) for _ in range(count)]
+        items = [await asyncio.wait_for(self.queue.get(), PATIENCE_S) for _ in range(count)]
         return items if count > 1 else items[0]
 
 
@@ -235,7 +233,7 @@ async def test_silent_worker_is_queried_again_until_it_answers(impatient, scene,
     worker, listener, _ = scene
     for _ in range(3):
         await worker.requested()  # and does not answer
-    monkeypatch.setattr(kappa_router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", _PATIENCE_S)
+    monkeypatch.setattr(kappa_router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", PATIENCE_S)
     while listener.queue.empty():
         await worker.answer(0, kv(7))
         await asyncio.sleep(0.01)
@@ -281,7 +279,7 @@ async def test_close_works_at_the_moment_a_snapshot_arrives(follow, turns):
     arrived.set()
     for _ in range(turns):
         await asyncio.sleep(0)
-    async with asyncio.timeout(_PATIENCE_S / 10):
+    async with asyncio.timeout(PATIENCE_S / 10):
         await subscriber.close()
 
 
@@ -304,7 +302,7 @@ async def test_workers_that_come_and_go_leave_no_descriptor(scene):
     before = open_now()
     for _ in range(4):
         await come_and_go()
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(PATIENCE_S):
         # libzmq's own thread closes what was handed to it.
         while open_now() > before + 3:
             await asyncio.sleep(0.01)

@@ -22,7 +22,7 @@ from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.record_file import RecordFile
 from kappa_router.live.replica_registry import ReplicaRegistry
 from kappa_router.policy import policy_named
-from tests.router.stream_worker import until
+from tests.router.patience import until
 
 pytestmark = pytest.mark.vllm
 

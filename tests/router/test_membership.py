@@ -15,7 +15,8 @@ from kappa_router.live.membership import Member, MembershipRule, progress_of
 from kappa_router.live.replica_registry import ReplicaRegistry
 from kappa_router.live.waiting import WorkerLostError
 from kappa_router.policy import policy_named
-from tests.router.stream_worker import SIZE, until
+from tests.router.patience import until
+from tests.router.stream_worker import SIZE
 
 pytestmark = pytest.mark.vllm
 

@@ -12,7 +12,8 @@ from kappa.keys import digest_of
 from kappa.protocol import Admission, Spent, WorkerReport
 from kappa.settings.routing import ObservingSettings
 from kappa_router.api.tenants import Tenants
-from tests.router.scripted import KEYS, code, event, get, post, until, words
+from tests.router.patience import until
+from tests.router.scripted import KEYS, code, event, get, post, words
 
 pytestmark = pytest.mark.ray
 

@@ -15,7 +15,8 @@ from kappa_router.cluster.prefill import hands_over
 from kappa_router.decision import PricedWorker, RouteRequest
 from kappa_router.recording import _request_in, _request_out
 from tests.router import building
-from tests.router.scripted import Whole, announcement, code, until
+from tests.router.patience import until
+from tests.router.scripted import Whole, announcement, code
 
 pytestmark = pytest.mark.ray
 

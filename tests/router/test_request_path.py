@@ -12,7 +12,8 @@ import pytest
 import kappa_router.api.request_path
 from kappa.protocol import EngineDiedError, TenantCharge, WorkerReport
 from tests.router.building import tenants_of
-from tests.router.scripted import BODY, PATH, code, event, get, overload, post, until
+from tests.router.patience import until
+from tests.router.scripted import BODY, PATH, code, event, get, overload, post
 
 pytestmark = pytest.mark.ray
 

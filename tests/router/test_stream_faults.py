@@ -18,7 +18,7 @@ from kappa_router.index.prefix_index import PrefixIndex
 from kappa_router.live.kv_subscriber import KVSubscriber
 from kappa_workers.report_stream import ReportStream
 from tests.router.building import announcement, match_worker
-from tests.router.stream_worker import until
+from tests.router.patience import until
 
 pytestmark = pytest.mark.vllm
 

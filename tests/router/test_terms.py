@@ -17,6 +17,7 @@ from kappa_router.api.tenants import Allowance, Tenant
 from kappa_router.index.prefix_hash import salt_of
 from kappa_router.live.decision_records import DecisionRecord
 from tests.router.building import tenants_of
+from tests.router.patience import until
 from tests.router.scripted import (
     BODY,
     KEYS,
@@ -26,7 +27,6 @@ from tests.router.scripted import (
     TEXTS,
     code,
     event,
-    until,
     words,
 )
 

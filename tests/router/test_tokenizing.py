@@ -25,7 +25,7 @@ from kappa_router.api.render import (
 from kappa_router.api.request_body import RequestBody
 from kappa_router.api.tenants import Tenant
 from kappa_router.api.tokenizer import PromptTooLong, longest_token_bytes, packed, unpacked
-from tests.router.stream_worker import until
+from tests.router.patience import until
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 

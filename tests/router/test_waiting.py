@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from kappa_router.live.waiting import Waits, WorkerLostError
-
-_PATIENCE_S = 20.0
+from tests.router.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ async def test_loss_ends_the_wait_in_progress_and_those_to_come(waits):
     assert waits.lose("w", "disconnected") == 1
     waits.lose("w", "left")
     with pytest.raises(WorkerLostError, match="disconnected"):
-        await asyncio.wait_for(task, _PATIENCE_S)
+        await asyncio.wait_for(task, PATIENCE_S)
     with pytest.raises(WorkerLostError, match="disconnected"):
         await wait.of(never())
     assert not waits.on("w")

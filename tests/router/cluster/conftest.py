@@ -36,8 +36,8 @@ from kappa_workers.report_stream import ReportStream
 from kappa_workers.vllm import output_collector
 from kappa_workers.vllm.arguments import Endpoints, EngineLimits
 from tests.router.envoys import lent
+from tests.router.patience import until
 from tests.router.scripted import SECRET, Decider
-from tests.router.stream_worker import until
 from tests.workers.emulation import emulated_plan, llm_config
 
 MODEL = "tiny"

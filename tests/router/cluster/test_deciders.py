@@ -10,7 +10,7 @@ from kappa_router.api.status import newest_decisions
 from kappa_router.live.deciders import merged
 from tests.conformance.conftest import MODEL
 from tests.router.cluster.conftest import PortedNode
-from tests.router.stream_worker import until
+from tests.router.patience import until
 
 pytestmark = pytest.mark.ray
 

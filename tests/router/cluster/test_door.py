@@ -13,8 +13,8 @@ from kappa.settings.routing import FailoverSettings, RouterSettings
 from kappa_router.api.app import Access
 from kappa_workers.paced.emulated_engine import WORD
 from tests.router.cluster.conftest import MODEL, STEP_S, PortedNode, StoppableNode
+from tests.router.patience import until
 from tests.router.scripted import KEYS, OWN
-from tests.router.stream_worker import until
 
 pytestmark = pytest.mark.ray
 

@@ -28,7 +28,8 @@ from kappa_router.gateway.decider import Decider, DeciderRule
 from kappa_router.gateway.events import StreamEnd
 from kappa_router.gateway.spec import GatewaySpec
 from tests.router.gateway.door import Scripted
-from tests.router.scripted import BODY, KEYS, OWN, announcement, until
+from tests.router.patience import until
+from tests.router.scripted import BODY, KEYS, OWN, announcement
 from tests.router.test_failover import SOON, breaker, report, reporting
 
 pytestmark = pytest.mark.ray

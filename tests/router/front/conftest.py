@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from kappa.settings.front import load_front_settings
 from kappa_router.front import gateway
 from tests.router.envoys import lent
 from tests.router.front.offering import serving
+from tests.router.patience import until
 
 QUICK = {"every_s": 0.05, "timeout_s": 1.0}
 
@@ -67,13 +67,6 @@ async def _opened(settings):
         ):
             here = await stack.enter_async_context(gateway.opened(settings))
         yield here
-
-
-async def until(condition, within_s=20.0):
-    """Wait until it holds."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def chat(text="hello", **fields):

@@ -10,8 +10,9 @@ import aiohttp
 import pytest
 
 from kappa_router.api.tenants import Lease
-from tests.router.front.conftest import chat, fronted, routing, until
+from tests.router.front.conftest import chat, fronted, routing
 from tests.router.front.offering import FakeServer, serving, stream_of
+from tests.router.patience import until
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 KEY = "sk-alice-0123456"

@@ -14,9 +14,10 @@ from structlog.testing import capture_logs
 import kappa_router.front.front
 from kappa_router.front.backend import Backend
 from kappa_router.live import event_feed
-from tests.router.flooding import PATIENCE_S, Turns, batch, flood
-from tests.router.front.conftest import routing, until
+from tests.router.flooding import Turns, batch, flood
+from tests.router.front.conftest import routing
 from tests.router.front.offering import FakeServer, serving
+from tests.router.patience import PATIENCE_S, until
 
 TEXT = "0123456789abcdef" * 8
 PATH = "/v1/completions"

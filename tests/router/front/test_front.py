@@ -8,8 +8,9 @@ import json
 import aiohttp
 import pytest
 
-from tests.router.front.conftest import chat, fronted, routing, until
+from tests.router.front.conftest import chat, fronted, routing
 from tests.router.front.offering import FakeServer, serving, stream_of
+from tests.router.patience import until
 
 CHAT = "/v1/chat/completions"
 LONG = "a document that is long enough to be worth keeping " * 200

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from tests import browser
-from tests.router.front.conftest import chat, fronted, until
+from tests.router.front.conftest import chat, fronted
 from tests.router.front.offering import FakeServer
+from tests.router.patience import until
 
 
 async def test_page_is_answered_by_the_front():

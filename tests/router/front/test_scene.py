@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from kappa_router.front.scene import FrontScene, endpoint_of
 from kappa_router.gateway.endpoints import Resolver
 from kappa_router.gateway.spec import ServerEndpoint
-from tests.router.front.conftest import until
+from tests.router.patience import until
 
 
 class TakingGateway:

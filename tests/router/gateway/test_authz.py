@@ -15,6 +15,7 @@ from kappa_router.gateway.spec import (
     DeciderSlot,
     veiled,
 )
+from tests.router.patience import until
 
 GO = Go({"x-gateway-destination-endpoint": "10.0.0.1:80"}, {"x-request-id": "r"})
 
@@ -78,12 +79,6 @@ async def closes(reader):
     async with asyncio.timeout(5):
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
-
-
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_authz_asks_with_the_clients_target_headers_and_body(tmp_path):

@@ -19,8 +19,9 @@ from kappa_router.gateway.events import Ends
 from kappa_router.gateway.process import find_envoy
 from kappa_router.gateway.spec import ADMIT, DECIDE, Bounds, GatewaySpec, veiled
 from tests.router.gateway.certificates import pair
-from tests.router.gateway.door import CHAT, Answer, open_door
+from tests.router.gateway.door import CHAT, Answer, never, open_door
 from tests.router.gateway.http2 import post
+from tests.router.patience import until
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\n".encode()
 TINY = Bounds(
@@ -170,15 +171,12 @@ async def test_connections_above_the_bound_are_refused():
 async def test_requests_are_refused_before_memory_ends():
     # An idle Envoy has some 10 MB, so a body that stands still passes this bound.
     half = HEAD + b"content-length: 60000000\r\n\r\n" + b"a" * 30_000_000
-    async with open_door(bounds=Bounds(heap_bytes=24 << 20), own=True) as door, asyncio.timeout(30):
+    async with open_door(bounds=Bounds(heap_bytes=24 << 20), own=True) as door:
         _, writer = await asyncio.open_connection("127.0.0.1", door.spec.port)
         writer.write(half)
-        while (got := await door.ask()).status == 200:
-            await asyncio.sleep(0.02)
-        assert (got.status, got.error["code"]) == (503, "overloaded")
+        assert door.refuses(await door.until(lambda got: got.status != 200), "overloaded")
         writer.transport.abort()
-        while (await door.ask()).status != 200:
-            await asyncio.sleep(0.02)
+        await door.until(lambda got: got.status == 200)
 
 
 async def test_client_that_expects_is_told_to_go_on():
@@ -228,16 +226,14 @@ async def test_large_body_is_not_read_before_it_is_admitted(chunked):
 
         door.decider.script = decide
         asking = asyncio.create_task(door.send(HEAD + raw))
-        async with asyncio.timeout(5):
-            while not door.decider.heard:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
-            assert [one.target for one in door.decider.heard] == [ADMIT + CHAT]
-            assert door.decider.heard[0].body == b""
-            buffered = (await door.gateway.stats("server.memory_allocated")).popitem()[1]
-            admitted.set()
-            assert (await asking).status == 200
-            assert buffered < 16 << 20
+        await until(lambda: door.decider.heard)
+        await asyncio.sleep(0.1)
+        assert [one.target for one in door.decider.heard] == [ADMIT + CHAT]
+        assert door.decider.heard[0].body == b""
+        buffered = (await door.gateway.stats("server.memory_allocated")).popitem()[1]
+        admitted.set()
+        assert (await asking).status == 200
+        assert buffered < 16 << 20
         assert [len(one.body) for one in door.asked(DECIDE)] == [len(body)]
         assert [len(one.body) for one in door.servers[0].heard] == [len(body)]
 
@@ -299,9 +295,6 @@ async def test_decision_may_take_longer_than_a_body():
 
 
 async def test_decider_that_hangs_is_given_up():
-    async def never(heard):
-        await asyncio.Event().wait()
-
     async with open_door(bounds=replace(TINY, decide_s=0.3)) as door:
         door.decider.script = never
         got = await door.ask()
@@ -312,15 +305,13 @@ async def test_decider_that_hangs_is_given_up():
 async def test_gateway_refuses_without_a_decider():
     async with open_door() as door:
         await door.decider.close()
-        got = await door.ask()
-        assert (got.status, got.error["code"]) == (503, "decider_away")
+        assert door.refuses(await door.ask(), "decider_away")
         assert door.servers[0].heard == []
         got = await door.ask("/v1/messages")
         assert json.loads(got.body)["error"]["type"] == "overloaded_error"
         # What is ours is still answered, and a decider that comes back is found.
         assert (await door.ask("/v1/nodes")).body == b"face"
-        door.spec.slots[0].decider_socket.unlink(missing_ok=True)
-        await door.decider.listen(door.spec.slots[0].decider_socket)
+        await door.reopen()
         assert (await door.ask()).status == 200
 
 
@@ -329,8 +320,7 @@ async def test_request_waits_for_a_decider_that_starts_again():
         await door.decider.close()
         asking = asyncio.create_task(door.ask())
         await asyncio.sleep(0.02)
-        door.spec.slots[0].decider_socket.unlink(missing_ok=True)
-        await door.decider.listen(door.spec.slots[0].decider_socket)
+        await door.reopen()
         assert (await asking).status == 200
 
 
@@ -343,9 +333,7 @@ async def test_servers_share_without_a_decider_if_that_is_wanted():
         await door.decider.close()
         # A draining server gets none, one that is gone is stepped over.
         door.file.write([replace(door.endpoints[0]), replace(door.endpoints[1], draining=True)])
-        async with asyncio.timeout(10):
-            while not door.servers[0].heard:
-                assert (await door.ask()).status == 200
+        await door.until(lambda got: got.status != 200 or door.servers[0].heard)
         seen = len(door.servers[1].heard)
         for _ in range(4):
             assert (await door.ask()).status == 200

@@ -14,7 +14,7 @@ from kappa_router.gateway.decider import content_digest
 from kappa_router.gateway.scene import Asked
 from tests.router.building import tenants_of
 from tests.router.gateway.scripted import CHAT, EMBEDDINGS, deciding, end
-from tests.router.stream_worker import until
+from tests.router.patience import until
 
 KEYS = {"sk-alice": "alice", "sk-bob": "bob"}
 ALICE, BOB = {"authorization": "Bearer sk-alice"}, {"x-api-key": "sk-bob"}
@@ -333,9 +333,7 @@ async def test_flights_end_what_envoy_had_when_it_was_killed(monkeypatch):
         await here.ask(headers={"x-request-id": "lost"})
         here.flights.cut()
         await here.ask(headers={"x-request-id": "of-the-next-envoy"})
-        async with asyncio.timeout(10):
-            while "lost" in here.flights:
-                await asyncio.sleep(0.01)
+        await until(lambda: "lost" not in here.flights)
         assert "of-the-next-envoy" in here.flights and here.scene.ends == [("a", "timeout")]
 
 

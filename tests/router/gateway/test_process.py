@@ -21,7 +21,8 @@ from kappa_router.gateway import process
 from kappa_router.gateway.process import BINARY_ENV, EnvoyError, Gateway, find_envoy, spec_of
 from kappa_router.gateway.spec import GatewaySpec, Tls
 from tests.router.gateway.certificates import pair
-from tests.router.gateway.door import CHAT, Answer, open_door
+from tests.router.gateway.door import CHAT, Answer, in_two, never, open_door
+from tests.router.patience import until
 
 
 @pytest.fixture
@@ -165,9 +166,7 @@ async def test_envoy_is_started_again_when_it_dies(monkeypatch):
     monkeypatch.setattr(process, "pause_s", lambda attempt: 0.01)
     async with open_door(own=True) as door:
         os.kill(door.gateway.pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while door.gateway.restarts < 1:
-                await asyncio.sleep(0.02)
+        await until(lambda: door.gateway.restarts >= 1)
         assert (await door.ask()).status == 200
 
 
@@ -201,43 +200,27 @@ async def test_waiter_for_its_death_hears_of_a_stop():
 async def test_stop_lets_open_requests_end():
     going_on = asyncio.Event()
 
-    async def slow():
-        yield b"begun "
-        await going_on.wait()
-        yield b"ended"
-
-    async with open_door((lambda heard: Answer(chunks=slow()),), own=True) as door:
+    async with open_door((lambda heard: Answer(chunks=in_two(going_on)),), own=True) as door:
         asking = asyncio.create_task(door.ask())
-        async with asyncio.timeout(10):
-            while not door.servers[0].heard:
-                await asyncio.sleep(0.01)
-            stopping = asyncio.create_task(door.gateway.stop(drain_s=10))
-            while True:
-                try:
-                    await door.ask("/")
-                except OSError:
-                    break
-                await asyncio.sleep(0.02)
-            assert not stopping.done()
-            going_on.set()
-            got = await asking
-            await stopping
+        await until(lambda: door.servers[0].heard)
+        stopping = asyncio.create_task(door.gateway.stop(drain_s=10))
+        with pytest.raises(OSError):
+            await door.until(lambda got: False, "/")
+        assert not stopping.done()
+        going_on.set()
+        got = await asking
+        await stopping
         assert (got.body, got.cut) == (b"begun ended", False)
         assert door.gateway.pid is None
 
 
 async def test_stop_waits_no_longer_than_it_may():
-    async def never(heard):
-        await asyncio.Event().wait()
-
     async with open_door((never,), own=True) as door:
         asking = asyncio.create_task(door.ask())
-        async with asyncio.timeout(10):
-            while not door.servers[0].heard:
-                await asyncio.sleep(0.01)
-            await door.gateway.stop(drain_s=0.2)
-            with pytest.raises((OSError, asyncio.IncompleteReadError)):
-                await asking
+        await until(lambda: door.servers[0].heard)
+        await door.gateway.stop(drain_s=0.2)
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await asking
 
 
 async def test_warnings_of_envoy_are_in_our_log(monkeypatch):
@@ -249,9 +232,7 @@ async def test_warnings_of_envoy_are_in_our_log(monkeypatch):
         part = door.spec.endpoints_file.with_name("part")
         part.write_text("{")
         part.replace(door.spec.endpoints_file)
-        async with asyncio.timeout(10):
-            while not said:
-                await asyncio.sleep(0.02)
+        await until(lambda: said)
         assert "endpoints.json" in said[0]
         # And goes on with what it had.
         assert (await door.ask()).status == 200

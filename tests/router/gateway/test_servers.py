@@ -30,7 +30,8 @@ from kappa_router.gateway.spec import (
     ServerEndpoint,
 )
 from tests.router.gateway.certificates import pair
-from tests.router.gateway.door import CHAT, Answer, open_door
+from tests.router.gateway.door import CHAT, Answer, in_two, never, open_door
+from tests.router.patience import until
 
 ELSEWHERE = Answer(503, {RETRY_HEADER: "elsewhere"}, b'{"error": "draining"}')
 CUT = Answer(cut=True)
@@ -79,8 +80,7 @@ async def test_worker_that_answers_garbage_is_left_for_the_next():
             door.send_to(0, 1)
             assert (await door.ask()).body == b"b"
             door.send_to(0)
-            got = await door.ask()
-    assert (got.status, got.error["code"]) == (503, "no_worker")
+            assert door.refuses(await door.ask(), "no_worker")
 
 
 async def test_refusal_passes_when_a_worker_does_not_say_so():
@@ -96,10 +96,6 @@ async def test_workers_refusal_passes_when_retries_are_off():
         got = await door.ask()
     assert (got.status, got.body) == (503, ELSEWHERE.body)
     assert RETRY_HEADER not in got.headers
-
-
-async def never(heard):
-    await asyncio.Event().wait()
 
 
 async def test_silent_foreign_server_is_given_up_for_the_next():
@@ -134,9 +130,7 @@ class Late:
         return self._says or self._decided(heard)
 
     async def asked(self):
-        async with asyncio.timeout(5):
-            while not self.door.asked(AGAIN):
-                await asyncio.sleep(0.01)
+        await until(lambda: self.door.asked(AGAIN))
 
 
 async def test_late_request_goes_on_once_the_decider_says_so():
@@ -146,8 +140,7 @@ async def test_late_request_goes_on_once_the_decider_says_so():
         assert not door.servers[0].cancelled.is_set() and not door.servers[1].heard
         late.decides.set()
         assert (await late.asking).body == b"b"
-        async with asyncio.timeout(5):
-            await door.servers[0].cancelled.wait()
+        await until(door.servers[0].cancelled.is_set)
 
 
 async def test_late_request_is_answered_by_its_first_server_after_all():
@@ -156,8 +149,7 @@ async def test_late_request_is_answered_by_its_first_server_after_all():
         await late.asked()
         late.fails.set()
         assert (await late.asking).body == b"a"
-        async with asyncio.timeout(5):
-            await door.decider.cancelled.wait()
+        await until(door.decider.cancelled.is_set)
         assert not door.servers[1].heard
 
 
@@ -169,9 +161,7 @@ async def test_late_request_goes_on_when_its_server_fails():
             late = Late(door, then=lambda heard, failure=failure: failure)
             await late.asked()
             late.fails.set()
-            async with asyncio.timeout(5):
-                while not door.servers[0].heard:
-                    await asyncio.sleep(0.01)
+            await until(lambda: door.servers[0].heard)
             assert not late.asking.done()
             late.decides.set()
             assert (await late.asking).body == b"b"
@@ -191,9 +181,7 @@ async def test_late_request_goes_on_at_both_when_the_decider_goes():
         late = Late(door, then=named(b"a"))
         await late.asked()
         await door.decider.close()
-        async with asyncio.timeout(5):
-            while not door.servers[1].heard:
-                await asyncio.sleep(0.01)
+        await until(lambda: door.servers[1].heard)
         late.fails.set()
         assert (await late.asking).body == b"a"
 
@@ -261,8 +249,7 @@ async def test_cut_request_ends_when_the_decider_has_gone():
 
     async with open_door((then_gone, named(b"b"))) as door:
         door.send_to(0, 1)
-        got = await door.ask()
-        assert (got.status, got.error["code"]) == (503, "decider_away")
+        assert door.refuses(await door.ask(), "decider_away")
         assert door.servers[1].heard == []
 
 
@@ -292,14 +279,11 @@ async def test_request_goes_nowhere_but_where_the_list_says():
     async with open_door((named(b"a"), named(b"b"))) as door:
         await door.servers[0].close()
         door.send_to(0)
-        got = await door.ask()
-        assert (got.status, got.error["code"]) == (503, "no_worker")
+        assert door.refuses(await door.ask(), "no_worker")
         door.decider.script = lambda heard: Answer(headers={ENDPOINT_HEADER: "127.0.0.1:9"})
-        got = await door.ask()
-        assert (got.status, got.error["code"]) == (503, "no_worker")
+        assert door.refuses(await door.ask(), "no_worker")
         door.decider.script = lambda heard: Answer(headers={TO_ID_HEADER: "id-1"})
-        got = await door.ask()
-        assert (got.status, got.error["code"]) == (503, "no_worker")
+        assert door.refuses(await door.ask(), "no_worker")
         assert door.servers[1].heard == []
 
 
@@ -389,9 +373,7 @@ async def test_foreign_streams_first_token_and_tail_are_told():
     answer = lambda heard: Answer(200, stream, chunks=chunks())  # noqa: E731
     async with foreign_door(answer, from_header="X-Backend") as (door, ended):
         asking = asyncio.create_task(door.ask(accept_encoding="gzip"))
-        async with asyncio.timeout(5):
-            while not door.asked(FIRST):
-                await asyncio.sleep(0.01)
+        await until(lambda: door.asked(FIRST))
         seen.set()
         got = await asking
         (first,), end = door.asked(FIRST), await ended.get()
@@ -444,50 +426,32 @@ async def test_answers_of_our_own_workers_are_not_reported():
 
 
 async def test_decision_is_cancelled_when_its_client_leaves():
-    async def never(heard):
-        await asyncio.Event().wait()
-
     async with open_door() as door:
         door.decider.script = never
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await door.ask()
-        async with asyncio.timeout(5):
-            await door.decider.cancelled.wait()
+        await until(door.decider.cancelled.is_set)
 
 
 async def test_servers_change_while_envoy_runs():
     async with open_door((named(b"a"), named(b"b"))) as door:
         door.file.write(door.endpoints[:1])
         door.send_to(1)
-        async with asyncio.timeout(5):
-            while (await door.ask()).status == 200:
-                await asyncio.sleep(0.02)
+        await door.until(lambda got: got.status != 200)
         door.file.write(door.endpoints)
-        async with asyncio.timeout(5):
-            while (await door.ask()).status != 200:
-                await asyncio.sleep(0.02)
+        await door.until(lambda got: got.status == 200)
 
 
 async def test_draining_server_ends_its_answers_and_gets_no_more():
     going_on = asyncio.Event()
-
-    async def slow():
-        yield b"begun "
-        await going_on.wait()
-        yield b"ended"
-
-    async with open_door((lambda heard: Answer(chunks=slow()), named(b"b"))) as door:
+    async with open_door((lambda heard: Answer(chunks=in_two(going_on)), named(b"b"))) as door:
         begun = asyncio.create_task(door.ask())
-        async with asyncio.timeout(5):
-            while not door.servers[0].heard:
-                await asyncio.sleep(0.01)
+        await until(lambda: door.servers[0].heard)
         door.servers[0].script = named(b"a")
         door.file.write([replace(door.endpoints[0], draining=True), door.endpoints[1]])
         door.send_to(0, 1)
-        async with asyncio.timeout(5):
-            while (await door.ask()).body != b"b":
-                await asyncio.sleep(0.02)
+        await door.until(lambda got: got.body == b"b")
         going_on.set()
         got = await begun
         assert (got.body, got.cut) == (b"begun ended", False)
@@ -517,9 +481,7 @@ async def test_ipv6_server_is_reached():
         door.endpoints[0] = ServerEndpoint("w", "::1", server.port)
         door.file.write(door.endpoints)
         door.send_to(0)
-        async with asyncio.timeout(5):
-            while (await door.ask()).status != 200:
-                await asyncio.sleep(0.02)
+        await door.until(lambda got: got.status == 200)
         assert server.heard[0].headers["host"] == f"[::1]:{server.port}"
 
 
@@ -542,9 +504,7 @@ async def test_server_with_tls_must_have_its_names_certificate(tmp_path):
         for name, status in (("a.example", 200), ("b.example", 503)):
             door.endpoints[0] = replace(door.endpoints[0], tls=True, name=name)
             door.file.write(door.endpoints)
-            async with asyncio.timeout(5):
-                while (await door.ask()).status != status:
-                    await asyncio.sleep(0.02)
+            await door.until(lambda got, status=status: got.status == status)
         assert server.heard[0].headers["host"] == "a.example"
         # One without goes on as before.
         door.send_to(0, 1)
