@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
-from kappa.cost import step_model
+from kappa.cost import StepModel, step_model
 from kappa.hardware import node_profile
 from kappa.keys import digest_of
 from kappa.protocol import Announcement
@@ -37,6 +38,15 @@ def announcement(worker, node="h100-pcie5", **changes):
         events_endpoint="", snapshot_endpoint="",
     )  # fmt: skip
     return replace(announced, **changes)
+
+
+def small(worker, node="pcie", **changes):
+    """A worker with a small cache that computes quickly, as tests over sockets announce it."""
+    plain = {
+        "step": StepModel(1e-5, 0.0, 1e-3, 0.0), "kv_bytes_per_token": 1e5, "device_blocks": 100,
+        "host_blocks": 0, "max_batch_tokens": 512, "max_context_tokens": 1024,
+    }  # fmt: skip
+    return announcement(worker, node, **plain | changes)
 
 
 def router(*workers, policy="ttft", **options):
@@ -103,6 +113,24 @@ def estimate(fleet, now_s=0.0, tokens=4000, cached=0, device=0, disk=0):
     slots = fleet.ready(now_s, NEVER, frozenset())
     held = Held(*(np.full(len(slots), float(tokens)) for tokens in (device, cached, disk)))
     return fleet.estimate(slots, now_s, PricedPrompt(tokens, 100), held)
+
+
+class Followed:
+    """In place of a subscriber: the stream of a worker that is there and tells nothing."""
+
+    synced = connected = alive = True
+
+    def __init__(self):
+        self.events = Counter()
+
+    async def close(self):
+        pass
+
+
+def sample(live, text):
+    """The value of the first metric whose line begins with the text; None without one."""
+    lines = live.metrics.exposition().decode().splitlines()
+    return next((float(line.split()[-1]) for line in lines if line.startswith(text)), None)
 
 
 def tenants_of(by_key, weights=None, **options):

@@ -19,10 +19,9 @@ import numpy as np
 
 import kappa_router.cluster.replica
 import kappa_router.live.live_router
-from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.keys import digest_of
-from kappa.protocol import Announcement, EngineDiedError, WorkerReport
+from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import RouterSettings
 from kappa_router.api.app import Access
 from kappa_router.api.render import PromptRenderer
@@ -38,6 +37,7 @@ from kappa_workers.http_gate import WorkerGate
 from kappa_workers.http_port import WorkerPort
 from kappa_workers.in_flight import InFlight
 from kappa_workers.tiny_model import make_tiny_model
+from tests.router.building import small
 from tests.router.envoys import lent
 from tests.router.patience import until
 
@@ -339,14 +339,15 @@ class Scene:
 
 
 def announcement(worker, device_blocks=100, **changes):
-    said = Announcement(
-        worker=worker, model="m", node=replace(node_profile("pcie"), name=worker),
-        step=StepModel(1e-5, 0.0, 1e-3, 0.0), kv_bytes_per_token=1e5, emulated_model="",
-        fingerprint="f", block_tokens=16, device_blocks=device_blocks, host_blocks=0,
-        max_batch_tokens=512, max_context_tokens=1024, events_endpoint="tcp://127.0.0.1:9",
-        snapshot_endpoint="tcp://127.0.0.1:9",
-    )  # fmt: skip
-    return replace(said, **changes).to_dict()
+    node, nowhere = replace(node_profile("pcie"), name=worker), "tcp://127.0.0.1:9"
+    ends = {"events_endpoint": nowhere, "snapshot_endpoint": nowhere}
+    return small(worker, node, device_blocks=device_blocks, **ends | changes).to_dict()
+
+
+def crowd(live):
+    """Others were in each engine a moment ago, so that no request is alone there."""
+    for worker in live.router.workers:
+        live.suspects.ended(worker, live.now_s())
 
 
 def code(answer, status=None):

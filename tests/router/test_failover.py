@@ -13,7 +13,7 @@ from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from kappa_router.decision import RouteRequest
 from tests.router.patience import until
-from tests.router.scripted import Engine, Whole, announcement, code, event, get, post, words
+from tests.router.scripted import Engine, Whole, announcement, code, crowd, event, get, post, words
 
 pytestmark = pytest.mark.ray
 
@@ -30,12 +30,6 @@ async def broken(_worker):
 async def never(_worker):
     await asyncio.Event().wait()
     yield
-
-
-def busy(live):
-    """Others were in each engine a moment ago, so that nobody is alone there."""
-    for worker in live.router.workers:
-        live.suspects.ended(worker, live.now_s())
 
 
 def breaker(live, worker):
@@ -99,7 +93,7 @@ async def test_request_that_its_worker_failed_is_served_by_another(serve, failur
 
     closing = []
     _, live, here = await serve(script)
-    busy(live)
+    crowd(live)
     first = live.explain(RouteRequest("asked")).worker
     other = ({"a", "b"} - {first}).pop()
     if failure == "drains":

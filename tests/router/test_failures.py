@@ -11,7 +11,7 @@ from kappa.keys import digest_of
 from kappa.protocol import EngineDiedError
 from kappa_router.api.tenants import Tenants
 from tests.router.patience import until
-from tests.router.scripted import code, event
+from tests.router.scripted import code, crowd, event
 
 pytestmark = pytest.mark.ray
 
@@ -91,8 +91,7 @@ async def test_content_of_two_dead_engines_is_refused_at_once(killing):
 
 async def test_neighbours_are_answered_and_a_killer_stops_after_two(killing):
     here = await killing(max_queue=20)
-    for worker in "abcd":  # wherever it goes, it was not alone there
-        here.live.suspects.ended(worker, here.live.now_s())
+    crowd(here.live)
     here.mortal.gate.clear()
     texts = ["kill"] + [f"innocent {i}" for i in range(11)]
     asking = [asyncio.create_task(here.text(text)) for text in texts]

@@ -21,29 +21,7 @@ from kappa_router.index.lookup import Match
 from kappa_router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from kappa_router.index.prefix_index import PrefixIndex
 from tests.router.building import match_worker
-from tests.router.kv_batches import decode_batch
-
-
-def batch(*events, ts=1.5, rank=0):
-    return msgspec.msgpack.encode([ts, list(events), rank])
-
-
-def stored(hashes=(11, 12), parent=None, size=2, medium="GPU", **more):
-    tokens = more.pop("token_ids", list(range(len(hashes) * size)))
-    return {
-        "type": "BlockStored",
-        "block_hashes": list(hashes),
-        "parent_block_hash": parent,
-        "token_ids": tokens,
-        "block_size": size,
-        "lora_id": None,
-        "medium": medium,
-        "lora_name": None,
-    } | more
-
-
-def removed(*hashes, medium="GPU", **more):
-    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium} | more
+from tests.router.kv_batches import batch, decode_batch, removed, stored
 
 
 def one(event):

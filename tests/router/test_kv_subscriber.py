@@ -13,24 +13,14 @@ import zmq.asyncio
 
 import kappa_router.live.kv_subscriber
 import kappa_router.live.supervised
-from kappa.cost import StepModel
-from kappa.hardware import node_profile
-from kappa.protocol import Admission, Announcement, WorkerReport
+from kappa.protocol import Admission, WorkerReport
 from kappa_router.index.kv_events import BlocksStored, WorkerReset
 from kappa_router.live import event_feed
 from kappa_router.live.kv_subscriber import KVSubscriber
+from tests.router.building import small
 from tests.router.flooding import Turns, flood
+from tests.router.kv_batches import published
 from tests.router.patience import PATIENCE_S, until
-
-
-def kv(*hashes, medium="GPU"):
-    """A batch of blocks, one after the other, as vLLM publishes it."""
-    event = {
-        "type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": None,
-        "token_ids": list(range(2 * len(hashes))), "block_size": 2, "lora_id": None,
-        "medium": medium, "lora_name": None,
-    }  # fmt: skip
-    return msgspec.msgpack.encode([0.0, [event], 0])
 
 
 class Worker:
@@ -43,11 +33,8 @@ class Worker:
         self.snapshot_port = self.snapshots.bind_to_random_port("tcp://127.0.0.1")
 
     def announcement(self):
-        return Announcement(
-            worker="w", model="m", node=node_profile("pcie"), step=StepModel(1e-5, 0, 1e-3, 0),
-            kv_bytes_per_token=1.0, emulated_model="", fingerprint="f", block_tokens=2,
-            device_blocks=9, host_blocks=0, max_batch_tokens=64, max_context_tokens=64,
-            events_endpoint=f"tcp://127.0.0.1:{self.port}",
+        return small(
+            "w", block_tokens=2, events_endpoint=f"tcp://127.0.0.1:{self.port}",
             snapshot_endpoint=f"tcp://127.0.0.1:{self.snapshot_port}",
         )  # fmt: skip
 
@@ -127,10 +114,10 @@ async def scene(follow):
 async def test_snapshot_comes_first_then_what_happened_after_it(scene):
     worker, listener, _ = scene
     # Published before the snapshot's number: part of it already.
-    await worker.send(b"kv", 4, kv(99))
-    await worker.send(b"kv", 5, kv(98))
-    await worker.answer(5, kv(1, 2), kv(3))
-    await worker.send(b"kv", 6, kv(4))
+    await worker.send(b"kv", 4, published(99))
+    await worker.send(b"kv", 5, published(98))
+    await worker.answer(5, published(1, 2), published(3))
+    await worker.send(b"kv", 6, published(4))
     assert await listener.next(4) == ["reset", (1, 2), (3,), (4,)]
 
 
@@ -144,11 +131,11 @@ async def test_report_arrives_whole(scene):
 
 async def test_gap_is_reported_and_mended_by_a_new_snapshot(scene):
     worker, listener, _ = scene
-    await worker.answer(0, kv(1))
-    await worker.send(b"kv", 1, kv(2))
-    await worker.send(b"kv", 3, kv(4))  # number 2 was lost
-    await worker.answer(3, kv(1, 2), kv(3, 4))
-    await worker.send(b"kv", 4, kv(5))
+    await worker.answer(0, published(1))
+    await worker.send(b"kv", 1, published(2))
+    await worker.send(b"kv", 3, published(4))  # number 2 was lost
+    await worker.answer(3, published(1, 2), published(3, 4))
+    await worker.send(b"kv", 4, published(5))
     received = await listener.next(7)
     assert received == ["reset", (1,), (2,), "gap w", "reset", (1, 2), (3, 4)]
     assert await listener.next() == (5,)
@@ -157,23 +144,23 @@ async def test_gap_is_reported_and_mended_by_a_new_snapshot(scene):
 async def test_flood_is_dropped_and_mended_by_a_snapshot(scene, monkeypatch):
     worker, listener, subscriber = scene
     monkeypatch.setattr(event_feed, "_PAUSES_S", (0.01,))
-    await worker.answer(0, kv(1))
+    await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1.0)
     for number in range(1, 8):
-        await worker.send(b"kv", number, kv(number))
+        await worker.send(b"kv", number, published(number))
     received = [await listener.next()]
     while received[-1] != "flood w":
         received.append(await listener.next())
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e4)
     assert await listener.next() == "reset" and not subscriber.synced
-    await worker.answer(9, kv(1, 2), kv(8, 9))
+    await worker.answer(9, published(1, 2), published(8, 9))
     assert await listener.next(3) == ["reset", (1, 2), (8, 9)]
     await until(lambda: subscriber.synced)
     # Not connected yet when the first ones are sent: a gap, and a snapshot again.
     number = 10
     while listener.queue.empty():
-        await worker.send(b"kv", number, kv(number))
+        await worker.send(b"kv", number, published(number))
         number += 1
         await asyncio.sleep(0.01)
     assert await listener.next() in ((10,), "gap w")
@@ -201,10 +188,10 @@ async def test_tasks_get_turns_while_a_worker_floods(follow, monkeypatch):
 
 async def test_blocks_are_counted_by_tier_and_unknown_media_apart(scene):
     worker, listener, subscriber = scene
-    await worker.answer(0, kv(1, 2))
-    await worker.send(b"kv", 1, kv(3, medium="CPU"))
-    await worker.send(b"kv", 2, kv(4, medium="TAPE"))
-    await worker.send(b"kv", 3, kv(5))
+    await worker.answer(0, published(1, 2))
+    await worker.send(b"kv", 1, published(3, medium="CPU"))
+    await worker.send(b"kv", 2, published(4, medium="TAPE"))
+    await worker.send(b"kv", 3, published(5))
     assert await listener.next(4) == ["reset", (1, 2), (3,), (5,)]
     assert subscriber.events == {"device": 3, "host": 1, "medium:TAPE": 1}
 
@@ -213,13 +200,13 @@ async def test_repeated_message_is_ignored(scene):
     worker, listener, _ = scene
     await worker.answer(0)
     for seq in (1, 1, 2):
-        await worker.send(b"kv", seq, kv(seq))
+        await worker.send(b"kv", seq, published(seq))
     assert await listener.next(3) == ["reset", (1,), (2,)]
 
 
 async def test_reset_from_the_worker_is_passed_on(scene):
     worker, listener, _ = scene
-    await worker.answer(0, kv(1))
+    await worker.answer(0, published(1))
     await worker.send(b"reset", 1, b"")
     assert await listener.next(3) == ["reset", (1,), "reset"]
 
@@ -235,7 +222,7 @@ async def test_silent_worker_is_queried_again_until_it_answers(impatient, scene,
         await worker.requested()  # and does not answer
     monkeypatch.setattr(kappa_router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", PATIENCE_S)
     while listener.queue.empty():
-        await worker.answer(0, kv(7))
+        await worker.answer(0, published(7))
         await asyncio.sleep(0.01)
     assert await listener.next(2) == ["reset", (7,)]
 
@@ -243,7 +230,7 @@ async def test_silent_worker_is_queried_again_until_it_answers(impatient, scene,
 async def test_unreadable_snapshot_is_requested_again(scene):
     worker, listener, _ = scene
     await worker.answer(0, b"\xc1 nonsense")
-    await worker.answer(0, kv(1))
+    await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
 
 
@@ -253,7 +240,7 @@ async def test_unreadable_message_is_skipped(scene, kind):
     await worker.answer(0)
     await worker.send(kind, 1, b"\xc1 nonsense")
     await worker.send(b"report", 2, msgspec.msgpack.encode({"worker": "w", "unheard_of": 1}))
-    await worker.send(b"kv", 3, kv(1))
+    await worker.send(b"kv", 3, published(1))
     assert await listener.next(2) == ["reset", (1,)]
 
 
@@ -319,9 +306,9 @@ async def test_error_while_a_snapshot_is_applied_costs_one_more(follow):
 
     worker, listener, subscriber = follow(Failing())
     for _ in range(3):
-        await worker.answer(0, kv(1))
+        await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
-    await worker.send(b"kv", 1, kv(2))
+    await worker.send(b"kv", 1, published(2))
     assert await listener.next() == (2,)
     assert subscriber.synced and subscriber.alive
     await subscriber.close()
@@ -347,11 +334,11 @@ async def test_tasks_whose_callbacks_fail_restart_and_are_counted(follow):
                 raise RuntimeError("a fault of ours")
 
     worker, listener, subscriber = follow(FailingOnce())
-    await worker.answer(0, kv(1))
+    await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
-    await worker.send(b"kv", 5, kv(2))  # a gap
-    await worker.answer(5, kv(1))
+    await worker.send(b"kv", 5, published(2))  # a gap
+    await worker.answer(5, published(1))
     assert await listener.next(2) == ["reset", (1,)]
-    await worker.send(b"kv", 6, kv(3))
+    await worker.send(b"kv", 6, published(3))
     assert await listener.next() == (3,)
     assert sorted(restarted) == ["feed", "line"] and subscriber.alive

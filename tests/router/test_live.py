@@ -20,17 +20,15 @@ from kappa_router.config import RouterConfig
 from kappa_router.decision import NoWorkerError, RouteRequest
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.record_file import RecordFile
-from kappa_router.live.replica_registry import ReplicaRegistry
 from kappa_router.policy import policy_named
+from tests.router.building import sample
 from tests.router.patience import until
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-async def scene(monkeypatch):
-    registry = ReplicaRegistry()
-    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
+async def scene(registry):
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=12345))
     yield live, registry
     await live.close()
@@ -39,11 +37,6 @@ async def scene(monkeypatch):
 
 def ask(request_id="r", tokens=100):
     return RouteRequest(request_id, np.arange(tokens), max_tokens=4)
-
-
-def sample(live, text):
-    lines = live.metrics.exposition().decode().splitlines()
-    return next((float(line.split()[-1]) for line in lines if line.startswith(text)), None)
 
 
 async def joined(live, registry, *workers, **changes):
@@ -216,9 +209,8 @@ def full_disk(monkeypatch):
     return failing
 
 
-async def test_full_disk_ends_the_record_and_nothing_else(monkeypatch, tmp_path, worker, full_disk):
-    registry, path = ReplicaRegistry(), tmp_path / "record.jsonl"
-    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
+async def test_full_disk_ends_the_record_and_nothing_else(registry, tmp_path, worker, full_disk):
+    path = tmp_path / "record.jsonl"
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=1), record=str(path))
     w = worker()
     await joined(live, registry, w)

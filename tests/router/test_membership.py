@@ -6,13 +6,11 @@ import time
 import numpy as np
 import pytest
 
-import kappa_router.live.live_router
 from kappa.protocol import WorkerReport
 from kappa_router.config import RouterConfig
 from kappa_router.decision import NoWorkerError, RouteRequest
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import Member, MembershipRule, progress_of
-from kappa_router.live.replica_registry import ReplicaRegistry
 from kappa_router.live.waiting import WorkerLostError
 from kappa_router.policy import policy_named
 from tests.router.patience import until
@@ -22,10 +20,9 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-async def decider(monkeypatch):
+async def decider(registry):
     """Makes live routers that follow one registry."""
-    registry, made = ReplicaRegistry(), []
-    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
+    made = []
 
     def make(first=0.0, **rule):
         config = RouterConfig(policy=policy_named("ttft"), secret=12345, first=first)

@@ -16,7 +16,7 @@ from kappa_router.decision import PricedWorker, RouteRequest
 from kappa_router.recording import _request_in, _request_out
 from tests.router import building
 from tests.router.patience import until
-from tests.router.scripted import Whole, announcement, code
+from tests.router.scripted import Whole, announcement, code, crowd
 
 pytestmark = pytest.mark.ray
 
@@ -115,9 +115,7 @@ def handed(place=PLACE):
 
 
 def counted(live, where):
-    lines = live.metrics.exposition().decode().splitlines()
-    (line,) = [line for line in lines if f'kappa_prefills_total{{where="{where}"}}' in line]
-    return float(line.split()[-1])
+    return building.sample(live, f'kappa_prefills_total{{where="{where}"}}')
 
 
 async def check_nothing_is_left(here):
@@ -215,8 +213,7 @@ async def test_request_among_others_there_is_tried_only_once_more(cluster):
     workers = [("p", "prefill", 1e-4), ("d", "decode", 1e-2), ("e", "decode", 1e-2)]
     here = await cluster(EngineDiedError("p"), workers)
     here.answers["d"] = here.answers["e"] = EngineDiedError("decoder")
-    for worker, *_ in workers:
-        here.live.suspects.ended(worker, here.live.now_s())
+    crowd(here.live)
     assert code(await ask(here), 422) == "killed_an_engine"
     first, second = here.engines.sent
     assert first == "p" and second in "de"

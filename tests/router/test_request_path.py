@@ -13,15 +13,9 @@ import kappa_router.api.request_path
 from kappa.protocol import EngineDiedError, TenantCharge, WorkerReport
 from tests.router.building import tenants_of
 from tests.router.patience import until
-from tests.router.scripted import BODY, PATH, code, event, get, overload, post
+from tests.router.scripted import BODY, PATH, code, crowd, event, get, overload, post
 
 pytestmark = pytest.mark.ray
-
-
-def busy(live):
-    """Others were in each engine a moment ago, so that nobody is alone there."""
-    for worker in live.router.workers:
-        live.suspects.ended(worker, live.now_s())
 
 
 async def test_stream_is_relayed_and_released(serve):
@@ -185,7 +179,7 @@ async def test_worker_is_sent_what_tenants_were_charged_elsewhere(serve):
     for worker, seconds in (("a", 1.0), ("b", 2.0)):
         charge = TenantCharge("alice", seconds, 0.5, 0.0)
         live.reported(WorkerReport(worker, 1.0, charges=(charge,)))
-    busy(live)
+    crowd(live)
     answer = await post(here, "sk-alice", stream=True)
     assert answer.status_code == 200, answer.text
     others = {"a": {"alice": [2.0, 0.5, 0.0]}, "b": {"alice": [1.0, 0.5, 0.0]}}

@@ -12,16 +12,9 @@ from kappa_router.live.replica_registry import ReplicaRegistry
 from kappa_router.live.waiting import WorkerLostError
 from kappa_router.policy import policy_named
 from kappa_router.router import Router
-from tests.router.building import announcement
+from tests.router.building import Followed, announcement
 
 RULE = {"stall_after_s": 5.0, "lost_after_s": 10.0}
-
-
-class Following:
-    synced = connected = alive = True
-
-    async def close(self):
-        pass
 
 
 class Scene:
@@ -31,7 +24,7 @@ class Scene:
         self.now_s = 1000.0
         self.router = Router(RouterConfig(policy=policy_named("ttft"), secret=1))
         registry = ReplicaRegistry()
-        rule = MembershipRule(**RULE, follow=lambda announced, listener: Following())
+        rule = MembershipRule(**RULE, follow=lambda announced, listener: Followed())
         listener = SimpleNamespace(
             worker_joined=self.ignore, worker_left=self.ignore, worker_died=self.ignore,
             node_renamed=self.ignore, breaker_opened=self.ignore, stream_gap=self.ignore,

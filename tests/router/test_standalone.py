@@ -6,13 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kappa.cost import step_model
-from kappa.hardware import node_profile
-from kappa.model import kv_bytes_per_token
-from kappa.protocol import Announcement
-from kappa.shapes import model_shape
 from kappa_router import standalone
 from kappa_router.standalone import StandaloneRouter
+from tests.router.building import announcement
 
 NAMES = ["a", "b", "c"]
 
@@ -22,13 +18,10 @@ def of(*names):
     return {name: {} for name in names}
 
 
-def announced(worker, node, model="llama-3.1-8b"):
+def announced(worker, node):
     """What a replica on a node of the catalogue says of itself."""
-    profile, shape = node_profile(node), model_shape(model)
-    return Announcement(
-        worker, model, profile, step_model(shape, profile), kv_bytes_per_token(shape), "", "f",
-        16, 4096, 0, 2048, 8192, "", "",
-    ).to_dict()  # fmt: skip
+    sizes = {"device_blocks": 4096, "max_batch_tokens": 2048, "max_context_tokens": 8192}
+    return announcement(worker, node, model="llama-3.1-8b", **sizes).to_dict()
 
 
 def count(requests, time_s):

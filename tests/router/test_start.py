@@ -4,10 +4,8 @@ import asyncio
 
 import pytest
 
-import kappa_router.live.live_router
 from kappa.settings.routing import FailoverSettings
 from kappa_router.api.start import LiveStart, member_rule, record_file, router_config
-from kappa_router.live.replica_registry import ReplicaRegistry
 from tests.router.scripted import announcement, decider_settings
 
 pytestmark = pytest.mark.ray
@@ -15,13 +13,6 @@ pytestmark = pytest.mark.ray
 
 def settings(**changes):
     return decider_settings(**{"stale_after_s": 10.0} | changes)
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    made = ReplicaRegistry()
-    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", made)
-    return made
 
 
 def test_settings_say_when_a_worker_is_gone():

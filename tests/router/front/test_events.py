@@ -6,7 +6,6 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 
-import msgspec
 import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
@@ -14,9 +13,10 @@ from structlog.testing import capture_logs
 import kappa_router.front.front
 from kappa_router.front.backend import Backend
 from kappa_router.live import event_feed
-from tests.router.flooding import Turns, batch, flood
+from tests.router.flooding import Turns, flood
 from tests.router.front.conftest import routing
 from tests.router.front.offering import FakeServer, serving
+from tests.router.kv_batches import batch, stored
 from tests.router.patience import PATIENCE_S, until
 
 TEXT = "0123456789abcdef" * 8
@@ -39,14 +39,10 @@ class Publisher:
     async def stored(self, text, size=16):
         tokens = list(text.encode())
         hashes = list(range(1, len(tokens) // size + 1))
-        event = {
-            "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None,
-            "token_ids": tokens, "block_size": size, "lora_id": None, "medium": "GPU",
-        }  # fmt: skip
-        await self.send([event])
+        await self.send([stored(hashes, size=size, token_ids=tokens)])
 
     async def send(self, events, rank=None):
-        payload = msgspec.msgpack.encode([time.time(), events, rank])
+        payload = batch(*events, time_s=time.time(), rank=rank)
         await self.socket.send_multipart([b"", self.seq.to_bytes(8, "big"), payload])
         self.seq += 1
 
@@ -136,11 +132,7 @@ async def test_gap_of_one_rank_forgets_nothing_of_another():
     async with two_servers() as it:
         await published(it.http, it.publisher)
         before, it.publisher.seq = it.publisher.seq, 3
-        stored = {
-            "type": "BlockStored", "block_hashes": [77], "parent_block_hash": None,
-            "token_ids": list(range(16)), "block_size": 16, "lora_id": None, "medium": "GPU",
-        }  # fmt: skip
-        await it.publisher.send([stored], rank=1)
+        await it.publisher.send([stored([77], size=16)], rank=1)
         names = it.live.router.index.stats
         await until(lambda: names()["names"] == len(TEXT) // 16 + 1)
         it.publisher.seq = 9
@@ -170,7 +162,7 @@ async def test_tasks_get_turns_while_a_server_floods(monkeypatch):
 
     monkeypatch.setattr(kappa_router.front.front, "Backend", Counting)
     async with serving(FakeServer()) as (server,):
-        with flood(payload=batch(1, size=16)) as endpoint:
+        with flood(payload=batch(stored([1], size=16))) as endpoint:
             row = {"url": server.url, "profile": "pcie", "events": endpoint}
             async with turns.counted(), routing(row) as it:
                 await until(lambda: turns.heard > 5000)
