@@ -68,7 +68,7 @@ def ask(name="r", tokens=100, seed=0, **options):
 
 
 def outcome(made, ttft_s, at_s, tokens=100, name="outcome"):
-    """A request that meets nobody, sent at `at_s`, has its first token `ttft_s` later."""
+    """A request that meets no other, sent at `at_s`, has its first token `ttft_s` later."""
     made.route(ask(name, tokens=tokens), at_s)
     made.first_token(name, at_s + ttft_s)
     made.release(name, at_s + ttft_s, complete=False)
@@ -128,7 +128,7 @@ class Followed:
 
 
 def sample(live, text):
-    """The value of the first metric whose line begins with the text; None without one."""
+    """The value of the first line of the metrics that begins with the text; None without one."""
     lines = live.metrics.exposition().decode().splitlines()
     return next((float(line.split()[-1]) for line in lines if line.startswith(text)), None)
 

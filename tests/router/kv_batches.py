@@ -1,4 +1,4 @@
-"""Batches of KV events as vLLM publishes them, and what is decoded of one."""
+"""Batches of KV events as vLLM publishes them, and how one is decoded."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from kappa_router.index.kv_events import CacheGroups, decode
 
 
 def stored(hashes=(11, 12), parent=None, size=2, medium="GPU", **more):
-    """The event that blocks were stored, whose tokens count from 0 unless they are given."""
+    """The event that blocks were stored; their tokens count from 0 unless they are given."""
     return {
         "type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": parent,
         "token_ids": list(range(len(hashes) * size)), "block_size": size, "lora_id": None,

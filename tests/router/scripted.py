@@ -234,7 +234,7 @@ class Scripted:
 
 @dataclass
 class Here:
-    """A scripted cluster, its live router, decider and a client of it."""
+    """A scripted cluster, its live router and decider, and a client."""
 
     engines: Scripted
     workers: dict
@@ -255,7 +255,7 @@ class Here:
         return self.client.post(path, json=body, headers={**key, **(headers or {})})
 
     def send(self, path, body):
-        """Post like a client whose JSON writer knows NaN and Infinity."""
+        """Post like a client that writes NaN and Infinity as JSON."""
         headers = {"content-type": "application/json"}
         return self.client.post(path, content=json.dumps(body).encode(), headers=headers)
 
@@ -351,7 +351,7 @@ def crowd(live):
 
 
 def code(answer, status=None):
-    """The code of an error, whose status is checked where one is given."""
+    """The code of an error; its status is checked where one is given."""
     assert status in (None, answer.status_code), answer.text
     return answer.json()["error"]["code"]
 

@@ -206,7 +206,7 @@ def chats(made, start_s, count=120, every_s=0.05):
 def test_long_prompt_that_delays_short_ones_waits_its_share():
     made = router("a")
     now_s = chats(made, 0.0)
-    # The first is admitted: nobody did so recently.
+    # The first is admitted: no other did so recently.
     first = made.route(ask("long", tokens=40_000, seed=1), now_s)
     made.first_token("long", now_s + 1.0)
     made.release("long", now_s + 1.1)
@@ -294,7 +294,7 @@ def test_evaluation_equals_figures_by_hand():
 
 def test_delay_s_is_how_long_a_prompt_delays_a_token():
     # Without prompts a token takes 0.5 x (1 - 0.2) = 0.4 s. Of that the 0.1 s queued ahead leave
-    # 0.3 s for 0.7 s of work. Where 2 s are queued nothing is left; short work delays nobody.
+    # 0.3 s for 0.7 s of work. Where 2 s are queued nothing is left; short work delays none.
     made = estimates(
         {"tpot_s": 0.5, "gpu_use": 0.2, "gpu_backlog_s": 0.1, "work_s": 0.7},
         {"tpot_s": 0.5, "gpu_use": 0.2, "gpu_backlog_s": 2.0, "work_s": 0.7},

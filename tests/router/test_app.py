@@ -240,7 +240,7 @@ async def test_operator_paths_are_for_operators_alone(client_of, capsys):
         answer = await client.request(method, path, headers=ALICE)
         assert answer.status_code == 403
         assert method == "HEAD" or code(answer, 403) == "operator_only"
-        assert "alice" in "".join(capsys.readouterr()), "whose key it was"
+        assert "alice" in "".join(capsys.readouterr()), "the key's tenant"
         assert (await client.request(method, path, headers=OPS)).status_code != 403
         # Without keys everybody is an operator.
         assert (await free.request(method, path)).status_code not in (401, 403)

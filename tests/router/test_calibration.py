@@ -1,4 +1,4 @@
-"""What is learnt of an engine: from steps and loads, or from first tokens alone; and when not."""
+"""Engines are learnt from steps and loads, or from first tokens alone; and when they are not."""
 
 from __future__ import annotations
 

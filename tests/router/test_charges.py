@@ -125,7 +125,7 @@ def test_credits_add_up_to_zero(seconds):
 
 
 def history(rng, reports):
-    """What workers say: (worker, charges, time_s, steps), in order of each worker; some start anew.
+    """What workers say: (worker, charges, time_s, steps), in order of each worker; some restart.
 
     Every first report of a life is near zero, as a real one is, and every last one is complete.
     """

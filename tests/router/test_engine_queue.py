@@ -98,7 +98,7 @@ class Engine:
                 self.requests.remove(r)
 
     def schedule(self):
-        """As vLLM does: who runs, then whose load has landed, then who waits, while tokens last."""
+        """As vLLM does: running requests, landed loads, then waiting ones, while tokens last."""
         left, work, parts = self.speed.budget_tokens, [], []
         begun = [r for r in self.requests if r.new and r.begun]
         landed = [r for r in self.requests if r.new and r.admitted and not r.begun]

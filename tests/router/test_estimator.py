@@ -1,4 +1,4 @@
-"""The compiled sums behind what is learnt of an engine, against numpy and the standard library."""
+"""The compiled sums from which engines are learnt, against numpy and the standard library."""
 
 import statistics
 

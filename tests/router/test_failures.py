@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ray
 
 
 class Mortal:
-    """Engines that die of one text, whoever sends it, and of nothing else."""
+    """Engines that die of one text, from any client, and of no other."""
 
     def __init__(self, here, cut):
         self.died, self.gate, self.cut = [], asyncio.Event(), cut

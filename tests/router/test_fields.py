@@ -1,4 +1,4 @@
-"""The allow-list of request fields: what may go on, within which bounds, and what is refused."""
+"""The allow-list of request fields: which may go on, within which bounds, and which are refused."""
 
 import json
 
@@ -286,7 +286,7 @@ def test_ordinary_schemas_pass_as_they_are():
     schema = {"type": "object", "properties": {"a": {"type": "string", "x-own": [1, 2.5, None]}}}
     body = {**formatted(schema), "tools": tools(schema), "tool_choice": "auto"}
     assert checked_chat(body) == body
-    # Tools that are only shown may be longer than what is compiled.
+    # Tools that are only shown may be longer than compiled ones.
     assert checked_chat({"tools": tools(FAT)}) == {"tools": tools(FAT)}
 
 

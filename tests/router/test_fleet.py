@@ -32,7 +32,7 @@ def test_queue_shrinks_by_no_more_than_the_engine_can_do():
     a = made.reserve("a", estimate(made, tokens=8000), 0)
     made.reserve("b", estimate(made, tokens=8000), 0)
     assert estimate(made, now_s=one_s / 2).gpu_backlog_s[0] == pytest.approx(1.5 * one_s)
-    # The first one is late: nobody knows more than that one of two is still to be done.
+    # The first one is late: all that is known is that one of two is still to be done.
     assert estimate(made, now_s=50.0).gpu_backlog_s[0] == pytest.approx(one_s)
     made.prefilled(a, 50.0)
     assert estimate(made, now_s=50.0).gpu_backlog_s[0] == pytest.approx(one_s)
@@ -43,7 +43,7 @@ def test_corrected_head_of_a_queue_counts_as_done_when_late():
     a, b = (made.reserve(name, estimate(made, tokens=8000), 0) for name in "ab")
     for flight in (a, b):
         made.correct(flight, 0, 4000)
-        # The first one is late: all of it may be done, and nothing of the second.
+        # The first one is late: it may be done, and nothing of the second.
         assert estimate(made, now_s=50.0).gpu_backlog_s[0] == pytest.approx(b.gpu_s)
 
 

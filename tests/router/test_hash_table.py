@@ -9,7 +9,7 @@ from kappa_router.index.hash_table import HashTable
 
 
 def both_tables(rows):
-    """A table that keeps its keys, and one whose keys are a column of `rows` rows."""
+    """A table that keeps its keys, and one with its keys in a column of `rows` rows."""
     return HashTable(0, 0.68), HashTable(0, 0.4, np.zeros(rows, dtype=np.uint64))
 
 

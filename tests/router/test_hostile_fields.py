@@ -1,4 +1,4 @@
-"""Requests that ask engines for what nobody priced: they end at the decider, each with its reason.
+"""Requests for unpriced features: they end at the decider, each with its reason.
 
 Engines are scripts; Envoy, decider and gates are real. Single fields: test_fields.
 """
@@ -185,7 +185,7 @@ async def test_no_value_of_any_field_is_500_or_reaches_an_engine(here, path, bod
     names = sorted({*schema.model_fields, *allowed, *fields.REFUSED, *fields.DROPPED, "zz"})
     check = fields.checked_chat if path == PATH else fields.checked_completion
     cases = [{name: value} for name in names if name not in fields.DROPPED for value in HOSTILE]
-    # What is dropped is so whatever it holds, and all at once.
+    # Dropped fields are so with any value, and all at once.
     cases += [dict.fromkeys(sorted(fields.DROPPED), value) for value in HOSTILE]
     for case in cases:
         try:

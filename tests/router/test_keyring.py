@@ -86,7 +86,7 @@ def test_keys_written_before_the_start_are_read_at_it(file, tmp_path):
     file.write(f"{NEW}: alice\n")
     assert known(keyring(file), 0.0) == [NEW], "a removed key is not brought back by the settings"
     file.write("{}\n")
-    assert known(keyring(file), 0.0) == [OLD], "nobody is locked out by an emptied file"
+    assert known(keyring(file), 0.0) == [OLD], "an emptied file locks no client out"
     assert known(keyring(File(tmp_path / "never there.yaml")), 0.0) == [OLD]
 
 
@@ -96,7 +96,7 @@ def test_keys_written_before_the_start_are_read_at_it(file, tmp_path):
         "[sk-hush-01234567]", "sk-hush-01234567", "sk-hush-01234567: alice: bob",
         "sk-hush-01234567: 'a b'", "sha256:hush: alice", "", "\x00", "{a: &x [*x]}",
         "sk-hush-01234567: a\nsk-hush-01234567: b", "sk-hush-0123456: alice",
-        "{}", "# nobody\n{}", f"{FIXED}: alice",
+        "{}", "# none\n{}", f"{FIXED}: alice",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("refuse", [True, False])

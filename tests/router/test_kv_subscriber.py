@@ -113,7 +113,7 @@ async def scene(follow):
 
 async def test_snapshot_comes_first_then_what_happened_after_it(scene):
     worker, listener, _ = scene
-    # Published before the snapshot's number: part of it already.
+    # Published before the snapshot's number: the snapshot has them.
     await worker.send(b"kv", 4, published(99))
     await worker.send(b"kv", 5, published(98))
     await worker.answer(5, published(1, 2), published(3))

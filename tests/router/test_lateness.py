@@ -146,7 +146,7 @@ def test_tenant_share_is_of_admitted_work_by_weight(weight, over):
     made = Demand()
     for tenant, weighs, work_s in (("a", weight, 1.9), ("b", 1.0, 1.0)):
         came(made, work_s, tenant=tenant, weight=weighs)
-    # Nobody is refused: shares do not matter. What is refused counts for nobody.
+    # Without refusals shares do not matter. A refused request counts for no tenant.
     assert not made.standing(RouteRequest("r", tenant="a", weight=weight), 1.0).over_share
     came(made, 50.0, tenant="b", admitted=False)
     # With 1.1 s more `a` has 3 of 4 s: over a half, over two thirds, not over three quarters.

@@ -65,7 +65,7 @@ async def test_request_is_followed_from_decision_to_end(scene, worker):
     live, registry = scene
     w = worker()
     await joined(live, registry, w)
-    # What is told before the router listens is lost, and only what a snapshot holds is told again.
+    # Reports before the router listens are lost, except those that a snapshot holds.
     await until(lambda: live.router.workers["w"].report is not None)
     decision = live.route(ask())
     assert decision.informed and live.router.in_flight_on("w") == 1

@@ -180,7 +180,7 @@ def test_loads_beside_the_prompt_hide_behind_it_in_real_seconds(forecast, dilati
     ("in_flight", "budget", "ttft_s"),
     [
         (0, 8192, 1.1),  # the longer, and a layer of the other: 1.0 + 0.4 / 4
-        (1, 8192, 1.4),  # a step that waits holds up whoever else is there: 1.0 + 0.4
+        (1, 8192, 1.4),  # a step that waits holds the others up: 1.0 + 0.4
         (0, 50, 1.25),  # of two steps the first alone waits: 1.4 - 3/4 of 0.2
     ],
 )

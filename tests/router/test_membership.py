@@ -174,7 +174,7 @@ async def test_decider_that_goes_leaves_nothing_with_the_other(decider, worker):
     w.arrives(there)
     await until(lambda: two.router.in_flight == 1)
     await one.close()
-    w.finishes(there)  # Ray cancels what nobody waits for
+    w.finishes(there)  # Ray cancels a call without a caller
     await until(lambda: two.router.in_flight == 0)
     assert all(link == gpu == 0.0 for link, gpu in two.router.backlogs_s(two.now_s()).values())
 

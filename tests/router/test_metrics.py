@@ -51,7 +51,7 @@ def test_totals_of_workers_that_left_are_kept_for_some():
         metrics.left(f"w{i}")
     assert len(metrics._totals) == 64
     steps = 'kappa_engine_steps_total{node="n",paced="false"} '
-    # One that comes back counts only what is new: 200 steps of all, then 4 more of the last.
+    # One that comes back counts only its new steps: 200 steps of all, then 4 more of the last.
     metrics.reported(WorkerReport("w199", 2.0, steps_total=5), "n", paced=False)
     assert f"{steps}204.0" in metrics.exposition().decode()
     for i in range(200, 300):

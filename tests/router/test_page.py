@@ -52,7 +52,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture
 async def page():
-    """The answer to `GET /` where nobody without a key is served."""
+    """The answer to `GET /` where every client needs a key."""
     app = make_app(Access(tenants_of({"sk-ops": "ops"}, refuse=True)))
     add_page(app)
     app.get("/v1/nodes")(lambda: {"nodes": []})
@@ -113,9 +113,9 @@ def test_elements_that_scripts_or_labels_name_are_there(page):
 
 
 class Feeds:
-    """A server of the page whose feeds answer what a test puts there.
+    """A server of the page; its feeds answer as the test sets them.
 
-    answers: by feed, what is answered; key: without it 401; tenant_key: a key that is no
+    answers: by feed; key: without it 401; tenant_key: a key that is no
     operator's; delay_s: before each answer. asked, keys: what came; most: of one feed, the most
     requests at a time.
     """

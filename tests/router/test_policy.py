@@ -117,7 +117,7 @@ def test_literal_threshold_sends_compute_bound_to_the_cheapest():
 
 
 def test_literal_threshold_takes_the_ratio_of_the_best_holder():
-    # Memory-bound on the fast node, which holds little; compute-bound where most of it is.
+    # Memory-bound on the fast node, which holds little; compute-bound where most is cached.
     little = candidate(FAST, cached_tokens=500, kappa_crit=1.0)
     most = candidate(SLOW, cached_tokens=2000, kappa_crit=50.0)
     assert pick(LITERAL, little, most)[1] == "compute_bound_cheap_compute"
@@ -279,7 +279,7 @@ def test_transfer_costs_those_who_fetch_after_it():
 
 
 def fetching(tokens, ttft_s, fetch_s=0.1, **others):
-    """Two workers; the second, costly by itself, could first fetch so many more of 500 tokens."""
+    """Two workers; the second, costly by itself, could first fetch `tokens` on top of 500."""
     made = estimates(SHORT, {**LONG, "cached_tokens": 500}, now_s=0.0)
     made.fetching = estimates(
         SHORT, {**LONG, "ttft_s": ttft_s, "cached_tokens": 500 + tokens} | others
@@ -291,7 +291,7 @@ def fetching(tokens, ttft_s, fetch_s=0.1, **others):
 
 
 def test_fetch_is_chosen_when_cheaper_than_every_worker():
-    # Without: 1.1 and 3.01. With: 0.5 + 0.21 = 0.71 and nobody else loads.
+    # Without: 1.1 and 3.01. With: 0.5 + 0.21 = 0.71 and no other loads.
     chosen = Priced(fetches=True).choose(fetching(tokens=256, ttft_s=0.5))
     assert (chosen.index, chosen.reason) == (1, "peer_fetch")
     assert chosen.fetch is not None

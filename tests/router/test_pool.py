@@ -102,7 +102,7 @@ def test_report_is_a_sign_of_life_and_corrects_the_forecast():
     assert state.seen_s == 1.001
     jobs = state.queue._jobs
     assert (jobs["r"].footprint_tokens, jobs["s"].decoding) == (128 + 100, True)
-    made.report(report("nobody"), 9.0)
+    made.report(report("unknown"), 9.0)
     assert state.seen_s == 1.001
 
 
@@ -113,7 +113,7 @@ TOKENS = np.arange(BLOCKS * SIZE + 5)
 
 
 def sharing(*servers):
-    """A router whose workers w0, w1, ... have these servers ("": none) as their host tiers."""
+    """A router of workers w0, w1, ... with these servers ("": none) as their host tiers."""
     return router(
         *(announcement(f"w{i}", tier="lmcache" if s else "own", shared_tier=s)
           for i, s in enumerate(servers)), forecast=False,
@@ -135,7 +135,7 @@ def test_worker_is_priced_with_what_its_server_has():
     hold(made, "w0", BLOCKS)
     assert cached(made) == [320, 320, 0]
     made.index.drop("w0", "host", made.hasher.prefix_hashes(TOKENS)[-5:])
-    assert cached(made) == [240, 240, 0], "what left the server counts for nobody"
+    assert cached(made) == [240, 240, 0], "blocks that left the server count for none"
 
 
 def test_server_has_device_blocks_behind_each_workers_own():
@@ -230,7 +230,7 @@ def test_report_of_all_in_flight_replaces_what_was_known():
     made.report(report("b", arrived=(arrival("elsewhere"),)), 1.0)
     made.report(report(in_flight=(arrival("stays"), arrival("new", prefilled=True))), 1.0)
     assert (made.remote_in_flight_on("a"), made.remote_in_flight_on("b")) == (2, 1)
-    # One whose prompt is done is no backlog any more.
+    # A request is no backlog once its prompt is done.
     only_one = router("a", "b")
     only_one.report(report(arrived=(arrival("stays"),)), 1.0)
     assert made.backlogs_s(1.0)["a"] == pytest.approx(only_one.backlogs_s(1.0)["a"])
@@ -257,7 +257,7 @@ def test_worker_that_goes_takes_the_others_requests_along(how):
     if how == "invalidate":
         assert made.backlogs_s(1.0)["a"] == (0.0, 0.0)
         made.report(report(in_flight=(arrival("r"),)), 1.0)
-        assert made.remote_in_flight_on("a") == 1, "reported anew, known anew"
+        assert made.remote_in_flight_on("a") == 1, "reported again, known again"
 
 
 def test_uninformed_request_of_another_decider_counts_as_one():

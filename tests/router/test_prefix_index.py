@@ -408,7 +408,7 @@ def test_blocks_of_thousands_of_salts_stay_apart():
 
 
 def test_blocks_behind_a_second_name_are_skipped_until_a_known():
-    # The engine names block A anew (1), names A+B as before, and brings C behind it.
+    # The engine gives block A a new name (1), names A+B as before, and brings C behind it.
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B))
     run = (1, name(A + B), name(A + B + C))

@@ -208,7 +208,7 @@ def test_tokens_count_less_the_later_the_first_one_comes(limit_s, share):
     assert pricing.interference_share(rows, limit_s) == 1.0
 
 
-# -- all of it ----------------------------------------------------------------------------------
+# -- the whole price ----------------------------------------------------------------------------
 
 WINDOW_S = 10 / math.log(2)
 """Ten seconds after it was last brought up to date, recent use counts half."""
@@ -287,7 +287,7 @@ def test_tokens_count_less_when_the_queue_outlasts_the_slo():
 
 
 def test_answer_is_missed_once_however_late_it_gets():
-    # Prompts of 200 s in an answer that may take 142.5 s count as all of it.
+    # Prompts of 200 s in an answer that may take 142.5 s count in full.
     row = priced(workers({**BUSY, "prompts_s": 200.0}))
     others = 25.85 * 6 * 2 * 1 * (2.18 + 13) / 142.5
     assert row["interference_s"] == pytest.approx(others + 25.85 * 5)
@@ -320,7 +320,7 @@ def test_bounded_steps_let_prompts_hold_no_request_up():
     def price(**changes):
         return float(priced(workers(BUSY | changes), output_tokens=5000.0)["interference_s"])
 
-    # What is left is what its own tokens make each step longer.
+    # The rest is how much its own tokens make each step longer.
     bounded = price(step_factor=2.5)
     assert bounded == price(step_factor=2.5, prompts_s=0.0) < price()
 
@@ -335,7 +335,7 @@ def test_bounded_steps_let_prompts_hold_no_request_up():
     ],
 )
 def test_request_behind_a_long_prompt_is_late(queue_s, late_s):
-    # Nobody is in flight; 3 come every 5 s.
+    # None is in flight; 3 come every 5 s.
     made = workers({"prefills_per_s": 0.6, "used_s": 13.0, "gpu_reserved_s": queue_s,
                     "gpu_since_s": 13.0})  # fmt: skip
     row = priced(made)

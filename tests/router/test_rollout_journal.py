@@ -1,4 +1,4 @@
-"""The journal of a rollout: what is written is read back, whatever was lost or damaged."""
+"""The journal of a rollout is read back as written, whatever was lost or damaged."""
 
 import json
 import math

@@ -351,7 +351,7 @@ def test_fetch_needs_room_beside_what_was_promised():
     made = fetching(25e9, spare_blocks=blocks + blocks // 2)
     assert made.route(ask("first", tokens=20_000), 1.0).fetch is not None
     assert made.route(ask("second", tokens=20_000), 1.0).fetch is None
-    # The first one is over, and its room promised to nobody.
+    # The first one is over, and its room is free again.
     made.release("first", 1.0)
     assert made.route(ask("third", tokens=20_000), 1.0).fetch is not None
 

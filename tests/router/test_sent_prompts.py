@@ -78,7 +78,7 @@ def test_engine_that_finds_less_holds_less():
     again = engine.send("u", 20)
     assert engine.blocks.found(engine.index, again, 0)
     assert [engine.held(letter, 20)[0] for letter in "uxyz"] == [20, 20, 20, 20]
-    assert engine.blocks.size["device"] == 80  # Three prompts, and the one that it computed anew.
+    assert engine.blocks.size["device"] == 80  # Three prompts, and the recomputed one.
     engine.blocks.ended(again)
     engine.done("v", 20)
     assert engine.held("x", 20) == (0, 0)

@@ -1,4 +1,4 @@
-"""When a worker counts as silent or stalled: by what this process could have read of it."""
+"""When a worker counts as silent or stalled: by the reports that this process could have read."""
 
 import asyncio
 from types import SimpleNamespace

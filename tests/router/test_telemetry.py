@@ -10,7 +10,7 @@ from kappa_router.telemetry import Telemetry, spans_of
 
 
 def reported(load_s, compute_s, device=0, cached=0, new=0, ttft_s=None):
-    """The record of a request whose worker reported all of it."""
+    """The record of a request with a full report of its worker."""
     admitted = SimpleNamespace(device_tokens=device, host_tokens=cached, new_tokens=new)
     spent = SimpleNamespace(load_s=load_s, compute_s=compute_s)
     return SimpleNamespace(spent=spent, admitted=admitted, ttft_s=ttft_s)

@@ -1,4 +1,4 @@
-"""Whose a request is, and how much it may take: keys, token buckets, places."""
+"""A request's tenant, and how much it may take: keys, token buckets, places."""
 
 import copy
 import pickle
@@ -320,7 +320,7 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
         ({"alice": 4, "bob": 2}, EVEN, 6, True),
         # 1 of 5 here, 5 elsewhere: as 2, a third is within 4
         ({"alice": 4, "bob": 1}, EVEN, 5, False),
-        ({}, EVEN, 8, False),  # nobody here: whose they are is not known
+        ({}, EVEN, 8, False),  # none here: their tenants are not known
     ],
 )
 def test_tenant_below_its_share_is_never_refused(held, weights, elsewhere, refuses):

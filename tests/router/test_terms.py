@@ -37,7 +37,7 @@ SECOND_S = 20
 
 @pytest.fixture
 def cluster(serve):
-    """Makes scripted clusters whose tenants have caches of their own."""
+    """Makes scripted clusters with a cache for each tenant."""
     return lambda script=words, tenants=OWN, **more: serve(script, tenants=tenants, **more)
 
 
@@ -128,7 +128,7 @@ LONG = {"messages": [{"role": "user", "content": "hello " * 120}], "max_tokens":
 
 @pytest.fixture
 def limited(serve):
-    """Makes scripted clusters where everybody has so many tokens a minute."""
+    """Makes scripted clusters where each tenant has A_MINUTE tokens a minute."""
     access = {"default_allowance": Allowance(tokens_per_minute=A_MINUTE)}
     return lambda script=words, **more: serve(script, access=access, **more)
 
@@ -320,7 +320,7 @@ class Blocked:
 
 @pytest.fixture
 def blocked(monkeypatch):
-    # What is tiny never waits: the event loop itself tokenizes it.
+    # Tiny bodies never wait: the event loop itself tokenizes them.
     monkeypatch.setattr("kappa_router.api.render._TINY_BYTES", 0)
     made = []
 

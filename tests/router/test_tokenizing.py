@@ -111,7 +111,7 @@ class Gate:
 
 @pytest.fixture
 def begin():
-    """`await begin(name, ...)`: tasks of one lane, whose work ends as `begin.gate` lets it."""
+    """`await begin(name, ...)`: tasks of one lane; `begin.gate` lets their work end."""
     lane, gate = TokenizingLane("test"), Gate()
 
     async def make(*names):
@@ -147,7 +147,7 @@ async def test_work_begun_for_a_client_that_left_ends_first(begin):
     assert await last == "good"
 
 
-# -- which lane, and what is too long --------------------------------------------------------------
+# -- which lane, and prompts too long --------------------------------------------------------------
 
 
 class Recorded:
@@ -223,7 +223,7 @@ async def test_tokens_of_long_new_text_are_made_by_a_process(tokenizing, rendere
     first = await tokenizing.tokens("m", talk(long), size, ALICE, None)
     assert first.token_ids.tolist() == renderer.render(talk(long)).token_ids.tolist()
     assert [sum(map(len, texts)) >= size for texts in process.asked] == [True]
-    # The next turn brings little that is new; to another tenant all of it is.
+    # The next turn brings little that is new; to another tenant all is.
     turn = talk(long, "over the dog", "why?")
     found = await tokenizing.tokens("m", turn, size, ALICE, None)
     assert found.token_ids.tolist() == renderer.render(turn).token_ids.tolist()

@@ -45,7 +45,7 @@ from tests.workers.emulation import emulated_plan, llm_config
 MODEL = "tiny"
 DEVICE_BLOCKS, HOST_BLOCKS, CONTEXT_TOKENS = 64, 128, 512
 STEP = StepModel(1e-7, 0.0, 1e-5, 0.0)
-# Of nodes whose streams must outlast what a test does to them.
+# For streams that must outlast what a test does to their nodes.
 STEP_S = 0.03
 
 
@@ -126,7 +126,7 @@ def settings_of_decider():
 
 @contextlib.asynccontextmanager
 async def clustered(renderer, monkeypatch, *nodes, access=None, bounds=None, deciders=1, **changes):
-    """A cluster of these nodes: a client of it, and its parts; `restart` replaces its first
+    """A cluster of these nodes: its parts and a client; `restart` replaces its first
     decider."""
     registry = ReplicaRegistry()
     monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)

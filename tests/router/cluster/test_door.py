@@ -110,7 +110,7 @@ async def test_tenants_are_known_by_their_keys(cluster):
 async def test_worker_that_went_costs_no_request(cluster):
     nodes = PortedNode("a"), PortedNode("b")
     async with cluster(*nodes) as here:
-        # Only its port: nobody has noticed yet.
+        # Only its port: the decider has not noticed yet.
         await nodes[0].shut()
         asked = [here.http.post(CHAT, json=SAID) for _ in range(6)]
         answers = await asyncio.gather(*asked)
@@ -142,7 +142,7 @@ LONG = {**SAID, "max_tokens": 200, "stream": True, "ignore_eos": True}
 
 
 async def streamed(http, node):
-    """A long answer from that node, which has begun: the rest of it, to be awaited."""
+    """A long answer from that node, which has begun: its rest, to be awaited."""
     begun = asyncio.get_running_loop().create_future()
 
     async def read():

@@ -1,4 +1,4 @@
-"""A cluster's workers before a decider: what goes with a request, and what became of it."""
+"""A cluster's workers before a decider: what a request carries, and how it ends."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`kappa route` behind Envoy: what a client, a tenant or a server can break, and what is lost."""
+"""`kappa route` behind Envoy: what a client, a tenant or a server can break or lose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers tell of themselves, in their own words, and what is made of nonsense."""
+"""Servers' own metrics and cards are read, and nonsense in them is nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_loads_since_are_an_average_load():
     after = LoadFacts(loads=6, load_bytes=8192.0, load_s=2.5)
     assert after.loads_since(load_in(VLLM)) == (1024.0, 0.5)
     assert after.loads_since(after) is None
-    assert load_in(VLLM).loads_since(after) is None  # It started anew.
+    assert load_in(VLLM).loads_since(after) is None  # It restarted.
 
 
 def test_models_with_what_was_loaded():

@@ -1,4 +1,4 @@
-"""`kappa route` over real sockets: what is passed on, decided, retried, refused."""
+"""`kappa route` over real sockets: requests passed on, decided, retried, refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_body_of_many_lists_reaches_no_server():
             assert error["code"] == "body_too_complex" and "100000 lists" in error["message"]
             assert sent_to(servers) == [0]
             answer = await front.http.post(path, data=b"\x00" + b"[{" * 100_000)
-            assert sent_to(servers) == [path != "/v1/route"], "what is no JSON a server judges"
+            assert sent_to(servers) == [path != "/v1/route"], "a server judges other bodies"
 
 
 async def test_long_chat_is_routed_by_its_whole_prompt():

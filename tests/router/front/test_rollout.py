@@ -1,4 +1,4 @@
-"""Modes of `kappa route`: who steers, what the journal holds, and what is reported from it."""
+"""Modes of `kappa route`: who steers, what the journal holds, and its report."""
 
 import errno
 import json
@@ -179,7 +179,7 @@ class Balancer(FakeServer):
 
 
 async def via(tmp_path, named, **changes):
-    """A request through a balancer: the journal's line of it, and what it left."""
+    """A request through a balancer: its line in the journal, and what it left."""
     path, balancer = tmp_path / "j", Balancer(**changes)
     async with serving(FakeServer(), FakeServer(), balancer) as (one, two, _):
         balancer.named = named.format(a=one.url, b=two.url.removeprefix("http://"))

@@ -35,7 +35,7 @@ def backend(url, **changes):
 
 @asynccontextmanager
 async def followed(folder, *backends, balancer=""):
-    """A scene before these servers, whose file is kept: itself, and what the file has."""
+    """A scene that keeps the file of these servers: itself, and what the file has."""
     front = SimpleNamespace(
         backends={one.settings.worker: one for one in backends}, changed=asyncio.Event(),
         rollout=SimpleNamespace(balancer=balancer), settings=SimpleNamespace(passed=()),
@@ -65,7 +65,7 @@ async def test_server_is_listed_from_its_first_answer_on(tmp_path):
         new.known, one.usable = object(), False
         scene.front.changed.set()
         await until(lambda: scene.address("127.0.0.1:82"))
-        # One that is down may be back before Envoy could be told of it.
+        # One that is down may be back before Envoy could hear so.
         assert listed() == {81: False, 82: True} and scene.address("127.0.0.1:81")
         new.refused = "another model"
         scene.front.changed.set()

@@ -1,4 +1,4 @@
-"""A front door whose Envoy is real and whose decider, face and servers are scripted."""
+"""A front door: a real Envoy before a scripted decider, face and servers."""
 
 from __future__ import annotations
 
@@ -275,9 +275,8 @@ async def open_door(
     own: bool = False,
     **more: Any,
 ) -> AsyncIterator[Door]:
-    """One with so many servers, of which deciders know the first. endpoint: what each is to Envoy;
-    own: its Envoy is nobody else's; more: of its `GatewaySpec`, such as how many `deciders` it
-    has."""
+    """A door with these servers, of which deciders know the first. endpoint: what each server is to
+    Envoy; own: the door does not share its Envoy; more: of its `GatewaySpec`."""
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kd-"))
         spec = GatewaySpec(

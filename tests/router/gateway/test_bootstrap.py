@@ -142,7 +142,7 @@ async def test_malformed_request_is_refused_at_the_door():
             got = await door.send(raw)
             assert (got.status, got.error["code"], raw) == (status, code, raw)
             assert not door.servers[0].heard and not door.asked(DECIDE)
-        # Whoever comes next is served.
+        # The next client is served.
         assert (await door.ask()).status == 200
 
 
@@ -309,7 +309,7 @@ async def test_gateway_refuses_without_a_decider():
         assert door.servers[0].heard == []
         got = await door.ask("/v1/messages")
         assert json.loads(got.body)["error"]["type"] == "overloaded_error"
-        # What is ours is still answered, and a decider that comes back is found.
+        # Our own paths still answer, and a decider that comes back is found.
         assert (await door.ask("/v1/nodes")).body == b"face"
         await door.reopen()
         assert (await door.ask()).status == 200

@@ -114,7 +114,7 @@ async def test_passed_path_goes_by_load_alone():
         assert "x-kappa-node" not in go.client
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------
 
 
 async def test_decider_refuses_unknown_keys_for_bodies_and_heads():
@@ -511,7 +511,7 @@ async def test_late_request_goes_on_once_its_worker_is_lost(why):
         assert isinstance(await asking, Go)
         assert here.scene.ends == [("a", "timeout")]
         assert here.live.records["r"].decision.worker == "b"
-        # Nobody takes the worker for dead.
+        # The worker is not taken for dead.
         assert not here.live.suspects and not len(waits)
 
 

@@ -60,7 +60,7 @@ def test_file_is_private_and_always_whole(tmp_path):
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     before = path.stat().st_ino
     assert file.write([ServerEndpoint("a", "10.0.0.7", 1, key="secret")])
-    # Moved into place, so that whoever reads never finds half of it.
+    # Moved into place, so that a reader never finds half a file.
     assert path.stat().st_ino != before
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [one.name for one in path.parent.iterdir()] == [path.name]
@@ -82,7 +82,7 @@ def test_servers_from_before_stay_when_it_is_opened_again(tmp_path):
 
 
 class Names:
-    """A scripted answer to each question about names; raises what is an error."""
+    """A scripted answer to each question about names; an error is raised."""
 
     def __init__(self, monkeypatch, *answers):
         self.answers, self.asked = list(answers), 0

@@ -45,7 +45,7 @@ def test_door_is_as_the_settings_have_it(tmp_path):
 
 
 async def refusal(spec):
-    """What is said instead of starting."""
+    """The error instead of a start."""
     with pytest.raises(EnvoyError) as caught:
         async with Gateway(spec, threads=1):
             pass

@@ -106,8 +106,8 @@ async def test_silent_foreign_server_is_given_up_for_the_next():
 
 
 class Late:
-    """A door whose first worker does `then` once `fails` is set, and nothing before; what is late
-    there is asked about, and the decider answers `says` once `decides` is set."""
+    """A door whose first worker does `then` once `fails` is set, and nothing before. Envoy
+    asks about a late request, and the decider answers `says` once `decides` is set."""
 
     def __init__(self, door, then=never, says=None):
         self.door, self.fails, self.decides = door, asyncio.Event(), asyncio.Event()
