@@ -262,14 +262,7 @@ def test_long_prompt_is_evaluated_by_the_long_dilated_window(dilation):
         estimates = estimate(fleet, now_s=1.0)
         estimates.work_s[:] = work_s * dilation
         alone_s = float(estimates.tpot_s[0])
-        found = evaluate(
-            fleet,
-            estimates,
-            0,
-            lateness,
-            Demand(),
-            limits_of(fleet, estimates),
-        )
+        found = evaluate(fleet, estimates, 0, lateness, Demand(), limits_of(fleet, estimates))
         stretched[work_s] = found.token_s / alone_s
     assert stretched == pytest.approx({0.24: 1 / 0.6, 0.26: 1 / 0.9})
 

@@ -452,10 +452,7 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(0, 2), ACTIONS), max_size=40),
-    st.sampled_from([300, 10_000]),
-)
+@given(st.lists(st.tuples(st.floats(0, 2), ACTIONS), max_size=40), st.sampled_from([300, 10_000]))
 def test_any_sequence_of_events_keeps_the_forecast_sound(actions, capacity):
     queue, now_s = EngineQueue(replace(SPEED, capacity_tokens=capacity)), 100.0
     for wait_s, (what, *rest) in actions:

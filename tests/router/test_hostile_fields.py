@@ -177,8 +177,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "schema"),
-    [(PATH, BODY, SCHEMAS[0]), (TEXTS, TEXT, SCHEMAS[1])],
+    ("path", "body", "schema"), [(PATH, BODY, SCHEMAS[0]), (TEXTS, TEXT, SCHEMAS[1])]
 )
 async def test_no_value_of_any_field_is_500_or_reaches_an_engine(here, path, body, schema):
     allowed = fields.CHAT if path == PATH else fields.COMPLETION

@@ -8,11 +8,7 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest
 
 from kappa.cost import TokenCounts
 from kappa.protocol import CHARGES_KEY, Charge
-from kappa_router.api.metadata import (
-    decision_headers,
-    routed_metadata,
-    tenant_metadata,
-)
+from kappa_router.api.metadata import decision_headers, routed_metadata, tenant_metadata
 from kappa_router.api.tenants import Tenant
 
 pytestmark = pytest.mark.ray

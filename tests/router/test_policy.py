@@ -153,11 +153,7 @@ def test_missing_price_is_not_a_price_of_zero():
 
 @pytest.mark.parametrize(
     ("part", "reason"),
-    [
-        ("ttft_s", "shorter_queue"),
-        ("load_s", "faster_load"),
-        ("compute_s", "less_compute"),
-    ],
+    [("ttft_s", "shorter_queue"), ("load_s", "faster_load"), ("compute_s", "less_compute")],
 )
 def test_ttft_takes_the_least_and_names_what_set_it_apart(part, reason):
     rest = {"load_s": 1.0, "compute_s": 1.0, "ttft_s": 3.0}

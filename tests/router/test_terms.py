@@ -18,17 +18,7 @@ from kappa_router.index.prefix_hash import salt_of
 from kappa_router.live.decision_records import DecisionRecord
 from tests.router.building import tenants_of
 from tests.router.patience import until
-from tests.router.scripted import (
-    BODY,
-    KEYS,
-    OWN,
-    PATH,
-    ROUTE,
-    TEXTS,
-    code,
-    event,
-    words,
-)
+from tests.router.scripted import BODY, KEYS, OWN, PATH, ROUTE, TEXTS, code, event, words
 
 pytestmark = pytest.mark.ray
 

@@ -115,11 +115,7 @@ async def test_paths_that_are_listed_are_the_only_ones():
 
 NO_REQUESTS = (
     (b"nonsense\r\n\r\n", 400, "bad_request"),
-    (
-        HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n",
-        400,
-        "bad_request",
-    ),
+    (HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n", 400, "bad_request"),
     (HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}", 400, "bad_request"),
     (b"POST * HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
     (HEAD.replace(b" HTTP", b"#a HTTP") + b"\r\n", 400, "bad_request"),
