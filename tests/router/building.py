@@ -6,12 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from kappa.cost import StepModel, step_model
 from kappa.hardware import node_profile
 from kappa.keys import digest_of
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
+from kappa_router.api.errors import ApiError
 from kappa_router.api.tenants import Tenants
 from kappa_router.calibration import Calibration
 from kappa_router.config import RouterConfig
@@ -113,6 +115,13 @@ def estimate(fleet, now_s=0.0, tokens=4000, cached=0, device=0, disk=0):
     slots = fleet.ready(now_s, NEVER, frozenset())
     held = Held(*(np.full(len(slots), float(tokens)) for tokens in (device, cached, disk)))
     return fleet.estimate(slots, now_s, PricedPrompt(tokens, 100), held)
+
+
+def refused(call, *arguments, **options):
+    """The error with which an API refuses a call."""
+    with pytest.raises(ApiError) as caught:
+        call(*arguments, **options)
+    return caught.value
 
 
 class Followed:

@@ -27,7 +27,7 @@ from kappa_router.fleet import Fleet
 from kappa_router.policy import LeastTtft
 from kappa_router.router import Router
 from tests.router import building
-from tests.router.building import SHAPE, announcement, ask, estimate, fleet_of, join
+from tests.router.building import SHAPE, announcement, ask, estimate, fleet_of, join, outcome
 from tests.router.offering import estimates
 from tests.router.test_lateness import came, sent
 
@@ -182,9 +182,7 @@ def test_cheap_requests_are_admitted_where_costly_ones_are_not():
 @pytest.mark.parametrize("tokens", [100, 20_000])
 def test_idle_cluster_admits_anything_whatever_came_of_others(tokens):
     made = router("a")
-    made.route(ask("slow", tokens=100, seed=1), 59.0)
-    made.first_token("slow", 99.0)
-    made.release("slow", 100.0)
+    outcome(made, 40.0, 59.0)
     for _ in range(128):
         came(made.models["m"].demand, 1e-9, 100.0, 1e9, admitted=False)
     assert made.lateness.of("a").late_s(100.0) > 3
@@ -196,10 +194,7 @@ def test_idle_cluster_admits_anything_whatever_came_of_others(tokens):
 def chats(made, start_s, count=120, every_s=0.05):
     """Short prompts, each ended before the next; returns the time after them."""
     for i in range(count):
-        now_s = start_s + i * every_s
-        made.route(ask(f"chat{now_s}", tokens=100, seed=i), now_s)
-        made.first_token(f"chat{now_s}", now_s + 0.02)
-        made.release(f"chat{now_s}", now_s + 0.04)
+        outcome(made, 0.02, start_s + i * every_s)
     return start_s + count * every_s
 
 
@@ -222,9 +217,7 @@ def test_long_prompt_that_delays_short_ones_waits_its_share():
 def test_long_prompts_that_come_alone_are_admitted():
     made = router("a")
     for i in range(20):
-        made.route(ask(f"long{i}", tokens=40_000, seed=i), 10.0 * i)
-        made.first_token(f"long{i}", 10.0 * i + 1.0)
-        made.release(f"long{i}", 10.0 * i + 1.1)
+        outcome(made, 1.0, 10.0 * i, tokens=40_000)
 
 
 def test_limit_follows_the_best_holder_on_device_and_in_host():

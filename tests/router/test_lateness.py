@@ -47,8 +47,7 @@ def of(work_s, **who):
 def demand(works, admitted):
     made = Demand()
     for work_s, inside in zip(works, admitted, strict=True):
-        request = RouteRequest("r")
-        made.evaluated(0.0, request, of(work_s), 1.0, admitted=inside)
+        came(made, work_s, admitted=inside)
     return made
 
 

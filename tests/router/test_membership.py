@@ -42,6 +42,13 @@ async def ready(live, registry, *workers):
     await until(lambda: all(live.router.workers[w.name].report for w in workers))
 
 
+async def alone(decider, worker, **rule):
+    """A live router, and the one worker that it is ready with."""
+    live, only = decider(**rule), worker()
+    await ready(live, decider.registry, only)
+    return live, only
+
+
 def ask(request_id="r", tokens=100):
     return RouteRequest(request_id, np.arange(tokens), max_tokens=4)
 
@@ -54,8 +61,7 @@ def device_tokens(live, tokens=2 * SIZE + 1):
 
 
 async def test_broken_connection_invalidates_before_ray_knows(decider, worker):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+    live, w = await alone(decider, worker)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     w.arrives("theirs")
@@ -74,8 +80,7 @@ async def test_broken_connection_invalidates_before_ray_knows(decider, worker):
 
 
 async def test_returning_worker_is_probed_with_its_blocks_known(decider, worker, tmp_path):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+    live, w = await alone(decider, worker)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     live.members.connection("w", up=False)
@@ -91,8 +96,7 @@ async def test_returning_worker_is_probed_with_its_blocks_known(decider, worker,
 
 
 async def test_worker_that_changes_its_model_is_dropped(decider, worker):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+    live, w = await alone(decider, worker)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     decider.registry.publish("d", {"w": w.announcement(fingerprint="other")})
@@ -114,15 +118,13 @@ async def test_worker_that_differs_never_joins_nor_shares_an_entry(decider, work
 
 
 async def test_idle_worker_that_is_taken_away_leaves_at_once(decider, worker):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+    live, _ = await alone(decider, worker)
     decider.registry.publish("d", {})
     await until(lambda: not live.router.workers)
 
 
 async def test_worker_that_drains_for_too_long_is_given_up(decider, worker):
-    live, w = decider(drain_s=0.3), worker()
-    await ready(live, decider.registry, w)
+    live, _ = await alone(decider, worker, drain_s=0.3)
     live.route(ask())
     decider.registry.publish("d", {})
     await until(lambda: live.members.get("w").draining)
@@ -202,8 +204,7 @@ async def test_report_of_a_deciders_id_is_not_taken_for_anothers(decider, worker
 
 
 async def test_report_of_an_earlier_request_of_an_id_is_too_late(decider, worker):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+    live, w = await alone(decider, worker)
     live.route(ask("job-1"))
     earlier = live.records["job-1"].sent_as
     live.release("job-1", "client_gone")
@@ -217,8 +218,7 @@ async def test_report_of_an_earlier_request_of_an_id_is_too_late(decider, worker
 
 
 async def test_clock_that_is_set_changes_nothing(decider, worker, monkeypatch):
-    live, w = decider(stall_after_s=1.0), worker()
-    await ready(live, decider.registry, w)
+    live, w = await alone(decider, worker, stall_after_s=1.0)
     before_s, reported_s = live.now_s(), live.router.workers["w"].report.time_s
     real = time.time
     for jump_s in (3600.0, -3600.0):

@@ -11,8 +11,8 @@ import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
-from kappa_router.api.errors import ApiError
 from kappa_router.api.messages import FIELDS, to_chat
+from tests.router import building
 from tests.router.building import tenants_of
 from tests.router.scripted import Whole, nested
 
@@ -33,10 +33,9 @@ def chat_of(content, role="user", **more):
 
 
 def refused(param, **changes):
-    with pytest.raises(ApiError) as caught:
-        to_chat(ASK | changes)
-    assert (caught.value.status, caught.value.param) == (400, param), caught.value.message
-    return caught.value.message
+    error = building.refused(to_chat, ASK | changes)
+    assert (error.status, error.param) == (400, param), error.message
+    return error.message
 
 
 def client_of(here, **options):

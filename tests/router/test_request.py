@@ -10,7 +10,6 @@ from starlette.requests import Request
 
 from kappa.hardware import node_profile
 from kappa_router.api.app import Inbound
-from kappa_router.api.errors import ApiError
 from kappa_router.api.request import (
     ApiRequest,
     Deadline,
@@ -26,16 +25,10 @@ from kappa_router.api.request import (
 from kappa_router.api.request_body import RequestBody
 from kappa_router.api.tenants import Tenant
 from kappa_router.index.prefix_hash import PrefixHasher, salt_of
-from tests.router.building import announcement
+from tests.router.building import announcement, refused
 from tests.router.offering import estimates
 
 pytestmark = pytest.mark.ray
-
-
-def refused(call, *arguments, **options):
-    with pytest.raises(ApiError) as caught:
-        call(*arguments, **options)
-    return caught.value
 
 
 # -- bodies and headers ----------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from openai.types.responses import response_create_params
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from kappa_router.api import responses
-from kappa_router.api.errors import ApiError
 from kappa_router.api.responses import FIELDS, checked
+from tests.router.building import refused
 from tests.router.scripted import Whole, nested
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -151,9 +151,8 @@ def test_tools_and_formats_have_a_chats_names():
     ],
 )  # fmt: skip
 def test_unserved_field_is_refused_by_its_place(param, changes):
-    with pytest.raises(ApiError) as caught:
-        to_chat(**changes)
-    assert (caught.value.status, caught.value.param) == (400, param), caught.value.message
+    error = refused(to_chat, **changes)
+    assert (error.status, error.param) == (400, param), error.message
 
 
 # -- over HTTP -------------------------------------------------------------------------------------

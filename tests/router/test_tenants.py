@@ -19,7 +19,7 @@ from kappa_router.api.tenants import (
     duration,
     keys_in,
 )
-from tests.router.building import tenants_of
+from tests.router.building import refused, tenants_of
 
 # -- keys ------------------------------------------------------------------------------------------
 
@@ -98,12 +98,6 @@ def test_tenant_has_its_class_from_the_table():
 
 def limits(replicas=1, **allowance):
     return TenantLimiter(by_tenant={"alice": Allowance(**allowance)}, replicas=replicas)
-
-
-def refused(call, *arguments):
-    with pytest.raises(ApiError) as caught:
-        call(*arguments)
-    return caught.value
 
 
 def remaining(some, what="tokens"):
@@ -360,12 +354,10 @@ def test_limiter_checks_a_request_without_taking_it():
     for _ in range(5):
         limiter.check("alice", 0.0)
     lease = limiter.enter("alice", 0.0)
-    with pytest.raises(ApiError, match="open"):
-        limiter.check("alice", 0.0)
+    assert "open" in str(refused(limiter.check, "alice", 0.0))
     lease.close(0.0, served=True)
     limiter.enter("alice", 0.0).close(0.0, served=True)
-    with pytest.raises(ApiError, match="per minute"):
-        limiter.check("alice", 0.0)
+    assert "per minute" in str(refused(limiter.check, "alice", 0.0))
 
 
 def test_limiter_checks_a_long_body_as_several_requests():
@@ -373,8 +365,7 @@ def test_limiter_checks_a_long_body_as_several_requests():
     limiter.check("alice", 0.0, 3 << 20)
     limiter.enter("alice", 0.0, 2 << 20)
     limiter.check("alice", 0.0, 1 << 20)
-    with pytest.raises(ApiError, match="per minute"):
-        limiter.check("alice", 0.0, 2 << 20)
+    assert "per minute" in str(refused(limiter.check, "alice", 0.0, 2 << 20))
 
 
 def test_lease_pays_for_the_prompt_that_an_engine_counted():

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kappa_router.api.errors import ApiError
 from kappa_router.cluster.paths import DECIDED, own_paths
 from kappa_router.cluster.reading import _APIS, taken
+from tests.router.building import refused
 
 CHAT, TEXT, MESSAGES, RESPONSES = (
     "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -51,16 +51,12 @@ def test_chat_goes_on_without_its_unknown_parts():
 
 @pytest.mark.parametrize("path", DECIDED)
 def test_body_with_unknown_fields_is_refused(path):
-    with pytest.raises(ApiError) as raised:
-        read(path, kv_transfer_params={"do_remote_prefill": True})
-    assert raised.value.status == 400
+    assert refused(read, path, kv_transfer_params={"do_remote_prefill": True}).status == 400
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"model": "m"', b"\xff"])
 def test_body_that_is_no_object_is_refused(body):
-    with pytest.raises(ApiError) as raised:
-        taken(CHAT, body)
-    assert raised.value.status == 400
+    assert refused(taken, CHAT, body).status == 400
 
 
 def test_own_paths_name_models_with_slashes():
