@@ -44,6 +44,12 @@ def planning(worker="w", planner="", **figures):
     return building.announcement(worker, node, step=read.step, engine="torch", load_plan=plan)
 
 
+def replanned(made, rates=None, **plan):
+    """A worker with other figures in its plan, and among its rates."""
+    figures = {**made.load_plan["rates"], **(rates or {})}
+    return replace(made, load_plan={**made.load_plan, "rates": figures, **plan})
+
+
 def router(*announcements, forecast=0):
     made = building.router(*announcements, forecast_workers=forecast, planner_of=planner_of)
     for each in announcements:
@@ -113,11 +119,11 @@ def test_ratio_that_is_never_reached_is_none_and_not_infinity():
 
 def test_rates_that_cannot_be_used_are_refused_at_the_door():
     bad = planning(planner="kv")
-    poor = {**bad.load_plan["rates"], "load": {"tokens": [1, 2, 3, 4], "seconds": [5, 1, 4, 2]}}
+    poor = {"load": {"tokens": [1, 2, 3, 4], "seconds": [5, 1, 4, 2]}}
     with pytest.raises(ValueError, match="load"):
-        LoadPlanner(replace(bad, load_plan={**bad.load_plan, "rates": poor}))
+        LoadPlanner(replanned(bad, poor))
     with pytest.raises(ValueError, match="no planner 'best'"):
-        LoadPlanner(replace(bad, load_plan={**bad.load_plan, "planner": "best"}))
+        LoadPlanner(replanned(bad, planner="best"))
 
 
 def tailed(dilation=1.0, load_token_s=4e-6, planner="tail"):
@@ -125,10 +131,8 @@ def tailed(dilation=1.0, load_token_s=4e-6, planner="tail"):
     made = planning(planner=planner, load_token_s=load_token_s)
     paced = {"source": "paced", "dilation": dilation} if dilation > 1 else {}
     step = replace(made.step, dilation=dilation)
-    rates_of = {**made.load_plan["rates"], "overlap": 0.0}
-    plan = {**made.load_plan, "rates": rates_of}
     node = replace(made.node, **paced)
-    return replace(made, node=node, step=step, engine="vllm", load_plan=plan)
+    return replanned(replace(made, node=node, step=step, engine="vllm"), {"overlap": 0.0})
 
 
 @pytest.mark.parametrize("forecast", [0, 4])
@@ -165,8 +169,7 @@ def test_tail_has_an_effective_ratio():
 @pytest.mark.parametrize("dilation", [1.0, 8.0])
 def test_loads_beside_the_prompt_hide_behind_it_in_real_seconds(forecast, dilation):
     made = tailed(dilation)
-    beside = {**made.load_plan, "rates": {**made.load_plan["rates"], "overlap": 31 / 32}}
-    layers = priced(router(replace(made, load_plan=beside), forecast=forecast))
+    layers = priced(router(replanned(made, {"overlap": 31 / 32}), forecast=forecast))
     ahead = priced(router(made, forecast=forecast))
     measured = rates_from_measured({**rates(load_token_s=4e-6), "overlap": 31 / 32})
     plan = Planning(SIZE, measured).named("tail")(Cached(64 * SIZE, 5))
@@ -222,8 +225,7 @@ def test_blocks_without_room_stay_in_host_as_in_the_engine():
         "share_while_loading": 0.9,
     }  # fmt: skip
     announced = planning(planner="auto")
-    plan = {**announced.load_plan, "rates": measured, "cpu_room_share": 600 / 20_001}
-    tight = replace(announced, load_plan=plan)
+    tight = replanned(announced, measured, cpu_room_share=600 / 20_001)
     fits, stays = priced(router(announced)), priced(router(replace(tight, device_blocks=800)))
     assert (fits.plan, stays.plan) == ("recompute+load", "cpu+load")
     # The first token waits for what loading takes: what stays crosses once, too.
@@ -233,8 +235,7 @@ def test_blocks_without_room_stay_in_host_as_in_the_engine():
     in_engine = Planning(SIZE, rates_from_measured(measured), cpu=True)
     room = room_left(int(600 / 20_001 * 800) * SIZE, 0, 5)
     assert in_engine.named("auto")(Cached(64 * SIZE, 5, room=room)).kind == "cpu+load"
-    all_stay = replace(tight, load_plan={**plan, "planner": "cpu"})
-    assert priced(router(all_stay)).plan == "cpu"
+    assert priced(router(replanned(tight, planner="cpu"))).plan == "cpu"
     with pytest.raises(ValueError, match="cpu_threads"):
         LoadPlanner(planning(planner="cpu"))
 
@@ -242,9 +243,7 @@ def test_blocks_without_room_stay_in_host_as_in_the_engine():
 @pytest.mark.parametrize(("act_share", "policy"), [(0.99, "recompute"), (1.0, "mixed")])
 def test_ratio_counts_activations_only_where_all_have_them(act_share, policy):
     made = planning(planner="auto", load_token_s=4e-6)
-    small = {**made.load_plan["rates"], "activation_bytes_per_token": 32768}
-    plan = {**made.load_plan, "rates": small, "act_share": act_share}
-    planner = LoadPlanner(replace(made, load_plan=plan))
-    read = rates_from_measured(small)
-    assert planner.kappa_eff() == pytest.approx(kappa_eff(read, policy, 128))
+    made = replanned(made, {"activation_bytes_per_token": 32768}, act_share=act_share)
+    read = rates_from_measured(made.load_plan["rates"])
+    assert LoadPlanner(made).kappa_eff() == pytest.approx(kappa_eff(read, policy, 128))
     assert kappa_eff(read, "mixed", 128) > 1.1 * kappa_eff(read, "recompute", 128)

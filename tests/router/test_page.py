@@ -246,7 +246,7 @@ def test_nodes_show_backlogs_caches_by_tier_and_tokens_by_source(feeds, tab):
     feeds.answers["nodes"] = {"nodes": [node("a"), node("b", link_backlog_s=2.0)]}
     feeds.answers["tenants"] = {"tenants": [tenant("small", 0.25), tenant("large", 0.75)]}
     tab.open(feeds.url)
-    tab.until("document.querySelectorAll('#nodes tbody tr').length === 2")
+    rows(tab, "nodes", 2)
     first = "#nodes tbody tr:first-child"
     row = tab.text(first)
     for text in ("250 ms", "1.00 s", "4", "2 running 1 waiting", "241", "κ_eff 58", "25 %",
@@ -268,6 +268,11 @@ def test_nodes_show_backlogs_caches_by_tier_and_tokens_by_source(feeds, tab):
     assert lengths(tab, f"{first} .meter .bar") == [[100], [100]]
 
 
+def rows(tab, table, count):
+    """Wait until the table has that many rows."""
+    tab.until(f"document.querySelectorAll('#{table} tbody tr').length === {count}")
+
+
 def js_text(selector):
     return f"document.querySelector({selector!r}).innerText"
 
@@ -277,7 +282,7 @@ def test_decision_shows_predicted_and_actual_seconds_and_why(feeds, tab):
     lost = decision(2, reason="less_harm", attempt=1, end="worker_died", actual={})
     feeds.answers["decisions"] = {"decisions": [decision(0), running, lost]}
     tab.open(feeds.url)
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 3")
+    rows(tab, "decisions", 3)
     newest, waiting, done = (tab.text(f"#decisions tbody tr:nth-child({i})") for i in (1, 2, 3))
     assert "faster load: 600 ms here, 900 ms on b" in done and "+20 %" in done
     assert done.index("600 ms here") < done.index("memory-bound: κ 300 of κ_crit 241")
@@ -290,7 +295,7 @@ def test_decision_shows_predicted_and_actual_seconds_and_why(feeds, tab):
     assert bars == [[13, 40, 13, 13], [13, 27, 13, 13]]
     assert tab.text("#f-error") == "20 %"
     tab.type("#find", "worker_died")
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 1")
+    rows(tab, "decisions", 1)
 
 
 def test_paced_and_emulated_nodes_are_marked(feeds, tab):
@@ -301,7 +306,7 @@ def test_paced_and_emulated_nodes_are_marked(feeds, tab):
     feeds.answers["nodes"] = {"nodes": [paced, node("b", engine="emulated"), broken]}
     feeds.answers["decisions"] = {"decisions": [decision(paced=True)]}
     tab.open(feeds.url)
-    tab.until("document.querySelectorAll('#nodes tbody tr').length === 3")
+    rows(tab, "nodes", 3)
     assert "paced ×30" in tab.text("#nodes tbody tr:nth-child(1)")
     assert "emulated engine" in tab.text("#nodes tbody tr:nth-child(2)")
     assert "paced" in tab.until(js_text("#decisions tbody tr"))
@@ -341,8 +346,8 @@ def test_page_fits_64_nodes_on_laptop_and_phone_in_both_themes(feeds, tab, width
     feeds.answers["nodes"] = {"nodes": [node(f"gpu-node-{i:02}") for i in range(64)]}
     feeds.answers["decisions"] = {"decisions": [decision(i) for i in range(60)]}
     tab.open(feeds.url, width, prefers_color_scheme=scheme)
-    tab.until("document.querySelectorAll('#nodes tbody tr').length === 64")
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 60")
+    rows(tab, "nodes", 64)
+    rows(tab, "decisions", 60)
     assert tab.run("document.documentElement.scrollWidth") <= width
     wide = (
         "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth + 1)"
@@ -383,7 +388,7 @@ def test_key_is_asked_for_kept_in_the_tab_and_sent(feeds, tab):
     tab.until("says.textContent.includes('does not know this key')")
     asked = feeds.asked.copy()
     enter(tab, "sk-tenant")
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 1")
+    rows(tab, "decisions", 1)
     tab.until("state.textContent === 'live' && document.getElementById('nodes-says').textContent")
     assert "for operators only" in tab.text("#nodes-says") and not tab.run("nodes.length")
     # A wrong key is not tried again and again.
@@ -397,7 +402,7 @@ def test_key_is_asked_for_kept_in_the_tab_and_sent(feeds, tab):
         "location.href + document.documentElement.outerHTML + document.cookie"
     )
     tab.open(feeds.url)
-    tab.until("document.querySelectorAll('#nodes tbody tr').length === 1")
+    rows(tab, "nodes", 1)
     tab.run("document.getElementById('forget').click()")
     tab.until("says.textContent.includes('asks for a key')")
     assert tab.run("sessionStorage.length + document.querySelectorAll('tbody tr').length") == 0
@@ -484,7 +489,7 @@ def test_page_is_reached_by_keyboard_and_its_stream_held(feeds, tab):
     feeds.answers["decisions"] = lambda: {"decisions": [decision(feeds.asked["decisions"])]}
     tab.open(feeds.url)
     tab.run("feeds.forEach(feed => feed.every_s = 0.05); wakeAll()")
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 1")
+    rows(tab, "decisions", 1)
     reached = []
     while "pause" not in reached:
         assert len(reached) < 12, reached

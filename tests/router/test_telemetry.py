@@ -7,33 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kappa_router.telemetry import Telemetry, spans_of
-
-
-def reported(load_s, compute_s, device=0, cached=0, new=0, ttft_s=None):
-    """The record of a request with a full report of its worker."""
-    admitted = SimpleNamespace(device_tokens=device, host_tokens=cached, new_tokens=new)
-    spent = SimpleNamespace(load_s=load_s, compute_s=compute_s)
-    return SimpleNamespace(spent=spent, admitted=admitted, ttft_s=ttft_s)
-
-
-def decision(worker="w1", node="pcie", reason="load"):
-    chosen = SimpleNamespace(node=SimpleNamespace(name=node))
-    return SimpleNamespace(chosen=chosen, worker=worker, reason=reason)
+from tests.router import timelines
+from tests.router.timelines import decision, reported
 
 
 def kept(most=10):
     return Telemetry(lambda _: None, most)
 
 
-def served(telemetry=None, request_id="r", traceparent=""):
-    telemetry = kept() if telemetry is None else telemetry
-    timeline = telemetry.begin(request_id, "alice", 10.0, traceparent)
-    timeline.tokenized(500, 10.1)
-    timeline.decided(decision(), 10.12)
-    timeline.sent(10.13)
-    timeline.first_item(11.13)
-    telemetry.end(timeline, "done", 200, 12.0)
-    return timeline
+def served(telemetry=None, *given, **more):
+    return timelines.served(kept() if telemetry is None else telemetry, *given, **more)
 
 
 def by_name(spans):

@@ -69,5 +69,13 @@ async def _opened(settings):
         yield here
 
 
+async def served(front, text="hello", **fields):
+    """A streamed chat through the front: the whole answer, once the front knows its end."""
+    body = chat(text, stream=True, **fields)
+    answer = await (await front.http.post("/v1/chat/completions", json=body)).read()
+    await front.settled()
+    return answer
+
+
 def chat(text="hello", **fields):
     return {"model": "llama-3.1-8b", "messages": [{"role": "user", "content": text}], **fields}

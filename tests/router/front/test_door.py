@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from kappa_router.api.tenants import Lease
-from tests.router.front.conftest import chat, fronted, routing
+from tests.router.front.conftest import chat, fronted, routing, served
 from tests.router.front.offering import FakeServer, serving, stream_of
 from tests.router.patience import until
 
@@ -138,8 +138,7 @@ async def test_request_pays_what_its_server_counted(paid):
 async def test_stream_without_usage_pays_for_its_events(paid):
     server = FakeServer(tokens=300, tells_usage=False)
     async with fronted(server) as (front, _):
-        await (await front.http.post(CHAT, json=chat(TEXT, stream=True))).read()
-        await front.settled()
+        await served(front, TEXT)
         assert 5300 <= paid[0] <= 5310
 
 

@@ -8,7 +8,7 @@ import json
 import aiohttp
 import pytest
 
-from tests.router.front.conftest import chat, fronted, routing
+from tests.router.front.conftest import chat, fronted, routing, served
 from tests.router.front.offering import FakeServer, serving, stream_of
 from tests.router.patience import until
 
@@ -138,8 +138,7 @@ async def test_prompt_returns_to_the_server_that_holds_it():
     async with fronted(FakeServer(), FakeServer(), router={"calibrate": False}) as (front, servers):
         for letter in "wxyzwxyz":
             text = letter + LONG
-            await (await front.http.post(CHAT, json=chat(text, stream=True))).read()
-            await front.settled()
+            await served(front, text)
         homes = [{json.loads(seen[3])["messages"][0]["content"][0] for seen in server.seen}
                  for server in servers]  # fmt: skip
         assert not homes[0] & homes[1]
@@ -151,8 +150,7 @@ async def test_prompt_returns_to_the_server_that_holds_it():
 async def test_usage_corrects_what_a_server_is_thought_to_hold():
     async with fronted(FakeServer(cached=0)) as (front, _):
         for _ in range(2):
-            await (await front.http.post(CHAT, json=chat(LONG, stream=True))).read()
-            await front.settled()
+            await served(front, LONG)
         assert front.backends["a"].sent.size["device"] < 200
         records = list(front.live.records.values())
         assert records[1].decision.chosen.counts.device_tokens > 2000
@@ -164,8 +162,7 @@ async def test_first_tokens_teach_what_the_profile_got_wrong():
     async with fronted(server) as (front, _):
         before = front.live.router.workers["a"].calibration.overhead_s
         for i in range(12):
-            await (await front.http.post(CHAT, json=chat(f"{i}", stream=True))).read()
-            await front.settled()
+            await served(front, f"{i}")
         first, *_, last = front.live.records.values()
         assert first.decision.chosen.ttft_s < 0.04
         assert last.decision.chosen.ttft_s > first.decision.chosen.ttft_s
@@ -396,8 +393,7 @@ async def test_metrics_count_what_happened():
     async with fronted(FakeServer(), FakeServer()) as (front, servers):
         servers[0].status = 500
         for i in range(2):
-            await (await front.http.post(CHAT, json=chat(f"{i}", stream=True))).read()
-        await front.settled()
+            await served(front, f"{i}")
         text = await (await front.http.get("/metrics")).text()
         assert 'kappa_requests_total{status="200"} 2.0' in text
         assert 'kappa_output_tokens_total{node="gh200-c2c"} 8.0' in text
