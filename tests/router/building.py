@@ -1,7 +1,5 @@
 """What the tests of the router's core are built from: workers, prompts, blocks, routers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

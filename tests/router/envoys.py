@@ -6,8 +6,6 @@ sockets and servers. A test that breaks Envoy, or looks at its whole life, start
 (`kappa_router.gateway.process.Gateway`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile

@@ -1,7 +1,5 @@
 """Which requests are rejected: those that would start too late, and no others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines are learnt from steps and loads, or from first tokens alone; and when they are not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import median

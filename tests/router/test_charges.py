@@ -1,7 +1,5 @@
 """The cluster's accounts: exact, the same wherever they are added up, and never falling."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

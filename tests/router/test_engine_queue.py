@@ -1,7 +1,5 @@
 """The engine queue model against an engine that is stepped one iteration at a time."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field, replace

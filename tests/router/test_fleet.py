@@ -1,7 +1,5 @@
 """The fleet's arithmetic: what a request costs where, and queues that come and go."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What admission learns: the cost of recent requests, and how late recent first tokens came."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Several models, and adapters of one, behind one router and one endpoint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Each policy on estimates made by hand: whom it picks and what it says."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The workers of one model: who may join, what they hold, and what other deciders sent them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

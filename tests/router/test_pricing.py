@@ -4,8 +4,6 @@ The worker's figures are made for the working, not like any GPU's: a step reads 
 token takes 0.01 s to compute and 0.001 s to read, a pair of tokens 0.0001 s, a step 0.2 s besides.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

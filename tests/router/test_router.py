@@ -1,7 +1,5 @@
 """The router as a whole: what it reserves, gives back, prices and refuses."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What engines hold by what was sent to them, with caches and blocks counted by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The drop-in: names in order of preference, from nothing but what was routed where."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,8 +1,6 @@
 """A cluster in one process: a real Envoy, decider, gates, ports, report streams and emulated
 engines. Ray Serve, which places and watches these, is all that is missing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -10,15 +10,13 @@ import pytest
 
 from kappa.protocol import ERROR_EVENT
 from kappa.settings.routing import FailoverSettings, RouterSettings
-from kappa_router.api.app import Access
 from kappa_workers.paced.emulated_engine import WORD
 from tests.router.cluster.conftest import MODEL, STEP_S, PortedNode, StoppableNode
 from tests.router.patience import until
-from tests.router.scripted import KEYS, OWN
 
 pytestmark = pytest.mark.ray
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
 SAID = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
@@ -38,15 +36,6 @@ async def test_chat_is_answered_by_a_worker(cluster):
         assert not here.live.router.flights
         account = (await here.http.get("/v1/decisions/mine")).json()
         assert account["end"] == "done" and account["timeline"]["status"] == 200
-
-
-async def test_chat_is_streamed(cluster):
-    async with cluster(PortedNode("a")) as here:
-        answer = await here.http.post(CHAT, json={**SAID, "stream": True})
-        assert answer.text.endswith("data: [DONE]\n\n") and answer.text.count(WORD) == 4
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        texts = await here.http.post(TEXT, json={"model": MODEL, "prompt": "hello"})
-        assert texts.json()["object"] == "text_completion"
 
 
 async def test_messages_and_responses_are_answered_by_the_worker(cluster):
@@ -95,16 +84,6 @@ async def test_own_paths_are_answered_and_others_are_refused(cluster):
             error = answer.json()["error"]
             assert code is None or error["code"] == code
         assert not here.live.router.flights
-
-
-async def test_tenants_are_known_by_their_keys(cluster):
-    access = Access(OWN, max_body_bytes=1 << 20)
-    async with cluster(PortedNode("a"), access=access) as here:
-        alice = {"authorization": f"Bearer {KEYS['alice']}", "x-request-id": "hers"}
-        answer = await here.http.post(CHAT, json=SAID, headers=alice)
-        assert answer.status_code == 200, answer.text
-        assert here.live.records["hers"].tenant == "alice"
-        assert (await here.http.get("/v1/nodes", headers=alice)).status_code == 403
 
 
 async def test_worker_that_went_costs_no_request(cluster):

@@ -1,7 +1,5 @@
 """`kappa route` over fake servers, spoken to over real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`kappa route` behind Envoy: what a client, a tenant or a server can break or lose."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections import Counter

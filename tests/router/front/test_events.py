@@ -1,7 +1,5 @@
 """Servers that publish KV events as vLLM does: what they hold is what they say."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Servers' own metrics and cards are read, and nonsense in them is nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from kappa_router.front.facts import LoadFacts, ModelFacts, Usage, load_in, models_in, usage_in

@@ -1,7 +1,5 @@
 """`kappa route` over real sockets: requests passed on, decided, retried, refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

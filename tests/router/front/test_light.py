@@ -1,7 +1,5 @@
 """`kappa route` starts without the heavy half of the project."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """A front door: a real Envoy before a scripted decider, face and servers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A decider before servers that are only names, with a live router that decides among them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

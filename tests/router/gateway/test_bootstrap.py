@@ -1,7 +1,5 @@
 """What a client can do to a front door, against a real Envoy."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

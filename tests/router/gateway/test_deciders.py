@@ -1,7 +1,5 @@
 """Several deciders behind one real Envoy: they share requests, and each keeps those it decided."""
 
-from __future__ import annotations
-
 import asyncio
 
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER

@@ -1,7 +1,5 @@
 """The file of servers, and names that become addresses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Slots: each decider has one of its own for as long as it lives."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Envoy as a child: found, refused with a reason, started again, stopped in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
