@@ -484,32 +484,30 @@ def test_any_sequence_of_events_keeps_the_forecast_sound(actions, capacity):
 class TestAnEngineThatPacks:
     SPEED = replace(SPEED, capacity_tokens=110, packs=True)
 
-    def running(self):
+    def running(self, packs=True):
         """A forecast of an engine that decodes a request of 60 of its 110 tokens."""
-        queue = EngineQueue(self.SPEED)
+        queue = EngineQueue(replace(self.SPEED, packs=packs))
         queue.submit(EngineJob("runs", 0.0, 0, 0, 60, 1000), 0.0)
         queue.prefilled("runs", 1.0)
         return queue
 
-    def test_packing_goes_on_past_a_request_that_does_not_fit(self):
-        small = EngineJob("small", 1.0, 0, 0, 10, 1)
+    def sooner(self, probe, *waiting):
+        """Whether an engine that packs begins the probe before one that does not."""
         first_s = {}
         for packs in (True, False):
-            queue = self.running()
-            queue.speed = replace(self.SPEED, packs=packs)
-            queue.submit(EngineJob("large", 1.0, 0, 0, 90, 1), 1.0)
-            first_s[packs] = queue.first_token_s(small, 1.0)
-        assert first_s[True] < first_s[False]
+            queue = self.running(packs)
+            for one in waiting:
+                queue.submit(one, 1.0)
+            first_s[packs] = queue.first_token_s(probe, 1.0)
+        return first_s[True] < first_s[False]
+
+    def test_packing_goes_on_past_a_request_that_does_not_fit(self):
+        small, large = EngineJob("small", 1.0, 0, 0, 10, 1), EngineJob("large", 1.0, 0, 0, 90, 1)
+        assert self.sooner(small, large)
 
     def test_packing_holds_no_room_for_a_load_that_waits(self):
-        first_s = {}
-        for packs in (True, False):
-            queue = self.running()
-            queue.speed = replace(self.SPEED, packs=packs)
-            for name in ("loads", "waits"):
-                queue.submit(EngineJob(name, 1.0, 15, 15, 1, 1), 1.0)
-            first_s[packs] = queue.first_token_s(EngineJob("fresh", 1.0, 0, 0, 20, 1), 1.0)
-        assert first_s[True] < first_s[False]
+        loads = [EngineJob(name, 1.0, 15, 15, 1, 1) for name in ("loads", "waits")]
+        assert self.sooner(EngineJob("fresh", 1.0, 0, 0, 20, 1), *loads)
 
     def test_packing_loads_one_after_the_other_without_a_gap(self):
         queue = self.running()

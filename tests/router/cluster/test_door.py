@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+from functools import partial
 from itertools import product
 
 import httpx
@@ -120,8 +121,8 @@ SOON = RouterSettings(
 LONG = {**SAID, "max_tokens": 200, "stream": True, "ignore_eos": True}
 
 
-async def streamed(http, node):
-    """A long answer from that node, which has begun: its rest, to be awaited."""
+async def streamed(http):
+    """A long answer that has begun: its rest, to be awaited, and its node."""
     begun = asyncio.get_running_loop().create_future()
 
     async def read():
@@ -140,16 +141,22 @@ async def streamed(http, node):
     return reading, await begun
 
 
+async def harmed(http, harm):
+    """Four streams that began on both nodes before the harm: the node and the rest of each.
+    Requests that come after it are served."""
+    streams = [await streamed(http) for _ in range(4)]
+    assert {node for _, node in streams} == {"a", "b"}
+    harm()
+    answers = await asyncio.gather(*(http.post(CHAT, json=SAID) for _ in range(8)))
+    assert [one.status_code for one in answers] == [200] * 8
+    return [(node, await reading) for reading, node in streams]
+
+
 async def test_stopped_worker_loses_nothing_that_had_not_begun(cluster):
     stopped = StoppableNode("a", 4.0)
     async with cluster(stopped, PortedNode("b", STEP_S), router=SOON) as here:
-        streams = [await streamed(here.http, "a") for _ in range(4)]
-        assert {node for _, node in streams} == {"a", "b"}
-        stopped.process.send_signal(signal.SIGSTOP)
-        answers = await asyncio.gather(*(here.http.post(CHAT, json=SAID) for _ in range(8)))
-        assert [one.status_code for one in answers] == [200] * 8
-        for reading, node in streams:
-            rest = await reading
+        stop = partial(stopped.process.send_signal, signal.SIGSTOP)
+        for node, rest in await harmed(here.http, stop):
             assert rest[-1] == ("cut" if node == "a" else "data: [DONE]")
         assert await stopped.process.wait() == -signal.SIGKILL
         await until(lambda: not here.live.router.flights)
@@ -159,13 +166,8 @@ async def test_hung_engine_loses_nothing_that_had_not_begun(cluster, tmp_path, m
     faults = tmp_path / "faults.json"
     monkeypatch.setenv("KAPPA_EMULATED_FAULTS", str(faults))
     async with cluster(PortedNode("a", STEP_S), PortedNode("b", STEP_S), router=SOON) as here:
-        streams = [await streamed(here.http, "a") for _ in range(4)]
-        assert {node for _, node in streams} == {"a", "b"}
-        faults.write_text('{"a": {"hangs": true}}')
-        answers = await asyncio.gather(*(here.http.post(CHAT, json=SAID) for _ in range(8)))
-        assert [one.status_code for one in answers] == [200] * 8
-        for reading, node in streams:
-            rest = await reading
+        hangs = '{"a": {"hangs": true}}'
+        for node, rest in await harmed(here.http, lambda: faults.write_text(hangs)):
             told = any(line.startswith(ERROR_EVENT) for line in rest)
             assert rest[-1] == "data: [DONE]" and told == (node == "a")
         faults.unlink()

@@ -4,6 +4,7 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 
+import pytest
 import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
@@ -140,10 +141,11 @@ async def test_gap_of_one_rank_forgets_nothing_of_another():
         assert (await held(it.http))["a"] == 112
 
 
-async def test_gap_forgets_what_was_announced_before():
+@pytest.mark.parametrize("then", [lambda seq: seq + 3, lambda seq: 0], ids=["gap", "restart"])
+async def test_blocks_are_forgotten_after_a_gap_or_a_restart(then):
     async with two_servers() as it:
         await published(it.http, it.publisher)
-        it.publisher.seq += 3
+        it.publisher.seq = then(it.publisher.seq)
         await it.publisher.send([])
         await until(lambda: not it.live.router.index.stats()["names"])
         await published(it.http, it.publisher)
@@ -207,15 +209,6 @@ async def test_frame_beyond_the_bound_is_not_taken(monkeypatch):
                 await it.publisher.send([])
                 await asyncio.sleep(0.01)
         assert not it.backends["a"].events["type:" + "x" * (1 << 17)]
-        await published(it.http, it.publisher)
-
-
-async def test_restarted_server_is_followed_from_its_first_batch():
-    async with two_servers() as it:
-        await published(it.http, it.publisher)
-        it.publisher.seq = 0
-        await it.publisher.send([])
-        await until(lambda: not it.live.router.index.stats()["names"])
         await published(it.http, it.publisher)
 
 

@@ -129,6 +129,7 @@ async def test_no_other_decider_says_where_a_request_goes_next():
         door.send_to(0, 1)
         assert door.refuses(await door.ask(), "decider_away")
         assert not door.asked(AGAIN, 0) and not door.asked(AGAIN, 1)
+        assert not door.servers[1].heard
 
 
 async def test_decider_hears_the_ends_of_its_own_requests():

@@ -237,17 +237,6 @@ async def test_cut_request_goes_on_only_if_the_decider_says_so():
         assert (await door.ask()).body == b"b"
 
 
-async def test_cut_request_ends_when_the_decider_has_gone():
-    async def then_gone(heard):
-        await door.decider.close()
-        return CUT
-
-    async with open_door((then_gone, named(b"b"))) as door:
-        door.send_to(0, 1)
-        assert door.refuses(await door.ask(), "decider_away")
-        assert door.servers[1].heard == []
-
-
 async def begun(then):
     """An answer that begins, and goes on when `then` does."""
     yield b"data: 1\n\n"
