@@ -272,7 +272,7 @@ async def test_deadlines_504_is_no_failure():
         assert here.scene.ends == [("a", "deadline")]
 
 
-async def test_an_ends_tail_says_what_was_used():
+async def test_tail_of_an_end_says_what_was_used():
     async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
         await here.ask(body={"max_tokens": 500}, headers={"x-request-id": "r", **ALICE})
         here.flights.ended(end("r", tail=b"80 20", events=99))

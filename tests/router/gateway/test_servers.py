@@ -387,7 +387,7 @@ async def test_foreign_answer_in_one_has_a_tail_and_no_first_token():
         assert not door.asked(FIRST)
 
 
-async def test_a_foreign_tail_cannot_pass_for_another_entry():
+async def test_foreign_tail_cannot_pass_for_another_entry():
     forged = msgspec.msgpack.encode([REQUESTS, [[1, {"id": "forged", "status": 200}]]])
     body = b'{"x": "\xe4' + forged + b'\xff\x00", "usage": {"completion_tokens": 3}}'
     async with foreign_door(named(body)) as (door, ended):
