@@ -19,7 +19,7 @@ from kappa_router.recording import RecordedRouter, replay
 from kappa_router.router import Router
 from kappa_workers.tiny_model import make_tiny_model
 from tests.router import scripted
-from tests.router.building import SIZE, announcement, ask, prompt, router, stored
+from tests.router.building import NEVER, SIZE, announcement, ask, prompt, router, stored
 
 SMALL = {"model": "small", "fingerprint": "s"}
 LARGE = {"model": "large", "fingerprint": "l", "kv_bytes_per_token": 327680.0}
@@ -171,7 +171,7 @@ def test_log_of_two_models_replays_to_the_same_decisions():
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["small", "large"]), st.integers(0, 3)), max_size=12))
 def test_request_never_meets_workers_or_prefixes_of_another(asked):
-    made = two_models()
+    made = two_models(stale_after_s=NEVER)
     held: dict[str, set[int]] = {"small": set(), "large": set()}
     for i, (model, seed) in enumerate(asked):
         request = replace(ask(f"r{i}", tokens=10 * SIZE + 1, seed=seed), model=model)
