@@ -280,38 +280,26 @@ def announce(
     tail: Mapping[str, Any] | None = None,
 ) -> Announcement:
     """The announcement of one replica. rates: what an engine that executes load plans measured
-    (`engine.profile`): its steps and plans are announced by them. tail: the rates by which an
+    (`kappa_engine.profile`): its steps and plans are announced by them. tail: the rates by which an
     engine of vLLM leaves part of a hit unloaded."""
-    paced, limits = plan.node(replica.rank).source == "paced", plan.limits
+    node, limits = plan.node(replica.rank), plan.limits
+    paced, fitted = node.source == "paced", fitted_step(profile.measured)
     shape = plan.emulated if paced else plan.served
-    node = measured_node(plan.node(replica.rank), profile.measured, shape)
-    load_plan: dict[str, Any] = {}
+    node = measured_node(node, profile.measured, shape)
     if rates:
         measured = rates_from_measured(rates)
-        step, link = measured.step, measured.load
+        step = measured.step
         node = replace(
             node,
             h2d_bytes_per_s=measured.h2d_bytes_per_s,
-            load_fixed_s=link.fixed_s,
+            load_fixed_s=measured.load.fixed_s,
             step_fixed_s=step.fixed_s,
         )
-        load_plan = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
-        if plan.cpu_threads:
-            load_plan["cpu_room_share"] = plan.cpu_room_share
-        if plan.approx != "never":
-            load_plan["approx"] = plan.approx
-            if plan.sparse.loss:
-                load_plan["loss"] = plan.sparse.loss
+        load_plan = _executed_plan(plan, rates)
     else:
-        step = step_model(shape, node)
-        if not paced:
-            step = fitted_step(profile.measured) or step
-        planner = TAIL if tail else LOAD_ALL
-        if not tail and plan.layers_loaded:
-            tail = tail_rates(shape, node, plan.layers_loaded)
-        if tail:
-            load_plan = {"planner": planner, "act_share": 0.0, "rates": dict(tail)}
-    known = rates or paced or fitted_step(profile.measured)
+        step = step_model(shape, node) if paced or fitted is None else fitted
+        load_plan = _loaded_plan(plan, shape, node, tail)
+    known = plan.kind != "emulated" and (rates or paced or fitted)
     return Announcement(
         worker=replica.worker,
         model=replica.model,
@@ -333,7 +321,7 @@ def announce(
         peer=replica.peer,
         profile_error=profile.error or shortcomings(profile.measured),
         packs=packs(plan.scheduler.rule),
-        step_factor=plan.scheduler.step_factor if known and plan.kind != "emulated" else 0.0,
+        step_factor=plan.scheduler.step_factor if known else 0.0,
         engine=plan.kind,
         load_plan=load_plan,
         tier=plan.tier.kind,
@@ -343,3 +331,26 @@ def announce(
         role=plan.role,
         graphs=plan.graphs,
     )
+
+
+def _executed_plan(plan: WorkerPlan, rates: Mapping[str, Any]) -> dict[str, Any]:
+    """How an engine of ours brings a prefix back, by the rates that it measured."""
+    found = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+    if plan.cpu_threads:
+        found["cpu_room_share"] = plan.cpu_room_share
+    if plan.approx != "never":
+        found["approx"] = plan.approx
+        if plan.sparse.loss:
+            found["loss"] = plan.sparse.loss
+    return found
+
+
+def _loaded_plan(
+    plan: WorkerPlan, shape: ModelShape, node: NodeProfile, tail: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """How much of a hit an engine of vLLM loads; empty: all of it, ahead of the prompt."""
+    rates = tail
+    if not tail and plan.layers_loaded:
+        rates = tail_rates(shape, node, plan.layers_loaded)
+    planner = TAIL if tail else LOAD_ALL
+    return {"planner": planner, "act_share": 0.0, "rates": dict(rates)} if rates else {}
