@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -20,6 +20,10 @@ from kappa_deploy.app.model import Model
 from kappa_deploy.app.plan import Deferred, pool_deployment
 from kappa_deploy.checks.settings import contradictions
 from kappa_router.gateway.spec import GatewaySpec
+
+if TYPE_CHECKING:
+    from kappa_router.api.request import EndpointModel
+    from kappa_router.api.start import DeciderSettings
 
 log = structlog.get_logger(__name__)
 
@@ -59,9 +63,8 @@ def build_app(
     from ray import serve
 
     from kappa_router.api.request import EndpointModel
-    from kappa_router.api.start import DeciderSettings, access_of
+    from kappa_router.api.start import access_of
 
-    limits, replicas = settings.router, settings.http.replicas
     secret = _front_secret()
     workers: dict[str, Any] = {}
     served: list[EndpointModel] = []
@@ -72,31 +75,39 @@ def build_app(
         }
         adapters = tuple(of_one.model.adapters)
         served.append(EndpointModel(of_one.model.id, model.source, adapters))
-    drain_s = max(pool.drain_s for pool in settings.all_pools)
     here = _this_machine() if place is None else dict(place)
     decider = serve.deployment(
         Deferred("kappa_router.cluster.replica:KappaDecider"),
         name="KappaDecider",
-        num_replicas=replicas,
+        num_replicas=settings.http.replicas,
         health_check_period_s=5,
         graceful_shutdown_timeout_s=_DECIDER_END_S,
         ray_actor_options={"num_cpus": 0, "resources": here},
     )
     return decider.bind(
         pools=workers,
-        kappa=DeciderSettings(
-            models=tuple(served),
-            secret=secrets.token_hex(16),  # of its hashes: new at every start
-            router=limits,
-            observing=settings.observing,
-            transfer=settings.transfer,
-            log_level=settings.log_level,
-            drain_s=drain_s,
-            replicas=replicas,
-        ),
+        kappa=_decider_settings(settings, served),
         access=access_of(settings, own_digests(settings)),
         spec=door,
         secret=secret,
+    )
+
+
+def _decider_settings(
+    settings: ClusterSettings, served: Sequence[EndpointModel]
+) -> DeciderSettings:
+    """What each decider must know."""
+    from kappa_router.api.start import DeciderSettings
+
+    return DeciderSettings(
+        models=tuple(served),
+        secret=secrets.token_hex(16),  # of its hashes: new at every start
+        router=settings.router,
+        observing=settings.observing,
+        transfer=settings.transfer,
+        log_level=settings.log_level,
+        drain_s=max(pool.drain_s for pool in settings.all_pools),
+        replicas=settings.http.replicas,
     )
 
 

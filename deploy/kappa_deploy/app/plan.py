@@ -72,8 +72,6 @@ def pool_config(
 
     model: None where a dry run knows nothing but its name.
     """
-    from kappa_workers.vllm.arguments import CPU_ENV
-
     engine, place = pool.engine_settings(settings.engine), pool.placement
     # vLLM's engines are processes beside their replica; ours run in it, so that it holds the GPU.
     beside = place.gpus if engine.kind == "vllm" else 0
@@ -86,13 +84,7 @@ def pool_config(
     }
     if place.gpus > 1:
         arguments["tensor_parallel_size"], _ = ranks_of(engine, place.gpus)
-    # On GPUs vLLM's queues spin as it likes: a nap there would be a bubble between steps.
-    dropped = ("VLLM_CPU_", "OMP_", "KAPPA_QUEUE_SPIN") if place.gpus else ()
-    if not engine.extra.get("enforce_eager", not place.gpus):
-        dropped = (*dropped, "TORCH_COMPILE_")
-    environment = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
     source = str(settings.model.source) if model is None else model.source
-    is_fetched = not Path(source).exists()
     number: dict[str, Any] = {"num_replicas": pool.least}
     if pool.autoscaling is not None:
         number = {"autoscaling_config": autoscaling(pool.autoscaling)}
@@ -124,9 +116,21 @@ def pool_config(
             },
         },
         "callback_config": {"callback_class": "kappa_workers.no_download.NoDownload"},
-        "runtime_env": {"env_vars": {**environment, "HF_HUB_OFFLINE": "0" if is_fetched else "1"}},
+        "runtime_env": {"env_vars": _environment(engine, place.gpus, source)},
         "log_engine_metrics": engine.metrics,
     }
+
+
+def _environment(engine: EngineSettings, gpus: int, source: str) -> dict[str, str]:
+    """Variables of a worker's processes; source: the model's folder, or its name on the hub."""
+    from kappa_workers.vllm.arguments import CPU_ENV
+
+    # On GPUs vLLM's queues spin as it likes: a nap there would be a bubble between steps.
+    dropped = ("VLLM_CPU_", "OMP_", "KAPPA_QUEUE_SPIN") if gpus else ()
+    if not engine.extra.get("enforce_eager", not gpus):
+        dropped = (*dropped, "TORCH_COMPILE_")
+    kept = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
+    return {**kept, "HF_HUB_OFFLINE": "1" if Path(source).exists() else "0"}
 
 
 def _model_arguments(
