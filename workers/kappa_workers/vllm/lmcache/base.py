@@ -1,6 +1,7 @@
-"""LMCache as host tier: a shell around its own connector (multi-process mode), so that nothing it
-does costs an engine more than a bounded wait. It can start without its server and finds it later;
-what the server fails to do is computed; what it holds is announced to the router."""
+"""What both halves of the LMCache tier share: a shell around LMCache's own connector (multi-process
+mode), so that nothing it does costs an engine more than a bounded wait. An engine can start without
+the server and finds it later; what the server fails to do is computed; what it holds is announced
+to the router."""
 
 from __future__ import annotations
 
@@ -192,16 +193,8 @@ class LmcacheWorkerMeta(KVConnectorWorkerMetadata):
         return LmcacheWorkerMeta(stored, self.lost | other.lost)
 
 
-class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's face of the tier. Made for a role, it is that half of it: `LmcacheScheduler` or
-    `LmcacheWorker`, each of which answers what vLLM asks in its process."""
-
-    def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
-        from kappa_workers.vllm.lmcache.scheduler import LmcacheScheduler
-        from kappa_workers.vllm.lmcache.worker import LmcacheWorker
-
-        half = LmcacheScheduler if role == KVConnectorRole.SCHEDULER else LmcacheWorker
-        return super().__new__(half)
+class LmcacheBase(KVConnectorBase_V1, SupportsHMA):
+    """One half of a connector of vLLM's, which has its link to LMCache."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

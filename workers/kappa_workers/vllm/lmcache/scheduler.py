@@ -17,10 +17,10 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kappa_workers.vllm.lmcache.connector import (
+from kappa_workers.vllm.lmcache.base import (
     ABSENT,
     LOOKUP,
-    LmcacheConnector,
+    LmcacheBase,
     LmcacheMetadata,
     LmcacheWorkerMeta,
     Stored,
@@ -150,7 +150,7 @@ class LmcacheContents:
             self._events.append(BlockRemoved(block_hashes=names, medium=MEDIUM))
 
 
-class LmcacheScheduler(LmcacheConnector):
+class LmcacheScheduler(LmcacheBase):
     """Requests of one engine."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -13,10 +13,10 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kappa_workers.vllm.lmcache.connector import (
+from kappa_workers.vllm.lmcache.base import (
     LOAD,
     STORE,
-    LmcacheConnector,
+    LmcacheBase,
     LmcacheMetadata,
     LmcacheWorkerMeta,
     Stored,
@@ -37,7 +37,7 @@ class _Load:
     lost: bool = False
 
 
-class LmcacheWorker(LmcacheConnector, LoadSource):
+class LmcacheWorker(LmcacheBase, LoadSource):
     """Transfers of one worker process."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
