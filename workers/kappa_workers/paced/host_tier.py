@@ -28,7 +28,7 @@ from kappa_workers.stats_channel import StatsSender
 from kappa_workers.vllm.host_tier import ManagedTierSpec, TierWorker
 from kappa_workers.vllm.host_tier_manager import HostTierManager
 from kappa_workers.vllm.load_sources import LOAD, STORE
-from kappa_workers.vllm.options import DISK_KEY, LinkPace, LinkRules
+from kappa_workers.vllm.options import DISK_KEY, PACE_KEY, LinkPace, LinkRules, read_options
 from kappa_workers.vllm.peer_server import share_layout, shared_tensor
 
 # An engine with nothing to do but stores under way must not poll as fast as it can, nor be late.
@@ -187,12 +187,25 @@ class HostTierWorker(TierWorker):
         return held_s, beyond_s
 
 
+class PacedTierManager(HostTierManager):
+    """Bounds the stores by the pace of the link, on a paced node."""
+
+    def __init__(self, pace: LinkPace, **options: Any) -> None:
+        super().__init__(**options)
+        self._pace = pace
+
+    def _store_s(self, blocks: int) -> float:
+        return self._pace.store_s(blocks * self._block_tokens) or super()._store_s(blocks)
+
+
 class HostTierSpec(ManagedTierSpec):
     """Copied by us (`own`)."""
 
     def __init__(self, config: Any) -> None:
         """ValueError: a wrong option."""
         super().__init__(config)
+        self._pace = read_options(self.extra_config, PACE_KEY, LinkPace)
+        self._rules = self._rules.dilated(self._pace.dilation)
         folder, size_bytes = self.extra_config.get(DISK_KEY, ("", 0))
         rows = size_bytes // row_bytes(self.config.worker_kv_bytes_per_block)
         if size_bytes and not rows:
@@ -204,7 +217,7 @@ class HostTierSpec(ManagedTierSpec):
         disk_blocks = self._size.disk_blocks
         if disk_blocks:
             return DiskTierManager(disk_blocks, **options)
-        return super()._make_manager(**options)
+        return PacedTierManager(self._pace, **options)
 
     def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
         return HostTierWorker(kv_caches, self._size, self._pace, stats, self._rules)

@@ -20,10 +20,8 @@ from kappa_workers.vllm.host_tier_manager import HostTierManager
 from kappa_workers.vllm.load_sources import LoadSource
 from kappa_workers.vllm.options import (
     LINK_KEY,
-    PACE_KEY,
     PEERS_KEY,
     STATS_KEY,
-    LinkPace,
     LinkRules,
     read_options,
 )
@@ -91,8 +89,7 @@ class ManagedTierSpec(SpecNames):
         """ValueError: a wrong option."""
         super().__init__(config)
         extra = self.extra_config
-        self._pace = read_options(extra, PACE_KEY, LinkPace)
-        self._rules = read_options(extra, LINK_KEY, LinkRules).dilated(self._pace.dilation)
+        self._rules = read_options(extra, LINK_KEY, LinkRules)
         peers = extra.get(PEERS_KEY)
         self._layout = Path(peers["layout"]) if peers else None
         """The file by which an engine's other process finds the rows that peers read and fill, if
@@ -106,7 +103,6 @@ class ManagedTierSpec(SpecNames):
                 cache_policy=self.eviction_policy,
                 cache_policy_module_path=self.cache_policy_module_path,
                 enable_events=self.kv_events_config.enable_kv_cache_events,
-                pace=self._pace,
                 block_tokens=self.tokens_per_block[0],
                 backlog_s=self._rules.store_backlog_s,
                 report=StatsSender(self.extra_config.get(STATS_KEY, "")).send,
