@@ -51,8 +51,6 @@ class Transfer:
     submitted_s: float
     done: int = 0
     took_s: float = 0.0
-    copy_s: float = 0.0
-    queued_s: float = 0.0
     dropped: bool = False
     layers: int = 0
     landed_s: list[float] = field(default_factory=list)
@@ -322,8 +320,6 @@ class Link:
         # A paced link is busy from the moment the job could start, not from when this thread
         # woke up, so that scheduling noise does not add up over a queue of jobs.
         start_s = max(transfer.submitted_s, self._free_at_s)
-        if piece.start == 0:
-            transfer.queued_s = start_s - transfer.submitted_s
         copied = self._copy(piece)
         pace_s = piece.seconds if self._pace_s(transfer.direction, piece.stop) else 0.0
         remaining_s = start_s + pace_s - time.monotonic()
@@ -361,7 +357,6 @@ class Link:
             log.exception("transfer_failed", direction=transfer.direction, job_id=transfer.job_id)
             return False
         seconds = time.monotonic() - start_s
-        transfer.copy_s += seconds
         blocks = transfer.blocks * (piece.stop - piece.start) / max(transfer.units, 1)
         known_s, latest_s = self.block_s[transfer.direction], seconds / max(blocks, 1e-9)
         self.block_s[transfer.direction] = averaged_s(known_s, latest_s)
@@ -393,8 +388,7 @@ class Link:
         self._report({
             "kind": direction, "job": transfer.job_id, "blocks": blocks, "bytes": moved_bytes,
             "disk_blocks": self._routes[direction].disk_blocks(transfer.src_ids),
-            "queued_s": transfer.queued_s, "took_s": transfer.took_s, "copy_s": transfer.copy_s,
-            "pace_s": self._pace_s(direction, blocks),
+            "took_s": transfer.took_s,
         })  # fmt: skip
 
     def _end(self, result: TransferResult) -> None:

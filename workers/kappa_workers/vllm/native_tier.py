@@ -30,7 +30,6 @@ class _Submitted(NamedTuple):
     direction: str
     blocks: int
     tokens: int
-    at_s: float
 
 
 class NativeTierWorker(TierWorker):
@@ -94,8 +93,7 @@ class NativeTierWorker(TierWorker):
         # Groups of layers hold the same tokens; those of a window only the last of them.
         sizes = zip(device.group_sizes, self._tokens_per_block, strict=True)
         tokens = max(size * each for size, each in sizes)
-        blocks = len(device.block_ids)
-        self._submitted[job_id] = _Submitted(direction, blocks, tokens, time.monotonic())
+        self._submitted[job_id] = _Submitted(direction, len(device.block_ids), tokens)
 
     def _ended(self, result: TransferResult) -> None:
         job = self._submitted.pop(result.job_id)
@@ -104,11 +102,9 @@ class NativeTierWorker(TierWorker):
             return
         if job.direction == STORE and job.blocks:
             self._store_block_s = averaged_s(self._store_block_s, took_s / job.blocks)
-        queued_s = max(time.monotonic() - job.at_s - took_s, 0.0)
         self._report({
             "kind": job.direction, "job": result.job_id, "blocks": job.blocks,
-            "bytes": moved * self._ranks, "tokens": job.tokens, "queued_s": queued_s,
-            "took_s": took_s, "copy_s": took_s, "pace_s": 0.0,
+            "bytes": moved * self._ranks, "tokens": job.tokens, "took_s": took_s,
         })  # fmt: skip
 
 
