@@ -204,7 +204,9 @@ def engine_kwargs(
     }
     if tier.choice.kind == STOCK_TIER:
         if limits.host_bytes:
-            arguments["kv_transfer_config"] = _stock_transfer(limits.host_bytes)
+            # By what its documentation names alone.
+            extra = {"cpu_bytes_to_use": limits.host_bytes}
+            arguments["kv_transfer_config"] = _transfer("OffloadingConnector", extra)
         return arguments
     additional: dict[str, Any] = {STATS_KEY: endpoints.stats}
     if pace is not None:
@@ -221,27 +223,27 @@ def engine_kwargs(
         additional[SCHEDULER_KEY] = msgspec.to_builtins(options)
     if limits.host_bytes:
         config = transfer_config(tier, limits.host_bytes, endpoints.stats)
-        extra = config["kv_connector_extra_config"]
         if tier.choice.kind != NATIVE and pace is not None:
-            extra[PACE_KEY] = msgspec.to_builtins(pace.link)
+            config["kv_connector_extra_config"][PACE_KEY] = msgspec.to_builtins(pace.link)
         arguments["kv_transfer_config"] = config
     return arguments
 
 
-def _stock_transfer(host_bytes: int) -> dict[str, Any]:
-    """vLLM's own connector, by what its documentation names alone."""
+def _transfer(connector: str, extra: dict[str, Any], **place: str) -> dict[str, Any]:
+    """A `kv_transfer_config` by which the tokens of a load that fails are computed: vLLM's default
+    would fail the request. place: the connector's module, where it is not vLLM's."""
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": connector,
+        **place,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
+        "kv_connector_extra_config": extra,
     }
 
 
 def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine with this host tier: a connector of ours, so that
-    admissions are reported and a tail may be computed. A load that fails is computed anew: vLLM's
-    default would fail the request.
+    admissions are reported and a tail may be computed.
 
     Raises:
         ValueError: no LMCache server to name.
@@ -279,13 +281,7 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
         extra[LINK_KEY] = msgspec.to_builtins(tier.link)
         if choice.disk_bytes:
             extra[DISK_KEY] = (choice.disk_dir, choice.disk_bytes)
-    return {
-        "kv_connector": connector,
-        "kv_connector_module_path": module,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    return _transfer(connector, extra, kv_connector_module_path=module)
 
 
 def add_nixl(arguments: dict[str, Any]) -> None:
@@ -300,12 +296,8 @@ def add_nixl(arguments: dict[str, Any]) -> None:
         raise ValueError("a worker that hands KV over needs a host tier: give engine.host_bytes")
     # The first that holds something loads, and both store.
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    arguments["kv_transfer_config"] = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [nixl, config]},
-    }
+    extra = {"connectors": [nixl, config]}
+    arguments["kv_transfer_config"] = _transfer("MultiConnector", extra)
 
 
 def meet_peers(
