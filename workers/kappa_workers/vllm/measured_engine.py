@@ -239,45 +239,42 @@ def measure_engine(
     `LinkTimer.measure` does, "step" (what `StepTimer.measure` does), and "unmeasured": sentences on
     what of these is missing."""
     found: dict[str, Any] = {"unmeasured": []}
-    try:
-        _measure(found, worker, execute, sample, StepModel.from_dict(prior), budget_s)
-    finally:
-        for cache in worker.model_runner.kv_caches:
-            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
-                tensor.zero_()
-    return found
-
-
-def _measure(
-    found: dict[str, Any], worker: Any, execute: Callable[[Any], Any],
-    sample: Callable[[None], Any], prior: StepModel, budget_s: float,
-) -> None:  # fmt: skip
-    groups = len(worker.model_runner.kv_cache_config.kv_cache_groups)
-    device_blocks = int(worker.cache_config.num_gpu_blocks)
-    connector = getattr(kv_transfer_state._KV_CONNECTOR_AGENT, "connector_worker", None)
-    tier, spec = getattr(connector, "worker", None), getattr(connector, "spec", None)
-    if tier is not None and spec is not None:
-        room = TierRoom(device_blocks, int(spec.host_blocks), groups)
-        timer = LinkTimer(tier, room, beside_work(torch.device(worker.device)))
-        found |= _tried(
-            "the host tier's link", lambda: timer.measure(_LINK_SHARE * budget_s), found
-        )
-    scheduler = worker.scheduler_config
+    scheduler, ranks = worker.scheduler_config, worker.parallel_config
     limits = StepLimits(
         context_tokens=int(worker.model_config.max_model_len),
         batch_tokens=int(scheduler.max_num_batched_tokens),
         sequences=int(scheduler.max_num_seqs),
         block_tokens=int(worker.cache_config.block_size),
-        blocks=device_blocks,
-        groups=groups,
+        blocks=int(worker.cache_config.num_gpu_blocks),
+        groups=len(worker.model_runner.kv_cache_config.kv_cache_groups),
     )
-    steps = StepTimer(execute, sample, limits, _agreement(worker.parallel_config.world_size))
-    if worker.parallel_config.pipeline_parallel_size > 1:
-        found["unmeasured"].append("a step: its stages run on several devices in turn")
-        return
-    with without_connector(worker.model_runner):
-        left_s = (1 - _LINK_SHARE) * budget_s
-        found |= _tried("a step", lambda: {"step": steps.measure(prior, left_s)}, found)
+    connector = getattr(kv_transfer_state._KV_CONNECTOR_AGENT, "connector_worker", None)
+    tier, spec = getattr(connector, "worker", None), getattr(connector, "spec", None)
+    with _zeroed(worker.model_runner):
+        if tier is not None and spec is not None:
+            room = TierRoom(limits.blocks, int(spec.host_blocks), limits.groups)
+            timer = LinkTimer(tier, room, beside_work(torch.device(worker.device)))
+            with _noted("the host tier's link", found):
+                found |= timer.measure(_LINK_SHARE * budget_s)
+        if ranks.pipeline_parallel_size > 1:
+            found["unmeasured"].append("a step: its stages run on several devices in turn")
+            return found
+        steps = StepTimer(execute, sample, limits, _agreement(ranks.world_size))
+        with without_connector(worker.model_runner), _noted("a step", found):
+            left_s = (1 - _LINK_SHARE) * budget_s
+            found["step"] = steps.measure(StepModel.from_dict(prior), left_s)
+    return found
+
+
+@contextmanager
+def _zeroed(runner: Any) -> Iterator[None]:
+    """Leave the device cache of a model runner at zero."""
+    try:
+        yield
+    finally:
+        for cache in runner.kv_caches:
+            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+                tensor.zero_()
 
 
 def _agreement(ranks: int) -> Callable[[bool], bool]:
@@ -286,12 +283,11 @@ def _agreement(ranks: int) -> Callable[[bool], bool]:
     return lambda mine: bool(get_world_group().broadcast_object(mine, src=0))
 
 
-def _tried(
-    what: str, measure: Callable[[], dict[str, Any]], found: dict[str, Any]
-) -> dict[str, Any]:
+@contextmanager
+def _noted(what: str, found: dict[str, Any]) -> Iterator[None]:
+    """An error of a measurement costs no more than what it would have given."""
     try:
-        return measure()
+        yield
     except Exception as error:
         log.warning("engine_unmeasured", what=what, exc_info=error)
         found["unmeasured"].append(f"{what}: {error!r}")
-        return {}
