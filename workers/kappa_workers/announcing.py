@@ -59,7 +59,7 @@ class Announcing(Measuring):
         return None
 
     async def _announced(self, llm_config: Any, node: NodeProfile | None) -> Announcement:
-        vllm_config = self.engine._engine_client.vllm_config  # type: ignore[attr-defined]
+        vllm_config = self.engine._engine_client.vllm_config
         model, ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
         name = str(llm_config.model_id)
         shape = shape_from_config(model.hf_config.to_dict(), name)
@@ -82,12 +82,9 @@ class Announcing(Measuring):
         return {**stats, ANNOUNCEMENT_KEY: self._announcement, LOAD_KEY: self._load()}
 
     def _load(self) -> dict[str, Any]:
-        """Requests that the engine has not answered, whichever way they came; empty: not known."""
-        client = getattr(self.engine, "_engine_client", None)  # type: ignore[attr-defined]
-        if client is None:
-            return {}
-        count = client.output_processor.get_num_unfinished_requests()
-        return {"time_s": time.time(), "running": count}
+        """How many requests the engine has, and when; empty: not known."""
+        count = self._unanswered()
+        return {} if count is None else {"time_s": time.time(), "running": count}
 
 
 class AnnouncingServer(Announcing, LLMServer):

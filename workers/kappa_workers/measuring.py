@@ -44,6 +44,7 @@ class Measuring:
     _plan: WorkerPlan
     _worker: str
     _rank: int
+    engine: Any
     collective_rpc: Callable[..., Awaitable[list[Any]]]
 
     async def _read_back(self) -> WorkerPlan:
@@ -74,6 +75,11 @@ class Measuring:
         async with _alone(self._profile_path().with_suffix(".lock")):
             found = await self._measure_alone(again=again)
             return await self._with_disk(found) if self._plan.tier.disk_bytes else found
+
+    def _unanswered(self) -> int | None:
+        """Requests that the engine has not answered, whichever way they came; None: not known."""
+        client = getattr(self.engine, "_engine_client", None)
+        return client.output_processor.get_num_unfinished_requests() if client else None
 
     async def _with_disk(self, found: Profile) -> Profile:
         folder, block_bytes = Path(self._plan.tier.disk_dir), int(self._plan.block_bytes)

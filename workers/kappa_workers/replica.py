@@ -225,17 +225,12 @@ class KappaServer(Measuring, LLMServer):
                 await super().check_health()
                 if self._hang is not None:
                     messages = self._stream.totals.engine_messages
-                    self._hang.look(time.monotonic(), self._owed(), messages)
+                    self._hang.look(time.monotonic(), self._unanswered() or 0, messages)
             except Exception as error:
                 last = self._stream.in_flight.last(_IN_FLIGHT_NAMED)
                 self._death = f"worker {self._worker}: {error!r}; last of its requests: {last}"
         if self._death:
             raise EngineDiedError(self._death)
-
-    def _owed(self) -> int:
-        """Requests that the engine has not answered, whatever their clients have read of it."""
-        client = getattr(self.engine, "_engine_client", None)
-        return client.output_processor.get_num_unfinished_requests() if client else 0
 
     async def _start_engine(self) -> None:
         # As Ray's, without its usage report: that starts one more actor of some 400 MB.
