@@ -19,13 +19,18 @@ _LONGEST_NAP_MS = 100
 
 
 def register() -> None:
-    if os.environ.get(REAP_ENV):
-        die_with_parent()
-        follow_owner()
+    end_with_owner()
     if setting := os.environ.get(LOG_ENV):
         log_as(setting)
     if spin := os.environ.get(SPIN_ENV):
         shorten_queue_spin(float(spin))
+
+
+def end_with_owner() -> None:
+    """End this process with its parent and with its replica, where the environment asks for it."""
+    if os.environ.get(REAP_ENV):
+        die_with_parent()
+        follow_owner()
 
 
 def log_setting(log_format: str, log_file: str | None, level: str) -> str:

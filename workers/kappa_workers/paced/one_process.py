@@ -22,9 +22,7 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm.v1.engine import utils
 
-from kappa.host import die_with_parent
-from kappa_workers.reaper import follow_owner
-from kappa_workers.vllm_plugin import REAP_ENV
+from kappa_workers.vllm_plugin import end_with_owner
 
 # A lock that a thread of the replica held while it forked is never released in the child: one that
 # has not loaded its model by then ends, and the replica, and Ray starts both again.
@@ -49,9 +47,7 @@ class EngineProcess(ForkProcess):
         close_connections()
         # Ray has moved the words that vLLM's own way of naming a process looks for.
         setproctitle(f"VLLM::{self.name}")
-        if os.environ.get(REAP_ENV):
-            die_with_parent()
-            follow_owner()
+        end_with_owner()
         serve = EngineCoreProc.run_busy_loop
 
         def loaded(core: Any) -> Any:

@@ -124,12 +124,9 @@ class HostTierConnector(OffloadingConnector):
         def record(request: Request, block: int, key: OffloadKey) -> None:
             scheduler._events_tracker.record_store(request, groups[0], block, key)
 
-        def coming(key: bytes) -> bool:
-            return manager.knows(OffloadKey(key))
-
         self._kappa_endpoint = options.endpoint
         try:
-            self._kappa_server = PeerServer(options, shared_rows, manager.place, coming)
+            self._kappa_server = PeerServer(options, shared_rows, manager.place, manager.knows)
         except OSError as error:
             log.error("peers_not_served", host=options.host, port=options.port, reason=str(error))
             stats.send({"kind": "tier_failed", "why": "serve"})

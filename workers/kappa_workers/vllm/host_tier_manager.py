@@ -108,9 +108,9 @@ class HostTierManager(ManagerNames):
         """Places that are free, or hold a copy."""
         return self.free_blocks + len(self._copies)
 
-    def knows(self, key: OffloadKey) -> bool:
+    def knows(self, key: bytes) -> bool:
         """Whether a block is here, or being stored."""
-        return self._policy.get(key) is not None
+        return self._policy.get(OffloadKey(key)) is not None
 
     def place(self, key: bytes) -> tuple[Any, int] | None:
         """Of a block that may be read, what stands for it while it is here, and its slot. Called

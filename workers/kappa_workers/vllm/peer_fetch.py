@@ -147,7 +147,9 @@ class HostTierFetches:
         for fetch in [*(one for _, one in ended), *gone]:
             self._complete(fetch)
             self._ended = True
-        for message in self._take_news():
+        with self._changed:
+            news, self._news = self._news, []
+        for message in news:
             self._report(message)
         self._report_room()
 
@@ -184,11 +186,6 @@ class HostTierFetches:
         keys = [key for _, key, _ in fetch.places]
         whole, lost = keys[: len(came)], keys[len(came) :]
         self._manager.copied(whole, lost, fetch.context, displaceable=not fetch.handed)
-
-    def _take_news(self) -> list[_News]:
-        with self._changed:
-            news, self._news = self._news, []
-        return news
 
     def _report_room(self) -> None:
         """Tell how much a peer could send here, when it changed."""

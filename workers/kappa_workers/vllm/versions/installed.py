@@ -42,12 +42,4 @@ else:
     from kappa_workers.vllm.versions.v0_31 import Spec31 as SpecNames
     from kappa_workers.vllm.versions.v0_31 import note_use
 
-__all__ = [
-    "KNOWN",
-    "ManagerNames",
-    "SchedulerNames",
-    "SpecNames",
-    "installed_version",
-    "note_use",
-    "series",
-]
+__all__ = ["ManagerNames", "SchedulerNames", "SpecNames", "note_use"]
