@@ -54,9 +54,6 @@ def set_environment(log_level: str) -> None:
 class Cluster:
     """A running cluster; use as a context manager."""
 
-    engines_beside = 0
-    """Engines that a subclass starts next to ours; Ray gets CPUs for them."""
-
     def __init__(
         self,
         settings: ClusterSettings,
@@ -66,7 +63,7 @@ class Cluster:
         """`address`: of a running Ray cluster to join, `HOST:PORT` or `auto`; none: start one."""
         self.settings = settings
         self._progress = progress
-        most = sum(pool.most for pool in settings.all_pools) + self.engines_beside
+        most = sum(pool.most for pool in settings.all_pools)
         self._ray = JoinedRay(address) if address else OwnRay(most)
         self._door: FrontDoor | None = None
         self.url = ""
@@ -99,7 +96,7 @@ class Cluster:
         self._ray.start(self.settings.log_level)
         if self._ray.joined:
             self._check(Facts(self.settings, models, machines=machines()))
-        self._ray.serve_on()
+        self._ray.serve_on(self.settings.log_level)
         # Imported here, since it takes half a second and needs no Ray.
         from kappa_deploy.app.front_door import FrontDoor
 

@@ -52,7 +52,6 @@ class OwnRay:
         """`workers`: as many as it must have CPUs for."""
         wanted = _CPUS_PER_WORKER * workers + _CPUS_BESIDE
         self._cpus = max(os.cpu_count() or 1, wanted)
-        self._log_level = "WARNING"
 
     def foreseen(self) -> list[Machine]:
         """What the cluster will offer."""
@@ -76,7 +75,6 @@ class OwnRay:
 
         # It has read another, where a Ray ran in this process before.
         AuthenticationTokenLoader.instance().reset_cache()
-        self._log_level = log_level
         # "local": one of our own, even where another Ray runs, or ran, on this machine.
         local = {"address": "local", "num_cpus": self._cpus, "include_dashboard": False}
         try:
@@ -95,9 +93,9 @@ class OwnRay:
             ray.shutdown()
             raise StartError(_NO_TOKEN.format("but it started without one"))
 
-    def serve_on(self) -> None:
+    def serve_on(self, log_level: str) -> None:
         """Start Ray Serve, without its HTTP proxy."""
-        _start_serve(self._log_level)
+        _start_serve(log_level)
 
     def dead(self) -> str:
         """Which of the processes without which Ray does not run has ended, as "" while none has."""
@@ -144,7 +142,6 @@ class JoinedRay:
                 "run this on a machine of the cluster, with its head's HOST:PORT or auto"
             )
         self._address = address
-        self._log_level = "WARNING"
         self._serve_is_ours = False
         self._deployed = False
 
@@ -167,7 +164,6 @@ class JoinedRay:
             except (OSError, ValueError, OverflowError) as error:
                 remedy = "Give the HOST:PORT of its head (by default 6379), or auto on one of its"
                 raise StartError(f"{wrong.format(error)}{remedy} machines") from None
-        self._log_level = log_level
         try:
             _init(log_level, address=self._address)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -181,7 +177,7 @@ class JoinedRay:
         """Nothing: whoever started this cluster looks after its processes."""
         return ""
 
-    def serve_on(self) -> None:
+    def serve_on(self, log_level: str) -> None:
         """Start Ray Serve, without its HTTP proxy, if it does not run there.
 
         Raises:
@@ -193,7 +189,7 @@ class JoinedRay:
         client: Any = _get_global_client(raise_if_no_controller_running=False)
         if client is None:
             self._serve_is_ours = True
-            _start_serve(self._log_level)
+            _start_serve(log_level)
         elif APP in self._applications(client):
             raise StartError(
                 f"the cluster at {self._address} serves an application {APP!r} already: stop that "

@@ -18,14 +18,7 @@ import typer
 
 from kappa.settings.cluster import ClusterSettings, home, load_settings
 from kappa.settings.pools import ModelSettings
-from kappa_router.console import (
-    bad_parameter,
-    fail,
-    print_json,
-    print_table,
-    print_text,
-    warn,
-)
+from kappa_router.console import bad_parameter, fail, print_json, print_table, print_text, warn
 
 _LOOK_S = 1.0
 _WIDE = 100
@@ -59,8 +52,7 @@ def serve(
     paced: Paced = None,
     log_level: LogLevel = None,
     address: Annotated[
-        str | None,
-        typer.Option(help="Ray cluster to join: its head, HOST:PORT, or auto."),
+        str | None, typer.Option(help="Ray cluster to join: its head, HOST:PORT, or auto.")
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be started, and what is wrong.")
@@ -188,9 +180,9 @@ def settings_or_exit(
 def running(
     settings: ClusterSettings, cluster_type: type | None = None, address: str | None = None
 ) -> Iterator[Any]:
-    """A running cluster, with progress on stderr; what keeps it from starting ends the command.
+    """A running cluster, with progress on stderr; an error of its start ends the command.
 
-    `cluster_type` is `kappa_deploy.app.cluster.Cluster` or a subclass of it.
+    cluster_type: `kappa_deploy.app.cluster.Cluster`, which None stands for, or a subclass.
     """
     from kappa_deploy.app.cluster import Cluster
     from kappa_deploy.app.errors import StartError
