@@ -53,16 +53,15 @@ def prepare_model(
     Raises:
         StartError: it cannot be had, or not be read.
     """
-    if settings.model.source == smollm2.NAME:
-        made = smollm2.smollm2(home() / "models", progress)
-        return _read(str(made), settings, _made_here(made))
+    source = str(settings.model.source)
+    if source == smollm2.NAME:
+        smollm2.smollm2(home() / "models", progress)
     try:
-        source = str(settings.model.source)
         return model_here(settings) or _read(source, settings, _by_transformers(source))
     except PreflightError:
         raise
     except Exception as error:  # transformers lets through what its parts raise
-        raise _unread(str(settings.model.source), error) from None
+        raise _unread(source, error) from None
 
 
 def prepare_models(

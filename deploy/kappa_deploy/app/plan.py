@@ -189,11 +189,7 @@ def pool_deployment(
         placement_group_strategy=placement["strategy"],
         **({"placement_group_bundle_label_selector": [labels]} if labels else {}),
     )
-    plan = worker_plan(settings, pool, model, stream_host)
-    plan = replace(
-        plan, front_secret=front_secret, drain_s=pool.drain_s,
-        silent_s=settings.router.stale_after_s,
-    )  # fmt: skip
+    plan = replace(worker_plan(settings, pool, model, stream_host), front_secret=front_secret)
     return deployed.bind(llm_config=config, plan=plan)
 
 
@@ -272,9 +268,7 @@ def worker_plan(
         cache_dir=str(home()),
         stream_host=stream_host,
         scheduler=engine_scheduler(settings),
-        link=LinkRules(
-            s.duplex, s.link_order, s.store_backlog_s, by_layer=e.load == "layers"
-        ),
+        link=LinkRules(s.duplex, s.link_order, s.store_backlog_s, by_layer=e.load == "layers"),
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
         act_share=_act_share(e, model),
@@ -283,8 +277,11 @@ def worker_plan(
         approx=e.approx,
         sparse=_sparse(e, model),
         tier=TierChoice(
-            e.tier_on(pool.placement.gpus), "kv" if e.planner == "kv" else "tail", e.lmcache,
-            e.disk_dir or "", e.disk_bytes,
+            e.tier_on(pool.placement.gpus),
+            "kv" if e.planner == "kv" else "tail",
+            e.lmcache,
+            e.disk_dir or "",
+            e.disk_bytes,
         ),
         pool=pool.name,
         role=pool.role,
@@ -294,7 +291,9 @@ def worker_plan(
         peers=settings.router.policy == FETCHING_POLICY or (hands_over and not by_nixl),
         observing=settings.observing,
         log_level=settings.log_level,
-    )  # fmt: skip
+        drain_s=pool.drain_s,
+        silent_s=settings.router.stale_after_s,
+    )
 
 
 def _act_share(engine: EngineSettings, model: Model) -> float:

@@ -19,15 +19,7 @@ from kappa import metrics as m
 from kappa.hardware import node_profile
 from kappa.host import EXAMINATIONS, installed, version_of
 from kappa_deploy.commands.serve import Config, settings_or_exit
-from kappa_router.console import (
-    ApiKey,
-    Json,
-    cluster_at,
-    fail,
-    print_json,
-    print_table,
-    print_text,
-)
+from kappa_router.console import ApiKey, Json, cluster_at, fail, print_json, print_table, print_text
 
 if TYPE_CHECKING:
     from kappa_deploy.checks.facts import Facts, Probe
@@ -166,7 +158,7 @@ def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
     try:
         client.post("/v1/chat/completions", json=body).raise_for_status()
         until_s = time.monotonic() + _KNOWN_WITHIN_S
-        while not any(_cached(each) for each in _route(client, body)["candidates"]):
+        while not _is_known(client, body):
             if time.monotonic() > until_s:
                 fault = f"{_KNOWN_WITHIN_S:g} s after a prompt was computed no event told of it"
                 return Probe(fault=fault)
@@ -187,8 +179,10 @@ def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
     )
 
 
-def _route(client: httpx.Client, body: dict[str, Any]) -> Any:
-    return client.post("/v1/route", json=body).raise_for_status().json()
+def _is_known(client: httpx.Client, body: dict[str, Any]) -> bool:
+    """Whether the router knows a worker that has some of the prompt cached."""
+    route = client.post("/v1/route", json=body).raise_for_status().json()
+    return any(_cached(each) for each in route["candidates"])
 
 
 def _cached(counts: dict[str, Any]) -> int:
