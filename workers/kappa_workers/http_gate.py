@@ -364,7 +364,8 @@ async def _answer(
 
 async def _send_json(send: Send, status: int, content: bytes, headers: Headers = ()) -> None:
     about = [
-        (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()),
-    ]  # fmt: skip
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+    ]
     await send({"type": "http.response.start", "status": status, "headers": [*about, *headers]})
     await send({"type": "http.response.body", "body": content})

@@ -81,12 +81,13 @@ class Nvml:
             self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
             self.gpus = tuple(
                 Gpu(
-                    index, _text(nvml.nvmlDeviceGetName(handle)),
+                    index,
+                    _text(nvml.nvmlDeviceGetName(handle)),
                     getattr(self._figure("nvmlDeviceGetMemoryInfo", handle), "total", None),
                     _text(nvml.nvmlDeviceGetUUID(handle)),
                 )
                 for index, handle in enumerate(self._handles)
-            )  # fmt: skip
+            )
         except nvml.NVMLError as error:
             self.__exit__()
             raise NoNvmlError(f"NVML does not list its GPUs: {error}") from None

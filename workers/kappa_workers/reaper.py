@@ -116,8 +116,9 @@ def fence(patience_s: float) -> threading.Thread | None:
     seconds = str(max(round(patience_s), 1))
     keeper = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _FENCE, str(os.getpid()), seconds],
-        stdin=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
 
     def beat() -> None:
         assert keeper.stdin is not None

@@ -57,9 +57,10 @@ def build_app(
         raise PreflightError("\n".join(wrong))
     if settings.tenants.keys_in_clear:
         log.warning(
-            "keys_in_clear", keys=settings.tenants.keys_in_clear,
+            "keys_in_clear",
+            keys=settings.tenants.keys_in_clear,
             remedy="replace each by what 'kappa keys hash' makes of it",
-        )  # fmt: skip
+        )
     from ray import serve
 
     from kappa_router.api.request import EndpointModel

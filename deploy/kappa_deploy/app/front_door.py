@@ -31,9 +31,7 @@ def front_door_spec(settings: ClusterSettings, folder: Path) -> GatewaySpec:
     )  # fmt: skip
     # A first token may take so long; who is silent is lost.
     router = settings.router
-    bounds = replace(
-        spec.bounds, silent_s=router.request_timeout_s, lost_s=router.stale_after_s
-    )  # fmt: skip
+    bounds = replace(spec.bounds, silent_s=router.request_timeout_s, lost_s=router.stale_after_s)
     return replace(spec, bounds=bounds)
 
 

@@ -60,10 +60,7 @@ def dashboards(
         tool("prometheus")  # before seconds are spent on the cluster
         signal.signal(signal.SIGTERM, interrupt)
         with running(settings) as cluster:
-            jobs = {
-                "kappa": [cluster.url.removeprefix("http://")],
-                "ray": ray_targets(os.getpid()),
-            }
+            jobs = {"kappa": [cluster.url.removeprefix("http://")], "ray": ray_targets(os.getpid())}
             with prometheus(jobs, rules, _INTERVAL_S, prometheus_port) as prometheus_url:
                 print(
                     f"endpoint    {cluster.url}/v1 (metrics: {cluster.url}/metrics)\n"

@@ -27,14 +27,7 @@ from kappa_deploy.commands.serve import Config, Policy, running, settings_or_exi
 from kappa_loadtest.client import EndpointError
 from kappa_loadtest.run_folder import RequestRecord
 from kappa_loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
-from kappa_router.console import (
-    Json,
-    fail,
-    percent,
-    print_json,
-    print_table,
-    warn,
-)
+from kappa_router.console import Json, fail, percent, print_json, print_table, warn
 from kappa_workload.sessions import demo_sessions_path, read_sessions
 
 # Each of them has so long for all requests.
@@ -283,8 +276,9 @@ def shortcomings(rows: Sequence[Row], nodes: Sequence[str], totals: Row) -> list
 def _print_totals(totals: Row) -> None:
     names = {
         "device_tokens": "prompt tokens found on the device",
-        "host_tokens": "loaded from the host tier (C)", "new_tokens": "computed (N)",
-    }  # fmt: skip
+        "host_tokens": "loaded from the host tier (C)",
+        "new_tokens": "computed (N)",
+    }
     all_tokens = max(sum(totals[key] for key in names), 1)
     nodes = ", ".join(f"{n}: {k}" for n, k in sorted(totals["requests_per_node"].items()))
     errors = [percent(totals[key]) for key in ("ttft_error_median", "ttft_error_p90")]

@@ -35,9 +35,7 @@ _INSTALL_TIMEOUT_S = 900.0
 
 
 @app.command()
-def setup(
-    force: Annotated[bool, typer.Option("--force", help="Install anew.")] = False,
-) -> None:
+def setup(force: Annotated[bool, typer.Option("--force", help="Install anew.")] = False) -> None:
     """Install LMCache under KAPPA_HOME (about a gigabyte); does nothing if it is there."""
     root = install_root(home())
     if (root / STAMP).exists() and not force:

@@ -158,9 +158,10 @@ def _play(
     client["held_back"] += (run_folder.run.get("client") or {}).get("held_back", 0)
     if played is not None:
         client |= {
-            "cpu_share": played.client_cpu_share, "elapsed_s": played.elapsed_s,
+            "cpu_share": played.client_cpu_share,
+            "elapsed_s": played.elapsed_s,
             "decisions_untold": played.decisions_missing,
-        }  # fmt: skip
+        }
     run_folder.note(
         interrupted=played is None or played.was_stopped,
         end=datetime.now(UTC).isoformat(timespec="seconds"),

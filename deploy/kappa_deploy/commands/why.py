@@ -13,15 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from kappa_router.console import (
-    ApiKey,
-    Json,
-    cluster_at,
-    fail,
-    print_json,
-    print_text,
-    seconds,
-)
+from kappa_router.console import ApiKey, Json, cluster_at, fail, print_json, print_text, seconds
 
 _WIDTH = 48
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

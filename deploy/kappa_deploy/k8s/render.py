@@ -73,9 +73,10 @@ def _front_config(settings: ClusterSettings, namespace: str) -> dict[str, Any]:
     data = {name: json.dumps(content, indent=1) + "\n" for name, content in files.items()}
     digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:10]
     metadata = {
-        "name": f"{FRONT_CONFIG}-{digest}", "namespace": namespace,
+        "name": f"{FRONT_CONFIG}-{digest}",
+        "namespace": namespace,
         "labels": {"app.kubernetes.io/part-of": "kappa-serve"},
-    }  # fmt: skip
+    }
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 

@@ -18,13 +18,7 @@ from kappa_scheduler.link_order import LOADS_FIRST
 from kappa_workers.stats_channel import StatsSender
 from kappa_workers.vllm.host_tier_manager import HostTierManager
 from kappa_workers.vllm.load_sources import LoadSource
-from kappa_workers.vllm.options import (
-    LINK_KEY,
-    PEERS_KEY,
-    STATS_KEY,
-    LinkRules,
-    read_options,
-)
+from kappa_workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkRules, read_options
 from kappa_workers.vllm.versions.installed import SpecNames
 
 

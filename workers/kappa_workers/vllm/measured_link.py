@@ -88,8 +88,9 @@ class LinkTimer:
                 beside = [self._pair(blocks) for _ in range(_BESIDE)]
             for index, way in enumerate(rows):
                 seconds = [pair[index][0] for pair in alone]
-                rows[way].append(_row(blocks, alone[0][index][1], seconds,
-                                      [pair[index][0] for pair in beside]))  # fmt: skip
+                rows[way].append(
+                    _row(blocks, alone[0][index][1], seconds, [pair[index][0] for pair in beside])
+                )
             block_s = max(rows[way][-1]["seconds"] for way in rows) / blocks
         return {**rows, **_line(rows["h2d"], "h2d", "load"), **_line(rows["d2h"], "d2h", "store")}
 
