@@ -1,8 +1,9 @@
 """Prometheus and promtool: found on this machine, or fetched from Debian without installing it.
 
 Nothing is installed: the package is unpacked below `KAPPA_HOME`, as any user. A server started
-here listens on loopback, keeps its data in a folder of its own, and ends with whoever started it,
-however that ends. Called by `./dev dashboards`, the tests of the rules and the live test.
+here listens on loopback, keeps its data in a folder of its own, and ends with the process that
+started it, even if that is killed. Called by `./dev dashboards`, the tests of the rules and the
+live test.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def prometheus(
             f"--web.listen-address={address}",
         ]
         with log.open("wb") as output:
-            # It would outlive whoever is killed: the kernel ends it.
+            # The kernel ends it with this process, also where this one is killed.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),

@@ -1,8 +1,8 @@
 """The Ray Serve application: workers' deployments and the decider, bound together from settings.
 
-Of who may send requests the decider knows tenants by digests of keys, their limits, sizes. Where
-nobody is served without a key, this process makes itself one for its own requests (readiness,
-warm-up, what `kappa serve` prints). It lives as long as the process and is written nowhere.
+The decider gets its tenants with the digests of their keys, their limits and sizes. Where every
+request needs a key, this process makes one for its own requests (readiness, warm-up, the nodes that
+`kappa serve` prints). That key lives as long as the process and is written nowhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 OWN_TENANT = "kappa-own"
 _DECIDER_END_S = 10.0
 
-# In Ray's own store, which who has Ray's token reads.
+# Its key in Ray's own store, which can be read with Ray's token.
 _SECRET = b"kappa-front-secret"
 _OWN_KEY = new_key(secrets.token_bytes(32))
 
@@ -113,8 +113,8 @@ def _decider_settings(
 
 
 def _front_secret() -> str:
-    """What fronts show to workers: a cluster's, so that an application that is deployed again
-    finds it at the workers that drain."""
+    """The secret that fronts show to workers. It is kept in the Ray cluster: workers that drain
+    while the application is deployed again still accept it."""
     import ray
     from ray.experimental import internal_kv
 
@@ -127,17 +127,17 @@ def _front_secret() -> str:
 
 
 def _this_machine() -> dict[str, float]:
-    """What a replica must demand of Ray to be placed on this machine."""
+    """Ray resources by which a replica is placed on this machine."""
     import ray
 
     return {f"node:{ray.util.get_node_ip_address()}": 0.001} if ray.is_initialized() else {}
 
 
 def own_digests(settings: ClusterSettings) -> dict[bytes, str]:
-    """The digest of this process' key, where those without one are refused."""
+    """The digest of this process' key; empty where requests need no key."""
     return {digest_of(_OWN_KEY): OWN_TENANT} if settings.tenants.closed else {}
 
 
 def own_headers(settings: ClusterSettings) -> dict[str, str]:
-    """What our own requests must send where those without a key are refused: this process' key."""
+    """The headers of our own requests: this process' key; empty where requests need no key."""
     return {"authorization": f"Bearer {_OWN_KEY}"} if settings.tenants.closed else {}

@@ -31,17 +31,17 @@ _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model on disk or by name: where it is, its shape and its chat template.
+    """A model on disk or by name."""
 
-    no_weights: what its folder lacks of them; empty: nothing, or it is not a folder. adapter_rank:
-    the highest of its LoRA adapters; 0: it has none. family: its config's `model_type`.
-    """
-
+    # Its folder, or its name on the hub.
     source: str
     shape: ModelShape
     chat_template: str
+    # The weights that its folder lacks; empty: none, or it is not a folder.
     no_weights: str = ""
+    # The highest rank of its LoRA adapters; 0: it has none.
     adapter_rank: int = 0
+    # Its config's `model_type`.
     family: str = ""
 
 
@@ -162,7 +162,7 @@ def _read(source: str, settings: ClusterSettings, found: tuple[dict[str, Any], s
 def adapter_rank(name: str, folder: str, config: Mapping[str, Any]) -> int:
     """The rank of a LoRA adapter in PEFT's layout, made for a model of this configuration.
 
-    One whose base has another name but layers as wide is logged: mirrors rename models.
+    An adapter is logged if its base has another name but layers as wide: mirrors rename models.
 
     Raises:
         PreflightError: it is not there, cannot be read, or was made for another model.
@@ -204,7 +204,7 @@ def adapter_rank(name: str, folder: str, config: Mapping[str, Any]) -> int:
 
 
 def _no_weights(folder: Path) -> str:
-    """What a model's folder lacks of its weights."""
+    """The weights that a model's folder lacks; empty: none, or it is not a folder."""
     if not folder.is_dir():
         return ""
     for index in sorted(folder.glob("*.index.json")):

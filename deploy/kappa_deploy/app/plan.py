@@ -1,8 +1,8 @@
-"""One pool as a Ray Serve deployment: engine, place, number of workers, and what each must know.
+"""A pool as a Ray Serve deployment: engine, place, number of workers, and each worker's plan.
 
-Pure translation of settings into Ray's and the workers' words; nothing is started here. Ray places
-the workers on machines that offer what the pool demands; Serve's autoscaler calls our policy
-(`workers.scaling_policy`) how many there should be.
+Settings are translated into Ray's and the workers' words; nothing is started here. Ray places the
+workers on machines that offer what the pool demands; Serve's autoscaler asks our policy
+(`kappa_workers.scaling_policy`) how many there should be.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _LOOK_BACK_S = 20.0
 
 
 class Deferred:
-    """What a process further on makes of a class or a function: `MODULE:NAME`, called with `args`
-    if there are any. Pickled it is that itself; here it is only a name.
+    """A class or function by its name, `MODULE:NAME`, which the process that unpickles it imports,
+    and calls with `args` if there are any.
 
-    Serve pickles what a deployment runs. The command that starts a cluster so needs neither vLLM
-    nor Ray Serve LLM: ten seconds of a core, and 400 MB as long as it runs.
+    Serve pickles what a deployment runs. With names alone the command that starts a cluster imports
+    neither vLLM nor Ray Serve LLM, which take ten seconds of a core and 400 MB.
     """
 
     def __init__(self, path: str, *args: Any) -> None:
@@ -177,7 +177,7 @@ def pool_deployment(
     demand = {"CPU": actor["num_cpus"], "GPU": actor.get("num_gpus", 0)}
     demand |= actor.get("resources", {})
     both = {name: first.get(name, 0) + demand.get(name, 0) for name in first | demand}
-    # Asking for the context starts a Ray where none runs; whoever builds or tests has none.
+    # Asking for the context starts Ray where none runs, as in tests.
     ours = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     environment = {**ours, **config["runtime_env"]}
     replica = Deferred("kappa_workers.replica:KappaServer")

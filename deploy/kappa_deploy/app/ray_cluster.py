@@ -1,8 +1,8 @@
-"""The Ray cluster that an application runs on: one started here, or one that is joined.
+"""The Ray cluster of an application: one started here, or one that is joined.
 
-What is started here listens on loopback, demands a token that its user alone can read, and is
-stopped whole. Of a cluster that is joined only our application is taken back, and Ray Serve itself
-only if it did not run before.
+A cluster that is started here listens on loopback, demands a token that only its user can read,
+and is stopped whole. From a cluster that is joined only our application is removed, and Ray Serve
+itself only if it did not run before.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class OwnRay:
     """Ray on this machine alone, on loopback."""
 
     joined = False
+    # Where workers offer their report streams: nothing listens beyond this machine.
     stream_host = "127.0.0.1"
-    """Where workers offer their report streams: nothing listens beyond this machine."""
 
     def __init__(self, workers: int) -> None:
         """`workers`: as many as it must have CPUs for."""
@@ -98,7 +98,7 @@ class OwnRay:
         _start_serve(log_level)
 
     def dead(self) -> str:
-        """Which of the processes without which Ray does not run has ended, as "" while none has."""
+        """Which process has ended that Ray cannot run without; empty while all run."""
         import ray._private.worker
 
         node = ray._private.worker._global_node
@@ -115,7 +115,7 @@ class OwnRay:
         if not self.dead():
             _leave(serve.shutdown)
             return
-        # Nobody is left to answer: every call would wait for a minute.
+        # No process is left to answer: every call would wait for a minute.
         below = psutil.Process().children(recursive=True)
         for process in below:
             with contextlib.suppress(psutil.Error):
@@ -127,8 +127,8 @@ class JoinedRay:
     """A Ray cluster that others started."""
 
     joined = True
+    # Each worker offers its stream on its machine's address: readers are on other machines.
     stream_host = ""
-    """Each worker offers its stream on its machine's address: readers are on other machines."""
 
     def __init__(self, address: str) -> None:
         """`address`: `HOST:PORT` of its head, or `auto` on one of its machines.
@@ -146,7 +146,7 @@ class JoinedRay:
         self._deployed = False
 
     def foreseen(self) -> list[Machine]:
-        """Nothing is known of it before it is joined."""
+        """Nothing: what it offers is known once it is joined."""
         return []
 
     def start(self, log_level: str) -> None:
@@ -174,7 +174,7 @@ class JoinedRay:
             ) from None
 
     def dead(self) -> str:
-        """Nothing: whoever started this cluster looks after its processes."""
+        """Empty: the processes of this cluster are watched where it was started."""
         return ""
 
     def serve_on(self, log_level: str) -> None:
@@ -198,7 +198,7 @@ class JoinedRay:
         self._deployed = True
 
     def _applications(self, client: Any) -> Collection[str]:
-        """Names of what is served there. `serve.status` would import others' classes here, which
+        """Names of the applications there. `serve.status` would import others' classes here, which
         only their own machines may have."""
         try:
             named: Collection[str] = client.get_serve_details()["applications"]

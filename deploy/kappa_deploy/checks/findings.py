@@ -18,13 +18,13 @@ SEVERITIES: tuple[Severity, ...] = ("pass", "warn", "fail", "skip")
 class Finding:
     """One thing that a check found."""
 
+    # skip: the check lacked a fact that it needs, which `what` names.
     severity: Severity
-    """skip: the check lacked a fact that it needs, which `what` names."""
+    # The figure, or a whole sentence with figures and remedy.
     what: str
-    """The figure, or a whole sentence with figures and remedy."""
     remedy: str = ""
+    # A pool, a Kubernetes object or the check's own name; empty: all settings together.
     where: str = ""
-    """A pool, a Kubernetes object or the check's own name; empty: all settings together."""
 
 
 def faults(found: Iterable[Finding]) -> list[str]:

@@ -1,7 +1,7 @@
 """Pools that fit no machine, and workers that find no place beside the others. Pure.
 
-Ray would leave such a worker pending for ever; here it is an error, with what is missing and what
-there is.
+Ray would leave such a worker pending for ever; here it is an error that names what the pool wants
+and what the machines have.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _of_ranks(pool: PoolSettings, machines: Sequence[Machine]) -> str:
 def _without_place(
     pools: Iterable[PoolSettings], machines: Sequence[Machine]
 ) -> Iterator[tuple[str, str]]:
-    """Pools whose workers do not all find a place when those are placed first that the fewest
-    machines suit, and of them the most demanding."""
+    """Pools with workers that find no place. Pools that fit the fewest machines are placed first,
+    and among these the most demanding."""
     free = [dict(machine.offers) for machine in machines]
 
     def freedom(pool: PoolSettings) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""What a running cluster's answers show: what is wrong, and what goes on silently worse. Pure.
+"""Checks of a running cluster by its answers: faults, and what gets worse silently. Pure.
 
 A row that lacks what it needs is skipped and says why; it never guesses.
 """
@@ -224,7 +224,7 @@ def steering(facts: Facts) -> Finding:
 
 
 def counted(total: str, severity: Severity, remedy: str, facts: Facts) -> Finding:
-    """Workers of whose reports this total is not zero."""
+    """Workers that report more than zero of this total."""
     found = {n["node"]: n["totals"][total] for n in facts.nodes or () if n["totals"]}
     # LMCache's failures come by what failed.
     sums = {n: sum(c.values()) if isinstance(c, Mapping) else c for n, c in found.items()}

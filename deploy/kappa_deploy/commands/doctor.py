@@ -1,4 +1,4 @@
-"""`kappa doctor`: what is wrong, or silently worse, with a machine, a cluster file or a cluster."""
+"""`kappa doctor`: faults of a machine, a cluster file or a cluster, silent ones included."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def doctor(
         _climb(device, rung or (), model, out, json_output)
     if rung or device or model or out:
         fail("--rung, --device, --model and --out are options of --gpu", 2)
-    with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
+    with contextlib.redirect_stdout(sys.stderr):  # imported packages may log to it
         from kappa_deploy.checks.findings import SEVERITIES
         from kappa_deploy.checks.table import findings
 

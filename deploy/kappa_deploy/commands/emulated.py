@@ -1,7 +1,7 @@
 """`kappa demo --emulated`: the router's decisions on two unlike nodes, without any engine.
 
-The router is the one that runs live. Its nodes are simulated: a GH200 and an H100 whose steps and
-loads last as `kappa.cost` says, in simulated seconds. So it needs no GPU, no model and no cluster.
+The router is the one that runs live. Its nodes are simulated: a GH200 and an H100, with steps and
+loads as long as `kappa.cost` says, in simulated seconds. It needs no GPU, model or cluster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kappa keys`: make API keys, hash them for a keys file, and see whose keys a cluster knows.
+"""`kappa keys`: make API keys, hash them for a keys file, and list a file's tenants.
 
 A key is shown once, when it is made, on standard output alone. A keys file holds digests, which
 open nothing to its readers.
@@ -113,7 +113,7 @@ def _line(key: str, tenant: str) -> str:
 
 
 def _append(file: Path, line: str) -> None:
-    """Add a line; whoever reads the file sees it as it was or whole. A new one is its owner's."""
+    """Add a line; readers see the file as it was or whole. Only its owner can read a new file."""
     try:
         text = ""
         if file.exists():

@@ -1,4 +1,4 @@
-"""`kappa replay`: a workload against any OpenAI endpoint, and a report of what became of it.
+"""`kappa replay`: a workload against any OpenAI endpoint, and a report of the results.
 
 Exit codes: 0 the objective was met, or none was given; 1 it was missed, or nothing was answered;
 2 bad input, and then nothing was sent; 130 stopped by Ctrl-C, with a report of what was done.
@@ -109,7 +109,7 @@ def _as_before(options: LoadOptions, ctx: typer.Context, resume: Path) -> LoadOp
 def _ready(
     options: LoadOptions, keys: Mapping[str, str], *, is_new: bool
 ) -> tuple[LoadOptions, Surveyed | None, Iterator[ReplaySession]]:
-    """Everything that can be wrong before the first request; ValueError says what is.
+    """Check all that can be wrong before the first request; ValueError names the fault.
 
     An endpoint that does not answer is no obstacle if the model is given: then its requests fail,
     and are counted. A run that goes on needs its answer, to send what it would have sent.
@@ -198,7 +198,7 @@ def _keys(key: str | None, tenant_keys: list[str] | None) -> dict[str, str]:
 
 
 def _run(options: LoadOptions, surveyed: Surveyed | None, max_streams: int) -> dict[str, Any]:
-    """What run.json says of a run that begins; its command line without keys."""
+    """The run.json of a run that begins; its command line without keys."""
     shown = [Path(sys.argv[0]).name]
     for before, word in pairwise(sys.argv):
         name, equals, _ = word.partition("=")

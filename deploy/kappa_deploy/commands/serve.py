@@ -1,4 +1,4 @@
-"""`kappa serve`: bring the cluster up, say what is there, stay until Ctrl-C, leave nothing."""
+"""`kappa serve`: start a cluster, print its nodes, stay until Ctrl-C, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def with_a_model(settings: ClusterSettings) -> ClusterSettings:
 
 
 def _disk_dir() -> Path | None:
-    """Where a worker of the built-in settings has its disk tier; none: there is no room for it."""
+    """The folder for the disk tier of the built-in settings; None: there is no room for it."""
     from kappa_deploy.app.machine import ON_DISK
     from kappa_deploy.app.smollm2 import NEEDED_BYTES
 
@@ -204,14 +204,14 @@ def running(
 
 
 def print_dry_run(settings: ClusterSettings, descriptions: list[str], json_output: bool) -> int:
-    """What a start would ask for; returns 1 if something is wrong."""
+    """Print what a start would ask for; returns 1 if something is wrong."""
     from kappa_deploy.app.cluster import set_environment
     from kappa_deploy.app.machine import described
 
     with bad_parameter():
         machines = [described(text) for text in descriptions]
     set_environment(settings.log_level)
-    with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
+    with contextlib.redirect_stdout(sys.stderr):  # imported packages may log to it
         from kappa_deploy.app.dry_run import dry_run, faults_of
 
         found = dry_run(settings, machines)
@@ -258,7 +258,7 @@ def _number_of(pool: dict[str, Any]) -> str:
 
 
 def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
-    """URL, model, nodes and a curl line; or all of it as JSON."""
+    """Print URL, models, nodes and a curl line, or all as JSON."""
     from kappa_deploy.app.build import own_headers
 
     headers = own_headers(settings)

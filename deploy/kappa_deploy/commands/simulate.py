@@ -1,6 +1,6 @@
 """`kappa simulate`: a workload on a simulated cluster, decided by the live router and scheduler.
 
-Prints what came of it, for people or as one JSON object. Durations are simulated seconds; only
+Prints the results, for people or as one JSON object. Durations are simulated seconds; only
 `decision_us` is measured on this machine. `--nodes` takes more nodes of the cluster's mix: a
 thousand nodes and a million requests is `--trace mooncake --nodes 1000 --requests 1000000`.
 """
@@ -45,7 +45,7 @@ _DOWN_S = 60.0
 
 @dataclass(frozen=True)
 class Options:
-    """What is simulated; each annotated field is an option of the command."""
+    """The simulation; each annotated field is an option of the command."""
 
     cluster: console.ClusterName = "mixed"
     trace: Annotated[str, typer.Option(help="A built-in workload or a trace file.")] = "narrativeqa"
