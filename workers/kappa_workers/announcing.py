@@ -1,9 +1,9 @@
-"""What a plain Ray Serve LLM app needs to be priced by its own hardware: a `server_cls` of which
-each replica tells the router its node, and how many requests its engine has.
+"""A `server_cls` by which a plain Ray Serve LLM app is priced by its own hardware: each replica
+tells the router its node, and how many requests its engine has.
 
-`LLMConfig(server_cls="workers.announcing.AnnouncingServer", ...)`: nothing else changes, neither
-the engine nor what it is given but for a part of its worker that measures (`measured_worker`). The
-announcement travels with Ray Serve's routing statistics to `router.standalone`.
+`LLMConfig(server_cls="kappa_workers.announcing.AnnouncingServer", ...)` is all that changes; the
+engine's worker gets a part that measures (`kappa_workers.vllm.measured_worker`). The announcement
+travels with Ray Serve's routing statistics to `kappa_router.standalone`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kappa_workers.vllm.arguments import EngineLimits
 log = structlog.get_logger(__name__)
 
 _EXTENSION = "kappa_workers.vllm.measured_worker.MeasuredWorker"
-# Its rates are replaced by what is measured.
+# Measured rates replace its own.
 _PRIOR = "h100-pcie5"
 _READ_BACK = EngineLimits(0, 0, 0, 0, 0, 0, "")
 

@@ -57,7 +57,7 @@ class WorkerPort:
         self._server.should_exit = self._server.force_exit = True
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             await asyncio.wait_for(self._task, _STOP_S)
-        # Forced, uvicorn leaves what is open to the end of the process.
+        # Forced, uvicorn keeps open connections until the process ends.
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
         for task in list(self._server.server_state.tasks):

@@ -1,5 +1,6 @@
-"""Who a worker is: the announcement made from its plan, its node and what was measured. A paced
-node keeps the profile it is paced by; one whose profile failed keeps the catalogue's. Pure."""
+"""What a worker is: the announcement made from its plan, its node and its measurements. A paced
+node keeps the profile it is paced by; a node that could not be measured keeps the catalogue's.
+Pure."""
 
 from __future__ import annotations
 
@@ -45,37 +46,34 @@ _LINE_ERROR = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SparsePlan:
-    """How requests that may be answered approximately decode. heads: scores of their importance, as
-    numbers since the file need not be on the worker's machine. persistent_heads: most heads that
-    keep their KV on the device. loss: of perplexity, where it was measured."""
+    """How requests that may be answered approximately decode."""
 
     settings: SparseSettings = field(default_factory=SparseSettings)
+    # Scores of the heads' importance; numbers, since the file may be on another machine. None: all
+    # heads count alike.
     heads: HeadProfile | None = None
+    # The most heads that keep their KV on the device; None: no bound.
     persistent_heads: int | None = None
+    # Loss of perplexity; None: not measured.
     loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What a replica must know before its engine starts; what is not explained here is as in the
-    settings.
+    """What a replica must know before its engine starts; fields without a note are as in the
+    settings."""
 
-    nodes: a profile per rank; a `paced` one is paced, any other is a prior until measured. served:
-    the shape of the model that runs; emulated: the shape that paced nodes act as. stream_host:
-    address for the report stream; empty: this machine's in Ray's cluster. gpus: of each worker.
-    peers: engines take blocks from each other's host tiers; nixl: they hand prompts over by vLLM's
-    connector. graphs: those of CUDA that the engine
-    was read back to run by. front_secret: what fronts show at the worker's own HTTP port; empty:
-    it has none. drain_s: what requests there get to end when it is taken away. silent_s: a
-    replica of which no thread runs for so long is ended."""
-
+    # A profile per rank: of source "paced" the node is paced as, any other a prior until measured.
     nodes: tuple[NodeProfile, ...]
+    # The shape of the model that runs.
     served: ModelShape
+    # The shape of the model that paced nodes act as.
     emulated: ModelShape
     limits: EngineLimits
     model_source: str
     chat_template: str
     cache_dir: str
+    # The address for the report stream; empty: this machine's address in Ray's cluster.
     stream_host: str
     scheduler: SchedulerOptions = field(default_factory=lambda: SchedulerOptions(STOCK))
     link: LinkRules = field(default_factory=LinkRules)
@@ -89,22 +87,29 @@ class WorkerPlan:
     sparse: SparsePlan = field(default_factory=SparsePlan)
     pool: str = ""
     role: str = "both"
+    # GPUs of each worker.
     gpus: int = 0
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    # Whether engines hand prompts over by vLLM's connector.
     nixl: bool = False
+    # Whether engines take blocks from each other's host tiers.
     peers: bool = False
     observing: ObservingSettings = field(default_factory=ObservingSettings)
     log_level: str = "WARNING"
+    # vLLM's mode of CUDA graphs, read back from the engine; empty: not known.
     graphs: str = ""
+    # What fronts show at the worker's own HTTP port; empty: it has no such port.
     front_secret: str = ""
+    # Seconds that open requests get when the worker is taken away.
     drain_s: float = 60.0
+    # Seconds without a running thread after which the replica is ended.
     silent_s: float = 10.0
 
     def node(self, rank: int) -> NodeProfile:
         return self.nodes[rank % len(self.nodes)]
 
     def sized(self, memory_bytes: float, gpus: float) -> WorkerPlan:
-        """The same with a host tier for a machine of so much memory and so many GPUs, where the
+        """The same with a host tier for a machine with this memory and these GPUs, where the
         settings leave its size open."""
         if self.limits.host_bytes != BY_SHARE:
             return self
@@ -236,7 +241,7 @@ def check_measured(measured: Mapping[str, Any]) -> None:
 
 
 def shortcomings(measured: Mapping[str, Any]) -> str:
-    """What of an engine was not measured, or fits badly, in sentences; empty if nothing."""
+    """Sentences on what of an engine was not measured or fits badly; empty if nothing."""
     found = [f"not measured: {each}" for each in measured.get("unmeasured", ())]
     step = measured.get("step")
     if step and not step["r2"] >= LEAST_R2:
@@ -253,20 +258,23 @@ def shortcomings(measured: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaId:
-    """Which replica it is: its worker's id, its rank, the model it serves, its report stream, where
-    peers can read its host tier."""
+    """Which replica it is, and where it can be reached."""
 
+    # Its worker's id.
     worker: str
     rank: int
+    # The model it serves.
     model: str
+    # Its report stream; empty: it has none.
     events_endpoint: str
     snapshot_endpoint: str
+    # Where peers can read its host tier; empty: nowhere.
     peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a replica measured; or nothing, and why."""
+    """What a replica measured; empty with an error where that failed."""
 
     measured: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""

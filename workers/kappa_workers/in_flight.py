@@ -24,18 +24,22 @@ from kappa.protocol import (
 )
 from kappa_workers.request_metadata import seconds_of, token_count
 
-# What arrived counts less and less: after so many seconds by a factor of e.
+# Seconds after which an arrival counts less by a factor of e.
 _WINDOW_S = 30.0
 
 
 @dataclass(slots=True)
 class _Entry:
-    """count: an id may be used twice at a time. link_s, gpu_s: predicted, until it is prefilled."""
+    """The requests here with one id."""
 
     arrival: Arrival
+    # Predicted seconds of the link; 0 once its prompt is computed.
     link_s: float
+    # Predicted seconds of the GPU; 0 once its prompt is computed.
     gpu_s: float
+    # Requests with this id: one may be used twice at a time.
     count: int = 0
+    # Tokens of those that ended.
     generated_tokens: int = 0
 
 
@@ -144,8 +148,9 @@ class InFlight:
         return sum(entry.link_s for entry in entries), sum(entry.gpu_s for entry in entries)
 
     def demand(self, now_s: float, max_sequences: int) -> float:
-        """Share of the worker's time that is asked for: of its link or its gpu by what arrives, or
-        of its places (requests that the engine serves at once) by what is open; the largest."""
+        """Share of the worker's time that is asked for, the largest of three: of its link and of
+        its GPU by arrivals, of its places (requests that the engine serves at once) by open
+        requests."""
         with self._lock:
             self._fade(now_s)
             # While it has not run for a whole window yet, what came is taken to go on.

@@ -34,11 +34,12 @@ class _Block:
 
 @dataclass(slots=True)
 class _Group:
-    """A cache group: layers whose blocks are held together. index, kind, window: as the engine has
-    them, None if it does not say."""
+    """A cache group: layers with blocks that are held together."""
 
+    # The engine's number of it; None: it does not say, as the next two.
     index: int | None = None
     kind: str | None = None
+    # Tokens of a sliding window.
     window: int | None = None
     block_size: int = 0
     blocks: dict[Hash, _Block] = field(default_factory=dict)

@@ -135,7 +135,7 @@ def gpus_and_driver() -> str:
 
 
 def power_reporter(announced: Announcement, gpus: int) -> PowerReporter:
-    """What adds power to the reports of a replica with so many GPUs, as long as it lives."""
+    """The function that adds power to the reports of a replica with `gpus` GPUs."""
     if not gpus or announced.node.source == "paced":
         return PowerReporter(announced)
     import pynvml

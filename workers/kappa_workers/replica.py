@@ -1,6 +1,6 @@
 """The Ray Serve replica that owns one engine. Replicas of one deployment share their arguments, so
 each picks its node by its rank, gives its engine endpoints and pace, has the engine's worker
-process measure the machine, and announces all of it through Serve's routing statistics."""
+process measure the machine, and announces the results through Serve's routing statistics."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class KappaServer(Measuring, LLMServer):
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits constructors
         self, llm_config: Mapping[str, Any], *, plan: WorkerPlan
     ) -> None:
-        """`llm_config`: the arguments of Ray Serve LLM's, which whoever deploys does not import."""
+        """`llm_config`: arguments of Ray Serve LLM's `LLMConfig`, which the deployer cannot
+        import."""
         configure_logs(plan)
         config = LLMConfig(**llm_config)
         if plan.gpus:

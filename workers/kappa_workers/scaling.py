@@ -12,8 +12,8 @@ BACKLOG_KEY = "kappa_backlog_s"
 DEMAND_KEY = "kappa_demand"
 """Names of a `WorkerLoad`'s figures among the statistics that Ray Serve collects."""
 
-# A pool shrinks only if what is left stays so far below the target: what made one worker too many a
-# moment ago must not make it one too few at once.
+# A pool shrinks only if the workers that stay remain below the target by this share: a pool that
+# had one worker too many must not have one too few a moment later.
 _SLACK = 0.1
 _ROUNDING = 1e-6
 

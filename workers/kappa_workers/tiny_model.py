@@ -1,7 +1,8 @@
 """A complete Llama checkpoint of half a million parameters, made from a seed: a model for tests and
-the demo that every engine loads and nobody fetches. Its random weights are scaled so that attention
-looks at the whole context: an engine that hands back the wrong KV gives other tokens. Made by
-numpy, tokenizers and safetensors alone, so the files are the same everywhere, byte for byte."""
+the demo that every engine loads and that is never fetched. Its random weights are scaled so that
+attention looks at the whole context: an engine that hands back the wrong KV gives other tokens.
+Made by numpy, tokenizers and safetensors alone, so the files are the same everywhere, byte for
+byte."""
 
 import hashlib
 import json

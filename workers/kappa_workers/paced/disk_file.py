@@ -41,7 +41,7 @@ class DiskError(RuntimeError):
 
 
 def row_bytes(width: int) -> int:
-    """What a row of so many bytes takes in the file."""
+    """Bytes in the file of a row that is `width` bytes wide."""
     return -(-width // ALIGN) * ALIGN
 
 
@@ -56,7 +56,7 @@ class Stage:
         self.columns = [whole[:, a:b] for a, b in pairwise(accumulate(widths, initial=0))]
 
     def parts(self, count: int) -> list[slice]:
-        """Of so many rows, those that pass at a time."""
+        """`count` rows, cut into lots that fit the memory."""
         return [slice(at, min(at + self.rows, count)) for at in range(0, count, self.rows)]
 
 

@@ -37,14 +37,18 @@ _STORE_POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """blocks: in host memory; block_tokens: of each; disk_folder, disk_blocks: of the disk tier, if
-    there is one; layout: the file by which an engine's other process finds the rows that peers read
-    and fill, if they do."""
+    """The size of a host tier, and of the disk behind it."""
 
+    # Blocks in host memory.
     blocks: int
+    # Tokens of a block.
     block_tokens: int
+    # The folder of the disk tier's file.
     disk_folder: str = ""
+    # Blocks on disk; 0: there is no disk tier.
     disk_blocks: int = 0
+    # The file by which the engine's other process finds the rows that peers read and fill; None:
+    # there are no peers.
     layout: Path | None = None
 
 
@@ -110,7 +114,7 @@ class HostTierWorker(TierWorker):
         return [result for link in self.links for result in link.take_finished()]
 
     def take_lost(self) -> set[int]:
-        """The device's blocks whose load failed since the last call: vLLM computes them."""
+        """Blocks of the device that failed to load since the last call: vLLM computes them."""
         return self._loads.take_lost() | (set() if self.disk is None else self.disk.take_lost())
 
     def take_dropped(self) -> set[int]:
@@ -162,8 +166,8 @@ class HostTierWorker(TierWorker):
     # -- loads by layers ----------------------------------------------------------------------
 
     def begin_step(self, by_layer: Mapping[int, str]) -> None:
-        """Of the loads submitted from now on, these of requests are brought layer by layer."""
-        self._loads.take_layered()  # those of a step that nobody measured
+        """A step begins; its loads of these jobs, with their requests, come layer by layer."""
+        self._loads.take_layered()  # those of a step that was not measured
         self._by_layer = by_layer
 
     def loading(self, job_id: int, request: str) -> None:
@@ -177,7 +181,7 @@ class HostTierWorker(TierWorker):
         self._held_s += time.monotonic() - start_s
 
     def take_waits(self, start_s: float, compute_s: float) -> tuple[float, float]:
-        """As `LoadSource`'s; what a load adds to its step is what its request waited for it."""
+        """As `LoadSource`'s; a request waited for its load as long as that prolongs the step."""
         held_s, self._held_s = self._held_s, 0.0
         landed_s = [max(layer) for layer in zip(*self._loads.take_layered(), strict=False)]
         beyond_s = exposed_s(landed_s, start_s, compute_s) if compute_s else held_s

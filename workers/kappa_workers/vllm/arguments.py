@@ -61,7 +61,7 @@ _SPECS = {
     OWN: ("HostTierSpec", "kappa_workers.paced.host_tier"),
     NATIVE: ("NativeTierSpec", "kappa_workers.vllm.native_tier"),
 }
-# What is announced of a server is bounded by what it can hold, or, of a shared one, by this.
+# The blocks announced of a server are bounded by its size, or, of a shared one, by this.
 _SHARED_BLOCKS = 1 << 20
 
 

@@ -84,8 +84,8 @@ class HostTierConnector(OffloadingConnector):
 
     _kappa_peers: HostTierFetches | None = None
     _kappa_server: PeerServer | None = None
+    # Where peers read this engine's host tier, if they do.
     _kappa_endpoint = ""
-    """Where peers read this engine's host tier, if they do."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -104,7 +104,7 @@ class HostTierConnector(OffloadingConnector):
                 self._kappa_meet_peers(read_options(extra, PEERS_KEY, PeerOptions), stats)
 
     def _kappa_meet_peers(self, options: PeerOptions, stats: StatsSender) -> None:
-        """Serve peers, and fetch from them. An engine whose port is taken does neither."""
+        """Serve peers, and fetch from them. Without its port an engine only fetches."""
         scheduler, manager = self.connector_scheduler, self._kappa_manager()
         assert scheduler is not None and manager is not None
         groups = scheduler.config.kv_group_configs

@@ -23,7 +23,7 @@ from kappa_workers.vllm.versions.installed import SpecNames
 
 
 class TierWorker(OffloadingWorker, LoadSource):
-    """What a host tier's worker tells the connector and the replica, whoever copies."""
+    """A host tier's worker as the connector and the replica know it; subclasses copy."""
 
     def __init__(self, stats: StatsSender) -> None:
         LoadSource.__init__(self)

@@ -1,5 +1,6 @@
-"""What a vLLM worker says that it runs with, and measures of itself: a part of our workers, and of
-a stock one by vLLM's `worker_extension_cls` (`workers.announcing`). Called by `collective_rpc`."""
+"""A part of a vLLM worker that says what it runs with and measures itself: in our workers, and in a
+stock one by vLLM's `worker_extension_cls` (`kappa_workers.announcing`). Called by
+`collective_rpc`."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class MeasuredWorker:
         return found
 
     def kappa_engine(self) -> dict[str, Any]:
-        """As `engine_facts` has it; on a CPU without the weights: packed anew, most of them are no
-        parameters."""
+        """As `engine_facts`; on a CPU without the weights: they are packed again there, and most of
+        the packed ones are no parameters."""
         from kappa_workers.vllm.read_back import engine_facts
 
         worker: Any = self

@@ -33,8 +33,8 @@ class _Submitted(NamedTuple):
 
 
 class NativeTierWorker(TierWorker):
-    """vLLM's worker (`copies`), whose transfers are reported. tokens_per_block: by group of layers.
-    ranks: that copy alike, each over a link of its own; what is reported is the bytes of all."""
+    """Reports the transfers of vLLM's worker (`copies`). tokens_per_block: by group of layers.
+    ranks: copy alike, each over a link of its own; the bytes of all are reported."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ def _token_bytes(kv_cache_config: Any, shared_by: int) -> float:
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     if not tensors or not blocks:
         return 0.0
-    # Each tensor says where its layers lie in the one allocation, whose size it repeats.
+    # Each tensor says where its layers lie in the one allocation, and repeats the size of that.
     block_bytes = tensors[0].size / blocks
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     growing = [spec for spec in specs if get_kv_cache_spec_kind(spec) not in _BOUNDED]

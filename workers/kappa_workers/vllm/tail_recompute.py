@@ -1,7 +1,8 @@
 """How much of a hit in the host tier an engine of vLLM loads: the front, to a block's end; the back
 is computed with the new tokens, and that is exact. The planner is the router's own
 (`kappa.plans.planners`, "tail"), with the rates that the worker announced, so both foresee the
-same. What each request took at last is reported when it is admitted. Used by all our connectors."""
+same. The tokens that each request took from where are reported when it is admitted. Used by all our
+connectors."""
 
 from __future__ import annotations
 
@@ -76,8 +77,9 @@ class TailRecompute:
     ) -> int:
         """Of `hit` tokens that could be loaded behind `device` ones, how many to load; `new` are to
         be computed in any case. by_layer: each layer hides behind the one before, so that a tail
-        pays wherever κ exceeds κ_eff. asked_for: what the request itself asks
-        (`kappa.protocol.PLAN_KEY`), for experiments: "kv" loads all, "load=640" so many at most."""
+        pays wherever κ exceeds κ_eff. asked_for: the request's own wish
+        (`kappa.protocol.PLAN_KEY`), for experiments: "kv" loads all, "load=640" loads 640 tokens at
+        most."""
         if hit <= 0 or asked_for == LOAD_ALL:
             return hit
         if asked_for.startswith("load="):
@@ -117,8 +119,7 @@ class AdmissionReports:
     def loaded_tokens(
         self, request: Any, device_tokens: int, hit: int, *, by_layer: bool = False
     ) -> int:
-        """The scheduler asked what to load behind so many device tokens: of `hit` tokens, how
-        many."""
+        """How many of `hit` tokens to load behind the device's; note these for the report."""
         self._device_tokens[request.request_id] = device_tokens
         if not hit:
             return 0
@@ -127,9 +128,8 @@ class AdmissionReports:
         return self._tail.loaded_tokens(device_tokens, hit, new, plan, by_layer=by_layer)
 
     def admitted(self, request: Any, host_tokens: int, disk_tokens: int = 0) -> int:
-        """Blocks are allocated, `host_tokens` will be loaded, of which so many come from disk;
-        reported once for each look-up, with the tokens that were on the device, which it returns.
-        """
+        """Blocks are allocated and `host_tokens` will be loaded, `disk_tokens` of them from disk;
+        report it once for each look-up. Returns the tokens that were on the device."""
         device_tokens = self._device_tokens.pop(request.request_id, None)
         if device_tokens is None:
             return 0

@@ -35,11 +35,13 @@ ABSENT, LOOKUP, LOAD, STORE = "absent", "lookup", "load", "store"
 
 
 class LmcacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """timeout_s: an answer that takes longer is a failure; retry_s: the first pause, and between
-    attempts to reach the server; most_blocks: bound of what is announced of it."""
+    """How an engine deals with its server."""
 
+    # An answer that takes longer is a failure.
     timeout_s: float
+    # The first pause after a failure, and the one between attempts to reach the server.
     retry_s: float
+    # The most blocks that are announced of the server.
     most_blocks: int
 
 
@@ -80,7 +82,7 @@ class TierGuard:
 class LmcacheLink:
     """Where a process has LMCache's connector from. make: makes it; raises while the server does
     not answer, after a bounded time. ready: is called once it is made, before anyone else sees it;
-    if it raises, it is made anew. stats: gets a message for every failure."""
+    if that raises, another is made. stats: gets a message for every failure."""
 
     def __init__(
         self,
@@ -169,20 +171,23 @@ Stored = tuple[str, int, int]
 
 @dataclass
 class LmcacheMetadata(KVConnectorMetadata):
-    """What a step's workers get: LMCache's own metadata, if it has any; requests that ended and
-    keep their blocks until a worker names them; loads that LMCache does not know of, with their
-    blocks."""
+    """What a step's workers get."""
 
+    # LMCache's own metadata; None: it has none.
     inner: Any = None
+    # Requests that ended and keep their blocks until a worker names them.
     delayed: set[str] = field(default_factory=set)
+    # Loads that LMCache does not know of, with their blocks.
     lost: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
 class LmcacheWorkerMeta(KVConnectorWorkerMetadata):
-    """What workers stored since the last step: run to how many of them did; lost: given up."""
+    """What became of stores since the last step."""
 
+    # How many workers stored a run.
     stored: dict[Stored, int] = field(default_factory=dict)
+    # Runs that were given up.
     lost: set[Stored] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LmcacheWorkerMeta:
@@ -214,7 +219,7 @@ class LmcacheBase(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what is not stored is a future miss, nothing more."""
+        """A cache: a block that is not stored is a future miss, nothing more."""
         return False
 
     def _ready(self, inner: Any) -> None:

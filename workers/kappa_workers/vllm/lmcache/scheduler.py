@@ -53,10 +53,11 @@ class Run(NamedTuple):
 class LmcacheContents:
     """What of this engine's prefixes the server holds, by vLLM's hash and by the server's.
 
-    The server hashes tokens in its own way and, on a CPU, tells nobody what was stored. So what the
-    connector stored and its look-ups found, less what the server's log evicts, becomes vLLM's
-    events under vLLM's hashes, which join them to the device's (and to their salt). What is evicted
-    is withdrawn under every salt. The log is read by a thread, hence the lock.
+    The server hashes tokens in its own way and, on a CPU, does not tell what was stored. So the
+    blocks that the connector stored and its look-ups found, less those that the server's log
+    evicts, become vLLM's events under vLLM's hashes, which join them to the device's (and to their
+    salt). Evicted blocks are withdrawn under every salt. The log is read by a thread, hence the
+    lock.
 
     chunk_blocks: engine blocks in one chunk of the server. chunk_hashes: the server's own hash
     function. name: a vLLM hash as events carry it. most_blocks: beyond it the oldest are withdrawn.
@@ -186,7 +187,7 @@ class LmcacheScheduler(LmcacheBase):
     # -- admission ----------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """What LMCache cannot read must not count as its failure."""
+        """Drop parameters that LMCache cannot read: they must not count as its failure."""
         ignore_malformed_params(request)
 
     def get_num_new_matched_tokens(
@@ -225,7 +226,7 @@ class LmcacheScheduler(LmcacheBase):
         return hit
 
     def _shorten(self, request: Any, computed: int, loaded: int) -> int:
-        """Load less than was found; the rest is unlocked in the server. Returns what is loaded."""
+        """Load less than was found; unlock the rest in the server. Returns the tokens to load."""
         inner = self._link.inner
         adapter, tracker = inner.scheduler_adapter, inner.request_trackers[request.request_id]
         chunk = adapter.lmcache_tokens_per_chunk
@@ -314,7 +315,7 @@ class LmcacheScheduler(LmcacheBase):
         except Exception as error:
             self._link.failed(LOOKUP, error)
 
-    # -- what is announced --------------------------------------------------------------------
+    # -- announcements ------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -379,8 +380,8 @@ class EvictionFeed(threading.Thread):
 
     def run(self) -> None:
         """Follow the log. The server ends a subscription now and then: go on where it ended. All is
-        withdrawn when the log breaks or records are lost; without a log, look-ups alone correct
-        what is announced."""
+        withdrawn when the log breaks or records are lost; without a log only look-ups correct the
+        announcements."""
         while not self._stopped.is_set():
             try:
                 if not self._read():

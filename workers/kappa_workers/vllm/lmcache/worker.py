@@ -1,5 +1,5 @@
 """The worker's half of the LMCache tier. Every transfer is asked for alone, so that one that fails
-costs only itself: the blocks of a lost load are computed anew, a lost store is forgotten. On a
+costs only itself: the blocks of a lost load are computed, a lost store is forgotten. On a
 paced node a load is done when the named node's link would have brought it."""
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class LmcacheWorker(LmcacheBase, LoadSource):
     # -- what ended ---------------------------------------------------------------------------
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """(requests whose blocks may go, requests whose load has ended, well or not)."""
+        """(requests that may give up their blocks, requests with a load that ended, well or
+        not)."""
         self._waiting.update(self._of_step("")[0].delayed)
         inner, answer = self._link.inner, None
         if inner is not None:
