@@ -36,7 +36,7 @@ def settings_of(args: dict[str, Any]) -> ClusterSettings:
 
 
 def front_door(settings: ClusterSettings) -> GatewaySpec:
-    """Of one front pod, which has one decider."""
+    """The front door of one front pod, which has one decider."""
     http = settings.http.model_copy(update={"replicas": 1})
     return front_door_spec(settings.model_copy(update={"http": http}), front_pod.FOLDER)
 

@@ -34,7 +34,7 @@ _READ_BACK = EngineLimits(0, 0, 0, 0, 0, 0, "")
 
 
 class Announcing(Measuring):
-    """A part of an `LLMServer` of vLLM's engine, before which it stands among the bases."""
+    """A base class of an `LLMServer` with vLLM's engine, which stands before it among the bases."""
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         # Ray Serve awaits constructors.
@@ -55,7 +55,7 @@ class Announcing(Measuring):
             )  # fmt: skip
 
     def kappa_node(self) -> NodeProfile | None:
-        """What this replica runs on, for a subclass that knows; None: it is measured."""
+        """The node of this replica, where a subclass knows it; None: it is measured."""
         return None
 
     async def _announced(self, llm_config: Any, node: NodeProfile | None) -> Announcement:
@@ -77,7 +77,7 @@ class Announcing(Measuring):
         return replace(announce(self._plan, replica, profile), measured={})
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Ray Serve's statistics, with what the replica announces and its load added."""
+        """Ray Serve's statistics, with the replica's announcement and its load."""
         stats = await super().record_routing_stats()  # type: ignore[misc]
         return {**stats, ANNOUNCEMENT_KEY: self._announcement, LOAD_KEY: self._load()}
 

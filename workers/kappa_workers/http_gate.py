@@ -196,7 +196,7 @@ class WorkerGate:
 
 
 class _GateReply:
-    """Where the application's answer goes; what failed before it began is worded here."""
+    """Passes the application's answer on, and words failures before its first byte."""
 
     def __init__(
         self, send: Send, fault: Callable[[], Awaitable[str]], shown: Headers, constrained: bool,

@@ -141,7 +141,8 @@ class WorkerPlan:
 
     @property
     def layers_loaded(self) -> int:
-        """One by one, for a request that is alone; 0: whole blocks are, ahead of its prompt."""
+        """Layers that load one by one for a request that is alone; 0: whole blocks load, ahead of
+        its prompt."""
         shape = self.served
         return shape.layers if self.link.by_layer and shape.kv_layers == shape.layers else 0
 
@@ -168,8 +169,8 @@ class WorkerPlan:
         }
 
     def engine_request(self, rank: int) -> dict[str, Any]:
-        """What `kappa_workers.vllm.measured_engine` is given; nothing of a paced engine, nor of one
-        of our own."""
+        """The arguments of `kappa_workers.vllm.measured_engine`; empty for a paced engine and for
+        ours."""
         node = self.node(rank)
         if self.kind != "vllm" or node.source == "paced":
             return {}
@@ -179,7 +180,7 @@ class WorkerPlan:
 def configure_vllm(
     config: Any, plan: WorkerPlan, rank: int, endpoints: Endpoints, tier: EngineTier
 ) -> None:
-    """Put what this replica's engine is started with into `config`, Ray Serve LLM's."""
+    """Put the arguments of this replica's engine into `config`, Ray Serve LLM's."""
     node = plan.node(rank)
     pace = Pace(plan.emulated, node) if node.source == "paced" else None
     scheduler = structs.replace(plan.scheduler.for_rank(rank), tenant_required=True)
@@ -194,7 +195,8 @@ def configure_vllm(
 
 
 def of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the ranks of one engine measured at once, each on its own device and link, as of one."""
+    """The measurements of one engine's ranks, each of its own device and link, as those of one
+    device."""
     sums = {name: sum(rank[name] for rank in ranks) for name in NODE_RATES if name in ranks[0]}
     return {**ranks[0], **sums}
 

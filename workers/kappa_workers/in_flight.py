@@ -1,4 +1,4 @@
-"""Which requests are in a replica, and how much work of its worker they ask for. Each is reported
+"""The requests in a replica, and the work that they ask of its worker. Each is reported
 when it comes and when it is over, so every router knows of those that others sent. The decider also
 sends the seconds that it predicted: from these the autoscaler learns backlog and demand."""
 
@@ -44,7 +44,8 @@ class _Entry:
 
 
 class InFlightNews(NamedTuple):
-    """What came and went since the last news; all that is here, where that was asked for."""
+    """Requests that came and went since the last news, and all that are here where that was asked
+    for."""
 
     arrived: tuple[Arrival, ...]
     finished: tuple[str, ...]
@@ -128,7 +129,7 @@ class InFlight:
         return bool(self._arrived or self._finished)
 
     def news(self, *, everything: bool = False) -> InFlightNews:
-        """What to report; everything: with all that is here, oldest first."""
+        """The news to report; everything: with all requests that are here, oldest first."""
         with self._lock:
             here, finished, generated = self._entries, tuple(self._finished), self._generated
             arrived = tuple(here[name].arrival for name in self._arrived if name in here)

@@ -114,8 +114,8 @@ class Measuring:
         return Profile(measured)
 
     def _cached_profile(self) -> dict[str, Any]:
-        """What was measured at an earlier start; empty if nothing was, or if the file is not what
-        was written."""
+        """The measurements of an earlier start; empty if there are none, or if their file was
+        changed."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             known = dict(json.loads(self._profile_path().read_text()))
             check_measured(known)

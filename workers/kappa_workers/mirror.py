@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(slots=True)
 class _Block:
-    """token_ids: empty if the engine only named it."""
+    """A block; token_ids: empty if the engine only named it."""
 
     parent: Hash | None
     token_ids: list[int]
@@ -87,7 +87,7 @@ class KvMirror:
         return [_encode(KVEventBatch(ts=0.0, events=lot)) for lot in lots]  # type: ignore[arg-type]
 
     def _group(self, index: int | None) -> _Group:
-        """Who does not say which means the one that describes blocks."""
+        """The group of this index; None: the one that describes blocks."""
         at = self._first if index is None else index
         group = self._groups.get(at)
         if group is None:
@@ -135,8 +135,8 @@ class KvMirror:
 
 
 def _events(group: _Group, block_hash: Hash, block: _Block) -> Iterator[BlockStored | BlockRemoved]:
-    """What tells of a block. Only a device event has a block's salt, so what the device has lost is
-    announced as stored there and removed again."""
+    """The events of a block. Only a device event has a block's salt, so a block that the device has
+    lost is announced as stored there and removed again."""
     described = bool(block.token_ids)
     copies = max(block.device_copies, 1) if described else block.device_copies
     for medium in [_DEVICE] * copies + sorted(block.media):

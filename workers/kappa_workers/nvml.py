@@ -1,4 +1,4 @@
-"""What NVML knows of a machine's GPUs, and what they draw.
+"""A machine's GPUs and their power, as NVML knows them.
 
 NVML comes in as an argument (the module `pynvml` of nvidia-ml-py), so that it is testable where
 there is no GPU. It averages power over about a second on recent GPUs. Nothing here may fail a
@@ -110,7 +110,7 @@ class Nvml:
         return draw * share / 1e3, limit * share / 1e3
 
     def _figure(self, call: str, handle: Any) -> Any:
-        """What a call gives, power in milliwatts; None where the GPU has no such figure."""
+        """The figure of a call, power in milliwatts; None where the GPU has none."""
         try:
             return getattr(self._nvml, call)(handle)
         except self._nvml.NVMLError:

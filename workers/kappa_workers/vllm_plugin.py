@@ -34,7 +34,7 @@ def end_with_owner() -> None:
 
 
 def log_setting(log_format: str, log_file: str | None, level: str) -> str:
-    """How to log, as a value for the environment that `log_as` reads."""
+    """The settings of the log as a value for the environment, which `log_as` reads."""
     return f"{log_format}|{level}|{log_file or ''}"
 
 

@@ -69,7 +69,8 @@ class Machine:
 
     @classmethod
     def of_ray(cls, node: Mapping[str, Any]) -> Machine:
-        """From an entry of `ray.nodes()`, which tells neither a GPU's memory nor its driver."""
+        """A machine by an entry of `ray.nodes()`, which tells neither a GPU's memory nor its
+        driver."""
         offers: dict[str, float] = node["Resources"]
         labels: dict[str, str] = node.get("Labels") or {}
         kinds = [name.removeprefix(_TYPE_RESOURCE) for name in offers if _TYPE_RESOURCE in name]
@@ -87,7 +88,7 @@ class Machine:
         )
 
     def folder_bytes(self, folder: str) -> int | None:
-        """Free in a folder, 0 if this user cannot write there; None of another machine."""
+        """Bytes free in a folder, 0 if this user cannot write there; None on another machine."""
         return _folder_bytes(folder) if self.name == THIS else None
 
     def lacks(self, pool: PoolSettings) -> list[str]:

@@ -297,8 +297,8 @@ def worker_plan(
 
 
 def _act_share(engine: EngineSettings, model: Model) -> float:
-    """Of the stored blocks, those kept as activations; StartError where a context kept so would be
-    larger than as KV."""
+    """The share of stored blocks that are kept as activations; StartError where a context would be
+    larger as activations than as KV."""
     shape = model.shape
     ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
     if engine.planner in ("host-kvpr", "host-hybrid") and ratio >= 1:
@@ -331,7 +331,7 @@ def _sparse(engine: EngineSettings, model: Model) -> Any:
 
 
 def engine_scheduler(settings: ClusterSettings) -> Any:
-    """What every engine schedules by, as a `kappa_workers.vllm.options.SchedulerOptions`."""
+    """The rule of every engine, as a `kappa_workers.vllm.options.SchedulerOptions`."""
     from kappa_workers.vllm.options import SchedulerOptions
 
     s = settings.scheduler

@@ -210,7 +210,7 @@ class JoinedRay:
         return named
 
     def stop(self) -> None:
-        """Take our application back and leave; others' stay."""
+        """Remove our application and leave; others' applications stay."""
         import ray
         from ray import serve
 
@@ -232,8 +232,8 @@ def machines() -> list[Machine]:
 
 
 def private_token(path: Path) -> None:
-    """Have a token for Ray in a file that its user alone can read: who else reads it runs code as
-    this user. One that is there is used on, since a cluster may run by it.
+    """Keep a token for Ray in a file that only its user can read: another reader could run code as
+    this user. A token that is there is used on, since a cluster may run by it.
 
     Raises:
         StartError: others can read the file or replace it, or it cannot be made.
@@ -274,7 +274,7 @@ def private_token(path: Path) -> None:
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[None]:
-    """Have Ray start here as where it forms no clusters (macOS): all its processes but the
+    """Let Ray start as it does where it forms no clusters (macOS): all its processes but the
     replicas' gRPC servers then listen on loopback. It takes no loopback address as an argument."""
     from ray._private import ray_constants
 
@@ -346,7 +346,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def reachable(host: str) -> str:
-    """What to write into a URL for an endpoint of this machine that listens on `host`."""
+    """The host part of a URL for an endpoint of this machine that listens on `host`."""
     match host.strip("[]"):
         case "0.0.0.0" | "":
             return "127.0.0.1"

@@ -166,7 +166,7 @@ def _fetch(wheel: Path, progress: Progress) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, progress: Progress) -> None:
-    """Report how much has come, until pip ends or has had its time."""
+    """Report the megabytes that have come, until pip ends or its time is over."""
     deadline_s = time.monotonic() + _FETCH_TIMEOUT_S
     while time.monotonic() < deadline_s:
         progress(f"{NAME}: fetched {_size(folder) / 1e6:.0f} of {_WHEEL_BYTES / 1e6:.0f} MB")

@@ -1,4 +1,4 @@
-"""What checks go by: plain data, read before they run by the command that runs them.
+"""The facts that checks go by: plain data, read by a command before it runs its checks.
 
 A command gives only the facts that its rows need. A fact that is not known refuses nothing.
 """
@@ -112,7 +112,7 @@ class Worker:
 
     @property
     def tier_bytes(self) -> int:
-        """Host memory of its tier; 0 where it is none of this machine's."""
+        """Host memory of its tier; 0 where another machine has it."""
         engine = self.engine
         if engine.kind == "emulated" or (self.tier == "lmcache" and engine.lmcache.server):
             return 0

@@ -1,4 +1,4 @@
-"""What a check says: one record for a start that is refused and for a cluster that is examined.
+"""The result of a check, one record for a start that is refused and for a cluster that is examined.
 
 Rows (`kappa_deploy.checks.table`) make findings; commands print them, count them and take their
 exit code from them.

@@ -42,7 +42,7 @@ def misfits(pools: Sequence[PoolSettings], machines: Sequence[Machine]) -> dict[
 
 
 def _of_ranks(pool: PoolSettings, machines: Sequence[Machine]) -> str:
-    """What to say where machines have a worker's GPUs together, and none alone."""
+    """A hint where machines have a worker's GPUs together, and none alone."""
     gpus, offered = pool.placement.gpus, [machine.offers.get("GPU", 0) for machine in machines]
     if gpus <= max(offered, default=0) or gpus > sum(offered):
         return ""

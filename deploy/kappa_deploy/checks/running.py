@@ -132,7 +132,7 @@ def _was_admitted(decision: Mapping[str, Any]) -> bool:
 
 
 def rates(facts: Facts) -> Finding:
-    """What loads and steps really took over what was announced, and how well steps were fitted."""
+    """Measured over announced seconds of loads and steps, and the quality of the steps' fit."""
     worst, shown = 1.0, []
     for node in facts.nodes or ():
         scales = [node["calibration"][f"{part}_scale"] for part in ("link", "compute")]
@@ -239,7 +239,8 @@ def _fallen_back(bad: Iterable[str], facts: Facts, remedy: str) -> Finding:
 
 
 def _graded(value: float, most: tuple[float, float]) -> Severity:
-    """most: the largest value that passes, and the largest that is only a warning."""
+    """The severity of a value; most: the largest that passes, and the largest that is only a
+    warning."""
     good, bad = most
     return "pass" if value <= good else "warn" if value <= bad else "fail"
 

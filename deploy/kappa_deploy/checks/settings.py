@@ -25,7 +25,7 @@ def settings_together(facts: Facts) -> Iterator[Finding]:
 
 
 def contradictions(settings: ClusterSettings) -> list[str]:
-    """One sentence a contradiction, with what to change."""
+    """Contradictions, each a sentence with what to change."""
     found: list[str] = []
     for of_one in settings.by_model():
         found += _of_pools_together(of_one)
@@ -85,7 +85,7 @@ def _ranks(w: Worker) -> Iterator[str]:
 
 
 def _stock_tier(w: Worker) -> Iterator[str]:
-    """What an engine cannot do in which nothing of ours runs."""
+    """What a stock engine cannot do: nothing of ours runs in it."""
     if w.tier != "stock":
         return
     asks = f"pool {w.pool.name}: engine.host_tier stock leaves the engine as vLLM makes it"

@@ -173,7 +173,7 @@ def worth(policy: str, records: Sequence[RequestRecord], limit_s: float) -> Row:
 
 
 def title(nodes: Sequence[Row]) -> str:
-    """What runs, and whether its speeds are real."""
+    """The nodes, and whether their speeds are real."""
     paced = [row for row in nodes if row["paced"]]
     names = ", ".join(f"{row['node']} ({row['profile']['link_name']})" for row in nodes)
     if not paced:

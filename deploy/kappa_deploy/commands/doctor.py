@@ -85,7 +85,7 @@ def doctor(
 def _climb(
     device: str | None, rungs: Sequence[str], model: Path | None, out: Path | None, as_json: bool
 ) -> NoReturn:
-    """Exit status: 1 if a rung failed, 2 if the ladder could not begin."""
+    """Climb the ladder of GPU checks; exits with 1 if a rung failed, 2 if it could not begin."""
     entry = installed(EXAMINATIONS).get("gpu")
     if entry is None:
         fail("--gpu is not installed: set up anew with ./dev setup", 2)
@@ -123,7 +123,7 @@ def _facts(url: str | None, config: Path | None, key: str | None, probe: bool) -
 
 
 def _of_cluster(url: str, key: str | None, probe: bool) -> dict[str, Any]:
-    """What a cluster answers: fields of `Facts`."""
+    """The answers of a cluster, as fields of `Facts`."""
     with cluster_at(url, key, _TIMEOUT_S) as client:
         nodes = _get(client, "/v1/nodes")["nodes"]
         sent = send_twice(client, nodes) if probe and nodes else None
@@ -144,7 +144,8 @@ def _get(client: httpx.Client, path: str) -> Any:
 
 
 def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
-    """A new prompt of a few blocks, and the same once the router knows where it is cached."""
+    """Send a new prompt of a few blocks, and send it again once the router knows where it is
+    cached."""
     from kappa_deploy.checks.facts import Probe
 
     block_tokens = max(node["limits"]["block_tokens"] for node in nodes)

@@ -181,7 +181,7 @@ def _noted_shape(model: str, kv_dtype: str) -> ModelShape:
 
 
 def _rates(shape: ModelShape, profile: NodeProfile, cpu_gbps: float) -> PlanRates:
-    """Rates by formula; cpu_gbps: of KV that the node's CPU attends to, 0: none."""
+    """Rates by formula; cpu_gbps: GB/s of KV that the node's CPU attends to, 0: none."""
     found = rates_from_law(shape, profile)
     if not cpu_gbps:
         return found

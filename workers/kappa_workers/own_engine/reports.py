@@ -164,7 +164,7 @@ class EngineReports:
         )
 
     def _transfers(self, engine: Engine) -> None:
-        """What crossed the link since the last iteration."""
+        """Report the tokens that crossed the link since the last iteration."""
         token_bytes = engine.arena.block_bytes("kv") / engine.arena.block_tokens
         engine.mover.settle()
         for kind, direction in (("load", "h2d"), ("store", "d2h")):

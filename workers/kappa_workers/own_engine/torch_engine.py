@@ -109,7 +109,8 @@ class TorchEngine(OwnEngine):
         return Forward(weights, arena, mover_for(device), cpu_threads=plan.cpu_threads)
 
     def _measured(self, forward: Forward) -> PlanRates:
-        """Rates of this machine, as measured; on one too busy for that, by law from its peaks."""
+        """Measured rates of this machine; on one too busy to be measured, rates by law from its
+        peaks."""
         try:
             self.rates = cached_profile(forward, str(Path(self.plan.cache_dir) / "profiles"))
             return rates_from_measured(self.rates)

@@ -70,19 +70,18 @@ BY_SHARE = -1
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Sizes of one engine: tokens per block, KV blocks on the device, bytes in the host tier.
-
-    Zero, or an empty dtype: the engine's own choice, read back later
-    (`kappa_workers.vllm.read_back`). host_bytes: zero for none; `BY_SHARE` until the machine is
-    known. kv_dtype: empty where it is the model's."""
+    """Sizes of one engine. Zero, or an empty dtype: the engine's own choice, read back later
+    (`kappa_workers.vllm.read_back`)."""
 
     max_context_tokens: int
     block_tokens: int
     device_blocks: int
+    # Bytes of the host tier; 0: there is none; `BY_SHARE` until the machine is known.
     host_bytes: int
     max_batch_tokens: int
     max_sequences: int
     dtype: str
+    # Empty: the model's dtype.
     kv_dtype: str = ""
 
     @classmethod
@@ -118,11 +117,13 @@ class EngineLimits:
 
 
 class Endpoints(NamedTuple):
-    """Where the engine's processes report to, the stats channel and vLLM's event publisher; and
-    where its host tier is served, if it is."""
+    """Where the engine's processes report to, and where its host tier is served."""
 
+    # The stats channel; empty: nothing is sent.
     stats: str
+    # vLLM's event publisher.
     kv_events: str
+    # None: the host tier is not served.
     peers: PeerOptions | None = None
 
 
@@ -151,13 +152,15 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class TierChoice:
-    """What the settings say of the host tier. kind: copied by us, by vLLM (on a GPU), an LMCache
-    server, or vLLM's connector in an engine without anything of ours. planner: "tail" or "kv"."""
+    """What the settings say of the host tier."""
 
+    # Copied by us, by vLLM (on a GPU), an LMCache server, or vLLM's connector in a stock engine.
     kind: str = OWN
+    # "tail" computes the end of a hit where that is faster, "kv" loads all.
     planner: str = LOAD_ALL
     lmcache: LmcacheSettings = field(default_factory=LmcacheSettings)
     disk_dir: str = ""
+    # 0: there is no disk behind it.
     disk_bytes: int = 0
 
     @property
@@ -168,14 +171,15 @@ class TierChoice:
 
 @dataclass(frozen=True, slots=True)
 class EngineTier:
-    """An engine's host tier: which one; the rates that its loads are planned by (none: load all);
-    the server that its worker started for it; how many blocks it holds; how loads and stores share
-    its link."""
+    """An engine's host tier."""
 
     choice: TierChoice = field(default_factory=TierChoice)
+    # The rates that its loads are planned by; None: it loads all.
     rates: Mapping[str, Any] | None = None
+    # The LMCache server that its worker started for it; empty: none.
     server: str = ""
     host_blocks: int = 0
+    # How loads and stores share its link.
     link: LinkRules = field(default_factory=LinkRules)
 
 

@@ -33,6 +33,6 @@ class MeasuredWorker:
         return {**facts, "weight_bytes": 0} if worker.device.type == "cpu" else facts
 
     def _kappa_step_calls(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """What runs a step, and what samples its tokens."""
+        """The methods that run a step and sample its tokens."""
         worker: Any = self
         return worker.execute_model, worker.sample_tokens

@@ -104,7 +104,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return step_factor(self.rule, FairConfig(**self.config))
 
     def make_limit(self) -> StepLimit | None:
-        """What bounds a step besides its token budget; None: nothing, or steps are not known."""
+        """The bound of a step besides its token budget; None: there is none, or steps are not
+        known."""
         if self.rule == STOCK:
             return None
         step = StepModel.from_dict(self.step) if self.step else measured_step(self.profile)
@@ -112,7 +113,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def measured_link(profile: str) -> LinkRates | None:
-    """What loads take, from the file of an engine's measurements; None if it has none."""
+    """The rates of loads, from the file of an engine's measurements; None if it has none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(Path(profile).read_text(encoding="utf-8"))
         return LinkRates(found["load_token_s"], found["load_fixed_s"])
@@ -120,7 +121,7 @@ def measured_link(profile: str) -> LinkRates | None:
 
 
 def measured_step(profile: str) -> StepModel | None:
-    """What steps take, from the same file; None if it has none that fits."""
+    """The model of steps, from the same file; None if it has none that fits."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return fitted_step(json.loads(Path(profile).read_text(encoding="utf-8")))
     return None
@@ -172,7 +173,7 @@ class PeerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def endpoint(self) -> str:
-        """What a peer is given, by the router alone."""
+        """The address that only the router gives to peers."""
         return f"{self.host}:{self.port}/{self.token}"
 
     def pace_s(self, tokens: int) -> float:

@@ -140,7 +140,7 @@ class HostTierFetches:
         return ended
 
     def settle(self) -> None:
-        """Count what came as stored, and free the room of what did not."""
+        """Count the blocks that came as stored, and free the room of the others."""
         ended = [(name, one) for name, one in self._fetches.items() if one.came is not None]
         for name, _ in ended:
             del self._fetches[name]

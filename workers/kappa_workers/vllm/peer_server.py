@@ -132,11 +132,11 @@ class PeerServer(socketserver.ThreadingTCPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that left, or was too slow, is its own affair."""
+        """Ignore a reader that left or was too slow."""
         log.debug("peer_reader_failed", exc_info=True)
 
     def answer(self, connection: socket.socket) -> None:
-        """One reader's question, and the rows."""
+        """Answer one reader's question with the rows."""
         until_s = time.monotonic() + _QUESTION_S
         try:
             begin, rest_bytes = self._greeted(connection, until_s)

@@ -138,12 +138,12 @@ class GuardedRule:
     def charged_elsewhere(
         self, charges: Mapping[str, Charge], weights: Mapping[str, float], now_s: float
     ) -> None:
-        """What other workers charged; for rules that care."""
+        """Tell the rule the charges of other workers, if it counts them."""
         if hasattr(self._rule, "charged_elsewhere"):
             self._call("charged_elsewhere", charges, weights, now_s)
 
     def charges(self) -> Mapping[str, Charge]:
-        """What this engine charged each tenant, by all its rules; empty if they do not count."""
+        """The charges of this engine by tenant, of all its rules; empty if they do not count."""
         charges = self._call("charges") if hasattr(self._rule, "charges") else None
         for tenant, charge in (charges or {}).items():
             before = self._charged_before.get(tenant, Charge())

@@ -45,9 +45,11 @@ def tail_rates(shape: ModelShape, node: NodeProfile, layers: int = 0) -> dict[st
 
 
 class TailOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """planner: "tail", or "kv" to load all; rates: as `tail_rates` gives them (none: load all)."""
+    """How much of a hit is loaded."""
 
+    # "kv" loads all.
     planner: Literal["tail", "kv"] = "tail"
+    # As `tail_rates` gives them; None: all is loaded.
     rates: dict[str, Any] | None = None
 
 

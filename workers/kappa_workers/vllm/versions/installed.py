@@ -25,7 +25,7 @@ def series(installed: str) -> str:
 
 
 def installed_version() -> str:
-    """Of the vLLM that is imported here, which a tree before the installed one may shadow."""
+    """The version of the vLLM that is imported here; another tree may shadow the installed one."""
     import vllm
 
     return str(vllm.__version__)
