@@ -172,10 +172,10 @@ class FairScheduler(SchedulerNames):
         now.stock = chosen is None
         if chosen is None or not (self.waiting or self.held):
             output = super().schedule(throttle_prefills)
-            self.regroup()
+            self.split_blocked()
         else:
             going, plan = chosen
-            queues = self.offer((work.request for work, _ in plan.admitted), going)
+            queues = self.expose_only((work.request for work, _ in plan.admitted), going)
             output = super().schedule(throttle_prefills)
             self._put_back(queues, going, plan, now_s)
         now.capacity_blocks = self._memory.capacity_blocks
@@ -308,7 +308,7 @@ class FairScheduler(SchedulerNames):
     def _put_back(self, queues: Any, going: list[Request], plan: Any, now_s: float) -> None:
         """Join the requests that vLLM left in its queues with those kept from it (`queues`: as they
         were before), and tell the rule which ones were admitted."""
-        left, deferred = self.withdraw(queues)
+        left, deferred = self.restore(queues)
         for request in (r for r in going if r.status == RequestStatus.RUNNING):
             self.held.remove(request)
         planned = {work.request for work, _ in plan.admitted}
