@@ -75,15 +75,13 @@ class Machine:
         labels: dict[str, str] = node.get("Labels") or {}
         kinds = [name.removeprefix(_TYPE_RESOURCE) for name in offers if _TYPE_RESOURCE in name]
         kind = labels.get(_TYPE_LABEL) or next(iter(kinds), "GPU")
-        shares = ("memory", "object_store_memory")
+        # Ray divides what it found free between everything else and its object store.
+        shares = [offers[name] for name in ("memory", "object_store_memory") if name in offers]
         return cls(
             name=str(node["NodeManagerHostname"]),
             offers=offers,
             labels=labels,
-            # Ray divides what it found free between its object store and everything else.
-            memory_bytes=int(sum(offers[s] for s in shares))
-            if set(shares) <= set(offers)
-            else None,
+            memory_bytes=int(sum(shares)) if len(shares) == 2 else None,
             gpus=(GpuFacts(kind),) * int(offers.get("GPU", 0)),
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -101,18 +101,12 @@ class EngineLimits:
 
     @property
     def missing(self) -> list[str]:
-        chosen = [each.name for each in fields(self) if not getattr(self, each.name)]
-        return [name for name in chosen if name not in ("host_bytes", "kv_dtype")]
+        """Limits that the engine chooses."""
+        return [name for name in VLLM_LIMITS if not getattr(self, name)]
 
     def arguments(self) -> dict[str, Any]:
-        given = {
-            "dtype": self.dtype,
-            "max_model_len": self.max_context_tokens,
-            "block_size": self.block_tokens,
-            "num_gpu_blocks_override": self.device_blocks,
-            "max_num_batched_tokens": self.max_batch_tokens,
-            "max_num_seqs": self.max_sequences,
-        }
+        """The limits that are given, by vLLM's names."""
+        given = {vllm: getattr(self, ours) for ours, (vllm, _) in VLLM_LIMITS.items()}
         return {name: value for name, value in given.items() if value}
 
 

@@ -33,11 +33,7 @@ from kappa_workers.vllm.host_tier_manager import HostTierManager
 from kappa_workers.vllm.options import PEERS_KEY, STATS_KEY, PeerOptions, read_options
 from kappa_workers.vllm.peer_fetch import HostTierFetches, PeerParams
 from kappa_workers.vllm.peer_server import HostRows, PeerServer, mapped_rows
-from kappa_workers.vllm.tail_recompute import (
-    AdmissionReports,
-    TailRecompute,
-    ignore_malformed_params,
-)
+from kappa_workers.vllm.tail_recompute import AdmissionReports, ignore_malformed_params
 from kappa_workers.vllm.versions.installed import note_use
 
 if TYPE_CHECKING:
@@ -98,12 +94,11 @@ class HostTierConnector(OffloadingConnector):
         )
         if role == KVConnectorRole.SCHEDULER:
             stats = StatsSender(extra.get(STATS_KEY, ""))
-            tail = TailRecompute.from_config(extra, self._kappa_block_tokens)
-            self._kappa_admissions = AdmissionReports(stats, tail)
+            self._kappa_admissions = AdmissionReports(stats, extra, self._kappa_block_tokens)
             if extra.get(PEERS_KEY):
-                self._kappa_meet_peers(read_options(extra, PEERS_KEY, PeerOptions), stats)
+                self._kappa_init_peers(read_options(extra, PEERS_KEY, PeerOptions), stats)
 
-    def _kappa_meet_peers(self, options: PeerOptions, stats: StatsSender) -> None:
+    def _kappa_init_peers(self, options: PeerOptions, stats: StatsSender) -> None:
         """Serve peers, and fetch from them. Without its port an engine only fetches."""
         scheduler, manager = self.connector_scheduler, self._kappa_manager()
         assert scheduler is not None and manager is not None

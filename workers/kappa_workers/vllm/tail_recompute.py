@@ -111,11 +111,11 @@ def ignore_malformed_params(request: Any) -> None:
 
 
 class AdmissionReports:
-    """Remembers device hits until their requests are admitted, then reports each once to `stats`.
-    tail: how much of a hit to load."""
+    """Says how much of a hit to load, and remembers device hits until their requests are admitted,
+    to report each once to `stats`. extra: the connector's options."""
 
-    def __init__(self, stats: StatsSender, tail: TailRecompute) -> None:
-        self._stats, self._tail = stats, tail
+    def __init__(self, stats: StatsSender, extra: Mapping[str, Any], block_tokens: int) -> None:
+        self._stats, self._tail = stats, TailRecompute.from_config(extra, block_tokens)
         self._device_tokens: dict[str, int] = {}
 
     def loaded_tokens(

@@ -25,11 +25,7 @@ from kappa_workers.vllm.lmcache.base import (
     LmcacheWorkerMeta,
     Stored,
 )
-from kappa_workers.vllm.tail_recompute import (
-    AdmissionReports,
-    TailRecompute,
-    ignore_malformed_params,
-)
+from kappa_workers.vllm.tail_recompute import AdmissionReports, ignore_malformed_params
 
 log = structlog.get_logger(__name__)
 
@@ -156,8 +152,7 @@ class LmcacheScheduler(LmcacheBase):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        tail = TailRecompute.from_config(self._extra, self._block_tokens)
-        self._admissions = AdmissionReports(self._stats, tail)
+        self._admissions = AdmissionReports(self._stats, self._extra, self._block_tokens)
         self._workers = vllm_config.parallel_config.world_size
         self._requests: dict[str, Any] = {}
         self._hits: dict[str, int] = {}
