@@ -88,11 +88,7 @@ class KvMirror:
 
     def _group(self, index: int | None) -> _Group:
         """The group of this index; None: the one that describes blocks."""
-        at = self._first if index is None else index
-        group = self._groups.get(at)
-        if group is None:
-            group = self._groups[at] = _Group()
-        return group
+        return self._groups.setdefault(self._first if index is None else index, _Group())
 
     def _store(self, event: BlockStored) -> None:
         group, size = self._group(event.group_idx), event.block_size
