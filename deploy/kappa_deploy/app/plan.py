@@ -319,7 +319,7 @@ def _sparse(engine: EngineSettings, model: Model) -> Any:
         try:
             heads = read_heads(s.heads, model.shape)
         except ValueError as error:
-            raise StartError(f"kappa_engine.sparse.heads: {error}") from None
+            raise StartError(f"engine.sparse.heads: {error}") from None
     method = CloConfig(
         s.share, s.sink_tokens, s.recent_tokens, s.eta, s.power, s.epsilon, s.code_bits
     )
