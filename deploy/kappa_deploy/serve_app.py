@@ -1,8 +1,8 @@
 """The application as a Ray Serve config file names it: `import_path: kappa_deploy.serve_app:app`.
 
 For clusters that others start, KubeRay's RayService above all: a decider in each front pod
-(`deploy.front_pod`), beside an Envoy with the configuration of `front_door`. `args` holds the same
-keys as the file of `kappa serve --config`; `http.replicas` is the number of front pods.
+(`kappa_deploy.front_pod`), beside an Envoy with the configuration of `front_door`. `args` holds the
+same keys as the file of `kappa serve --config`; `http.replicas` is the number of front pods.
 `python -m kappa_deploy.serve_app [SETTINGS]` makes the model of the demo, or fetches `smollm2-135m`
 if the settings name that, where each machine will look for it.
 """

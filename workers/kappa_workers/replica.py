@@ -201,7 +201,7 @@ class KappaServer(Measuring, LLMServer):
         return {**await super().record_routing_stats(), ANNOUNCEMENT_KEY: self._announcement}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `workers.scaling` decides by: seconds that wait here, and demand."""
+        """What `kappa_workers.scaling` decides by: seconds that wait here, and demand."""
         here = self._stream.in_flight
         return {
             BACKLOG_KEY: max(here.backlog_s()),

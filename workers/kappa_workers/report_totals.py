@@ -151,7 +151,7 @@ class ReportTotals:
             self._spent.append(Spent(str(request_id), _number(load_s), _number(compute_s)))
 
     def _add_iterations(self, m: Message) -> None:
-        """The scheduler's own totals (`workers.iteration_log`); cumulative."""
+        """The scheduler's own totals (`kappa_workers.iteration_log`); cumulative."""
         for tenant, charge in m["charges"].items():
             self._charges[str(tenant)] = TenantCharge(str(tenant), *map(_number, charge))
         self._latest["passed_total"] = {str(why): int(n) for why, n in m["passed"].items()}

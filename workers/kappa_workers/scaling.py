@@ -1,6 +1,6 @@
 """How many workers a pool should have: enough to serve the arrivals at the target utilisation and
-to clear what waits within the target seconds. `workers.scaling_policy` asks this for Ray Serve.
-Pure."""
+to clear what waits within the target seconds. `kappa_workers.scaling_policy` asks this for Ray
+Serve. Pure."""
 
 from __future__ import annotations
 

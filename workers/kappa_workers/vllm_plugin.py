@@ -2,7 +2,7 @@
 environment asks for: `KAPPA_QUEUE_SPIN_S`: queues in shared memory busy-wait for so long instead of
 a second, which on a paced node, or one with few cores, burns a core per engine.
 `KAPPA_DIE_WITH_PARENT`: engine processes end with a killed parent and with their replica
-(`workers.reaper`). `KAPPA_LOG`: how they log (`log_setting`)."""
+(`kappa_workers.reaper`). `KAPPA_LOG`: how they log (`log_setting`)."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class KvPublisher:
 
 
 class EngineReports:
-    """Follows one engine (`engine.llm_engine.Observer`) and publishes its cache's changes.
+    """Follows one engine (`kappa_engine.llm_engine.Observer`) and publishes its cache's changes.
 
     log: file for JSON lines. blocks: that device and host hold: no more salts can matter at a time.
     paced: there is no link, so loads are known by their tokens alone, and stores take no time."""

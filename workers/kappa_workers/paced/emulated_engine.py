@@ -161,7 +161,8 @@ class PacedLink(CpuMover):
 
 
 class PacedModel:
-    """An `engine.forward.ServedModel` with steps that last as long as on the emulated node."""
+    """A `kappa_engine.forward.ServedModel` with steps that last as long as on the emulated
+    node."""
 
     vocab = 1 << 62
 

@@ -34,9 +34,9 @@ from kappa_workers.vllm.options import (
 from kappa_workers.vllm.tail_recompute import LOAD_ALL
 
 # vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
-# short queue spins (workers.vllm_plugin); float32, since bf16 fails on short prompts there. Nothing
-# is compiled: the model runs as it is written, and vLLM's sampler alone would have inductor build a
-# kernel of C++ inside the first request that draws its tokens, for 23 s.
+# short queue spins (kappa_workers.vllm_plugin); float32, since bf16 fails on short prompts there.
+# Nothing is compiled: the model runs as it is written, and vLLM's sampler alone would have inductor
+# build a kernel of C++ inside the first request that draws its tokens, for 23 s.
 CPU_ENV = {
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
