@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kappa.slo import OBJECTIVE
-from kappa_deploy.commands.demo_rows import HEADER, OTHERS, TOKENS, Row, line, print_compared
+from kappa_deploy.commands.demo_rows import HEADER, OTHERS, TOKENS, Row, Worth, line, print_compared
 from kappa_deploy.commands.serve import Config, Policy, running, settings_or_exit
 from kappa_loadtest.client import EndpointError
 from kappa_loadtest.run_folder import RequestRecord
@@ -104,7 +104,7 @@ def show(
             records = asyncio.run(replay(url, chats, max_tokens, on_record))
         after = asyncio.run(node_rows(url))
         limit_s = OBJECTIVE.ttft_s * before[0]["profile"]["dilation"]
-        compared: list[Row] = []
+        compared: list[Worth] = []
         if use_policy is not None:
             compared.append(worth("this", records, limit_s))
             for name, words in OTHERS.items():
@@ -119,7 +119,8 @@ def show(
     faults = shortcomings(rows, [row["node"] for row in before], totals)
     if json_output:
         found = {"url": url, "totals": totals, "faults": faults, "requests": rows}
-        print_json(found | ({"compared": compared} if compared else {}))
+        beside = [one._asdict() for one in compared]
+        print_json(found | ({"compared": beside} if beside else {}))
     else:
         _print_totals(totals)
         if compared:
@@ -156,20 +157,17 @@ def marked(chats: Sequence[ChatSession], word: str) -> list[ChatSession]:
     return [ChatSession(chat.name, tuple(map(begun, chat.turns))) for chat in chats]
 
 
-def worth(policy: str, records: Sequence[RequestRecord], limit_s: float) -> Row:
+def worth(policy: str, records: Sequence[RequestRecord], limit_s: float) -> Worth:
     """What requests got under a policy: TTFT in seconds; goodput in those that had their first
     token within `limit_s`, per second from the first that was sent to the last that ended."""
     done = [record for record in records if not record.error]
     ttft_s = np.array([to_dict(record)["ttft_s"] for record in done])
     if not done:
-        return {"policy": policy, "answered": 0, "p50_s": None, "p99_s": None, "goodput_rps": 0.0}
+        return Worth(policy, 0, None, None, 0.0)
     lasted_s = max(r.ended_s for r in records) - min(r.sent_s for r in records)
     p50_s, p99_s = (float(np.quantile(ttft_s, q, method="higher")) for q in (0.5, 0.99))
     goodput_rps = int((ttft_s <= limit_s).sum()) / lasted_s
-    return {
-        "policy": policy, "answered": len(done), "p50_s": p50_s, "p99_s": p99_s,
-        "goodput_rps": goodput_rps,
-    }  # fmt: skip
+    return Worth(policy, len(done), p50_s, p99_s, goodput_rps)
 
 
 def title(nodes: Sequence[Row]) -> str:
