@@ -45,10 +45,8 @@ def app(args: dict[str, Any]) -> Any:
     """The bound Serve application; called by Ray Serve with the config file's `args`."""
     settings = settings_of(args)
     # Workers are on machines of their own: each offers its stream on its address in Ray's cluster.
-    return build_app(
-        settings, prepare_models(settings), stream_host="", door=front_door(settings),
-        place={front_pod.RESOURCE: 1.0},
-    )  # fmt: skip
+    models, door = prepare_models(settings), front_door(settings)
+    return build_app(settings, models, door, stream_host="", place={front_pod.RESOURCE: 1.0})
 
 
 def main() -> None:
