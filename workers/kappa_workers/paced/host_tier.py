@@ -120,10 +120,6 @@ class HostTierWorker(TierWorker):
     def take_dropped(self) -> set[int]:
         return set().union(*(link.take_dropped() for link in self.links))
 
-    @property
-    def store_block_s(self) -> float:
-        return self._stores.block_s[STORE]
-
     def begin_work(self, work: DiskWrite) -> None:
         if self.disk is not None:
             self.disk.submit(work)
@@ -159,6 +155,7 @@ class HostTierWorker(TierWorker):
         return self.pace.load_s(tokens) if direction == LOAD else self.pace.store_s(tokens)
 
     def _ended(self, message: dict[str, Any]) -> None:
+        self.store_block_s = self._stores.block_s[STORE]
         disk = message.pop("disk_blocks", 0) * self._block_tokens
         counts = {"disk_tokens": disk} if disk else {}
         self._report({**message, "tokens": message["blocks"] * self._block_tokens, **counts})

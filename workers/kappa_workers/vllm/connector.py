@@ -129,7 +129,6 @@ class HostTierConnector(OffloadingConnector):
             options, manager, shared_rows, stats.send, record, self._kappa_block_tokens
         )
         self._kappa_peers.settle()  # tells how much room there is
-        manager.copying = lambda: self._kappa_peers is not None and self._kappa_peers.has_work
 
     # -- the scheduler's side -----------------------------------------------------------------
 

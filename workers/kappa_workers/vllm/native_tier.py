@@ -47,7 +47,6 @@ class NativeTierWorker(TierWorker):
         self._ranks = ranks
         self._copies, self._tokens_per_block = copies, tokens_per_block
         self._submitted: dict[int, _Submitted] = {}
-        self._store_block_s = 0.0
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -73,10 +72,6 @@ class NativeTierWorker(TierWorker):
             self._ended(result)
         return results
 
-    @property
-    def store_block_s(self) -> float:
-        return self._store_block_s
-
     def wait_for_load(self, timeout_s: float) -> bool:
         if self._submitted:
             time.sleep(min(timeout_s, _POLL_S))
@@ -101,7 +96,7 @@ class NativeTierWorker(TierWorker):
         if took_s is None or moved is None:
             return
         if job.direction == STORE and job.blocks:
-            self._store_block_s = averaged_s(self._store_block_s, took_s / job.blocks)
+            self.store_block_s = averaged_s(self.store_block_s, took_s / job.blocks)
         self._report({
             "kind": job.direction, "job": result.job_id, "blocks": job.blocks,
             "bytes": moved * self._ranks, "tokens": job.tokens, "took_s": took_s,

@@ -98,7 +98,7 @@ class HostTierFetches:
         self._news: list[_News] = []
         self._left_alone_until_s: dict[str, float] = {}
         self._room, self._room_s, self._ended = -1, 0.0, False
-        manager.before_reset = self.cancel
+        manager.before_reset, manager.copying = self.cancel, lambda: self.has_work
 
     # -- the scheduler's thread ---------------------------------------------------------------
 
