@@ -69,7 +69,7 @@ def kv_events(facts: Facts) -> Finding:
         if stored and not events.get("host") and node["host_tier_contents"] != "estimated":
             bad.append(f"{node['node']}: {stored:g} tokens stored, no event of tier host")
     if bad:
-        remedy = "the index cannot know what is cached: is the engine's version the lock's?"
+        remedy = "the index cannot know the cached blocks: is the engine's version the lock's?"
         return Finding("fail", "; ".join(bad), remedy)
     if not seen:
         return Finding("skip", "no block was kept yet")
@@ -156,7 +156,7 @@ def priors(facts: Facts) -> Finding:
         for name in ("h2d_bytes", "flops")
     }
     if not shares:
-        return Finding("skip", "no measured worker of a pool whose --config is given")
+        return Finding("skip", "no measured worker of a pool in --config")
     shown = _pairs({name: f"{share:.0%}" for name, share in shares.items()})
     is_sound = all(low <= share <= high for share in shares.values())
     remedy = "another GPU or link than the file says, or fewer lanes: nvidia-smi topo -m"

@@ -56,7 +56,7 @@ def _of_pools_together(settings: ClusterSettings) -> Iterator[str]:
     chosen = [name for name in ("block_tokens", "dtype") if getattr(settings.engine, name) is None]
     if kind == "vllm" and len({bool(pool.placement.gpus) for pool in pools}) > 1 and chosen:
         yield (
-            "some pools are on GPUs, where vLLM chooses what is not given, and some on CPUs, and "
+            "some pools are on GPUs, where vLLM chooses missing settings, and some on CPUs, and "
             f"none could use another's blocks: give engine.{' and engine.'.join(chosen)}"
         )
     on_gpus = ", ".join(pool.name for pool in pools if pool.paced and pool.placement.gpus)
@@ -96,7 +96,7 @@ def _stock_tier(w: Worker) -> Iterator[str]:
     if w.pool.role != "both":
         yield f"{asks}, which hands nothing over, and the pool's role is {w.pool.role}: say both"
     if w.engine.host_bytes != 0 and not w.gpus:
-        yield f"{asks}, whose copies need a GPU, and placement.gpus is 0: say host_bytes: 0"
+        yield f"{asks}: its copies need a GPU, and placement.gpus is 0: say host_bytes: 0"
 
 
 def _host_tier(w: Worker) -> Iterator[str]:

@@ -26,7 +26,7 @@ _TOTALS: dict[str, tuple[str, Severity, str]] = {
         "the link is behind: raise scheduler.store_backlog_s, or lower the load"),
     "failed loads": (
         "failed_loads_total", "fail",
-        "each is computed anew: see the worker's log, and the tier's server if there is one"),
+        "each is computed instead: see the worker's log, and the tier's server if there is one"),
     "tier failures": (
         "tier_failures_total", "warn",
         "the LMCache server is slow or away: see engine.lmcache and its log"),

@@ -45,7 +45,7 @@ def dashboards(
     sessions: Annotated[int, typer.Option(min=1, max=64, help="Chats at once.")] = 4,
     seconds: Annotated[
         float | None,
-        typer.Option("--for", min=_LEAST_S, help="End after so many seconds; default: Ctrl-C."),
+        typer.Option("--for", min=_LEAST_S, help="Seconds until it ends; default: Ctrl-C."),
     ] = None,
 ) -> None:
     """Start a cluster, Prometheus and traffic, to look at the dashboards."""
@@ -67,7 +67,7 @@ def dashboards(
                     f"Prometheus  {prometheus_url} (rules: {prometheus_url}/rules)\n"
                     f"Dashboards, for your Grafana with that Prometheus as data source:\n{files}\n"
                     "Which panels have data: .venv/bin/python -m kappa_dashboards.check "
-                    f"--prometheus {prometheus_url}\nCtrl-C stops all of it.",
+                    f"--prometheus {prometheus_url}\nCtrl-C stops them all.",
                     flush=True,
                 )
                 asyncio.run(_traffic(cluster.url, sessions, seconds))

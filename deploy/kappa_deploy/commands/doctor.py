@@ -88,7 +88,7 @@ def _climb(
     """Climb the ladder of GPU checks; exits with 1 if a rung failed, 2 if it could not begin."""
     entry = installed(EXAMINATIONS).get("gpu")
     if entry is None:
-        fail("--gpu is not installed: set up anew with ./dev setup", 2)
+        fail("--gpu is not installed: run ./dev setup again", 2)
     with contextlib.redirect_stdout(sys.stderr):
         climb = entry.load()
     try:

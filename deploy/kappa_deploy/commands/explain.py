@@ -83,8 +83,8 @@ def tables(
         "slips": ("Where the paper slips", slips),
         "nodes": ("Nodes: data-sheet figures; of pcie and c2c assumed sustained ones", nodes),
         "models": (
-            "Models: layers whose KV grows, KV in KB per token and κ_crit on nodes, KV in 16 bits "
-            "and in 8",
+            "Models: layers with KV that grows, KV in KB per token and κ_crit on nodes, KV in 16 "
+            "bits and in 8",
             models,
         ),
     }

@@ -38,7 +38,7 @@ _KEY_BYTES = 32
 
 @app.command()
 def new(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is to be.")],
+    tenant: Annotated[str, typer.Argument(help="The tenant of the key.")],
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Keys file to add its digest to.")
     ] = None,
@@ -77,7 +77,7 @@ def hash_(
 def list_(
     file: Annotated[Path, typer.Argument(help="Keys file.")], json_output: Json = False
 ) -> None:
-    """Whose keys a file holds, and how many of them stand there in the clear."""
+    """List a file's tenants, with their keys and those of them that stand in the clear."""
     try:
         tenants = Counter(read_digests(file).values())
         clear = Counter(

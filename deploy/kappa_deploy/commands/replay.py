@@ -46,13 +46,13 @@ def replay(
     ] = None,
     slo_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Seconds per later token.")] = None,
-    slo_share: Annotated[float | None, typer.Option(help="That must meet it; 0.9.")] = None,
+    slo_share: Annotated[float | None, typer.Option(help="Share of requests within; 0.9.")] = None,
     dilation: Annotated[
         float, typer.Option(help="Real seconds per second of the limits given (paced nodes).")
     ] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Only report anew on this folder.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Only report on this folder again.")] = None,
     json_output: console.Json = False,
 ) -> None:
     """Replay a workload against an OpenAI endpoint: latencies, goodput, errors, and why."""

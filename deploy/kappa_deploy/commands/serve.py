@@ -55,7 +55,7 @@ def serve(
         str | None, typer.Option(help="Ray cluster to join: its head, HOST:PORT, or auto.")
     ] = None,
     dry: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be started, and what is wrong.")
+        bool, typer.Option("--dry-run", help="Show what would be started, and its faults.")
     ] = False,
     machine: Annotated[
         list[str] | None,
@@ -110,9 +110,7 @@ def with_a_model(settings: ClusterSettings) -> ClusterSettings:
     try:
         smollm2(home() / "models", lambda what: warn(what, "dim"))
     except StartError as error:
-        warn(
-            f"{error}. Until then a tiny random model is served, whose answers mean nothing", "red"
-        )
+        warn(f"{error}. Until then a tiny random model is served: its answers mean nothing", "red")
         return settings.model_copy(update={"model": ModelSettings()})
     return settings
 
@@ -223,7 +221,7 @@ def print_dry_run(settings: ClusterSettings, descriptions: list[str], json_outpu
         (pool["name"], pool["device"], pool["host_tier"], _ray_demand(pool), _number_of(pool))
         for pool in pools
     ]
-    print_table(None, ("pool", "device", "host tier", "a worker of it", "workers"), rows, left=4)
+    print_table(None, ("pool", "device", "host tier", "each worker", "workers"), rows, left=4)
     for pool in pools:
         print_text(f"\npool {pool['name']} asks of vLLM:")
         for name, value in sorted(pool["engine_args"].items()):

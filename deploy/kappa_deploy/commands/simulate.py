@@ -70,9 +70,9 @@ class Options:
         str, typer.Option(help="A third of the nodes announces 3x wrong: none, link, compute, both")
     ] = "none"
     failures: Annotated[int, typer.Option(min=0, help="Nodes that die, and return after 60 s.")] = 0
-    stragglers: Annotated[int, typer.Option(min=0, help="Nodes 3x slow for a fifth of it.")] = 0
+    stragglers: Annotated[int, typer.Option(min=0, help="Nodes 3x slow a fifth of the time.")] = 0
     trouble: Annotated[
-        int, typer.Option(min=0, help="Instead: so many faults of every kind, drawn at random.")
+        int, typer.Option(min=0, help="Instead: faults of every kind, drawn at random.")
     ] = 0
     noise: Annotated[float, typer.Option(min=0.0, help="Sigma of the log of durations.")] = 0.03
     admission: Annotated[
