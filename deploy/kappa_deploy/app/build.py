@@ -46,7 +46,7 @@ def build_app(
     which this machine's Envoy serves.
 
     models: in the order of `settings.by_model()`. `stream_host`: where workers offer their report
-    streams; empty: each on its machine's address. place: what of Ray's resources a decider demands,
+    streams; empty: each on its machine's address. place: Ray's resources that a decider demands,
     so that it is beside its Envoy; None: this machine.
 
     Raises:
