@@ -106,7 +106,7 @@ class Tab:
         self.call("Page.close")
 
     def picture(self, path):
-        """Save what is seen as PNG."""
+        """Save the visible page as PNG."""
         Path(path).write_bytes(b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 

@@ -1,4 +1,4 @@
-"""Rules about the repository itself: who imports what, what is shipped, which names are ours."""
+"""Rules about the repository itself: imports, shipped files, which names are ours."""
 
 import ast
 import configparser
@@ -150,12 +150,9 @@ def test_every_direct_requirement_is_locked(lock, extra):
 
 
 def third_party_imports(package: str) -> set[str]:
-    """Packages from elsewhere that one of ours imports anywhere in its files; `scripts` run in
-    environments of their own."""
+    """Packages from elsewhere that one of ours imports anywhere in its files."""
     found: set[str] = set()
     for path in modules(package):
-        if path.parent.name == "scripts":
-            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -165,13 +162,13 @@ def third_party_imports(package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("distribution", OURS)
-def test_distribution_asks_for_what_it_imports_or_an_extra_brings_it(distribution):
+def test_distribution_requires_what_it_imports_or_names_an_extra(distribution):
     base = set().union(*map(installed_with, required(distribution)))
     owners = metadata.packages_distributions()
     wrong = []
     for module in third_party_imports(OURS[distribution]) & owners.keys():
         distributions = {canonicalize_name(name) for name in owners[module]}
-        # What is not in the base is imported where it is used, and an extra is named for it.
+        # Packages beyond the base are imported where they are used, and named with an extra.
         if not distributions & base and not remedy_for(module):
             wrong.append(module)
     assert wrong == []
@@ -196,7 +193,7 @@ def test_the_router_brings_neither_an_engine_nor_a_cluster():
 
 
 @pytest.mark.parametrize("lock", ROOT.glob("*.lock"), ids=str)
-def test_no_locked_version_is_one_with_a_vulnerability_that_concerns_us(lock):
+def test_lock_has_no_version_below_the_floors_of_known_faults(lock):
     lines = (ROOT / "locks/floors.txt").read_text(encoding="utf-8").splitlines()
     floors = [Requirement(line.partition("#")[0]) for line in lines if not line.startswith("#")]
     pins = dict(re.findall(r"(?m)^([a-z0-9-]+)==([^\s;\\]+)", lock.read_text(encoding="utf-8")))
@@ -226,7 +223,7 @@ def test_no_installed_package_overwrites_anothers_modules():
     assert not shared
 
 
-def test_what_installs_and_builds_the_rest_is_locked_in_one_version():
+def test_build_tools_are_locked_in_one_version():
     workspace = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     group = workspace["dependency-groups"]["build"]
     lock = (ROOT / "locks/build.lock").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What every bench is measured and reported with: arms in turns, intervals, result, table.
+"""The tools of every bench: arms in turns, intervals, results, tables, options.
 
 A bench measures, calls `result` with its facts, and hands that to `publish` with a function that
 prints it for a reader.
@@ -36,11 +36,11 @@ T = TypeVar("T")
 _FILE_COLUMNS = 170
 
 
-# What came out ------------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 def result(**facts: Any) -> dict[str, Any]:
-    """The facts of a bench, with the command, the machine, how loaded it was at the end (1, 5 and
+    """The facts of a bench, with the command, the machine, its load averages at the end (1, 5 and
     15 minutes) and the day."""
     made = {"machine": machine(), "load_average": os.getloadavg(), "command": command()}
     return {**facts, **made, "date": datetime.now(UTC).date().isoformat()}
@@ -57,7 +57,7 @@ def publish(
         show: prints it for a reader.
         json_output: print JSON.
         out: a file that gets it as JSON, too.
-        remark: what else belongs beside the machine, such as "paced".
+        remark: printed beside the machine, such as "paced".
     """
     if out is not None:
         save_json(facts, out)
@@ -80,8 +80,8 @@ def save_json(facts: Mapping[str, Any], path: Path) -> None:
 
 
 def _as_json(facts: Mapping[str, Any]) -> bytes:
-    # msgspec writes null for infinite and NaN, which JSON has not: a figure that was not to be had
-    # must not cost the result of an hour. torch's version is a subclass of str.
+    # msgspec writes null for infinity and NaN, which JSON lacks: one missing figure must not cost
+    # the result of an hour. torch's version is a subclass of str.
     return msgspec.json.encode(facts, enc_hook=str)
 
 
@@ -128,8 +128,8 @@ def table(
 
 
 Column = str | Callable[[Mapping[str, Any]], str]
-"""What stands in a column: a row's key, dots before inner ones, a format behind a colon, as in
-ttft_s.p50:.3g (`ms`: seconds as milliseconds, one decimal below 100); or what makes it of the row.
+"""The content of a column: a row's key, dots before inner ones, a format behind a colon, as in
+ttft_s.p50:.3g (`ms`: seconds as milliseconds, one decimal below 100); or a function of the row.
 """
 
 
@@ -139,7 +139,7 @@ def rows_table(
     rows: Iterable[Mapping[str, Any]],
     left: Sequence[str] = (),
 ) -> Table:
-    """As `table`, of rows and columns by heading; what a row has not is a dash."""
+    """As `table`, of rows and columns by heading; a dash where a row lacks the key."""
     return table(
         title, list(columns), ([_cell(r, c) for c in columns.values()] for r in rows), left
     )
@@ -194,7 +194,7 @@ def names(text: str, known: Iterable[str], option: str) -> tuple[str, ...]:
     """Different names, all of them known, from a text with commas.
 
     Raises:
-        ValueError: names the option and what is known.
+        ValueError: names the option and the known names.
     """
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     wrong = [name for name in found if name not in known]
@@ -207,23 +207,21 @@ def names(text: str, known: Iterable[str], option: str) -> tuple[str, ...]:
 # Measuring ----------------------------------------------------------------------------------------
 
 
-def alternate(
-    arms: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1
-) -> dict[str, list[T]]:
-    """What each arm returned, round by round; every arm runs once a round, their order reversed
-    each time.
+def alternate(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Results of each arm, round by round; every arm runs once a round, their order reversed each
+    time.
 
-    What drifts (clocks, other work on the machine) hits all arms, and what one leaves in caches
-    hits each as often from either side. The first `warm_up` rounds are dropped. Garbage is
-    collected between rounds only, so that no arm pays for another's; what was there before (half a
-    second's worth, with torch) is not looked through again each time.
+    Drift (clocks, other work on the machine) hits all arms, and the caches that one arm leaves hit
+    each as often from either side. A first round is dropped. Garbage is collected between rounds
+    only, so that no arm pays for another's; older objects (half a second's worth, with torch) are
+    not searched again each time.
     """
     samples: dict[str, list[T]] = {name: [] for name in arms}
     collecting = gc.isenabled()
     gc.disable()
     gc.freeze()
     try:
-        for number in range(-warm_up, rounds):
+        for number in range(-1, rounds):
             for name in arms if number % 2 == 0 else reversed(list(arms)):
                 sample = arms[name]()
                 if number >= 0:
@@ -271,7 +269,7 @@ def half_width(values: Sequence[float] | NDArray[np.float64]) -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Linear between neighbours; None of nothing."""
+    """A quantile, linear between neighbours; None if there are no values."""
     return float(np.quantile(values, share)) if len(values) else None
 
 
@@ -287,5 +285,5 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def finite(value: float) -> float | None:
-    """The number, or None for what JSON has not."""
+    """The number; None for infinity and NaN, which JSON lacks."""
     return value if math.isfinite(value) else None

@@ -1,6 +1,6 @@
-"""vLLM's engine without Ray, as benches ask it: prompts of token ids, and what the engine reports.
+"""vLLM's engine without Ray: prompts of token ids in, outputs and the engine's own reports out.
 
-Its processes are this one's children. What they load, store and step comes over our stats channel.
+Its processes are this one's children. They report loads, stores and steps over our stats channel.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class BareEngine:
         self, ids: Sequence[int], tokens: int, name: str, extra_args: Mapping[str, Any],
         logprobs: int | None = None, priority: int = 0,
     ) -> AsyncIterator[Any]:  # fmt: skip
-        """vLLM's outputs of one request, each with what is new; `tokens` of answer, whatever they
-        are. logprobs: of so many of the likeliest."""
+        """vLLM's outputs of one request, each with its new tokens; the answer has exactly `tokens`
+        tokens. logprobs: how many of the likeliest tokens get one."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -60,7 +60,7 @@ class BareEngine:
             yield output
 
     def reports(self) -> Iterator[dict[str, Any]]:
-        """What came over the stats channel since the last time."""
+        """Messages of the stats channel since the last call."""
         with contextlib.suppress(zmq.Again):
             while True:
                 yield msgspec.msgpack.decode(self._stats.recv(zmq.NOBLOCK))

@@ -1,8 +1,8 @@
-"""What an engine asks of a decoder that answers approximately, in slots beside the engine's blocks.
+"""The interface of a decoder that answers approximately, in slots beside the engine's blocks.
 
 A request that allows it (`EngineRequest.approx`) is computed in a slot, from its start or from its
-second token on (`Sequence.slot`). `engine.sparse` has such a decoder; whoever builds an engine
-plugs it in. An engine without one computes every request exactly.
+second token on (`Sequence.slot`). `kappa_engine.sparse` has such a decoder; the caller that builds
+an engine plugs it in. An engine without one computes every request exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SlotPass:
     logits: dict[Sequence, Tensor] = field(default_factory=dict)
     # Requests that cannot go on in their slot; some have logits all the same.
     lost: list[Sequence] = field(default_factory=list)
-    # Of requests whose prefix came with this pass: seconds of the link, and bytes.
+    # By request that got its prefix with this pass: seconds of the link, and bytes.
     begun: dict[Sequence, tuple[float, int]] = field(default_factory=dict)
 
 

@@ -130,7 +130,7 @@ def dense(
 def partial(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, visible: Tensor | None = None
 ) -> Partial:
-    """As `dense`, and the log-sum-exp of each query's scores (batch, heads, queries).
+    """The output of `dense`, and the log-sum-exp of each query's scores (batch, heads, queries).
 
     That is in float32 at least. Where all of a query's keys are padding, output is zero and
     log-sum-exp -inf; the flash kernel, which takes no padding, would say inf.

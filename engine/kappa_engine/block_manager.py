@@ -81,7 +81,7 @@ class BlockManager:
         return self.device.available()
 
     def quote(self, work: Work) -> Quote | None:
-        """What admitting a request takes; None while another request loads blocks that it needs.
+        """The cost of admitting a request; None while another request loads blocks that it needs.
 
         At least one token is computed, so a full hit gives its last block back.
         """
@@ -198,7 +198,7 @@ class BlockManager:
     # -- looking ------------------------------------------------------------------------------
 
     def look(self, sequence: Sequence) -> Quote | None:
-        """As `quote`, looked up now."""
+        """The cost of admitting a request, looked up now."""
         size, keys, usable = self.block_tokens, sequence.keys, self._usable(sequence)
         if sequence.resides:
             return self.residents.quote(sequence, self._host_stop(sequence, 0, usable), usable)
@@ -224,7 +224,7 @@ class BlockManager:
         return Quote(blocks, there * size, loaded, found - idle, sequence.first_key, kept)
 
     def loading(self, sequence: Sequence) -> Loading | None:
-        """How a prefix would be loaded; None if the device has all that host memory has."""
+        """The load of a request's prefix; None if the device has all that host memory has."""
         usable = self._usable(sequence)
         stop = self._host_stop(sequence, 0, usable)
         found, _ = self.device.prefix(sequence.keys, usable)
@@ -240,7 +240,7 @@ class BlockManager:
         return min((sequence.total_tokens - 1) // self.block_tokens, len(sequence.keys))
 
     def _host_stop(self, sequence: Sequence, start: int, usable: int) -> int:
-        """Where the run of blocks ends that host memory has in some form, from `start` on.
+        """The end of the run of blocks, from `start` on, that host memory has in some form.
 
         It runs in every iteration for every waiting request, so it begins where it ended last time
         if that block is still there: ends of prefixes are evicted first. `take` looks at all.

@@ -1,7 +1,7 @@
 """Pools of blocks by id: reference counts, and which neighbours are copied at once.
 
 Every misuse (a block given back twice, or shared while unused) raises `BlockError` and is counted.
-The tensors behind the pools are in `engine.kv_cache`.
+The tensors behind the pools are in `kappa_engine.kv_cache`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class BlockPool:
         shared = list(blocks)
         for block in shared:
             if not self.refs(block):
-                raise self._misuse(f"block {block} is shared, but nobody uses it")
+                raise self._misuse(f"block {block} is shared, but has no user")
         for block in shared:
             self._refs[block] += 1
 

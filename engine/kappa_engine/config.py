@@ -1,8 +1,9 @@
-"""What the engine must know of a model, from its Hugging Face ``config.json``: frozen and checked.
+"""A model's configuration for the engine, from Hugging Face's ``config.json``: frozen, checked.
 
 Families: OPT, Llama, Qwen2, Qwen3. Each differs in norm, positions, biases, head norms and MLP; all
-else is one forward pass. An architecture whose attention or positions the engine does not compute
-exactly is refused by name, with the load plans that would work (see `kappa.plans.architecture`).
+else is one forward pass. An architecture with attention or positions that the engine does not
+compute exactly is refused by name, with the load plans that would work
+(`kappa.plans.architecture`).
 """
 
 from __future__ import annotations
@@ -30,12 +31,7 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only model.
-
-    `rope` holds the checkpoint's own rope parameters (type, theta, factors) and is empty where
-    positions are learned. `embed` is the width of the token embedding, which OPT may project.
-    `max_tokens` is how long a sequence may be. `shape` is the same model as planners see it.
-    """
+    """One decoder-only model."""
 
     family: str
     layers: int
@@ -45,7 +41,9 @@ class ModelConfig:
     head_dim: int
     inner: int
     vocab: int
+    # Width of the token embedding, which OPT may project.
     embed: int
+    # Of a sequence, at most.
     max_tokens: int
     norm_eps: float
     activation: str
@@ -56,7 +54,9 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     tied: bool
+    # The same model for planners.
     shape: ModelShape = field(repr=False, compare=False)
+    # The checkpoint's own rope parameters (type, theta, factors); empty: positions are learned.
     rope: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -144,7 +144,7 @@ def read_config(source: Mapping[str, Any] | str | Path, name: str = "") -> Model
 
 
 def _shape(data: Mapping[str, Any], name: str) -> ModelShape:
-    """As planners see it; checkpoints in float64, which exactness is tested with, included."""
+    """The shape for planners; also of checkpoints in float64, with which exactness is tested."""
     wide = {key for key in ("dtype", "torch_dtype") if "64" in str(data.get(key))}
     shape = shape_from_config({key: data[key] for key in data if key not in wide}, name)
     return replace(shape, kv_dtype_bytes=8.0, weight_dtype_bytes=8.0) if wide else shape

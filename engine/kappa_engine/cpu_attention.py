@@ -4,7 +4,7 @@ Only queries and results cross the link (paper 002's overlap, with the weights o
 kernel is torch's fused attention for CPUs, which also gives the log-sum-exp: every block is an
 element of its batch, so that paged keys are read where they lie. Half precision, in which that
 kernel is slow and its sums short, is widened to float32 in pieces that fit a cache. Pieces are
-merged as `engine.attention` merges places.
+merged as `kappa_engine.attention` merges places.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CpuWorker:
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Compute `job` behind those before it, without gradients; `RuntimeError` if stopped."""
         future = self._pool.submit(torch.no_grad()(job))
-        self._newest = future  # type: ignore[assignment]
+        self._newest = future
         return future
 
     def settle(self, timeout_s: float = WAIT_S) -> None:

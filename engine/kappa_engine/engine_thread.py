@@ -148,7 +148,7 @@ class EngineThread:
                 self._calls.get_nowait()()
 
     def _give(self, output: Output) -> None:
-        """Deliver an output; a caller that fails, or whose event loop is closed, ends no other."""
+        """Deliver an output; a caller that fails, as with a closed event loop, ends no other."""
         over = output.finish_reason is not None
         deliver = (self._deliver.pop if over else self._deliver.get)(output.request_id, None)
         if deliver is not None:

@@ -25,10 +25,12 @@ from kappa_engine.weights import Weights
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step under way: hidden states, and the angles of its new and its projected tokens."""
+    """A step under way."""
 
     step: DeviceStep
+    # States (new tokens, hidden) before the layer that comes next.
     hidden: Tensor
+    # Rotary angles of its new tokens, and of those projected from activations.
     angles: layers.Angles
     act_angles: layers.Angles
 
@@ -87,33 +89,29 @@ class Forward:
             inverse, factor = layers.frequencies(config.rope, config.head_dim)
             self._rope = inverse.to(weights.device), factor
         self._buffers: list[Buffer] = []
-        # Buffers of passes whose copies did not end in time.
+        # Buffers of passes in which a copy did not end in time.
         self._stuck: list[object] = []
 
+    @torch.no_grad()
     def compute(self, rows: Sequence[StepRow]) -> Tensor:
         """Compute rows together and write their KV; logits (wanted, vocabulary), in their order.
 
         Raises:
+            ValueError: a sequence is longer than the model's learned positions.
             NoSuchBlock: a row names a block that its sequence does not have.
             TransferFailed: a load failed. The content of blocks that the rows write is undefined;
                 blocks that they only read are as they were.
         """
-        return self.run(self.build(rows))
-
-    def build(self, rows: Sequence[StepRow]) -> DeviceStep:
-        """Build the step of these rows, on the device."""
         # Learned positions end; rotary ones do not.
         longest = max(row.length for row in rows)
         if not self.config.rope and longest > self.max_tokens:
             raise ValueError(
                 f"a sequence of {longest} tokens: this model has {self.max_tokens} positions"
             )
-        return build_step(rows, self.arena.block_tokens, self.weights.device)
-
-    @torch.no_grad()
-    def run(self, step: DeviceStep) -> Tensor:
-        """As `compute`, of a step that is built."""
-        running, last = self._begin(step), self.config.layers - 1
+        step = build_step(rows, self.arena.block_tokens, self.weights.device)
+        hidden = layers.embed(self.weights, step.tokens, step.positions)
+        angles = self.angles(step.positions), self.angles(step.act_positions)
+        running, last = RunningStep(step, hidden, *angles), self.config.layers - 1
         try:
             self._reserve(step.buffer_rows, step.loaded_act_blocks)
             self._load(0, step, self._buffers[0])
@@ -124,7 +122,7 @@ class Forward:
         except BaseException:
             self._abandon()
             raise
-        return self._logits(running)
+        return layers.logits(running.hidden[step.logit_rows], self.weights)
 
     def angles(self, positions: Tensor) -> layers.Angles:
         """Rotary angles of tokens at these positions; None where positions are learned."""
@@ -135,15 +133,7 @@ class Forward:
         if self.cpu is not None:
             self.cpu.worker.stop()
 
-    # -- begin and end ------------------------------------------------------------------------
-
-    def _begin(self, step: DeviceStep) -> RunningStep:
-        hidden = layers.embed(self.weights, step.tokens, step.positions)
-        angles = self.angles(step.positions), self.angles(step.act_positions)
-        return RunningStep(step, hidden, *angles)
-
-    def _logits(self, running: RunningStep) -> Tensor:
-        return layers.logits(running.hidden[running.step.logit_rows], self.weights)
+    # -- buffers ------------------------------------------------------------------------------
 
     def _reserve(self, rows: int, acts: int) -> None:
         """Allocate two buffers of this many rows and blocks of activations, unless they suffice."""

@@ -1,4 +1,4 @@
-"""Requests whose context lies in host memory while they run (papers 000 and 003).
+"""Requests that keep their context in host memory while they run (papers 000 and 003).
 
 Their blocks leave the device as soon as host memory has them, and cross the link again at every
 step, layer by layer. On the device they take the blocks of the chunk at hand, and of an answer the
@@ -38,7 +38,7 @@ class HostResidents:
         return iter(self._live)
 
     def quote(self, sequence: Sequence, stop: int, usable: int) -> Quote:
-        """What admitting a request takes: device blocks for its first chunk; more than there are
+        """The cost of admitting a request: device blocks for its first chunk; more than there are
         while host memory lacks room for its prompt.
 
         Args:

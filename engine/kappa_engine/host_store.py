@@ -187,7 +187,7 @@ class HostStore:
 
     @property
     def behind(self) -> bool:
-        """Whether an iteration's blocks might be dropped, so many are on their way."""
+        """Whether too many blocks are on their way to take another iteration's."""
         settings, size = self._settings, self._arena.block_tokens
         blocks = settings.max_running + -(-settings.budget_tokens // size)
         few = settings.act_share > 0 and self._acts.unused < blocks
@@ -242,7 +242,7 @@ class HostStore:
         return self._there("kv", digest), self._there("act", digest)
 
     def _fitting(self, type: BlockType, keys: list[BlockKey], beside: Collection[bytes]) -> int:
-        """How many of these blocks, from the first on, can be stored; counts the others."""
+        """The number of leading blocks that can be stored; counts the others as dropped."""
         counters, wanted = self.counters, len(keys)
         digests: set[bytes | None] = {None, *beside}
         for index, key in enumerate(keys):

@@ -50,11 +50,14 @@ class Arena:
 
     kv_device, kv_host: (layers, blocks, 2, block_tokens, kv_heads, head_dim), K at index 0 of the
     third axis and V at 1. act_device, act_host: (layers, blocks, block_tokens, hidden), the input
-    of each layer's QKV projection (behind its input norm). The pool of each has its name, as
-    `pools["kv", "device"]`. device: where the device blocks lie; "cpu" is as good as any.
+    of each layer's QKV projection (behind its input norm). Each has a pool of its name, as
+    `pools["kv", "device"]`.
+
+    Args:
+        device: of the device blocks; "cpu" works as well as a GPU.
 
     Raises:
-        ArenaTooLarge: names the place, what is wanted and what is free, and what to give instead.
+        ArenaTooLarge: names the place, the bytes wanted and free, and the remedy.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """The engine: requests in, tokens out, one iteration at a time.
 
-`Engine.step` admits, computes and accounts. `scheduler.batching` decides with one of its rules what
-is computed next, over the blocks of `engine.block_manager`; `engine.model_runner` computes it.
-Prefixes come back by load plans (`engine.prefix_loads`), full blocks go to host memory
-(`engine.host_store`). A load that fails is counted, and its tokens are computed instead. One thread
-may use an engine at a time; `engine.engine_thread` serves several.
+`Engine.step` admits, computes and accounts. `kappa_scheduler.batching` decides by one of its rules
+which tokens come next, over the blocks of `block_manager`; `model_runner` computes them. Prefixes
+come back by load plans (`prefix_loads`), full blocks go to host memory (`host_store`). A load that
+fails is counted, and its tokens are computed instead. One thread may use an engine at a time;
+`engine_thread` serves several.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Observer(Protocol):
 
 
 class _Iterated(NamedTuple):
-    """What `Observer.iterated` is given of an iteration."""
+    """The arguments of `Observer.iterated`."""
 
     seconds: float
     chunks: list[Chunk]
@@ -326,7 +326,7 @@ class Engine:
         return _Iterated(seconds, list(chunks.values()), prefilled)
 
     def _compute(self, chunks: Chunks) -> tuple[Logits, list[Sequence]]:
-        """Logits of each chunk's last token, and the requests whose slot failed."""
+        """Logits of each chunk's last token, and the requests that lost their slot."""
         exact = {s: chunk for s, chunk in chunks.items() if s.slot is None}
         logits = self._runner.compute(exact) if exact else {}
         if self.approximate is None or len(exact) == len(chunks):

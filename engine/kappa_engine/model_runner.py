@@ -2,9 +2,9 @@
 
 Chunks and loads go through the model together. If a load fails, the chunks that wait for one run
 again one by one, so that only the prefix that does not arrive is computed from its tokens. If a
-context in host memory cannot cross the link, the CPU attends to all of it, or it is computed from
-its tokens for that step. Contexts that cross at every step go in mini-batches that the two buffers
-of a layer hold.
+context in host memory cannot cross the link, the CPU attends to the whole context, or it is
+computed from its tokens for that step. Contexts that cross at every step go in mini-batches that
+the two buffers of a layer hold.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class ModelRunner:
         return logits | (self._run(others) if others else {})
 
     def _without_link(self, sequence: Sequence, chunk: Chunk) -> Logits:
-        """Compute a chunk whose transfers failed: its load's tokens are computed first, and the CPU
-        attends to the context that should have crossed."""
+        """Compute a chunk after its transfers failed: the tokens of its load first; the CPU attends
+        to the context that should have crossed."""
         load, kept = sequence.load, sequence.kept
         if kept is not None and kept.crosses:
             self._loads.stays(sequence)
@@ -124,8 +124,8 @@ class ModelRunner:
         return {sequence: logits[index] for index, sequence in enumerate(chunks)}
 
     def _mini_batches(self, chunks: Chunks) -> list[Chunks]:
-        """Chunks in mini-batches of crossing contexts that the buffers of a layer hold, and whose
-        projection takes as long as their load (paper 003, Section 4.3.3)."""
+        """Mini-batches of chunks: the contexts that cross in each fit the buffers of a layer, and
+        take as long to project as to load (paper 003, Section 4.3.3)."""
         most, rates = self._settings.pass_blocks, self._planning.rates
         blocks = {s: self._crossing(s.kept) for s in chunks if s.kept is not None and s.kept.grows}
         if sum(each.act + each.kv for each in blocks.values()) <= most or rates is None:
@@ -151,7 +151,7 @@ class ModelRunner:
     def _row(
         self, sequence: Sequence, start: int, stop: int, *, recompute: bool = False
     ) -> StepRow:
-        """A chunk as a row of a step, with the prefix that is loaded in front of it.
+        """A chunk as a row of a step, behind the prefix that is loaded.
 
         recompute: compute all tokens before it instead, for this step alone.
         """

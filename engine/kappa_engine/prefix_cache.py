@@ -154,7 +154,7 @@ class PrefixPool:
         return self._blocks.get(key.digest)
 
     def prefix(self, keys: Sequence[BlockKey], stop: int) -> tuple[int, int]:
-        """How many of the first `stop` keys are there without a gap, and how many of them idle."""
+        """Of the first `stop` keys: how many lead without a gap, and how many of those are idle."""
         idle, stop = 0, min(stop, len(keys))
         for index in range(stop):
             block = self._blocks.get(keys[index].digest)
@@ -179,7 +179,7 @@ class PrefixPool:
         return blocks
 
     def idle_of(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these keys' blocks are idle."""
+        """The number of these keys' blocks that are idle."""
         return sum(self._blocks.get(key.digest) in self._idle for key in keys)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
@@ -205,7 +205,7 @@ class PrefixPool:
         return self.pool.allocate(n)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take a user from each block, in the order of the sequence, whose end is evicted first;
+        """Take a user from each block, given in the order of a sequence: its end is evicted first;
         `BlockError`, and no change, if one was not in use."""
         self.pool.free(blocks)
         self._changed()

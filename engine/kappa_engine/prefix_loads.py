@@ -1,8 +1,8 @@
 """Cached prefixes on their way to the device, and what happens when one does not arrive.
 
-Plain KV is loaded beside the iterations of others; a plan that computes while it loads, and any
-plan where nobody else would wait for it, is executed layer by layer in the iteration of the
-request's first chunk. What fails to arrive is computed: the request counts as not cached.
+Plain KV is loaded beside the iterations of other requests. A plan that computes while it loads, and
+any plan while no other request computes, is executed layer by layer in the iteration of the
+request's first chunk. A prefix that fails to arrive is computed, and counts as not cached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PrefixLoads:
         self._events: dict[Sequence, Event] = {}
         # When the last one ended, or the first of these began.
         self._progress_s = 0.0
-        # Requests whose load waits for an iteration.
+        # Requests with a load that waits for an iteration.
         self._within: deque[Sequence] = deque()
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class PrefixLoads:
     def start(self, sequence: Sequence, now_s: float, others: bool) -> None:
         """Start to load an admitted request's prefix, or let it come with its first chunk.
 
-        others: somebody computes meanwhile, who would have to wait for it.
+        others: other requests compute, and would have to wait for a load in their iteration.
         """
         load = sequence.load
         assert load is not None
@@ -54,19 +54,19 @@ class PrefixLoads:
         targets = sequence.device_blocks(load.start, load.stop)
         if not self._events:
             self._progress_s = now_s
-        # Behind what is being computed: its targets may have been another's blocks.
+        # Behind the computation under way, which may still use the targets for another request.
         copies = self._arena.copies("kv", "device", targets, load.kv)
         self._events[sequence] = self._mover.h2d(copies, self._mover.mark())
 
     def due(self, budget_tokens: int) -> list[Sequence]:
-        """Requests whose prefix comes within the next iteration, with their first chunk.
+        """Requests that load their prefix within the next iteration, with their first chunk.
 
         As many as recompute no more than an iteration's budget; the first one in any case.
         """
         turn: list[Sequence] = []
         while self._within:
             load = self._within[0].load
-            # Who left meanwhile has no load any more.
+            # A request that has left has no load any more.
             if load is not None:
                 budget_tokens -= load.plan.tokens("R")
                 if turn and budget_tokens < 0:
@@ -76,9 +76,9 @@ class PrefixLoads:
         return turn
 
     def landed(self, now_s: float) -> list[Sequence]:
-        """Requests whose loads beside the iterations have ended since the last call, well or not.
+        """Requests with a load beside the iterations that ended since the last call, well or not.
 
-        Those that failed have their tokens to compute, and no load any more.
+        After a failed load the request has no load any more, and its tokens to compute.
 
         Raises:
             TransferFailed: the link is stuck: none has ended for too long.

@@ -395,36 +395,34 @@ def finish(device: torch.device) -> None:
 
 
 @contextmanager
-def repeating(action: Action, threads: int = 1) -> Iterator[None]:
-    """Repeat `action` on `threads` threads while the block runs; each has done it once before.
+def repeating(action: Action) -> Iterator[None]:
+    """Repeat `action` on a thread while the block runs; it has been done once before.
 
     Raises:
         RuntimeError: the action failed or got stuck, so the measurement beside it is void.
     """
-    stop, ready = threading.Event(), threading.Semaphore(0)
+    stop, ready = threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
             action()
-            ready.release()
+            ready.set()
             while not stop.is_set():
                 action()
         except BaseException as error:
             errors.append(error)
-            ready.release()
+            ready.set()
 
-    running = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
-    for thread in running:
-        thread.start()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
     try:
-        if not all(ready.acquire(timeout=_WAIT_S) for _ in running):
+        if not ready.wait(_WAIT_S):
             raise RuntimeError(f"what runs beside the measurement took over {_WAIT_S:g} s")
         if not errors:
             yield
     finally:
         stop.set()
-        for thread in running:
-            thread.join(_WAIT_S)
+        thread.join(_WAIT_S)
     if errors:
         raise RuntimeError(f"what ran beside the measurement failed: {errors[0]}") from errors[0]

@@ -20,16 +20,15 @@ _COLDEST = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen and when to stop.
+    """The choice of tokens, and the end of an answer."""
 
-    temperature: 0, or next to it, takes the likeliest token. top_p: draw among the likeliest
-    tokens whose probabilities first add up to it. seed: of the draws; None draws one. stop_tokens:
-    end the answer, and are its last token.
-    """
-
+    # 0, or next to it, takes the likeliest token.
     temperature: float = 0.0
+    # Tokens are drawn among the likeliest that together have this probability.
     top_p: float = 1.0
+    # Of the draws; None: drawn, too.
     seed: int | None = None
+    # Each ends the answer, as its last token.
     stop_tokens: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:

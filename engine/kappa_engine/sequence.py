@@ -134,7 +134,8 @@ class Sequence(Work):
         self.blocks: Ids = np.empty(0, np.int64)
         # Set by the block manager when it is admitted with a prefix to load.
         self.load: Load | None = None
-        # What stays in host memory; and what is to, by its quote: the plan, and blocks.
+        # The part of its context that stays in host memory; and what its quote says of that part
+        # before the admission: the plan, and how many blocks.
         self.kept: HostResident | None = None
         self.keeps: tuple[LoadPlan, int] | None = None
         # In which it is computed approximately.
@@ -144,7 +145,7 @@ class Sequence(Work):
         # How many of its full blocks others can find on the device; how many were given to the host
         # store; and where its run of blocks in host memory ended at the last look.
         self.published = self.stored = self.host_stop = 0
-        # What admitting it takes, and the state of the caches for which that holds.
+        # The cost of admitting it, and the state of the caches for which that holds.
         self.quoted: tuple[tuple[int, int], Any] | None = None
         self.account = Account()
         self.finish_reason: FinishReason | None = None
@@ -180,7 +181,7 @@ class Sequence(Work):
 
 
 class Output(NamedTuple):
-    """What a request got in an iteration."""
+    """A request's output of one iteration."""
 
     request_id: int
     # At most one.

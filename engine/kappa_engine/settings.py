@@ -1,4 +1,4 @@
-"""How an engine is run: plain, validated data. Nothing here is of the model or of the machine."""
+"""Settings of an engine: plain, validated data, of neither the model nor the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kappa_engine.kv_cache import ArenaSize
 from kappa_scheduler.catalogue import FAIR
 from kappa_scheduler.config import FairConfig
 
-# Iterations whose activations may still be on their way to host memory.
+# Iterations that may still have activations on their way to host memory.
 _AHEAD_ITERATIONS = 4
 
 
@@ -74,7 +74,7 @@ class EngineOptions:
         return self.stored(type, index, index + 1) > 0
 
     def stored(self, type: str, start: int, stop: int) -> int:
-        """How many of the blocks [start, stop) of a sequence are stored as "kv" or as "act"."""
+        """The number of blocks [start, stop) of a sequence that are stored as "kv" or "act"."""
         act = int(stop * self.act_share + 1e-9) - int(start * self.act_share + 1e-9)
         return act if type == "act" else stop - start - (0 if self.keep_kv else act)
 

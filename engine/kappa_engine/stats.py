@@ -59,9 +59,6 @@ class Account:
         self.predicted_compute_s += plan.compute_s
         self.predicted_ttft_s += plan.ttft_s
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(slots=True)
 class EngineStats:
@@ -92,12 +89,9 @@ class EngineStats:
 
     def ended(self, account: Account) -> None:
         """Add the account of a request that is over."""
-        for name, count in account.to_dict().items():
+        for name, count in asdict(account).items():
             source = name.removesuffix("_tokens")
             if source != name:
                 self.tokens[source] = self.tokens.get(source, 0) + count
         for name in _SECONDS:
             self.seconds[name] = self.seconds.get(name, 0.0) + getattr(account, f"{name}_s")
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -2,7 +2,7 @@
 
 A `StepRow` is one sequence's part: the tokens to compute and, as spans of positions, the source of
 every token up to them: the device pool, a host block, an activation block, or this very step. A
-`DeviceStep` is all rows as index tensors, made by `engine.input_batch` and used by every layer.
+`DeviceStep` is all rows as index tensors, made by `input_batch` and used by every layer.
 Attention reads the pool in whole blocks; all other keys and values meet in one buffer per layer:
 rows loaded from host, rows projected from activations, and the new tokens' rows.
 """
@@ -34,7 +34,7 @@ class NoSuchBlock(ValueError):
 
 
 class Source(IntEnum):
-    """Where a token's keys and values come from; the nearest place first."""
+    """The source of a token's keys and values; the nearest place first."""
 
     NEW = 0  # computed in this step
     KV_DEVICE = 1
@@ -171,7 +171,7 @@ def held_spans(
 
 
 def plan_spans(segments: Sequence[Segment], start: int) -> list[TokenSpan]:
-    """Spans of a load plan whose first token is at position `start`.
+    """Spans of a load plan that begins at position `start`.
 
     Raises:
         PlanRefused: a segment that stays in host memory (C) or is attended to sparsely (S).
@@ -336,5 +336,5 @@ class DeviceStep:
 
 
 def ids(values: Ids | Sequence[int]) -> Tensor:
-    """As an index tensor on the CPU."""
+    """An index tensor of these values, on the CPU."""
     return torch.from_numpy(np.ascontiguousarray(values, np.int64))

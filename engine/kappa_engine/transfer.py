@@ -1,7 +1,7 @@
 """Copies between host and device beside the computation: one queue per direction, with events.
 
-`LinkMover.h2d` and `d2h` start copies and return an `Event`; `wait` makes what is computed next
-come after it. All bytes pass `_copy`, the one method to override for a link that fails or is slow.
+`LinkMover.h2d` and `d2h` start copies and return an `Event`; `wait` puts the next computation
+behind it. All bytes pass `_copy`, the one method to override for a link that fails or is slow.
 Bytes and seconds are counted per direction. No wait is without bound. On the CPU each direction has
 a thread that copies memory, on CUDA a stream with timed events: what a copy reads or writes must
 live until it has ended, so callers keep it, or let the current stream wait for the copy first.
@@ -36,11 +36,14 @@ class TransferFailed(RuntimeError):
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Totals of one direction: bytes copied, seconds in which it copied, copies, and failures."""
+    """Totals of one direction."""
 
     copied_bytes: int = 0
+    # In which it copied.
     busy_s: float = 0.0
+    # Pairs of tensors.
     copies: int = 0
+    # Copies, started together, that failed.
     failed: int = 0
 
 
@@ -103,7 +106,7 @@ class LinkMover(ABC):
         """Wait until no copy is under way; `TransferFailed` if one still is. Failed copies are not
         raised again."""
 
-    def settle(self) -> None:  # noqa: B027 - a mover whose counters are always right
+    def settle(self) -> None:  # noqa: B027 - nothing to do if counters are always right
         """Bring the counters up to date with copies that have ended."""
 
     @abstractmethod
@@ -170,7 +173,7 @@ class CudaMover(LinkMover):
         self._untimed: dict[Direction, deque[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
             way: deque() for way in self.counters
         }
-        # Whoever copies in one direction counts what has ended in both.
+        # A caller that copies in one direction counts the ended copies of both.
         self._counting = threading.Lock()
 
     def mark(self) -> Event:

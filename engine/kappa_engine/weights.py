@@ -26,7 +26,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 _STORED = dict(zip(("F64", "F32", "BF16", "F16"), DTYPES.values(), strict=True))
 
 Spec = list[tuple[str, tuple[int, ...]]]
-"""What one tensor of ours stacks row by row: names in the checkpoint, and their shapes."""
+"""The checkpoint's tensors that one of ours stacks row by row: names, and shapes."""
 MakeTensor = Callable[[int, str, Spec], Tensor]
 
 
@@ -95,7 +95,7 @@ class Checkpoint:
         full = name if name.startswith("lm_head.") else self._prefix + name
         if full not in self._files:
             raise WeightError(
-                f"{self.folder}: no file of it holds tensor {full!r}: the checkpoint is "
+                f"{self.folder}: no file here holds tensor {full!r}: the checkpoint is "
                 "incomplete, or config.json is of another model"
             )
         file = self._files[full]
@@ -106,19 +106,18 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Layer:
-    """One layer's tensors. None: the family has none.
+    """One layer's tensors. None: the family has none."""
 
-    kv (2·kv_width, hidden): key rows, then value rows. up: gate rows first where the MLP is gated.
-    norm, norm2: before (post-norm models: after) attention and MLP.
-    """
-
+    # (2·kv_width, hidden): key rows, then value rows.
     kv: Tensor
     q: Tensor
     out: Tensor
+    # Gate rows first where the MLP is gated.
     up: Tensor
     down: Tensor
     kv_bias: Tensor | None = None
     k_norm: Tensor | None = None
+    # Before attention, and `norm2` before the MLP; in post-norm models after them.
     norm: Tensor | None = None
     norm_bias: Tensor | None = None
     q_bias: Tensor | None = None
@@ -132,12 +131,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights of one model. device: where it computes; outer: those outside the layers."""
+    """All weights of one model."""
 
     config: ModelConfig
     dtype: torch.dtype
+    # On which it computes.
     device: torch.device
     layers: list[Layer]
+    # Outside the layers, by their names in `outer_specs`.
     outer: dict[str, Tensor]
 
 

@@ -1,11 +1,11 @@
-"""Which requests are admitted: one that would be served too late to be wanted is shed at once.
+"""Admission control: a request that would be served too late to be wanted is shed at once.
 
-Past saturation a queue only grows, and work on requests whose clients have given up is lost to the
+Past saturation a queue only grows, and work for clients that have given up is lost to the
 others. So a request that no worker is expected to serve within its objective (`kappa.slo`: TTFT
 within a floor or a multiple of what an idle, typical node would take) is rejected, with a time to
-retry. What is expected is the prediction, corrected by recent outcomes (`Lateness`). When not all
+retry. The expectation is the prediction, corrected by recent outcomes (`Lateness`). When not all
 can be served, later classes of priority wait first, then tenants over their share, then costly
-requests (`Standing`): that refuses new sessions rather than turns, whose prefixes are cached.
+requests (`Standing`): that refuses new sessions rather than turns with cached prefixes.
 
 Engines serve first come, first served, so a prompt that computes for long blocks all who come
 meanwhile and cannot wait as long. One that makes more than one other late so is rejected, though it
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 from kappa.slo import ServiceObjective
 from kappa_router.decision import Estimates, RouteRequest
 from kappa_router.fleet import Fleet, Flight
-from kappa_router.pricing import MOST_USE
+from kappa_router.pricing import MOST_USE, IdleMedians, bounded_s
 
-# What the costliest requests may use at least of the slack between idle and limit, where many are
-# rejected. So cheap ones go on when not all can: by work, the cluster then serves the most
-# requests, and an idle one anybody.
+# The least share of the slack between idle and limit that the costliest requests may use, where
+# many are rejected. So cheap ones go on when not all can: by work, the cluster then serves the most
+# requests, and an idle one serves all.
 LEAST_SLACK = 0.2
 # Of the workers' time, what goes to prompts that each make more than one other late; so that long
 # ones are delayed, but never kept out for good.
@@ -37,8 +37,8 @@ BLOCKING_SHARE = 0.05
 _LONG_PROMPT_S = 0.25
 
 _REQUESTS_KEPT = 128
-# Those refused are to come back one by one, each when the last has had time to be admitted; at most
-# so much later than there may be room.
+# Refused clients are to come back one by one, each when the last has had time to be admitted; at
+# most this much later than there may be room.
 _MOST_SPREAD_S = 30.0
 
 _OUTCOMES_KEPT = 16
@@ -50,22 +50,23 @@ _LEAST_SLOWDOWN, _MOST_SLOWDOWN = 0.6, 2.0
 
 
 class Evaluation(NamedTuple):
-    """Whether a worker would miss a request's objective.
+    """Whether a worker would miss a request's objective."""
 
-    late_s: seconds by which a first token is expected after the limit; slow_s: the same of each
-    token. Negative where there is room. token_s: expected seconds per token. full: no slot is free.
-    idle: nothing is in flight there, so that nobody who is there gains if it waits. blocked: how
-    many others its prompt would make late. budget_wait_s: seconds until the budget allows one that
-    blocks others. ends_s: until a typical request has ended.
-    """
-
+    # Seconds by which the first token is expected after the limit; negative where there is room.
     late_s: float
+    # The same of each later token.
     slow_s: float
+    # Expected seconds per token.
     token_s: float
+    # No slot is free.
     full: bool
+    # Nothing is in flight there, so that no request gains if this one waits.
     idle: bool
+    # How many others its prompt would make late.
     blocked: float
+    # Seconds until the budget allows one that blocks others.
     budget_wait_s: float
+    # Seconds until a typical request has ended.
     ends_s: float
 
     @property
@@ -88,7 +89,7 @@ class Evaluation(NamedTuple):
 
     @property
     def why(self) -> str:
-        """Why it is rejected."""
+        """The reason for which it is rejected."""
         if self.late_s > 0:
             return f"it would start {self.late_s:.1f} s too late"
         if self.full:
@@ -99,50 +100,51 @@ class Evaluation(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Who goes first when not all can, the least first: class of priority, whether its tenant has
-    had more than its share, gpu seconds where it takes the fewest."""
+    """The place of a request when not all can be admitted; the least goes first."""
 
+    # Its class.
     priority: int = 0
+    # Its tenant has had more than its share.
     over_share: bool = False
+    # Gpu seconds on the worker where it takes the fewest.
     work_s: float = 0.0
 
     @property
     def words(self) -> str:
-        """What puts it behind others, for the refused."""
+        """The reasons that put it behind others, for the refused client."""
         found = [f"it is of class {self.priority}"] if self.priority else []
         found += ["its tenant has had more than its share"] if self.over_share else []
         return f" ({', '.join(found)})" if found else ""
 
 
 class RequestLimits(NamedTuple):
-    """TTFT on the median worker with nothing else to do; the latest TTFT, and the longest time per
-    output token, within the objective; and within what of it the request may use."""
+    """The objective of one request, in seconds."""
 
+    # TTFT on the median worker with nothing else to do.
     idle_s: float
+    # The latest TTFT, and the longest time per output token, within the objective.
     ttft_s: float
     tpot_s: float
+    # The same within the part of the objective that the request may use.
     usable_ttft_s: float
     usable_tpot_s: float
 
     @property
     def slack_s(self) -> float:
-        """How long the request could wait."""
+        """Seconds that the request could wait."""
         return max(self.ttft_s - self.idle_s, 0.0)
 
 
-def limits(
-    allowed: ServiceObjective, idle: tuple[float, float, float, float], share: float = 1.0
-) -> RequestLimits:
+def limits(allowed: ServiceObjective, idle: IdleMedians, share: float = 1.0) -> RequestLimits:
     """The objective of one request, by the median over the workers of loading what the best holder
     has and computing the rest (`Fleet.idle_s`); it may use `share` of what lies between that and
     the limit."""
-    idle_s, token_s, dilation, _ = idle
-    limit_s = max(allowed.ttft_s * dilation, allowed.ttft_idle_factor * idle_s)
-    each_s = max(allowed.tpot_s * dilation, allowed.tpot_idle_factor * token_s)
+    limit_s = max(allowed.ttft_s * idle.dilation, allowed.ttft_idle_factor * idle.ttft_s)
+    each_s = max(allowed.tpot_s * idle.dilation, allowed.tpot_idle_factor * idle.tpot_s)
     return RequestLimits(
-        idle_s, limit_s, each_s,
+        idle.ttft_s, limit_s, each_s,
         limit_s - (1 - share) * (limit_s * (1 - 1 / max(allowed.ttft_idle_factor, 1.0))),
-        each_s - (1 - share) * max(each_s - token_s, 0.0),
+        each_s - (1 - share) * max(each_s - idle.tpot_s, 0.0),
     )  # fmt: skip
 
 
@@ -156,15 +158,16 @@ def evaluate(
     long = row.work_s > _LONG_PROMPT_S * estimates.nodes[at].dilation
     # Prompts delay the tokens of what decodes beside them: by how much they did is how much they
     # will.
-    bounded_s = fleet.bounded_s(estimates.slots[at])
-    token_s = outcomes.token_s(now_s, alone_s(row), bounded_s, long=long)
+    slot = estimates.slots[at]
+    most_s = bounded_s(fleet.records, slot)
+    token_s = outcomes.token_s(now_s, alone_s(row), most_s, long=long)
     late_s = row.ttft_s + outcomes.late_s(now_s)
     return Evaluation(
         late_s - limit.usable_ttft_s,
         token_s - limit.usable_tpot_s,
         token_s,
         # Without a free slot it waits until another ends, which no prediction has priced.
-        row.in_flight >= float(fleet.record(estimates.slots[at])["max_sequences"]),
+        row.in_flight >= float(fleet.records["max_sequences"][slot]),
         row.in_flight == 0,
         demand.blocked(now_s, row.compute_s, workers),
         demand.budget_wait_s(now_s, BLOCKING_SHARE * workers),
@@ -175,8 +178,8 @@ def evaluate(
 def delay_s(row: Any) -> float:
     """Seconds by which the prompt delays each request that decodes beside it, on a worker.
 
-    A step that reads the weights and the contexts has FLOPs to spare for it, unless prompts that
-    are queued ahead take them: only what exceeds those counts.
+    Decode steps are memory-bound and leave spare FLOPs, unless prompts queued ahead take them. Only
+    prefill work beyond that slack delays decoding.
     """
     spare_s = max(alone_s(row) - row.gpu_backlog_s, 0.0)
     delay_s: float = max(row.work_s - spare_s, 0.0)
@@ -215,7 +218,7 @@ class Demand:
         self._next_s = -math.inf
 
     def standing(self, request: RouteRequest, work_s: float) -> Standing:
-        """How a request of so many gpu seconds stands; shares matter where some are rejected."""
+        """The standing of a request of `work_s` gpu seconds; shares count if some are rejected."""
         over = self._rejected > 0 and self._over_share(request, work_s)
         return Standing(request.priority, over, work_s)
 
@@ -253,9 +256,9 @@ class Demand:
         return 0.5 * (before + behind) / max(len(self._last), 1)
 
     def slack_share(self, standing: Standing) -> float:
-        """What a request may use of the slack between idle and its limit, 0 to 1.
+        """The share of the slack between idle and its limit that a request may use, 0 to 1.
 
-        While nobody is rejected, all of it, but for one that stands behind all the last. The fewer
+        While none is rejected, all of it, but for one that stands behind all the last. The fewer
         are admitted, the sooner it falls with the rank, down to `LEAST_SLACK` for the last: so the
         first are admitted, as many as there is room for. (A threshold at the share that is admitted
         would hold itself down; a power does not.)
@@ -306,8 +309,8 @@ class Demand:
 
 @dataclass(slots=True)
 class Outcomes:
-    """Of one worker: how late first tokens came lately, how slow later ones were, and the delay by
-    prompts in seconds per second, of the last 3 s and of the last 12 s.
+    """Recent outcomes of one worker: how late first tokens came, how slow later ones were, and the
+    delay by prompts in seconds per second, of the last 3 s (`short`) and 12 s (`long`).
 
     slowdown: how many times longer than expected recent tokens took; 1 if there were none.
     """
@@ -359,7 +362,7 @@ _NONE = Outcomes()
 class Lateness:
     """Outcomes against predictions, by worker.
 
-    A prediction prices what is known to be queued. Past saturation more happens to a request than
+    A prediction prices the known queue. Past saturation more happens to a request than
     that: slots run out, prompts that come after it slow its tokens. So each outcome is compared
     with what was predicted for it, and each request that should have begun by now with the clock.
     Every figure fades while there are no newer ones.
@@ -369,7 +372,7 @@ class Lateness:
         self._workers: dict[str, Outcomes] = {}
 
     def sent(self, flight: Flight, now_s: float, delay_s: float) -> None:
-        """A request went out, which delays each token beside it by so many seconds in all."""
+        """A request went out; it delays each token beside it by `delay_s` in all."""
         assert flight.chosen is not None
         worker, dilation = flight.worker, flight.chosen.node.dilation
         outcomes = self._workers.get(worker)
@@ -389,14 +392,14 @@ class Lateness:
             outcomes.late_at_s = now_s
 
     def ended(self, flight: Flight, now_s: float, tokens: int) -> None:
-        """It is over, whole with so many tokens; 0 if they give no measure."""
+        """It is over, whole with `tokens` tokens; 0 if they give no measure."""
         outcomes = self._workers.get(flight.worker)
         if outcomes is None:
             return
         outcomes.waiting.pop(flight.request_id, None)
         if tokens > 1 and flight.tpot_s > 0 and flight.first_token_s is not None:
             # By the prompts that came meanwhile, not by those before it: else a rise of their share
-            # would count twice, until outcomes of it are in.
+            # would count twice, until its outcomes are in.
             share = outcomes.prompt_share(now_s)
             expected_s = _stretched_s(flight.tpot_s, share, flight.bounded_s)
             measured_s = (now_s - flight.first_token_s) / (tokens - 1)
@@ -408,7 +411,7 @@ class Lateness:
         self._workers.pop(worker, None)
 
     def of(self, worker: str) -> Outcomes:
-        """What came of recent requests there."""
+        """Recent outcomes there."""
         return self._workers.get(worker, _NONE)
 
 

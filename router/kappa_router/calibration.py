@@ -1,9 +1,9 @@
-"""What is learnt of one worker: its engine's constants, and how long streams are.
+"""Calibration learns the constants of one worker's engine, and how long streams are.
 
-Every kind of worker is learnt alike. Ours report steps and loads; of an engine that reports nothing
-there are the times to first tokens, and between tokens. Each is an observation: so many seconds
-for so much work, from which `router.estimator` has the most probable constants. What physics does
-not explain (tiles, padding, experts) is a factor by the tokens of a step, near 1 unless many
+It learns every kind of worker alike. Ours report steps and loads; of an engine that reports nothing
+there are the times to first tokens, and between tokens. Each is an observation, the seconds that
+some work took; `router.estimator` finds the most probable constants. Effects that physics does not
+explain (tiles, padding, experts) are a factor by the tokens of a step, near 1 unless many
 observations say otherwise.
 
 The latest few observations of each kind and size are kept, so that the many steps that decode do
@@ -21,8 +21,17 @@ import numpy as np
 from kappa.cost import StepModel, chunk_work
 from kappa.protocol import Announcement, WorkerReport
 from kappa_router import estimator
-from kappa_router.engine_queue import EngineSpeed
-from kappa_router.estimator import GAP, KINDS, LOAD, STEP, TTFT, Floats, Observation, Observations
+from kappa_router.estimator import (
+    GAP,
+    KINDS,
+    LOAD,
+    STEP,
+    TTFT,
+    EngineSpeed,
+    Floats,
+    Observation,
+    Observations,
+)
 from kappa_router.fleet import Certainty, Flight
 
 # Of each kind: observations kept of each size (a power of two), and the least noise in the
@@ -30,34 +39,34 @@ from kappa_router.fleet import Certainty, Flight
 _SIZES = 14
 _KEPT = {STEP: 8, LOAD: 4, TTFT: 6, GAP: 3}
 _LEAST_NOISE = (0.05, 0.05, 0.1, 0.1)
-# Noise is thought to be so much, as if so many observations had shown it; at most so much.
+# The noise before any observation, how many observations that counts as, and the most noise.
 _FIRST_NOISE, _FIRST_COUNT, _MOST_NOISE = 0.3, 8, 3.0
 # A normal sample's standard deviation over its median distance from the middle.
 _MEDIAN_TO_SD = 1.48
-# An observation counts half after so many later ones of its kind; from before a change hardly.
+# Later observations of a kind that halve the weight of one; the weight of one before a change.
 _HALF_LIFE = 200.0
 _STALE = 0.03
-# The engine changed if so many in a row are this far off in the middle (logarithm), and beyond so
-# many times the noise; after that many of their kind.
+# The engine changed if the median error (logarithm) of a run of observations exceeds both a bound
+# and a multiple of the noise, once a kind has enough of them: run, bound, multiple, enough.
 _RUN, _CHANGED, _CLEARLY, _SETTLED = 6, 0.2, 2.5, 24
 # What changes with a kind.
 _FOLLOW = {STEP: (STEP, TTFT, GAP), LOAD: (LOAD, TTFT), TTFT: (TTFT, GAP), GAP: (GAP, TTFT)}
-# Reports are not believed if first tokens, so many at least, are further off with them (in the
-# middle, logarithm) than this, and than without by so much.
+# Reports are not believed if they make first tokens wrong: the fewest first tokens that judge, the
+# median error (logarithm) with reports, and by how much it must exceed that without.
 _JUDGES, _WRONG, _WORSE = 5, 0.3, 0.1
-# Fits are so many observations apart, and so many seconds, once there are many.
+# Beyond `_FEW` observations, a fit waits for `_SOME` new ones and `_REFIT_S` seconds.
 _FEW, _SOME, _REFIT_S = 64, 8, 1.0
 _LEAST_TOKENS = 8
 _MOST_OVERHEAD_S = 2.0
-# What is announced is off by such a factor (one standard deviation), by less where a pace keeps it;
-# of the overhead nothing is announced.
+# Announced constants are off by such a factor (one standard deviation), by less where a pace keeps
+# them; the overhead is not announced.
 _WIDTH, _PACED_WIDTH, _OVERHEAD_WIDTH = 3.0, 1.5, 30.0
 # A constant may be this many times what was announced, or its inverse; beside a server for KV.
 _MOST_MULTIPLE, _SERVER_MULTIPLE, _MOST_FACTOR = 100.0, 1000.0, 4.0
 # Seconds by which a constant that was announced as nothing is thought larger; see `Prior`.
 _FLOORS = (1e-8, 1e-13, 1e-4, 1e-10, 5e-4, 1e-9, 5e-4, 5e-3, 1e-9)
 _SHORTEST_S, _LONGEST_S, _MOST_WORK = 1e-7, 1e5, 1e15
-# A prompt or load of so many tokens shows what was learnt.
+# The size of the prompt and of the load by which learnt constants are shown.
 _SHOWN_TOKENS = 2048.0
 _OUTPUTS_KEPT = 256
 _DEFAULT_OUTPUT_TOKENS = 128
@@ -89,8 +98,8 @@ class Calibration:
         self._counts = [0] * len(KINDS)
         self._new = 0
         self._fitted_s = -math.inf
-        # Of what is decoded there: since when, so many requests with so much context; and the
-        # integrals over time, then the steps, tokens, pairs and reads of prompts that were done.
+        # Since `_at_s` this number of requests decodes with this context in all; `_done` holds both
+        # integrated over time, then steps, tokens, pairs and reads of the prompts that were done.
         self._at_s = 0.0
         self._decoding = self._context = 0.0
         self._done = np.zeros(6)
@@ -111,7 +120,7 @@ class Calibration:
         )
         self._use(covariance)
 
-    # -- what is observed -----------------------------------------------------------------------
+    # -- observations ---------------------------------------------------------------------------
 
     def reported(self, report: WorkerReport) -> None:
         """A worker reported steps and loads."""
@@ -157,7 +166,7 @@ class Calibration:
         self._context += flight.prompt_tokens
 
     def ended(self, flight: Flight, now_s: float, tokens: int) -> None:
-        """A request that was prefilled ended, after so many tokens (0: they tell nothing)."""
+        """A request that was prefilled ended, after `tokens` tokens (0: they tell nothing)."""
         done = self._decoded(now_s)
         self._decoding = max(self._decoding - 1, 0.0)
         self._context = max(self._context - flight.prompt_tokens, 0.0)
@@ -182,7 +191,7 @@ class Calibration:
         return float(math.ceil(new / self._announced.max_batch_tokens)), (tokens, pairs)
 
     def _decoded(self, now_s: float) -> Floats:
-        """What was decoded and prefilled up to now, to subtract what it was earlier."""
+        """Totals of decoding and prefill up to now, from which earlier ones are subtracted."""
         passed_s = max(now_s - self._at_s, 0.0) if self._at_s else 0.0
         self._at_s = now_s
         self._done[:2] += self._decoding * passed_s, self._context * passed_s
@@ -204,7 +213,7 @@ class Calibration:
         self._latest[kind].append(place)
         self._new += 1
 
-    # -- what is learnt -------------------------------------------------------------------------
+    # -- learning -------------------------------------------------------------------------------
 
     def fit(self, now_s: float) -> bool:
         """Learn from what came, if it is enough or long ago; whether anything was learnt."""
@@ -232,7 +241,7 @@ class Calibration:
         return True
 
     def _seen(self) -> tuple[Observations, Floats, estimator.Places]:
-        """What was observed, how much each counts, and where each place is among them."""
+        """The observations, the weight of each, and the row of each place among them."""
         counts = np.array(self._counts, dtype=np.float64)
         rows, later, places = estimator.observed(self._rows, counts, self.compute_scale)
         weights = np.where(rows["stale"] > 0, _STALE, 0.5 ** (later / _HALF_LIFE))
@@ -260,8 +269,8 @@ class Calibration:
         return theta, covariance, errors
 
     def _notice_changes(self, rows: Observations, at: estimator.Places) -> bool:
-        """Where the latest observations of a kind are all off, what came before them is stale;
-        whether that is so of any."""
+        """Mark observations as stale if all the latest of their kind are off; whether any kind
+        changed."""
         errors: Floats | None = None
         changed = False
         for kind, places in self._latest.items():
@@ -326,7 +335,7 @@ class Calibration:
 
 
 def _prior(announced: Announcement, overhead_s: float) -> estimator.Prior:
-    """What an announcement makes probable, in real seconds."""
+    """The prior by an announcement, in real seconds."""
     step, node = announced.step, announced.node
     values = np.array([
         *(getattr(step, name) * step.dilation for name in _STEP_CONSTANTS),
@@ -342,7 +351,7 @@ def _prior(announced: Announcement, overhead_s: float) -> estimator.Prior:
     most[: len(values)] = math.log(_MOST_MULTIPLE)
     widths[7] = math.log(_OVERHEAD_WIDTH)
     if announced.tier == "lmcache":
-        # What is announced is the link; a server behind it is known by measuring only.
+        # The link is announced; a server behind it is known by measuring only.
         widths[5:7] = most[5:7] = math.log(_SERVER_MULTIPLE)
     return estimator.Prior(values, floors, widths, most)
 
@@ -379,5 +388,5 @@ class OutputLengths:
         self._median = (ordered[half] + ordered[~half]) // 2
 
     def guess(self, max_tokens: int) -> int:
-        """How many a request for at most `max_tokens` (0: no bound) will generate."""
+        """The expected length of an answer of at most `max_tokens` (0: no bound)."""
         return max(1, min(self._median, max_tokens) if max_tokens > 0 else self._median)

@@ -1,4 +1,4 @@
-"""What a router is made with."""
+"""The configuration of a router."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RowPlanner(Protocol):
     """A worker's load planner."""
 
     def __call__(self, row: np.void) -> PlannedLoad | None:
-        """Change a row of the estimates to what the worker's plan makes of it; None: nothing."""
+        """Adjust a row of the estimates to the worker's load plan; None: the row stays as it is."""
 
     def kappa_eff(self) -> float | None:
         """The ratio at which its predicted TTFT is twice the compute time."""
@@ -28,7 +28,7 @@ PlannerOf = Callable[[Announcement], RowPlanner | None]
 
 
 def no_planner(announcement: Announcement) -> RowPlanner | None:
-    """Of workers that load prefixes whole and then compute; ValueError for others."""
+    """No planner: workers load prefixes whole and then compute; ValueError for others."""
     if announcement.load_plan:
         raise ValueError(
             f"worker {announcement.worker} plans its loads; make the router with "
@@ -39,26 +39,27 @@ def no_planner(announcement: Announcement) -> RowPlanner | None:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """index_blocks bounds the prefix index; stale_after_s a worker's silence.
-
-    forecast_workers: up to so many workers are forecast step by step for every decision; of more,
-    queues are arithmetic (`router.pricing`), which costs microseconds. calibrate_requests: after so
-    many first tokens nothing is learnt any more. admission: reject requests that would miss their
-    objective (`router.admission`). objective: that, and what workers are priced by. first: where
-    the order of workers begins, from 0 to below 1; deciders that share workers take different
-    ones, so that ties are broken differently.
-    planner_of: makes the load planner that a worker announces; without one such workers are
-    refused.
-    """
+    """The options of a router."""
 
     policy: Policy
+    # Of the prefix hasher.
     secret: int
+    # The most blocks in the prefix index.
     index_blocks: int = 1_000_000
+    # A worker that was silent for longer is not chosen.
     stale_after_s: float = 10.0
     calibrate: bool = True
+    # Learning ends after this number of first tokens; None: never.
     calibrate_requests: int | None = None
+    # The most workers that are forecast step by step for every decision; queues of more are
+    # arithmetic (`router.pricing`), which costs microseconds.
     forecast_workers: int = 4
+    # Reject requests that would miss their objective (`router.admission`).
     admission: bool = False
+    # That objective, by which workers are priced, too.
     objective: ServiceObjective = OBJECTIVE
+    # Where the order of workers begins, from 0 to below 1; deciders that share workers take
+    # different ones, so that they break ties differently.
     first: float = 0.0
+    # Makes the load planner that a worker announces; by default such workers are refused.
     planner_of: PlannerOf = no_planner

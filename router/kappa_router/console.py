@@ -1,4 +1,4 @@
-"""What commands share: options, tables and figures, JSON, and how a fault ends a command."""
+"""The common parts of commands: options, tables and figures, JSON, faults that end one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ApiKey = Annotated[
 
 
 def with_options(model: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose first argument is a dataclass: its annotated fields become options."""
+    """A command that takes a dataclass first: its annotated fields become options."""
     hints = get_type_hints(model, include_extras=True)
     ours = [f for f in dataclasses.fields(model) if hasattr(hints[f.name], "__metadata__")]
 
@@ -58,7 +58,7 @@ def with_options(model: type) -> Callable[[Callable[..., None]], Callable[..., N
         fields = [
             inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name])
             for f in ours
-        ]  # fmt: skip
+        ]
         signature = inspect.Signature([*fields, *(p.replace(kind=kind) for p in own)])
         command.__signature__ = signature  # type: ignore[attr-defined]
         return command
@@ -82,8 +82,8 @@ def print_text(text: str) -> None:
 def print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1
 ) -> None:
-    """A table whose first `left` columns are text, the others figures. Columns that do not fit the
-    terminal without cutting a word follow in a second table, behind the first column again."""
+    """A table of `left` columns of text, then figures. Columns that do not fit the terminal without
+    cutting a word follow in a second table, behind the first column again."""
     console, found = Console(), [tuple(row) for row in rows]
     words = [_longest_word((name, *(row[i] for row in found))) for i, name in enumerate(columns)]
     for part in _fitting(words, console.width):

@@ -1,4 +1,4 @@
-"""What goes into the router and comes out: a request, its cost on every worker, a decision.
+"""The router's input and output: a request, its cost on every worker, a decision.
 
 Policies see `Estimates` and nothing else, so the same ones run live and simulated.
 """
@@ -42,32 +42,33 @@ class MismatchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """A request as the router sees it.
-
-    token_ids: the prompt (None when it could not be tokenized: routing then fails open);
-    salt: isolation of the tenant's cache; exclude: workers that must not be chosen. retry: it was
-    admitted before, and its worker failed it.
-    prefix_hashes, prompt_tokens: instead of token_ids, from callers that have hashes already;
-    prompt_tokens alone is the most that a prompt which could not be tokenized comes to.
-    session: what the client calls its conversation, for policies that stick to it.
-    handed_tokens: of the prompt, computed already and on their way to whichever worker is chosen.
-    model: that its worker must serve; empty: the only one that there is. tenant, weight: who is
-    charged, and its share; priority: its class, lower first.
-    """
+    """A request as the router sees it."""
 
     request_id: str
+    # The prompt; None where it could not be tokenized: routing then fails open.
     token_ids: np.ndarray | None = None
+    # The bound on generated tokens; 0: the context alone.
     max_tokens: int = 0
+    # Sets the tenant's cached prefixes apart (`prefix_hash.salt_of`).
     salt: int = 0
+    # Workers that must not be chosen.
     exclude: frozenset[str] = frozenset()
+    # Instead of `token_ids`, with `prompt_tokens`, from callers that have hashes already.
     prefix_hashes: UInt64s | None = None
+    # Alone, the most that a prompt which could not be tokenized comes to.
     prompt_tokens: int = 0
+    # The client's name for its conversation, for policies that stick to it.
     session: str = ""
+    # It was admitted before, and its worker failed it.
     retry: bool = False
+    # Tokens of the prompt that are computed, and on their way to the worker that is chosen.
     handed_tokens: int = 0
+    # Its worker must serve this model; empty: the only one that there is.
     model: str = ""
+    # Who is charged, and its share.
     tenant: str = ""
     weight: float = 1.0
+    # Its class; lower goes first.
     priority: int = 0
 
     @property
@@ -87,17 +88,19 @@ class RouteRequest:
 
 
 class Held(NamedTuple):
-    """Leading tokens that workers hold, shape (workers,) each: on the device, behind it, and of
-    these on disk alone."""
+    """Leading tokens of a prompt that workers hold, shape (workers,) each."""
 
+    # On the device.
     device: Floats
+    # Further ones, in the tiers behind it.
     cached: Floats
+    # Of `cached`, those on disk alone.
     disk: Floats
 
 
 @dataclass(slots=True)
 class PricedPrompt:
-    """What is priced: tokens of a prompt and of its answer, its blocks, its conversation."""
+    """A prompt to be priced: its tokens and its answer's, its blocks, its conversation."""
 
     tokens: int
     output_tokens: int
@@ -107,13 +110,15 @@ class PricedPrompt:
 
 
 class PlannedLoad(NamedTuple):
-    """How a worker would bring a cached prefix back: in words, tokens that it computes anew, tokens
-    that cross the link, real seconds of the shorter of link and gpu work that hide behind the
-    longer."""
+    """A worker's plan to bring a cached prefix back."""
 
+    # In words.
     kind: str
+    # Cached tokens that it computes again.
     recomputed_tokens: int
+    # Tokens that cross the link.
     crossing_tokens: int
+    # Real seconds of the shorter of link and gpu work that hide behind the longer.
     hidden_s: float
 
 
@@ -133,32 +138,30 @@ class Column:
 
 @dataclass(slots=True, eq=False)
 class Estimates:
-    """What one request would cost on each of n workers; seconds are real ones.
-
-    rows: a record per worker, whose fields are the columns below, shape (n,) each.
-    slots: the workers' places in the fleet, constant for life; nodes: what they announced.
-    fetch_from: the worker from which `fetch_tokens` come first, empty if none do. fetching: the
-    estimates if every worker first fetched what its peer `fetch_from` holds; none where nobody can
-    or nothing is to be had. plans: by row, how the worker would bring the prefix back, of those
-    that plan (`load_plans`).
-    """
+    """The cost of one request on each of n workers; seconds are real ones."""
 
     now_s: float
     workers: list[str]
+    # The workers' places in the fleet, constant for life.
     slots: Slots
+    # A record per worker; its fields are the columns below, shape (n,) each.
     rows: NDArray[np.void]
     prompt_tokens: int
     block_tokens: int
     prefix_hashes: UInt64s
     session: str
     expected_output_tokens: int
+    # As the workers announced them.
     nodes: tuple[NodeProfile, ...] = ()
+    # The worker from which `fetch_tokens` come first; empty: none do.
     fetch_from: str = ""
+    # The estimates if every worker first fetched what a peer holds; None where none can.
     fetching: Estimates | None = None
+    # Load plans by row, of the workers that plan (`load_plans`).
     plans: dict[int, PlannedLoad] = field(default_factory=dict)
     _read: tuple[int, Any] = (-1, None)
 
-    # Leading tokens of the prompt in each tier, and what is left to compute.
+    # Leading tokens of the prompt in each tier, and the rest, to be computed.
     device_tokens = Column()
     cached_tokens = Column()
     new_tokens = Column()
@@ -183,9 +186,8 @@ class Estimates:
     capacity_tokens = Column()
     # Total delay that its prefill puts on those that decode there.
     tpot_impact_s = Column()
-    # What it costs all in flight beside it, whose tokens its prompt and its own tokens delay: by
-    # the share of their objective that this uses up, as seconds of the objective of a first token;
-    # and those who come while its prompt is computed.
+    # Decode interference: the part of the objective that its prompt and its tokens use up of the
+    # requests in flight there, and of those that come during its prefill, as seconds of a TTFT.
     interference_s = Column()
     # Recent seconds of prefill per second (over 1: more than it can do), recent requests a second.
     gpu_use = Column()
@@ -196,8 +198,8 @@ class Estimates:
     flops_per_s = Column()
     cost_per_hour = Column()
     kappa_crit = Column()
-    # The network: what is fetched, for how long (for ever where there is no room for it), and what
-    # is queued ahead of it on the cards of both ends.
+    # The network: tokens to fetch, seconds for that (infinite where there is no room for them), and
+    # seconds queued ahead on the cards of both ends.
     fetch_tokens = Column()
     fetch_s = Column()
     net_backlog_s = Column()
@@ -224,7 +226,7 @@ class Estimates:
         return self._read[1]
 
     def candidate(self, index: int) -> PricedWorker:
-        """What a decision shows of row `index`."""
+        """Row `index` as a decision shows it."""
         row = self.row(index)
         device, cached, new = row.device_tokens, row.cached_tokens, row.new_tokens
         plan = self.plans.get(index)
@@ -245,29 +247,40 @@ ESTIMATE = np.dtype([(n, np.float64) for n, v in vars(Estimates).items() if isin
 _Row: Any = namedtuple("_Row", ESTIMATE.names or ())  # type: ignore[misc]
 
 
-class PricedWorker(NamedTuple):
-    """One worker, priced for one request; seconds are real ones.
+_TOKENS = ("device_tokens", "cached_tokens", "disk_tokens", "new_tokens")
+_PREDICTED = ("queue_s", "load_s", "compute_s", "ttft_s", "ttft_sd")
 
-    queue_s: from now until its own load or prompt could start; ttft_s: prediction until the first
-    token, all included; tpot_impact_s: total delay of those that decode there; backlog_s: queued
-    work on the busier of link and gpu; recomputed_tokens: of the cached ones, those that its plan
-    computes anew; ttft_sd: standard deviation of the logarithm of `ttft_s`.
-    """
+
+class PricedWorker(NamedTuple):
+    """One worker, priced for one request; seconds are real ones."""
 
     worker: str
     node: NodeProfile
     counts: TokenCounts
     kappa_crit: float
+    # From now until its own load or prompt could start.
     queue_s: float
     load_s: float
     compute_s: float
+    # Predicted, all included.
     ttft_s: float
+    # Total delay of the requests that decode there.
     tpot_impact_s: float
+    # Queued work on the busier of link and gpu.
     backlog_s: float
     in_flight: int
+    # Its load plan in words; empty: it loads the prefix whole.
     plan: str = ""
+    # Of the cached tokens, those that the plan computes again.
     recomputed_tokens: int = 0
+    # Standard deviation of the logarithm of `ttft_s`.
     ttft_sd: float = 0.0
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """Tokens by tier, and seconds, JSON-ready."""
+        tokens = {name: getattr(self.counts, name) for name in _TOKENS}
+        return tokens | {name: getattr(self, name) for name in _PREDICTED}
 
     @property
     def bound(self) -> str:
@@ -294,20 +307,20 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes, why, and what is expected of it; seconds are real ones.
-
-    estimates: what it would cost on every worker (None in logs); index: the chosen row of them;
-    fetch: what to bring there first.
-    """
+    """The worker chosen for a request, why, and the prediction; seconds are real ones."""
 
     request_id: str
     chosen: PricedWorker
     reason: str
     policy: str
+    # 0 where the prompt is not known, which `informed` says.
     prompt_tokens: int
     informed: bool
+    # Its price on every worker; None in logs.
     estimates: Estimates | None = field(default=None, compare=False, repr=False)
+    # The chosen row of `estimates`.
     index: int = field(default=-1, compare=False, repr=False)
+    # What to bring there first, if anything.
     fetch: Fetch | None = None
 
     @property
@@ -340,7 +353,7 @@ class Decision:
 
     @property
     def kind(self) -> str:
-        """What the predicted TTFT is mostly made of: queue, load, compute or device."""
+        """The largest part of the predicted TTFT: queue, load, compute or device."""
         chosen = self.chosen
         if chosen.queue_s > max(chosen.load_s, chosen.compute_s):
             return "queue"

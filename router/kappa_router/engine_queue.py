@@ -17,85 +17,36 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from kappa import formulas
-from kappa.compiled import interpreted
-from kappa.cost import StepLimit, StepModel, batch_work, transfer_s
+from kappa_router.estimator import EngineSpeed, Work
 
 # A forecast that would take longer than this many steps is cut off: it is "very late" anyway.
 _MAX_STEPS = 2_000
 _MANY = 1_000_000
 _NEVER = math.inf
 _ROUNDING = 1e-6
-_factor = interpreted(formulas.factor)
-
-Work = list[tuple[int, int]]
-"""Of a step: new tokens of each request, and the tokens of its context before them."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpeed:
-    """What an engine can do: steps, link, token budget and VRAM, in real seconds.
-
-    disk_token_s: what a token on disk takes besides. packs, step_factor: as the `Announcement` has
-    them. factors: logarithms of what a step of 1, 2, 4, ... tokens takes over what `step` says;
-    none: it says all.
-    """
-
-    step: StepModel
-    load_token_s: float
-    load_fixed_s: float
-    budget_tokens: int
-    capacity_tokens: int
-    packs: bool = False
-    disk_token_s: float = 0.0
-    factors: tuple[float, ...] = ()
-    step_factor: float = 0.0
-
-    def step_s(self, work: Work) -> float:
-        """Real seconds of one step."""
-        total = batch_work(work)
-        seconds = self.step.parts(total).step_s * self.step.dilation
-        return seconds * _factor(self.factors, total.tokens) if self.factors else seconds
-
-    def most_tokens(
-        self, decoding: Work, behind_tokens: int, left_tokens: int = 0, waited_s: float = 0.0
-    ) -> int:
-        """Tokens of a step, those that decode included, as `StepLimit.tokens` has them."""
-        if not self.step_factor:
-            return self.budget_tokens
-        context = sum([context for _, context in decoding])
-        limit = StepLimit(self.step, self.step_factor)
-        most = limit.tokens(len(decoding), context, behind_tokens, left_tokens, waited_s)
-        return int(min(most, self.budget_tokens))
-
-    def load_s(self, tokens: int, disk_tokens: int = 0) -> float:
-        """Real seconds of link time for `tokens`, some of them on disk; none costs nothing."""
-        link_s = transfer_s(tokens, self.load_token_s, self.load_fixed_s)
-        return link_s + min(disk_tokens, tokens) * self.disk_token_s
 
 
 @dataclass(slots=True)
 class EngineJob:
-    """One request in the queue.
-
-    disk_tokens: of those in host. context_tokens: tokens in the cache before the next new one
-    (device and host hits).
-    new_tokens: prompt tokens still to compute. output_tokens: what it is expected to decode.
-    The rest is the forecast's own: queued_s is when it was admitted, its load put on the link,
-    loaded_s when that lands (never before it is admitted); prefilled_tokens are what it has
-    computed of the prompt.
-    """
+    """One request in the queue."""
 
     request_id: str
     arrival_s: float
     host_tokens: int
+    # In the cache before the next new one: hits on the device and in host.
     context_tokens: int
+    # Of the prompt, still to compute.
     new_tokens: int
+    # Expected.
     output_tokens: int
+    # Of `host_tokens`, those on disk.
     disk_tokens: int = 0
+    # The rest is the forecast's own: when it was admitted and its load put on the link.
     queued_s: float = 0.0
+    # When that load lands; infinite until it is admitted.
     loaded_s: float = _NEVER
     admitted: bool = False
+    # Of the prompt, computed already.
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
 
@@ -130,13 +81,13 @@ class EngineQueue:
         # A forecast lets streams end after the tokens they are expected to make; the live state
         # keeps them until their end is reported.
         self._guess_ends = False
-        # When the step that is under way ends, at which speed; nothing of it while jobs change.
+        # When the step that is under way ends, and at which speed; None while jobs change.
         self._under_way: tuple[float, EngineSpeed] | None = None
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    # -- what happens -------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------
 
     def submit(self, job: EngineJob, now_s: float) -> None:
         self._change(now_s)
@@ -223,10 +174,10 @@ class EngineQueue:
         if not any(job.decoding or job.loaded_s <= self._now_s for job in self._jobs.values()):
             self._now_s = self._polled_s = max(self._now_s, now_s)
 
-    # -- what is forecast ---------------------------------------------------------------------
+    # -- the forecast -------------------------------------------------------------------------
 
     def first_token_s(self, job: EngineJob, now_s: float) -> float:
-        """When the first token of `job` would come if it were sent now (same clock as `now_s`)."""
+        """The time of the first token of `job` if it were sent now (same clock as `now_s`)."""
         self.advance(now_s)
         ahead = EngineQueue(self.speed)
         ahead._jobs = {n: EngineJob(*_values(known)) for n, known in self._jobs.items()}
@@ -321,12 +272,13 @@ class EngineQueue:
         load, or it has landed."""
         now_s, polled_s = self._now_s, self._polled_s
         return [
-            job for job in jobs
+            job
+            for job in jobs
             if job.new_tokens <= 0 or job.loaded_s <= (polled_s if job.host_tokens > 0 else now_s)
-        ]  # fmt: skip
+        ]
 
     def _alike(self, done: dict[str, int]) -> int:
-        """How many steps from this one on do the same, at most: those in which all decode, or in
+        """The most steps from this one on that do the same: those in which all decode, or in
         which one prompt takes what the others leave of the budget, so that none is admitted."""
         prompts = [job for name in done if (job := self._jobs[name]).new_tokens > 0]
         if not prompts:
@@ -470,7 +422,7 @@ class EngineQueue:
 
 
 def _steps_in(seconds: float, first_s: float, growth_s: float) -> float:
-    """How many steps, the first `first_s` long and each `growth_s` longer, fit into `seconds`."""
+    """The steps, the first `first_s` long and each `growth_s` longer, that fit into `seconds`."""
     level_s = first_s - 0.5 * growth_s
     divisor_s = level_s + math.sqrt(level_s * level_s + 2 * growth_s * seconds)
     return min(2 * seconds / divisor_s, _MANY) if divisor_s > 0 else _MANY

@@ -1,52 +1,58 @@
 """The most probable constants of an engine, given observations of it, and how sure they are.
 
-Observations are seconds of so much work, all sums of the same constants. Each constant is the
-announced one times a multiple whose logarithm is normal; noise has long tails (Student's t). The
-most probable multiples are found by Gauss-Newton, whose curvature at the end says how sure they
-are. `router.calibration` keeps the observations of a worker, and is the only caller. Pure.
+Observations are seconds that some work took, all sums of the same constants. Each constant is the
+announced one times a log-normal multiple; noise has long tails (Student's t). Gauss-Newton finds
+the most probable multiples; its curvature at the end says how sure they are. `router.calibration`
+keeps the observations of a worker, calls this, and makes an `EngineSpeed` of the result, by which
+the router predicts. Pure.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kappa import formulas
-from kappa.compiled import compiled
+from kappa.compiled import compiled, interpreted
+from kappa.cost import StepLimit, StepModel, batch_work, transfer_s
 
 # Of observations.
 KINDS = STEP, LOAD, TTFT, GAP = 0, 1, 2, 3
 
 
 class Observation(NamedTuple):
-    """So many seconds for so much work; what is not given is nothing.
+    """One timing observation: the `seconds` that the given work took. Omitted fields are zero."""
 
-    steps: alike, of so many tokens, pairs and reads each (`kappa.cost.StepWork`), and `mixed`
-    others; loads and their tokens, of which some from disk; requests: overheads in it; known_s:
-    part of the seconds that teaches nothing. doubt: share of the seconds that something else may be
-    to blame for. number: in the order of arrival of its kind. stale: from before a change, not 0.
-    """
-
+    # One of `KINDS`.
     kind: float
     seconds: float
+    # The part of the seconds that teaches nothing.
     known_s: float = 0.0
+    # The share of the seconds that something else may be to blame for.
     doubt: float = 0.0
+    # Equal steps; tokens, pairs and reads of each (`kappa.cost.StepWork`).
     steps: float = 0.0
     tokens: float = 0.0
     pairs: float = 0.0
     reads: float = 0.0
+    # Further steps, equal among themselves.
     mixed: float = 0.0
     mixed_tokens: float = 0.0
     mixed_pairs: float = 0.0
     mixed_reads: float = 0.0
     loads: float = 0.0
     load_tokens: float = 0.0
+    # Of `load_tokens`, those that came from disk.
     disk_tokens: float = 0.0
+    # Overheads in it, one a request.
     requests: float = 0.0
+    # Its place in the order of arrival of its kind.
     number: float = 0.0
+    # Not 0: it is from before a change.
     stale: float = 0.0
 
 
@@ -67,19 +73,62 @@ _LEAST_S = 1e-9
 Floats = NDArray[np.float64]
 Observations = NDArray[np.void]
 Places = NDArray[np.intp]
+Work = list[tuple[int, int]]
+"""A step's requests: the new tokens of each, and the tokens of its context before them."""
+
+_factor = interpreted(formulas.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    """The speed of an engine: steps, link, token budget and VRAM, in real seconds."""
+
+    step: StepModel
+    load_token_s: float
+    load_fixed_s: float
+    budget_tokens: int
+    capacity_tokens: int
+    # As the `Announcement` has it, and so is `step_factor`.
+    packs: bool = False
+    # What a token on disk takes besides `load_token_s`.
+    disk_token_s: float = 0.0
+    # Logarithms of the seconds of a step of 1, 2, 4, ... tokens over those of `step`; empty: equal.
+    factors: tuple[float, ...] = ()
+    step_factor: float = 0.0
+
+    def step_s(self, work: Work) -> float:
+        """Real seconds of one step."""
+        total = batch_work(work)
+        seconds = self.step.parts(total).step_s * self.step.dilation
+        return seconds * _factor(self.factors, total.tokens) if self.factors else seconds
+
+    def most_tokens(
+        self, decoding: Work, behind_tokens: int, left_tokens: int = 0, waited_s: float = 0.0
+    ) -> int:
+        """Tokens of a step, those that decode included, as `StepLimit.tokens` has them."""
+        if not self.step_factor:
+            return self.budget_tokens
+        context = sum([context for _, context in decoding])
+        limit = StepLimit(self.step, self.step_factor)
+        most = limit.tokens(len(decoding), context, behind_tokens, left_tokens, waited_s)
+        return int(min(most, self.budget_tokens))
+
+    def load_s(self, tokens: int, disk_tokens: int = 0) -> float:
+        """Real seconds of link time for `tokens`, some of them on disk; none costs nothing."""
+        link_s = transfer_s(tokens, self.load_token_s, self.load_fixed_s)
+        return link_s + min(disk_tokens, tokens) * self.disk_token_s
 
 
 class Prior(NamedTuple):
-    """What is believed before anything was observed, shape (constants,) each.
+    """The belief before any observation, shape (constants,) each."""
 
-    values: seconds. floors: a constant moves as if it were larger by so much, lest one that was
-    announced as nothing stay nothing. widths: standard deviation of the logarithm. most: how far
-    the logarithm may move.
-    """
-
+    # Seconds.
     values: Floats
+    # A constant moves as if it were larger by this, lest one that was announced as 0 stay 0.
     floors: Floats
+    # Standard deviation of the logarithm.
     widths: Floats
+    # How far the logarithm may move.
     most: Floats
 
 
@@ -122,7 +171,7 @@ def _add_steps(
 
 @compiled
 def _seconds(row: Any, theta: Floats, constants: Floats, slopes: Floats, gradient: Floats) -> float:
-    """What an observation should have taken; `gradient` is filled in."""
+    """Expected seconds of an observation; `gradient` is filled in."""
     gradient[:] = 0.0
     seconds = row.known_s
     if row.steps > 0:
@@ -142,7 +191,7 @@ def _seconds(row: Any, theta: Floats, constants: Floats, slopes: Floats, gradien
 
 @compiled
 def _slopes(theta: Floats, values: Floats, floors: Floats) -> Floats:
-    """Of the constants, by the logarithms of their multiples."""
+    """Slopes of the constants by the logarithms of their multiples."""
     out = np.empty(len(values))
     for k in range(len(values)):
         moved = (values[k] + floors[k]) * math.exp(theta[k])
@@ -237,13 +286,20 @@ def fit(rows: Observations, theta: Floats, prior: Prior, noise: Floats, weights:
 # -- how far off they are -------------------------------------------------------------------------
 
 
+class Observed(NamedTuple):
+    """The observations of a worker, copied from the places where they are kept."""
+
+    rows: Observations
+    # How many of its kind came after each, shape (rows,).
+    later: Floats
+    # The row of each place, -1 where it is empty, shape (places,).
+    places: Places
+
+
 @compiled
-def observed(
-    rows: Observations, counts: Floats, scale: float
-) -> tuple[Observations, Floats, Places]:
-    """Copies of the rows that hold an observation, with waiting as long as `scale` makes it, which
-    is learnt over announced seconds now; of each, how many of its kind came later; and of each
-    place in `rows` the one among the copies.
+def observed(rows: Observations, counts: Floats, scale: float) -> Observed:
+    """The rows that hold an observation. Their waiting is as long as `scale` makes it, which is
+    learnt over announced seconds now.
 
     counts: observations of each kind so far.
     """
@@ -258,7 +314,7 @@ def observed(
             row = kept[places[i]]
             row.known_s = min(row.known_s * scale, 0.9 * row.seconds)
             later[places[i]] = counts[int(row.kind)] - row.number
-    return kept, later, places
+    return Observed(kept, later, places)
 
 
 @compiled
@@ -287,8 +343,8 @@ def middle(values: Floats) -> float:
 
 @compiled
 def spreads(rows: Observations, errors: Floats) -> tuple[Floats, Floats]:
-    """Of each kind, how many observations there are since its last change, and the median distance
-    of their errors from their middle: what all are off by is still to be learnt, and no noise."""
+    """Counts of observations since the last change, by kind, and the median distance of their
+    errors from their median: an error that all share is still to be learnt, and no noise."""
     counts, medians, own = np.zeros(len(KINDS)), np.zeros(len(KINDS)), np.empty(len(rows))
     for kind in range(len(KINDS)):
         found = 0

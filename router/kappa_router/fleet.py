@@ -26,7 +26,7 @@ from kappa_router.decision import (
     PricedWorker,
     Slots,
 )
-from kappa_router.engine_queue import EngineSpeed
+from kappa_router.estimator import EngineSpeed
 
 USE_WINDOW_S = 20.0
 _MORE_RECORDS = 8
@@ -34,51 +34,50 @@ _MORE_RECORDS = 8
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request in flight, from its reservation until it ends; seconds are real ones.
-
-    own: this router sent it; else a worker reported it, and another decider sent it.
-    link_s, gpu_s, new_tokens, fetch_tokens: what it put on its worker and takes away again.
-    prefilled: its prompt is done, as its worker or its stream reported.
-
-    Of its own ones: chosen, informed, sent_s; tpot_s: predicted seconds per token if no prompts
-    come in between, where outcomes are compared with predictions (0: they are not), bounded_s: most
-    with them; first_token_s: when that came; output_tokens: how many went to the client.
-    host_tokens: loaded, as far as is known, disk_tokens of them from disk; beside: requests that
-    decoded there when it was sent, and their context; decoded: when its first token came, and what
-    the worker had decoded by then.
-    """
+    """A request in flight, from its reservation until it ends; seconds are real ones."""
 
     request_id: str
     worker: str
     slot: int
+    # What it put on its worker and takes away again, `fetch_tokens` among it.
     link_s: float
     gpu_s: float
     new_tokens: int
     prompt_tokens: int
     fetch_tokens: float = 0.0
+    # Its prompt is done, as its worker or its stream reported.
     prefilled: bool = False
+    # This router sent it; else another decider did, and a worker reported it.
     own: bool = False
+    # Of the router's own requests: the prediction, whether the prompt was known, when it was sent.
     chosen: PricedWorker | None = None
     informed: bool = False
     sent_s: float = 0.0
+    # Predicted seconds per token without prompts in between; 0: outcomes are not compared.
     tpot_s: float = 0.0
+    # The most seconds per token with prompts in between.
     bounded_s: float = math.inf
     first_token_s: float | None = None
+    # Tokens that went to the client.
     output_tokens: int = 0
+    # Tokens loaded, as far as is known, and those of them that came from disk.
     host_tokens: int = 0
     disk_tokens: int = 0
+    # Requests that decoded there when it was sent, and their context.
     beside: tuple[float, float] = (0.0, 0.0)
+    # When its first token came, and the worker's decoding up to then (`Calibration`).
     decoded: tuple[float, Floats] | None = None
 
 
 class Certainty(NamedTuple):
-    """How sure what was learnt of a worker is: standard deviations of the logarithms of what a
-    prompt and a load of 2,048 tokens take, of the overhead, and of a TTFT about its prediction
-    where all of these are right."""
+    """The certainty of a worker's learnt constants, as standard deviations."""
 
+    # Of the logarithms of the seconds of a prompt, and of a load, of 2,048 tokens.
     compute_sd: float = 0.0
     link_sd: float = 0.0
+    # Of the overhead, in seconds.
     overhead_sd_s: float = 0.0
+    # Of the logarithm of a TTFT about a prediction with the right constants.
     ttft_sd: float = 0.0
 
 
@@ -106,8 +105,9 @@ class Fleet:
         """Of the worker in each place; empty where there is none."""
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self._records = np.zeros(_MORE_RECORDS, dtype=pricing.WORKER)
-        # Of each place, the requests whose prompts are not done, in the order of their arrival.
+        self.records = np.zeros(_MORE_RECORDS, dtype=pricing.WORKER)
+        """A worker in each place (`pricing.WORKER`)."""
+        # By place: the requests with prompts that are not done, in the order of their arrival.
         self._prompts: list[OrderedDict[str, Flight]] = []
         self._nodes: dict[str, NodeProfile] = {}
         # All workers in the order in which they are listed: places, names, nodes.
@@ -118,7 +118,7 @@ class Fleet:
 
     def _compile(self) -> None:
         """Call each loop once, now rather than while the first request waits."""
-        nothing, records = np.empty(0), self._records
+        nothing, records = np.empty(0), self.records
         estimates = self.estimate(
             self._active, 0.0, PricedPrompt(1, 1), Held(nothing, nothing, nothing)
         )
@@ -149,13 +149,13 @@ class Fleet:
             if slot == len(self.names):
                 self.names.append("")
                 self._prompts.append(OrderedDict())
-            if slot == len(self._records):
-                more = np.zeros(len(self._records) + _MORE_RECORDS, dtype=pricing.WORKER)
-                self._records = np.concatenate([self._records, more])
+            if slot == len(self.records):
+                more = np.zeros(len(self.records) + _MORE_RECORDS, dtype=pricing.WORKER)
+                self.records = np.concatenate([self.records, more])
             self._slots[announced.worker] = slot
             self.names[slot] = announced.worker
-            self._records[slot] = 0.0
-            self._records["gpu_since_s"][slot] = self._records["used_s"][slot] = now_s
+            self.records[slot] = 0.0
+            self.records["gpu_since_s"][slot] = self.records["used_s"][slot] = now_s
         self._nodes[announced.worker] = node
         self._activate()
         kv_bytes_per_token = announced.kv_bytes_per_token * node.dilation
@@ -175,9 +175,9 @@ class Fleet:
     def calibrate(
         self, worker: str, speed: EngineSpeed, overhead_s: float, certainty: Certainty = SURE
     ) -> None:
-        """What predictions use from now on."""
+        """Set the speed that predictions use from now on."""
         step = speed.step
-        self._records["factors"][self._slots[worker]] = speed.factors or 0.0
+        self.records["factors"][self._slots[worker]] = speed.factors or 0.0
         self._set(
             self._slots[worker],
             budget_tokens=speed.budget_tokens,
@@ -194,13 +194,13 @@ class Fleet:
             overhead_s=overhead_s,
             **certainty._asdict(),
         )
-        pricing.decode(self._records, self._slots[worker], 0, 0)
+        pricing.decode(self.records, self._slots[worker], 0, 0)
 
     def reported(
         self, worker: str, now_s: float, spare_tokens: float, net_tokens_per_s: float = 0.0
     ) -> None:
-        """A worker reported; its host tier has room for so many tokens that a peer holds too, and
-        it fetched so many a second, if it did."""
+        """A worker reported: its host tier has room for `spare_tokens` that a peer holds too; at
+        which rate it fetched, 0 if it did not."""
         measured = {"net_tokens_per_s": net_tokens_per_s} if net_tokens_per_s else {}
         self._set(self._slots[worker], seen_s=now_s, spare_tokens=spare_tokens, **measured)
 
@@ -214,7 +214,7 @@ class Fleet:
         self._activate()
 
     def _set(self, slot: int, **values: float) -> None:
-        record = self._records[slot]
+        record = self.records[slot]
         for name, value in values.items():
             record[name] = value
 
@@ -235,12 +235,12 @@ class Fleet:
         )  # fmt: skip
         flight.host_tokens, flight.disk_tokens = int(row.cached_tokens), int(row.disk_tokens)
         flight.beside = pricing.reserve(
-            self._records, slot, estimates.rows, index, now_s, USE_WINDOW_S
+            self.records, slot, estimates.rows, index, now_s, USE_WINDOW_S
         )
         self._prompts[slot][request_id] = flight
         if estimates.fetch_from:
             flight.fetch_tokens = row.fetch_tokens
-            self._records["promised_tokens"][slot] += flight.fetch_tokens
+            self.records["promised_tokens"][slot] += flight.fetch_tokens
             ends = np.array([slot, self._slots[estimates.fetch_from]])
             self.transfer(ends, row.fetch_s, now_s)
         return flight
@@ -259,7 +259,7 @@ class Fleet:
         first = next(iter(self._prompts[slot].values())) is flight
         context_tokens = flight.prompt_tokens - new_tokens
         found = host_tokens, new_tokens, context_tokens, disk_tokens
-        flight.link_s, flight.gpu_s = pricing.correct(self._records, slot, found, before, first)
+        flight.link_s, flight.gpu_s = pricing.correct(self.records, slot, found, before, first)
         flight.new_tokens = new_tokens
 
     def prefilled(self, flight: Flight, now_s: float) -> None:
@@ -267,45 +267,45 @@ class Fleet:
         if not flight.prefilled:
             self._finish_prompt(flight, now_s)
             flight.prefilled = True
-            pricing.decode(self._records, flight.slot, 1, flight.prompt_tokens)
+            pricing.decode(self.records, flight.slot, 1, flight.prompt_tokens)
 
     def release(self, flight: Flight, now_s: float) -> None:
         if flight.prefilled:
-            pricing.decode(self._records, flight.slot, -1, -flight.prompt_tokens)
+            pricing.decode(self.records, flight.slot, -1, -flight.prompt_tokens)
         else:
             self._finish_prompt(flight, now_s)
-        pricing.depart(self._records, flight.slot, flight.prompt_tokens, flight.gpu_s)
+        pricing.depart(self.records, flight.slot, flight.prompt_tokens, flight.gpu_s)
 
     def _finish_prompt(self, flight: Flight, now_s: float) -> None:
         slot, prompts = flight.slot, self._prompts[flight.slot]
         first = next(iter(prompts.values())) is flight
         del prompts[flight.request_id]
         done = flight.link_s, flight.gpu_s, flight.new_tokens
-        pricing.finish_prompt(self._records, slot, done, now_s)
+        pricing.finish_prompt(self.records, slot, done, now_s)
         if flight.fetch_tokens:
-            promised = self._records["promised_tokens"]
+            promised = self.records["promised_tokens"]
             promised[slot] = max(promised[slot] - flight.fetch_tokens, 0.0)
         if first:
             head = next(iter(prompts.values()), None)
-            self._records["gpu_since_s"][slot] = now_s
-            self._records["gpu_head_s"][slot] = head.gpu_s if head is not None else 0.0
+            self.records["gpu_since_s"][slot] = now_s
+            self.records["gpu_head_s"][slot] = head.gpu_s if head is not None else 0.0
 
     def transfer(self, ends: Slots, seconds: float, now_s: float) -> None:
         """A transfer is queued on the network cards of two workers."""
-        free_s = self._records["net_free_s"]
+        free_s = self.records["net_free_s"]
         free_s[ends] = max(float(free_s[ends].max()), now_s) + seconds
 
     # -- what a request costs -----------------------------------------------------------------
 
     def backlog_s(self, worker: str, now_s: float) -> tuple[float, float]:
         """Seconds of queued work on one worker's (link, gpu)."""
-        return pricing.queued_s(self._records[self._slots[worker]], now_s)
+        return pricing.queued_s(self.records[self._slots[worker]], now_s)
 
     def ready(self, now_s: float, stale_after_s: float, exclude: frozenset[str]) -> Slots:
         """Places of the workers that have reported recently and are not excluded."""
         slots = self._active
         if math.isfinite(stale_after_s) and len(slots):
-            fresh = now_s - self._records["seen_s"][slots] <= stale_after_s
+            fresh = now_s - self.records["seen_s"][slots] <= stale_after_s
             if not fresh.all():
                 slots = slots[fresh]
         if not exclude:
@@ -321,7 +321,7 @@ class Fleet:
         held: Held,
         fetch: tuple[str, Floats] | None = None,
     ) -> Estimates:
-        """What a request costs on each of `slots`.
+        """Price a request on each of `slots`.
 
         held: leading tokens in each tier. fetch: a worker, and how many of the cached tokens have
         to come from it first. A transfer occupies the network cards of both ends, and takes for
@@ -334,7 +334,7 @@ class Fleet:
             fetch_from, rows["fetch_tokens"] = fetch
             source = self._slots[fetch_from]
         request = now_s, USE_WINDOW_S, float(prompt.tokens), float(prompt.output_tokens)
-        pricing.price(self._records, slots, rows, request, source, self._slo)
+        pricing.price(self.records, slots, rows, request, source, self._slo)
         names, nodes = self._active_names, self._active_nodes
         if len(slots) < len(names):
             names = [self.names[slot] for slot in slots]
@@ -344,19 +344,8 @@ class Fleet:
             prompt.session, prompt.output_tokens, nodes, fetch_from,
         )  # fmt: skip
 
-    def idle_s(self, estimates: Estimates) -> tuple[float, float, float, float]:
-        """TTFT and time per output token of the median worker with nothing else to do and what the
-        best holder has in its host tier, and the median dilation; and the least gpu seconds that
-        the request adds to any."""
+    def idle_s(self, estimates: Estimates) -> pricing.IdleMedians:
+        """As `pricing.median_idle`, for the workers and the request of these estimates."""
         return pricing.median_idle(
-            self._records, estimates.slots, estimates.rows, float(estimates.prompt_tokens)
+            self.records, estimates.slots, estimates.rows, float(estimates.prompt_tokens)
         )
-
-    def bounded_s(self, slot: int) -> float:
-        """As `pricing.bounded_s`."""
-        return pricing.bounded_s(self._records, slot)
-
-    def record(self, slot: int) -> np.void:
-        """What is priced of a worker (`pricing.WORKER`)."""
-        record: np.void = self._records[slot]
-        return record

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kappa.compiled import compiled
 
 # Decoding 4 MB of `[],` whole takes 1.1 s, and 0.3 s with the cyclic collector off, which visits
-# every container again and again (AMD EPYC, one core). So their number is what is bounded.
+# every container again and again (AMD EPYC, one core). So their number is bounded.
 MAX_CONTAINERS = 100_000
 """Lists and objects in a body. A conversation of 4,096 messages with tool calls has some 30,000."""
 MAX_VALUES = 2_000_000

@@ -1,6 +1,6 @@
-"""What workers that plan loads do with a cached prefix: the router runs the very same planner.
+"""Load plans of workers for a cached prefix: the router runs the very same planner.
 
-A worker whose engine executes load plans announces its planner's name and its rates. For such
+A worker with an engine that executes load plans announces its planner's name and rates. For such
 workers the estimates' link and gpu seconds, and the predicted TTFT, are the plan's; for all others
 loading comes first and computing after it, as `router.pricing` has it. An engine of vLLM does that
 too, but may leave the back of a hit to be computed ("tail"), and load by layers beside the prompt
@@ -48,7 +48,7 @@ class LoadPlanner:
         )  # fmt: skip
         self._planning.check(self._name)
         self._of_vllm = announced.engine == "vllm"
-        # Of vLLM's: where others are served, whose steps a load may not hold up.
+        # Of vLLM's, where others are served: a load may not hold up their steps.
         ahead = replace(self._rates, overlap=0.0)
         self._ahead = Planning(size, ahead, activations=False)
         self._room_tokens = (
@@ -58,7 +58,7 @@ class LoadPlanner:
         self._dilation = announced.node.dilation
 
     def __call__(self, row: np.void) -> PlannedLoad | None:
-        """Change a row of the estimates to what the worker's plan makes of it; None: nothing."""
+        """Adjust a row of the estimates to the worker's load plan; None: the row stays as it is."""
         cached, new = int(row["cached_tokens"]), int(row["new_tokens"])
         if self._of_vllm:
             return self._move(row, cached, new) if cached else None
@@ -83,7 +83,7 @@ class LoadPlanner:
         return ratio if math.isfinite(ratio) else None
 
     def _move(self, row: np.void, cached: int, new: int) -> PlannedLoad | None:
-        """A tail that is computed is not loaded, and what is loaded may hide behind computing; the
+        """A tail that is computed is not loaded, and a load may hide behind computing; the
         rest of the row's figures stays calibrated."""
         device, load_s = int(row["device_tokens"]), float(row["load_s"])
         planning = self._ahead if row["in_flight"] else self._planning

@@ -1,4 +1,4 @@
-"""Which worker should serve a request. A policy picks a row of the `Estimates` and gives a reason.
+"""Policies choose the worker for a request: a row of the `Estimates`, with a reason.
 
 * `priced`: least predicted TTFT, plus what the choice takes from others; `priced_fetch` may also
   bring KV from a peer first.
@@ -7,7 +7,7 @@
   critical ratio says whether its load or its compute is compared.
 * `threshold_literal`: §7.3 as printed. It looks at one ratio and at links, not at where the cache
   is, nor at the queue (except to break ties): kept as explanation and baseline.
-* `least_backlog`: least queued work; what is left when nothing is known of the request.
+* `least_backlog`: least queued work; used when nothing is known of the request.
 
 What other systems do is in `kappa_benchmarks.baselines.routing`; `policy_named` finds any by name.
 """
@@ -30,30 +30,27 @@ _FULL = 0.95
 
 
 class Policy(Protocol):
-    """Picks a worker; may remember what it routed. fetches: it may bring KV from a peer first."""
+    """Picks a worker; may remember what it routed."""
 
     name: str
+    # It may bring KV from a peer first.
     fetches: bool
 
     def choose(self, estimates: Estimates) -> Choice:
         """Pick one of `estimates` (at least one)."""
-        ...
 
     def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         """The request went to row `index`."""
-        ...
 
     def progressed(self, request_id: str, now_s: float, *, ended: bool) -> None:
         """A request's first token came, or it ended; of those that others sent, too."""
-        ...
 
     def left(self, worker: str) -> None:
         """A worker is gone."""
-        ...
 
 
 class Stateless:
-    """What policies without a memory share."""
+    """The common part of policies without a memory."""
 
     fetches = False
 
@@ -68,7 +65,7 @@ class Stateless:
 
 
 class Priced(Stateless):
-    """Predicted TTFT, plus a price for the work that the choice makes and that nobody needed.
+    """Predicted TTFT, plus a price for the work that the choice makes without need.
 
     Least predicted TTFT is selfish: rather than wait for the node that holds its cache, a request
     recomputes it elsewhere, and what it burns there is missing when others come, who then do the
@@ -85,8 +82,8 @@ class Priced(Stateless):
     each token that it will generate makes a step longer for them. What that costs is counted in
     what the objective allows: an answer of O tokens may take O times the TPOT limit, and of that
     the steps there and the prompts of all in flight use a share u. Misses rise the faster the
-    nearer u is to 1, so it is the square of u that is kept small: d more of it cost each answer
-    2 u d, a share of the TTFT limit, neither u nor d above 1: what is late is missed once
+    nearer u is to 1, so the square of u is kept small: d more of u cost each answer 2 u d, a share
+    of the TTFT limit, neither u nor d above 1: an answer is late once
     (docs/adr/0107-the-objective-in-the-price.md). And while the node is busy for longer than the
     least TTFT objective, who comes to it is late: for what the prompt adds to that time, each
     arrival of the node's own rate loses a TTFT limit (docs/adr/0129).
@@ -102,8 +99,8 @@ class Priced(Stateless):
         soonest = _choice(*_cheapest(estimates.rows, score))
         index, fetching = soonest.index, estimates.fetching
         if fetching is not None:
-            # It must gain the request itself more than the transfer takes of two cards: what is
-            # only to spread those that decode, or saves little, fills the nodes that others fetch
+            # It must gain the request itself more than the transfer takes of two cards: a fetch
+            # that only spreads those that decode, or saves little, fills nodes that others fetch
             # to.
             sooner = fetching.ttft_s + fetching.fetch_s < estimates.ttft_s[index]
             shared_s = fetch_externality_s(fetching) + fetching.interference_s
@@ -147,7 +144,7 @@ def fetch_externality_s(estimates: Estimates) -> Floats:
 
 
 class Threshold(Stateless):
-    """Each worker's bound decides what is compared there: the load, or the compute.
+    """Each worker's bound decides whether its load or its compute is compared.
 
     Where the request's ratio reaches the worker's critical ratio the worker holds the prefix, and
     the load is what takes long: of these workers, the one that has it loaded first. Elsewhere

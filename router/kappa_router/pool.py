@@ -1,4 +1,4 @@
-"""The workers of all models, what they hold and what is in flight there: events in. Pure.
+"""The state of a router: the workers of all models, their caches, and the requests in flight. Pure.
 
 `router.router` decides by it. It joins the prefix index, the fleet, calibration, load plans and the
 engine queue models of the workers. Of each model there is an index of its own, so that no prefix of
@@ -7,7 +7,7 @@ one is ever counted for another.
 Several routers decide over the same workers, and each would send the next request to the worker
 that looks idle to it. So every worker reports to all of them what arrived and what left; a request
 that this router did not send is reserved as if it had. The worker is the truth: now and then it
-reports all that is in flight there, and what is not among that is dropped.
+lists all its requests, and a reservation that it does not list is dropped.
 """
 
 from __future__ import annotations
@@ -32,37 +32,40 @@ from kappa_router.index.prefix_index import PrefixIndex
 
 @dataclass(slots=True, eq=False)
 class ModelState:
-    """What the workers of one model share.
+    """The common state of the workers of one model."""
 
-    number: the model's, by which `Router` knows the places of its workers. fingerprint: of their
-    blocks; empty while it has no workers. outputs: how long its answers were; demand: what
-    admission saw of its requests.
-    """
-
+    # The model's, by which `Router` knows the places of its workers.
     number: int
     hasher: PrefixHasher
     index: PrefixIndex
+    # Of their blocks; empty while it has no workers.
     fingerprint: str = ""
+    # How long its answers were.
     outputs: OutputLengths = field(default_factory=OutputLengths)
+    # Its requests as admission evaluated them.
     demand: Demand = field(default_factory=Demand)
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """One worker as the router sees it. flights: what is in flight there, whoever sent it."""
+    """One worker as the router sees it."""
 
     announcement: Announcement
     model: ModelState
     queue: EngineQueue
     calibration: Calibration
+    # The latest; None before the first.
     report: WorkerReport | None = None
+    # When it last announced or reported something.
     seen_s: float = 0.0
+    # None: it loads prefixes whole.
     planner: RowPlanner | None = None
+    # Requests in flight there by id, those of other routers included.
     flights: dict[str, Flight] = field(default_factory=dict)
 
 
 class Pool:
-    """What was reported of workers and requests.
+    """The state of workers and requests, by their reports.
 
     workers: by name, in the order in which they joined. flights: requests in flight in the cluster,
     as far as is known; reservations: how many of them this router sent. models: by name, in the
@@ -88,7 +91,7 @@ class Pool:
     # -- workers ------------------------------------------------------------------------------
 
     def join(self, announcement: Announcement, now_s: float) -> None:
-        """A worker joins, or announces itself anew (after measuring again).
+        """A worker joins, or announces itself again after it was measured.
 
         Raises:
             MismatchError: its blocks would not mean the same as the others'.
@@ -120,7 +123,7 @@ class Pool:
         self._note_kinds()
 
     def _model_for(self, announcement: Announcement, state: WorkerState | None) -> ModelState:
-        """The state of its model, whose blocks the first worker sets; MismatchError for others."""
+        """The state of its model. Its first worker sets the blocks; MismatchError for others."""
         name, size = announcement.model, announcement.block_tokens
         if state is not None and state.announcement.model != name:
             raise MismatchError(
@@ -165,7 +168,7 @@ class Pool:
         return lost
 
     def _note_kinds(self) -> None:
-        """What need not be looked for where no worker has it."""
+        """Note whether any worker plans loads, or shares a tier."""
         states = self.workers.values()
         self.tiers_shared = any(state.announcement.shared_tier for state in states)
         self._any_planner = any(state.planner is not None for state in states)
@@ -322,16 +325,16 @@ class Pool:
             if arrival.prefilled:
                 self._prefilled(self.workers[worker], arrival.request_id, now_s)
 
-    # -- what is known ------------------------------------------------------------------------
+    # -- look-ups -----------------------------------------------------------------------------
 
     @property
     def index(self) -> PrefixIndex | None:
-        """Who holds which prefix, of the first model; None before a worker has joined."""
+        """The prefix index of the first model; None before a worker has joined."""
         return next((model.index for model in self.models.values()), None)
 
     @property
     def hasher(self) -> PrefixHasher | None:
-        """What hashes prompts, of the first model; None before a worker has joined."""
+        """The prompt hasher of the first model; None before a worker has joined."""
         return next((model.hasher for model in self.models.values()), None)
 
     def held_blocks(self) -> dict[str, dict[str, int]]:
@@ -358,7 +361,7 @@ class Pool:
         return len(self.flights)
 
     def flights_on(self, worker: str) -> Iterable[Flight]:
-        """What is in flight on a worker, whoever sent it."""
+        """Requests in flight on a worker, those of other routers included."""
         state = self.workers.get(worker)
         return state.flights.values() if state is not None else ()
 
@@ -401,7 +404,7 @@ class Pool:
 
 
 def engine_job(request_id: str, estimates: Estimates, row: int) -> EngineJob:
-    """What a request would be to the engine of a row."""
+    """The request as the engine of a row would see it."""
     # Half of what a request costs besides the engine is spent before it reaches it.
     arrival_s = estimates.now_s + float(estimates.fixed_s[row]) / 2
     cached, new = int(estimates.cached_tokens[row]), int(estimates.new_tokens[row])

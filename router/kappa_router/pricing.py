@@ -1,4 +1,4 @@
-"""What a request takes on every worker: compiled arithmetic over the fleet's records.
+"""Prices of a request on every worker: compiled arithmetic over the fleet's records.
 
 Each formula is for one worker, in real seconds; the loops over workers stand at the end.
 `router.fleet` keeps the records; the formulas of a step are those of `kappa.formulas`. Queues are
@@ -9,7 +9,7 @@ last finished some. Their forecast step by step is `router.engine_queue`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ _LOAD = (
     "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
     "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor",
 )  # fmt: skip
-# `factors`: as `kappa_router.engine_queue.EngineSpeed` has them.
+# `factors`: as `kappa_router.estimator.EngineSpeed` has them.
 _FIGURES = tuple((name, np.float64) for name in (*_IDENTITY, *_LOAD))
 WORKER = np.dtype([*_FIGURES, ("factors", np.float64, formulas.FACTORS)])
 
@@ -146,7 +146,7 @@ def queued_s(worker: Any, now_s: float) -> tuple[float, float]:
 def under_way_s(worker: Any, cached_tokens: float) -> float:
     """The wait for the step of decoding that is under way, where there is one.
 
-    Half of it on average; a load that has landed is noticed one step later.
+    Half a step on average; a load that has landed is noticed one step later.
     """
     decoding, context = worker.decoding, worker.decode_context_tokens
     if decoding <= 0:
@@ -159,7 +159,7 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
 
 @compiled
 def reading_step_s(worker: Any, context_tokens: float) -> float:
-    """A step that waits for memory: the weights and so many tokens' KV are read."""
+    """A step that waits for memory: it reads the weights and the KV of `context_tokens`."""
     read_s = formulas.reading_s(1.0, context_tokens, worker.weights_s, worker.context_token_s)
     return (read_s + worker.fixed_s) * worker.one_more_factor
 
@@ -178,7 +178,7 @@ def fetch_s(worker: Any, source: Any, tokens: float) -> float:
 
 @compiled
 def fade(worker: Any, now_s: float, window_s: float) -> float:
-    """What is left of recent use; a clock that was set back does not make it grow."""
+    """The remaining share of recent use; a clock that was set back does not make it grow."""
     return math.exp(min(worker.used_s - now_s, 0.0) / window_s)
 
 
@@ -215,8 +215,7 @@ def reserve(
     left = fade(worker, now_s, window_s)
     worker.used_s = now_s
     worker.gpu_use = worker.gpu_use * left + row.work_s / window_s
-    loads = 1.0 if row.load_s > 0 else 0.0
-    worker.loads_per_s = worker.loads_per_s * left + loads / window_s
+    worker.loads_per_s = worker.loads_per_s * left + (row.load_s > 0) / window_s
     worker.prefills_per_s = worker.prefills_per_s * left + 1 / window_s
     return worker.decoding, worker.decode_context_tokens
 
@@ -248,7 +247,7 @@ def correct(
 
 @compiled
 def finish_prompt(workers: Workers, slot: int, done: Prompt, now_s: float) -> None:
-    """A prompt is no longer ahead of anyone; sums of many small numbers drift, but where nobody
+    """A prompt is no longer ahead of others; sums of many small numbers drift, but once no request
     waits any more the queue is exactly empty."""
     worker = workers[slot]
     link_s, gpu_s, new_tokens = done
@@ -263,8 +262,8 @@ def finish_prompt(workers: Workers, slot: int, done: Prompt, now_s: float) -> No
 
 @compiled
 def decode(workers: Workers, slot: int, requests: int, context_tokens: float) -> None:
-    """So many more requests (or fewer) decode over so many tokens; with none, the worker's factors
-    are new."""
+    """`requests` more (or fewer) decode over `context_tokens` more; 0 and 0 where the worker's
+    factors are new."""
     worker = workers[slot]
     worker.decoding += requests
     worker.decode_context_tokens += context_tokens
@@ -274,7 +273,7 @@ def decode(workers: Workers, slot: int, requests: int, context_tokens: float) ->
 
 @compiled
 def depart(workers: Workers, slot: int, context_tokens: float, gpu_s: float) -> None:
-    """A request ended, whose prompt took so long."""
+    """A request ended; its prompt took `gpu_s`."""
     worker = workers[slot]
     worker.in_flight -= 1
     # As in `finish_prompt`: no drift outlasts a quiet moment.
@@ -315,8 +314,8 @@ def objective(
 
 @compiled
 def interference_share(rows: Rows, ttft_limit_s: float) -> float:
-    """How much of decode interference counts, the same for all workers: all of it while first
-    tokens are in time.
+    """The share of decode interference that counts, the same for all workers: 1 while first tokens
+    are in time.
 
     Who waits for a first token past its objective gains nothing by quicker tokens after it, and
     spreading those that decode then lengthens the queues. `rows` has `ttft_s` filled in.
@@ -325,6 +324,40 @@ def interference_share(rows: Rows, ttft_limit_s: float) -> float:
     for i in range(len(rows)):
         soonest_s = min(soonest_s, rows[i].ttft_s)
     return min(MOST_WAIT * ttft_limit_s / soonest_s, 1.0) if soonest_s > 0 else 1.0
+
+
+@compiled
+def price_interference(
+    workers: Workers, slots: Slots, rows: Rows, lengths: tuple[float, float], steps_s: Floats,
+    slo: Slo,
+) -> None:  # fmt: skip
+    """Put the cost of decode interference in the place of its seconds, in a price's `rows`.
+
+    lengths: tokens of the prompt, and of the output. steps_s: of each worker, a step of all in
+    flight and the request, without prompts.
+    """
+    prompt_tokens, output_tokens = lengths
+    ttft_limit_s, tpot_limit_s = objective(workers, slots, rows, prompt_tokens, slo)
+    share = interference_share(rows, ttft_limit_s)
+    answer_s = max(output_tokens, 1.0) * tpot_limit_s
+    for i in range(len(slots)):
+        worker, row = workers[slots[i]], rows[i]
+        if math.isinf(answer_s):
+            row.interference_s = 0.0
+            continue
+        token_s = worker.token_s + prompt_tokens * worker.context_token_s
+        used, added = steps_s[i] / tpot_limit_s, token_s / tpot_limit_s
+        if worker.step_factor <= 0:
+            # Prompts hold up those that decode, where nothing bounds a step's seconds.
+            used += worker.prompts_s / answer_s
+            added += row.interference_s / answer_s
+        # The growth of the square of the used share; one that is late already counts as just late.
+        each = 2 * min(used, 1.0) * min(added, 1.0)
+        # For so much longer who comes waits past the least objective of a first token.
+        least_s, queue_s = slo[0] * worker.dilation, row.gpu_backlog_s
+        late_s = max(queue_s + row.work_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
+        lost = worker.in_flight * each + row.prefills_per_s * late_s
+        row.interference_s = share * ttft_limit_s * lost
 
 
 @compiled
@@ -357,7 +390,6 @@ def price(
         row.flops_per_s = worker.flops_per_s
         row.cost_per_hour = worker.cost_per_hour
         row.kappa_crit = worker.kappa_crit
-
         row.work_s, read_s, row.compute_s = prefill_s(
             worker, prompt_tokens, held, worker.decoding, worker.decode_context_tokens
         )
@@ -367,14 +399,11 @@ def price(
         row.gpu_use = worker.gpu_use * left
         row.loads_per_s = worker.loads_per_s * left
         row.prefills_per_s = worker.prefills_per_s * left
-
         row.load_s = load_s(worker, cached, row.disk_tokens)
         link_s, gpu_s = queued_s(worker, now_s)
-        net_free_s, start_s = worker.net_free_s, link_s
+        row.net_backlog_s, start_s = max(worker.net_free_s - now_s, 0.0), link_s
         if source >= 0:
-            net_free_s = max(net_free_s, workers[source].net_free_s)
-        row.net_backlog_s = max(net_free_s - now_s, 0.0)
-        if source >= 0:
+            row.net_backlog_s = max(row.net_backlog_s, workers[source].net_free_s - now_s)
             row.fetch_s = fetch_s(worker, workers[source], row.fetch_tokens)
             start_s = max(link_s, row.net_backlog_s + row.fetch_s)
         else:
@@ -385,58 +414,36 @@ def price(
         row.ttft_sd = deviation(worker, row)
         steps_s[i] = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
         row.tpot_s = steps_s[i] / (1 - min(row.gpu_use, MOST_USE))
-    ttft_limit_s, tpot_limit_s = objective(workers, slots, rows, prompt_tokens, slo)
-    share = interference_share(rows, ttft_limit_s)
-    answer_s = max(output_tokens, 1.0) * tpot_limit_s
-    for i in range(len(slots)):
-        worker, row = workers[slots[i]], rows[i]
-        if math.isinf(answer_s):
-            row.interference_s = 0.0
-            continue
-        token_s = worker.token_s + prompt_tokens * worker.context_token_s
-        used, added = steps_s[i] / tpot_limit_s, token_s / tpot_limit_s
-        if worker.step_factor <= 0:
-            # Prompts hold up those that decode, where nothing bounds a step's seconds.
-            used += worker.prompts_s / answer_s
-            added += row.interference_s / answer_s
-        # The growth of the square of what is used; what is late already counts as just late.
-        each = 2 * min(used, 1.0) * min(added, 1.0)
-        # For so much longer who comes waits past the least objective of a first token.
-        least_s, queue_s = slo[0] * worker.dilation, row.gpu_backlog_s
-        late_s = max(queue_s + row.work_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
-        lost = worker.in_flight * each + row.prefills_per_s * late_s
-        row.interference_s = share * ttft_limit_s * lost
+    price_interference(workers, slots, rows, (prompt_tokens, output_tokens), steps_s, slo)
+
+
+class IdleMedians(NamedTuple):
+    """The price of a request on the median worker with nothing else to do."""
+
+    # Seconds to the first token, and per output token.
+    ttft_s: float
+    tpot_s: float
+    dilation: float
+    # The least gpu seconds that the request adds to any worker.
+    least_work_s: float
 
 
 @compiled
-def idle_s(
-    workers: Workers, slots: Slots, prompt_tokens: float, held_tokens: float
-) -> tuple[Floats, Floats]:
-    """TTFT and time per output token on idle workers that hold `held_tokens` of the prompt in their
-    host tiers."""
-    ttft_s, tpot_s = np.empty(len(slots)), np.empty(len(slots))
-    for i in range(len(slots)):
-        worker = workers[slots[i]]
-        compute_s = prefill_s(worker, prompt_tokens, held_tokens, 0.0, 0.0)[2]
-        ttft_s[i] = worker.overhead_s + load_s(worker, held_tokens, 0.0) + compute_s
-        tpot_s[i] = reading_step_s(worker, prompt_tokens)
-    return ttft_s, tpot_s
-
-
-@compiled
-def median_idle(
-    workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float
-) -> tuple[float, float, float, float]:
-    """Medians over workers: `idle_s` where the host tier holds what the best holder among `rows`
-    has, and the dilation; and the least `work_s` of `rows`. A median is the least figure that half
-    of them reach, as `kappa.slo.median_node` has it."""
+def median_idle(workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float) -> IdleMedians:
+    """Medians over workers with the prefix of the best holder among `rows` in their host tiers. A
+    median is the least figure that half of them reach, as `kappa.slo.median_node` has it."""
     held_tokens, least_s = 0.0, math.inf
     dilations = np.empty(len(slots))
     for i in range(len(slots)):
         held_tokens = max(held_tokens, rows[i].device_tokens + rows[i].cached_tokens)
         least_s = min(least_s, rows[i].work_s)
         dilations[i] = workers[slots[i]].dilation
-    ttft_s, tpot_s = idle_s(workers, slots, prompt_tokens, held_tokens)
+    ttft_s, tpot_s = np.empty(len(slots)), np.empty(len(slots))
+    for i in range(len(slots)):
+        worker = workers[slots[i]]
+        compute_s = prefill_s(worker, prompt_tokens, held_tokens, 0.0, 0.0)[2]
+        ttft_s[i] = worker.overhead_s + load_s(worker, held_tokens, 0.0) + compute_s
+        tpot_s[i] = reading_step_s(worker, prompt_tokens)
     k = (len(slots) - 1) // 2
     ttft_s, tpot_s = np.partition(ttft_s, k), np.partition(tpot_s, k)
-    return ttft_s[k], tpot_s[k], np.partition(dilations, k)[k], least_s
+    return IdleMedians(ttft_s[k], tpot_s[k], np.partition(dilations, k)[k], least_s)

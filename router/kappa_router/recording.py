@@ -96,7 +96,7 @@ _CALLS = {name for name, method in vars(RecordedRouter).items() if hasattr(metho
 
 
 def decided(decision: Decision) -> Entry:
-    """What two equal decisions have in common."""
+    """The part of a decision in which equal decisions agree."""
     chosen, counts = decision.chosen, asdict(decision.chosen.counts)
     if not counts["disk_tokens"]:  # as logs have it that were written before there were disks
         del counts["disk_tokens"]
@@ -132,7 +132,7 @@ def replay(entries: Iterable[Mapping[str, Any]], router: Router) -> list[tuple[A
     return pairs
 
 
-# -- what is not JSON by itself, there and back ---------------------------------------------------
+# -- values that are not JSON by themselves, written and read -------------------------------------
 
 
 def _request_out(request: RouteRequest) -> Entry:

@@ -1,4 +1,4 @@
-"""How far our routing is trusted with real traffic: watching, a share, all of it. Pure.
+"""Rollout of our routing over real traffic: it watches, steers a share, or all. Pure.
 
 `shadow`: ours decides and writes down what it would have done, the present balancer steers.
 `canary:N`: ours steers N percent of the conversations, the present one the rest, with ours as a
@@ -27,34 +27,34 @@ _STEPS = 10_000
 
 
 class Present(Policy, Protocol):
-    """The rule of a present balancer. arm: its name in metrics and records."""
+    """The rule of a present balancer."""
 
+    # Its name in metrics and records.
     arm: Arm
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """How far our routing is trusted.
+    """The mode of a rollout."""
 
-    percent: of the conversations, those that ours steers. present: the rule that steers the others.
-    balancer: the url of a real balancer, which only its answers tell the choices of; until then its
-    requests are thought spread by `present`. Empty: `present` chooses itself.
-    """
-
+    # Of the conversations that ours steers.
     percent: float
+    # The rule that steers the others.
     present: Present
+    # The url of a real balancer. Its answers tell its choices; until then its requests are thought
+    # spread by `present`. Empty: `present` chooses itself.
     balancer: str = ""
 
     @classmethod
     def parse(cls, mode: str, present: str = "ray") -> Rollout:
-        """Of a mode, by `steered_percent`; ValueError for any other. present: `ray`, one of
+        """Parse a mode, as `steered_percent`; ValueError for any other. present: `ray`, one of
         `PRESENT`, or the url of a real balancer."""
         known: dict[str, Callable[[], Present]] = {**PRESENT, "ray": RayServe}
         rule = known.get(present, LeastConnections)()
         return cls(steered_percent(mode), rule, "" if present in known else present)
 
     def arm(self, conversation: str) -> Arm:
-        """Who steers; the same for all requests of a conversation, whichever decider it meets."""
+        """The arm that steers: the same for all requests of a conversation, at every decider."""
         # A client may name it by half of a surrogate pair, which JSON can hold.
         named = conversation.encode(errors="surrogatepass")
         ours = _digest(named) % _STEPS < self.percent / 100 * _STEPS
@@ -137,16 +137,13 @@ PRESENT: dict[str, Callable[[], Present]] = {
 
 @dataclass(frozen=True, slots=True)
 class ShadowDecision:
-    """What ours would have done with a request that the present balancer steered; real seconds.
-
-    chosen_node, predicted_ttft_s: ours. present_node, present_predicted_ttft_s: what became of it,
-    priced by the same forecast at the same moment.
-    """
+    """Our decision about a request that the present balancer steered; real seconds."""
 
     chosen_worker: str
     chosen_node: str
     reason: str
     predicted_ttft_s: float
+    # The balancer's choice, priced by the same forecast at the same moment.
     present_worker: str
     present_node: str
     present_predicted_ttft_s: float

@@ -1,7 +1,7 @@
-"""The journal of a rollout: each decision and what became of it, as JSON lines, and the way back.
+"""The journal of a rollout: decisions with their outcomes as JSON lines, written and read.
 
-A `workers` line says what each engine is and what was learnt of it; it comes first and again when
-more has been learnt. A `request` line comes when a request has ended: its record, without its
+A `workers` line describes each engine and its learnt constants; it comes first, and again when
+more was learnt. A `request` line comes when a request has ended: its record, without its
 prompt. Of that it has hashes of the blocks, under a secret that the process drew, as far as no
 earlier line has them. Pure: files are others'.
 """
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from kappa.protocol import Announcement
-from kappa_router.engine_queue import EngineSpeed
+from kappa_router.estimator import EngineSpeed
 from kappa_router.index.prefix_hash import UInt64s
 from kappa_router.router import Router
 
@@ -39,43 +39,45 @@ _REMEMBERED = 1 << 18  # blocks to which a later line may refer
 
 @dataclass(frozen=True, slots=True)
 class JournaledWorker:
-    """An engine as the router knew it; overhead_s: of a request besides the engine."""
+    """An engine as the router knew it."""
 
     announcement: Announcement
     speed: EngineSpeed
+    # Of a request besides the engine.
     overhead_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class JournaledRequest:
-    """A request that was served; real seconds. ttft_s: NaN if its answer was not streamed.
-
-    steered: the arm, `kappa` or `present`. blocks: hashes of the prompt's leading blocks, shape
-    (blocks,). predicted_s: the TTFT expected where it went, NaN if nothing was.
-    """
+    """A request that was served; real seconds."""
 
     conversation: str
     arrival_s: float
+    # NaN if its answer was not streamed.
     ttft_s: float
     end_s: float
     worker: str
+    # The arm, `kappa` or `present`.
     steered: str
     prompt_tokens: int
     output_tokens: int
+    # Hashes of the prompt's leading blocks, shape (blocks,).
     blocks: UInt64s
+    # The TTFT predicted where it went; NaN: none was.
     predicted_s: float = math.nan
 
 
 @dataclass(slots=True)
 class RolloutSegment:
-    """What one process wrote: mode and present rule at its start, engines as last known, the latest
-    requests in the order of their ends. failed: requests that had no answer."""
+    """The lines of one process: mode and present rule at its start, engines as last known, the
+    latest requests in the order of their ends."""
 
     mode: str
     present: str
     policy: str
     workers: dict[str, JournaledWorker] = field(default_factory=dict)
     requests: deque[JournaledRequest] = field(default_factory=lambda: deque(maxlen=MOST_REQUESTS))
+    # Requests that had no answer.
     failed: int = 0
 
 
@@ -98,8 +100,8 @@ class JournalWriter:
 
     Args:
         mode, present, policy: as the process was started with.
-        router: whose engines are described.
-        caches: of the engines whose cache's size was learnt, that size by name.
+        router: the one that knows the engines to describe.
+        caches: learnt sizes of caches, by engine.
         write: takes each line.
     """
 
@@ -118,7 +120,7 @@ class JournalWriter:
         self._described_s, self._described, self._seen = -math.inf, 0, _SeenBlocks()
 
     def describe(self, now_s: float) -> None:
-        """Write what is known of the engines."""
+        """Write a `workers` line: all engines as they are known now."""
         workers, learnt = self._router.workers, self._caches()
         known = [
             JournaledWorker(

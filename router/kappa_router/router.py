@@ -82,12 +82,12 @@ class Router(Pool):
         if self.config.admission:
             row = estimates.row(index)
             flight.tpot_s = alone_s(row)
-            flight.bounded_s = self.fleet.bounded_s(estimates.slots[index])
+            flight.bounded_s = pricing.bounded_s(self.fleet.records, estimates.slots[index])
             self.lateness.sent(flight, now_s, delay_s(row))
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
-        """What `route` would decide, without reserving anything, and without admission."""
+        """The decision that `route` would make, without reserving, and without admission."""
         slots = self.fleet.ready(now_s, self.config.stale_after_s, request.exclude)
         model = self._model_of(request)
         if model is not None and len(self.models) > 1:
@@ -119,8 +119,8 @@ class Router(Pool):
         )
 
     def _model_of(self, request: RouteRequest) -> ModelState | None:
-        """The model that a request asks for; None: no worker of it has joined, or it asks for none
-        where there are several."""
+        """The model that a request asks for; None: no worker that serves it has joined, or the
+        request names none where there are several."""
         if request.model or len(self.models) != 1:
             return self.models.get(request.model)
         return next(iter(self.models.values()))
@@ -131,7 +131,7 @@ class Router(Pool):
         estimates = decision.priced
         now_s, demand = estimates.now_s, self.workers[decision.worker].model.demand
         idle = self.fleet.idle_s(estimates)
-        standing = demand.standing(request, idle[-1])
+        standing = demand.standing(request, idle.least_work_s)
         limit = limits(self.fleet.objective, idle, demand.slack_share(standing))
         known = self.lateness, demand, limit
         at, found = decision.index, evaluate(self.fleet, estimates, decision.index, *known)

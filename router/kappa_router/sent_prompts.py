@@ -1,4 +1,4 @@
-"""What an engine that reports nothing holds: what was sent to it, as long as its caches keep it.
+"""The caches of an engine that reports nothing: prompts sent to it, as long as they are kept.
 
 A prompt is its text, four bytes to a token, in blocks of 32: nothing has to be tokenized, and a
 conversation that grows extends its own blocks. Every engine's caches are followed as two lists of
@@ -29,13 +29,13 @@ from kappa_router.index.prefix_index import PrefixIndex
 BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = 32
 UNKNOWN_BLOCKS = 1 << 20
-"""Of a device whose size is not known."""
+"""Of a device of unknown size."""
 _GROWTH = 1.02
 _SLACK_BLOCKS = 8
-"""So many fewer found than expected say nothing: blocks of engines have up to 256 tokens."""
+"""A find that is short by at most this says nothing: engines' blocks have up to 256 tokens."""
 _MAX_LOAD = 0.68
 _LAST_NUMBER = (1 << 31) - 1
-"""Requests are numbered in 32 bits: after so many, what an engine holds is forgotten once."""
+"""Requests are numbered in 32 bits; after the last number the caches are forgotten once."""
 _NO_BLOCKS: UInt64s = np.empty(0, dtype=np.uint64)
 # What stands before the messages: in chats, responses and messages.
 _BEFORE = ("tools", "system", "instructions")
@@ -59,7 +59,7 @@ class CacheSize:
 def announcement_of(
     worker: str, model: str, node: NodeProfile, shape: ModelShape, size: CacheSize
 ) -> Announcement:
-    """What an engine that announces nothing is taken to be: `node` of the catalogue, serving
+    """The announcement of an engine that makes none: `node` of the catalogue, serving
     `shape`, whole prompts of up to 8,192 tokens at a step."""
     return Announcement(
         worker=worker, model=model, node=node, step=step_model(shape, node),
@@ -95,19 +95,22 @@ def prompt_tokens(body: Mapping[str, Any]) -> np.ndarray | None:
 
 
 class Sent(NamedTuple):
-    """A prompt that went to an engine. number: of the request there; before: of each block, the
-    request that it was last used by, 0 for none; beside: requests that were open then."""
+    """A prompt that went to an engine."""
 
+    # Of the request there.
     number: int
+    # For each block, the request that used it last; 0: none.
     before: Int32s
+    # Requests that were open then.
     beside: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
 class _SentPrompt:
-    """Blocks in the order of their prompt; stale: how many of them a later prompt used, too."""
+    """The blocks of a prompt, in order."""
 
     blocks: UInt64s
+    # The number of them that a later prompt used, too.
     stale: int = 0
 
 
@@ -134,7 +137,7 @@ class _Recency:
             prompt = self._prompts.get(earlier)
             if prompt is not None:
                 prompt.stale += end - start
-                # Of what is remembered at least half is needed.
+                # At least half of the remembered blocks are needed.
                 if 2 * prompt.stale > len(prompt.blocks):
                     self._tidy(earlier, prompt)
         if len(blocks):
@@ -142,7 +145,7 @@ class _Recency:
         return before
 
     def shrink_to(self, most: int) -> UInt64s:
-        """Give up the blocks beyond so many, least recently used first; returns them."""
+        """Give up all blocks but `most`, least recently used first; returns them."""
         gone: list[UInt64s] = []
         while self._prompts and len(self._last) > most:
             number, prompt = next(iter(self._prompts.items()))
@@ -157,7 +160,7 @@ class _Recency:
         return np.concatenate(gone) if gone else _NO_BLOCKS
 
     def older(self, number: int) -> int:
-        """How many blocks were last used by a request up to that one."""
+        """The number of blocks that were last used by a request up to that one."""
         prompts = itertools.takewhile(lambda item: item[0] <= number, self._prompts.items())
         return sum(len(prompt.blocks) - prompt.stale for _, prompt in prompts)
 
@@ -201,7 +204,7 @@ class SentBlocks:
         return Sent(self._number, used, beside)
 
     def found(self, index: PrefixIndex, sent: Sent, blocks: int) -> bool:
-        """The engine found so many leading blocks of a prompt that it was sent; whether that is
+        """The engine found `blocks` leading blocks of a prompt that it was sent; whether that is
         less than it should have held.
 
         A block that a request open at that time had brought may not have been computed yet: that
@@ -219,7 +222,7 @@ class SentBlocks:
         for tier, kept in self._tiers.items():
             held = len(kept)
             self._shrink(index, tier, held - kept.older(missing))
-            # By half at most: one answer may be wrong, and what is too small grows slowly.
+            # By half at most: one answer may be wrong, and a size that is too small grows slowly.
             self.size[tier] = min(self.size[tier], max(len(kept), held / 2, 1))
         return True
 

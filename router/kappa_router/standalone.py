@@ -37,7 +37,7 @@ _LOST_S = 600.0
 _LATE_FACTOR, _LEAST_S, _MOST_S = 2.0, 1.0, 120.0
 # A count that is older says nothing of others any more.
 _COUNT_HOLDS_S = 60.0
-# What is counted of others: in a replica's statistics may stand anything.
+# The most requests of others that are counted: a replica's statistics may say anything.
 _MOST_OTHERS = 1024
 _LONGEST_OUTPUT = 1 << 20
 
@@ -53,8 +53,8 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Seen:
-    """What a replica announced last, when it last counted its requests, and why its statistics are
-    of no use, if so."""
+    """A replica: its last announcement, when it last counted its requests, and the fault of its
+    statistics, if there is one."""
 
     announced: Mapping[str, Any] = field(default_factory=dict)
     counted_s: float = 0.0
@@ -178,9 +178,10 @@ class StandaloneRouter:
             return
         seen.counted_s = report.time_s
         ours = sorted(
-            (sent.end_s, request_id) for request_id, sent in self._sent.items()
+            (sent.end_s, request_id)
+            for request_id, sent in self._sent.items()
             if sent.worker == worker and sent.sent_s <= report.time_s
-        )  # fmt: skip
+        )
         for _, request_id in ours[: max(len(ours) - count, 0)]:
             self._release(request_id, now_s)
         self._others(worker, min(max(count - len(ours), 0), _MOST_OTHERS), now_s)
@@ -209,7 +210,7 @@ class StandaloneRouter:
 
 
 def _lasts_s(decision: Decision) -> float:
-    """How long a request counts unless its end is known."""
+    """Seconds for which a request counts unless its end is known."""
     priced = decision.priced
     row = priced.row(decision.index)
     predicted_s = row.ttft_s + row.tpot_s * priced.expected_output_tokens

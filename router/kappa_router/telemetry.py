@@ -1,4 +1,4 @@
-"""Where a request's time went: the moments that the decider notes, turned into spans. Pure.
+"""The spans of a request's time, of the moments that the decider notes. Pure.
 
 What passed between sending a request and its first token is split by what its worker reported it
 spent: those seconds are measured, but not when they were, so their places within the wait are
@@ -29,34 +29,33 @@ Value = str | int | float | bool
 
 @dataclass(slots=True)
 class TimedAttempt:
-    """One worker that was tried. Seconds since the epoch; None: it did not get there."""
+    """One worker that was tried, and sent the request as it was chosen; seconds since the epoch."""
 
     worker: str
     node: str
     reason: str
     decided_s: float
-    sent_s: float | None = None
+    # None: it answered nothing.
     first_token_s: float | None = None
 
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """A request's moments, in seconds since the epoch; None where it did not get.
-
-    traceparent: the W3C header that the client sent, empty without a valid one. end: `done`,
-    `error`, `client_gone`, `worker_died`, or the code of the refusal; status: what the client was
-    answered, 0 if it had left.
-    """
+    """A request's moments, in seconds since the epoch; None where it did not get."""
 
     request_id: str
     tenant: str
     received_s: float
+    # The W3C header that the client sent; empty without a valid one.
     traceparent: str = ""
     tokenized_s: float | None = None
+    # None: its prompt could not be rendered.
     prompt_tokens: int | None = None
     attempts: list[TimedAttempt] = field(default_factory=list)
     ended_s: float | None = None
+    # `done`, `error`, `client_gone`, `worker_died`, or the code of the refusal.
     end: str = ""
+    # The answer's; 0 if the client had left.
     status: int = 0
 
     def tokenized(self, prompt_tokens: int | None, now_s: float) -> None:
@@ -67,10 +66,6 @@ class RequestTimeline:
         node = decision.chosen.node.name
         self.attempts.append(TimedAttempt(decision.worker, node, decision.reason, now_s))
 
-    def sent(self, now_s: float) -> None:
-        if self.attempts:
-            self.attempts[-1].sent_s = now_s
-
     def first_item(self, now_s: float) -> None:
         if self.attempts:
             self.attempts[-1].first_token_s = now_s
@@ -78,16 +73,14 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a request's time, in seconds since the epoch.
-
-    parent: name of the span that it lies in, empty for the outermost. derived: how long is
-    measured, when exactly is not.
-    """
+    """A part of a request's time, in seconds since the epoch."""
 
     name: str
     start_s: float
     end_s: float
+    # The name of the span that it lies in; empty for the outermost.
     parent: str = "decider"
+    # Its length is measured, its place is not.
     derived: bool = False
     attributes: Mapping[str, Value] = field(default_factory=dict)
 
@@ -129,13 +122,15 @@ class Telemetry:
         return timeline
 
     def end(self, timeline: RequestTimeline, end: str, status: int, now_s: float) -> None:
-        """A request is over; call it once."""
+        """A request is over; only the first call counts."""
+        if timeline.ended_s is not None:
+            return
         timeline.ended_s, timeline.end, timeline.status = now_s, end, status
         if self.on_end is not None:
             self.on_end(timeline)
 
     def tenant(self, request_id: str) -> str | None:
-        """Whose request it was; None if it is not known (any more)."""
+        """The tenant of a request; None if it is not known (any more)."""
         known = self._timelines.get(request_id) or self._record_of(request_id)
         return None if known is None else known.tenant
 
@@ -183,27 +178,25 @@ def spans_of(timeline: RequestTimeline, record: DecisionRecord | None = None) ->
         last = i + 1 == len(t.attempts)
         over_s = t.ended_s if last else t.attempts[i + 1].decided_s
         where: dict[str, Value] = {
-            "kappa.node": attempt.node, "kappa.worker": attempt.worker,
+            "kappa.node": attempt.node,
+            "kappa.worker": attempt.worker,
             "kappa.reason": attempt.reason,
-        }  # fmt: skip
+        }
         # The next attempt's decision begins where this one was given up.
         decided_s = min(attempt.decided_s, over_s)
         add("decide", min(since_s, decided_s), decided_s, where)
         since_s = over_s
-        if attempt.sent_s is None:
-            continue
         if attempt.first_token_s is None:
-            add("given_up", attempt.sent_s, over_s, where)
+            add("given_up", decided_s, over_s, where)
             continue
         first_token_s = attempt.first_token_s
         spent = record.spent if record is not None and last else None
         if record is not None and spent is not None and record.ttft_s is not None:
             # As the worker reported: an answer that is not streamed comes back later, as a whole.
-            reported_s = max(attempt.decided_s + record.ttft_s, attempt.sent_s)
-            first_token_s = min(reported_s, first_token_s)
-        add("first_token", attempt.sent_s, first_token_s, where)
+            first_token_s = min(attempt.decided_s + record.ttft_s, first_token_s)
+        add("first_token", decided_s, first_token_s, where)
         if record is not None and spent is not None:
-            found += _engine_spans(attempt.sent_s, first_token_s, spent, record.admitted)
+            found += _engine_spans(decided_s, first_token_s, spent, record.admitted)
         if last:
             add("stream", first_token_s, t.ended_s, {})
     return found

@@ -85,7 +85,7 @@ class Tracing:
         self._later.add(handle)
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Send what is queued, and stop; what is not taken within `timeout_s` is lost."""
+        """Send the queued spans, and stop; those not taken within `timeout_s` are lost."""
         for handle in self._later:
             handle.cancel()
         self._later.clear()

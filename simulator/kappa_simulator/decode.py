@@ -29,7 +29,7 @@ def step_parts(
 ) -> StepParts[float]:
     """Parts of one step over [(new tokens, context before them)] and requests that decode.
 
-    factors: as `kappa_router.engine_queue.EngineSpeed` has them.
+    factors: as `kappa_router.estimator.EngineSpeed` has them.
     """
     parts = step.batch(chunks, requests, context)
     if not factors:

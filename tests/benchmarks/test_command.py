@@ -17,7 +17,7 @@ REFUSED = [
     ("overload --patience 0", "patience"),
     ("regret --policies nonesuch", "nonesuch"), ("regret --policies ;", "names none"),
     ("regret --trace nonesuch", "nonesuch"), ("regret --cluster nonesuch", "nonesuch"),
-    ("router --policy magic --no-peers", "magic"),
+    ("router --policy magic", "magic"),
     ("scheduler --backend gpu", "--backend: unknown 'gpu': choose of vllm, simulator"),
     ("scheduler --policies fair,fifo", "--policies: unknown 'fifo': choose of fcfs, fcfs_link"),
     ("scheduler --workloads mixd", "--workloads: unknown 'mixd': choose of mixed, mixed10"),

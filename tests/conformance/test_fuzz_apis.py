@@ -81,7 +81,7 @@ def places(value, at=()):
 
 
 def shaped(path, status, body):
-    """What is wrong with an answer; empty if nothing is."""
+    """The fault of an answer; empty if it has none."""
     if status < 400:
         return ""
     if status == 500 or path == RESPONSES:
@@ -121,7 +121,7 @@ def test_good_bodies_are_answered(stack, path):
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_a_hundred_thousand_parts_and_bodies_that_are_no_json_are_refused(stack, path):
+def test_apis_refuse_bodies_of_too_many_parts_or_without_json(stack, path):
     part = "input_text" if path == RESPONSES else "text"
     many = "[" + f'{{"type":"{part}"}},' * 2700 + "{}]"
     field = "input" if path == RESPONSES else "messages"

@@ -57,7 +57,7 @@ def listening():
 
 
 def evaluate(answer):
-    """What is wrong with an answer; empty if nothing is."""
+    """The fault of an answer; empty if it has none."""
     return complaint_of(answer.status_code, answer.text)
 
 
@@ -141,7 +141,9 @@ def test_any_json_gets_an_answer(face, path, body, named, messages):
 @given(path=st.sampled_from(PATHS), body=st.binary(max_size=200))
 def test_any_bytes_get_an_answer(face, path, body):
     answer = face.http.post(path, content=body, headers=AS_JSON)
-    assert answer.status_code in (400, 422), answer.text
+    # `kappa route` says where an object would go; there the server refuses it.
+    is_object = face.kind == "route" and path == ROUTE and body.strip()[:1] == b"{"
+    assert answer.status_code in ({200, 400, 422} if is_object else {400, 422}), answer.text
     assert not (complaint := evaluate(answer)), complaint
 
 

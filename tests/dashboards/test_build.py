@@ -65,7 +65,7 @@ def test_a_changed_file_is_noticed(tmp_path, monkeypatch, capsys):
 
 
 @each_panel
-def test_every_query_is_promql_of_known_metrics_with_counters_inside_a_rate(uid, panel):
+def test_query_is_promql_of_known_metrics_and_rates_counters(uid, panel):
     known = names.series()
     for expr in expressions(uid, panel):
         found = selectors(promql_parser.parse(expr))
@@ -82,7 +82,7 @@ def test_a_query_that_is_no_promql_would_be_refused():
 
 
 @each_panel
-def test_every_panel_says_what_it_shows_in_which_unit_and_from_the_chosen_source(uid, panel):
+def test_panel_has_a_unit_a_description_and_the_chosen_source(uid, panel):
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert len(panel["description"]) > 15
     assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
@@ -134,7 +134,7 @@ def test_the_first_row_of_the_cluster_is_the_objective():
     assert rows[0] == "Service objective"
 
 
-def test_the_objectives_to_choose_from_are_bounds_of_the_histogram():
+def test_objectives_to_choose_from_are_bounds_of_the_histogram():
     board = BOARDS["kappa-cluster"]
     slo = next(v for v in board["templating"]["list"] if v["name"] == "ttft_slo")
     offered = [float(option["value"]) for option in slo["options"]]
@@ -143,7 +143,7 @@ def test_the_objectives_to_choose_from_are_bounds_of_the_histogram():
     assert slo["current"]["value"] == "1.0"
 
 
-def test_the_overview_is_a_dozen_panels_on_one_screen_and_comes_first():
+def test_overview_comes_first_with_12_panels_on_one_screen():
     assert build.DASHBOARDS[0].uid == "kappa-overview"
     panels = list(panels_of(BOARDS["kappa-overview"]))
     assert len(panels) == 12

@@ -36,24 +36,24 @@ def test_too_short_a_time_is_refused(run, seconds):
     assert run("--for", seconds).exit_code == 2
 
 
-def test_without_prometheus_it_says_what_to_do_before_it_starts_a_cluster(run, bare):
+def test_command_without_prometheus_fails_before_ray_starts(run, bare):
     done = run()
     assert done.exit_code == 1
     assert "PATH" in done.output
     assert "Ray" not in done.output
 
 
-def test_a_failed_download_says_why(bare):
-    program(bare, "apt-get", "echo 'E: no network' >&2; exit 100")
-    program(bare, "dpkg-deb", "exit 0")
-    with pytest.raises(PrometheusError, match=r"E: no network.*PATH"):
-        tool("promtool")
-
-
-def test_a_package_without_the_program_is_an_error(bare):
-    program(bare, "apt-get", ": > prometheus_1.deb")
-    program(bare, "dpkg-deb", "/bin/mkdir unpacked")
-    with pytest.raises(PrometheusError, match="holds no promtool"):
+@pytest.mark.parametrize(
+    ("apt", "dpkg", "why"),
+    [
+        ("echo 'E: no network' >&2; exit 100", "exit 0", r"E: no network.*PATH"),
+        (": > prometheus_1.deb", "/bin/mkdir unpacked", "holds no promtool"),
+    ],
+)
+def test_tool_says_why_it_could_not_be_fetched(bare, apt, dpkg, why):
+    program(bare, "apt-get", apt)
+    program(bare, "dpkg-deb", dpkg)
+    with pytest.raises(PrometheusError, match=why):
         tool("promtool")
 
 

@@ -30,13 +30,9 @@ def promtool():
     return run
 
 
-def test_the_rules_are_valid(promtool):
-    done = promtool("check", "rules", *RULES)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_rules_do_what_they_should(promtool):
-    done = promtool("test", "rules", CASES)
+@pytest.mark.parametrize("arguments", [("check", "rules", *RULES), ("test", "rules", CASES)])
+def test_rules_are_valid_and_do_what_they_should(promtool, arguments):
+    done = promtool(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -52,6 +52,10 @@ def config_of(pool, **more):
     return SimpleNamespace(**pool_config(settings, settings.all_pools[0], MODEL))
 
 
+def plans_of(settings):
+    return [worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools]
+
+
 def table(settings):
     return tenants_table(settings.tenants, own_digests(settings))
 
@@ -78,7 +82,7 @@ def test_our_own_requests_carry_a_key_only_where_one_is_needed():
     assert not table(refusing).find(["sk-alice-0123456"]).operator
 
 
-def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path, monkeypatch):
+def test_plan_takes_rule_weights_and_link_from_the_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = load_settings(
         tenants={"by_key": {"k" * 16: "a"}, "weights": {"a": 2.0}},
@@ -87,7 +91,7 @@ def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path,
     scheduler = engine_scheduler(settings)
     config = FairConfig(**scheduler.config)
     assert (scheduler.rule, config.window, config.weights) == ("fair", 7, {"a": 2.0})
-    plan = worker_plan(settings, settings.all_pools[0], MODEL, "")
+    plan = plans_of(settings)[0]
     assert plan.link == LinkRules("half", "loads_first", 10.0) and plan.scheduler == scheduler
     assert scheduler.log == str(tmp_path / "it.jsonl")
 
@@ -104,7 +108,7 @@ def test_a_worker_runs_in_its_pools_place_and_nowhere_else():
     assert (options["num_cpus"], options["resources"]) == (4, {"pool-a": 1})
 
 
-def test_engines_fetch_media_only_from_domains_that_the_operator_names():
+def test_engine_fetches_media_only_from_domains_named_in_extra():
     from vllm.multimodal.media.connector import MediaConnector
 
     def allowed(**engine):
@@ -146,7 +150,7 @@ def test_labels_choose_machines():
         ({"placement": {"gpus": 1}}, {"engine": "torch"}),
     ],
 )
-def test_a_pools_deployment_is_what_ray_serve_llm_builds_of_its_configuration(pool, more):
+def test_pool_deployment_equals_what_ray_serve_llm_builds(pool, more):
     from ray.serve.llm import LLMConfig, build_llm_deployment
 
     settings = cluster({"name": "a", **pool}, **more)
@@ -210,7 +214,7 @@ def test_a_fixed_pool_and_one_that_scales():
     assert policy["policy"]["policy_kwargs"]["target_backlog_s"] == 2.0
 
 
-def test_a_worker_that_goes_has_the_pools_time_to_end_its_streams():
+def test_deployment_gives_a_leaving_worker_the_pools_drain_time():
     assert config_of({"drain_s": 90}).deployment_config["graceful_shutdown_timeout_s"] == 90
 
 
@@ -220,7 +224,7 @@ def test_a_worker_knows_its_pool_and_what_that_changes():
         {"name": "b", "paced": True},
         dilation=7,
     )
-    first, second = (worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools)
+    first, second = plans_of(settings)
     assert second.limits == EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
     assert (first.pool, first.role, first.limits.device_blocks) == ("a", "both", 300)
     assert [node.name for node in first.nodes] == ["a-0", "a-1"]
@@ -232,15 +236,13 @@ def test_a_worker_knows_its_pool_and_what_that_changes():
 
 def test_roles_make_every_worker_a_peer_unless_vllm_hands_over():
     settings = cluster({"name": "a", "role": "prefill"}, {"name": "b"})
-    plans = [worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools]
+    plans = plans_of(settings)
     assert [plan.role for plan in plans] == ["prefill", "both"]
     assert [(plan.peers, plan.nixl) for plan in plans] == [(True, False)] * 2
     roles = {"name": "a", "role": "prefill"}, {"name": "b"}
-    by_nixl = cluster(*roles, transfer={"connector": "nixl"})
-    plan = worker_plan(by_nixl, by_nixl.all_pools[0], MODEL, "")
+    plan, _ = plans_of(cluster(*roles, transfer={"connector": "nixl"}))
     assert plan.nixl and not plan.peers
-    fetching = cluster({"name": "a"}, router={"policy": "priced_fetch"})
-    plan = worker_plan(fetching, fetching.all_pools[0], MODEL, "")
+    (plan,) = plans_of(cluster({"name": "a"}, router={"policy": "priced_fetch"}))
     assert plan.peers and not plan.nixl
 
 
@@ -253,8 +255,7 @@ def test_names_of_a_pool_that_scales_are_bounded():
 def planned(tmp_path, engine):
     path = tmp_path / "cluster.yaml"
     path.write_text(json.dumps({"engine": engine}))
-    settings = load_settings(path)
-    return worker_plan(settings, settings.all_pools[0], MODEL, "")
+    return plans_of(load_settings(path))[0]
 
 
 def heads(tmp_path, layers):
@@ -263,7 +264,7 @@ def heads(tmp_path, layers):
     return str(path)
 
 
-def test_the_settings_arrive_at_the_worker_with_the_scores_themselves(tmp_path):
+def test_plan_carries_the_sparse_settings_and_the_head_scores(tmp_path):
     sparse = {"share": 0.2, "lanes": 7, "max_age": 5, "loss": 0.03, "heads": heads(tmp_path, 32)}
     plan = planned(tmp_path, {"kind": "torch", "approx": "ask", "sparse": sparse})
     assert (plan.approx, plan.sparse.settings.slots, plan.sparse.settings.max_age) == ("ask", 7, 5)
@@ -279,27 +280,26 @@ def test_without_approximation_no_file_of_heads_is_read(tmp_path):
 
 def test_scores_of_another_model_stop_the_start(tmp_path):
     sparse = {"heads": heads(tmp_path, 3)}
-    with pytest.raises(StartError, match=r"engine\.sparse\.heads: .*give 32 layers of 32"):
+    with pytest.raises(StartError, match=r"^engine\.sparse\.heads: .*give 32 layers of 32"):
         planned(tmp_path, {"kind": "torch", "approx": "always", "sparse": sparse})
 
 
 @pytest.mark.parametrize("planner", ["host-kvpr", "host-hybrid"])
-def test_activations_larger_than_the_kv_stop_the_start_with_the_ratio(tmp_path, planner):
+def test_plan_refuses_activations_larger_than_kv_with_the_ratio(tmp_path, planner):
     with pytest.raises(StartError, match=r"8 KV heads .* are 2 times its KV: use host-kv"):
         planned(tmp_path, {"kind": "torch", "planner": planner})
     assert planned(tmp_path, {"kind": "torch", "planner": "host-kv"}).act_share == 0.0
 
 
 def test_several_gpus_are_one_worker_of_their_seconds_and_bytes():
-    settings = cluster({"name": "a", "placement": {"gpus": 16}})
-    plan = worker_plan(settings, settings.all_pools[0], MODEL, "")
+    (plan,) = plans_of(cluster({"name": "a", "placement": {"gpus": 16}}))
     one = node_profile("gh200-c2c")
     assert plan.nodes[0].h2d_bytes_per_s == 16 * one.h2d_bytes_per_s
     assert plan.nodes[0].flops_per_s == 16 * one.flops_per_s
     # Eight KV heads on sixteen ranks: each is there twice.
     assert kv_bytes_per_token(plan.served) == 2 * kv_bytes_per_token(MODEL.shape)
-    single = cluster({"name": "a", "placement": {"gpus": 1}})
-    assert worker_plan(single, single.all_pools[0], MODEL, "").served == MODEL.shape
+    (single,) = plans_of(cluster({"name": "a", "placement": {"gpus": 1}}))
+    assert single.served == MODEL.shape
 
 
 def test_stages_and_ranks_share_a_workers_gpus():

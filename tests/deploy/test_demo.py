@@ -223,13 +223,13 @@ async def test_an_endpoint_without_nodes_is_no_cluster_of_ours(cluster):
         await node_rows(cluster.url)
 
 
-async def test_a_replay_of_a_cluster_that_does_not_answer_is_one_clear_error():
+async def test_replay_raises_one_error_when_no_cluster_answers():
     with pytest.raises(EndpointError, match=r"127\.0\.0\.1:9"):
         await replay("http://127.0.0.1:9", [], 1)
 
 
 class Switched:
-    """A cluster whose policy can be changed; policies: which decided from which request on."""
+    """A cluster that can change its policy; policies: each with its first request's number."""
 
     def __init__(self, stand_in, settings):
         self.stand_in, self.settings, self.url = stand_in, settings, stand_in.url
@@ -253,7 +253,7 @@ def started(cluster, monkeypatch):
     return made
 
 
-def test_the_same_requests_then_run_under_round_robin_and_prefix_affinity(cluster, short, started):
+def test_demo_repeats_its_requests_under_two_other_policies(cluster, short, started):
     done = CliRunner().invoke(cli, ["demo", "--sessions", "2", "--json"])
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)
@@ -272,7 +272,7 @@ def test_the_same_requests_then_run_under_round_robin_and_prefix_affinity(cluste
 
 
 @pytest.mark.parametrize("options", [["--no-compare"], ["--config"]])
-def test_nothing_is_compared_where_it_is_not_wanted_or_one_policy_is_recorded(
+def test_demo_compares_nothing_when_told_so_or_recording(
     cluster, short, started, options, tmp_path
 ):
     if options == ["--config"]:
@@ -284,7 +284,7 @@ def test_nothing_is_compared_where_it_is_not_wanted_or_one_policy_is_recorded(
     assert started[0].policies == [(0, "priced")] and "worth" not in done.stdout
 
 
-def test_a_policy_that_does_not_end_is_cut_off_and_what_came_is_shown(
+def test_demo_cuts_off_a_policy_that_does_not_end_and_shows_rows(
     cluster, short, started, monkeypatch
 ):
     monkeypatch.setattr("kappa_deploy.commands.demo._COMPARED_S", 0.0)
@@ -302,8 +302,8 @@ def test_what_a_choice_is_worth_by_hand():
                              error=error)  # fmt: skip
 
     records = [record(10, 1, 12), record(10, 3, 14), record(12, 9, 30), record(11, 0, 11, "cut")]
-    assert worth("x", records, 5.0) == {
+    assert worth("x", records, 5.0)._asdict() == {
         # Two of three in time, in the 20 s from the first sent to the last ended.
         "policy": "x", "answered": 3, "p50_s": 3.0, "p99_s": 9.0, "goodput_rps": 0.1,
     }  # fmt: skip
-    assert worth("x", records[3:], 5.0)["p99_s"] is None
+    assert worth("x", records[3:], 5.0).p99_s is None

@@ -29,7 +29,7 @@ def outcome_of(arrivals_s, sessions, kappas):
     return SimpleNamespace(records=records)
 
 
-def test_decisions_are_measured_requests_in_order_of_arrival_with_their_turn_and_bound():
+def test_decisions_list_measured_requests_by_arrival_and_bound():
     crit = kappa_crit(SHAPE, KINDS["h100"].profile)
     outcome = outcome_of(
         [0.0, 9.0, 5.0, 7.0, 8.0], [0, 0, 0, 1, 1], [0.0, 2 * crit, 0.5 * crit, crit, 0.0]
@@ -61,7 +61,7 @@ def test_the_emulated_demo_has_options_of_its_own():
     assert done.exit_code == 2 and "--emulated" in done.stderr
 
 
-def test_the_emulated_demo_says_so_and_sets_our_policy_beside_the_others(monkeypatch):
+def test_emulated_demo_says_so_and_compares_policies(monkeypatch):
     monkeypatch.setattr("kappa_deploy.commands.emulated._REQUESTS", 150)
     done = CliRunner().invoke(app, ["demo", "--emulated"])
     assert done.exit_code == 0, done.stderr

@@ -76,7 +76,7 @@ def test_models_stand_side_by_side_with_kv_of_16_bits_and_of_8() -> None:
     assert "Did you mean" in CliRunner().invoke(app, ["tables", "--node", "pci"]).output
 
 
-def test_kv_of_eight_bits_halves_the_load_and_doubles_the_critical_ratio() -> None:
+def test_explain_halves_load_s_and_doubles_kappa_crit_for_fp8() -> None:
     wide, narrow = (
         _json(*REQUEST, "--node", "pcie", *more) for more in ((), ("--kv-dtype", "fp8"))
     )
@@ -113,7 +113,7 @@ def test_explain_tells_every_plan_and_marks_the_chosen_one() -> None:
     step = data["decoding"]
     assert 0 < step["cpu_share"] < 1
     assert step["split_s"] <= min(step["load_all_s"], step["cpu_all_s"])
-    # A request that may not take all of it leaves the rest where it is.
+    # A request that may not take the whole prefix leaves the rest in host memory.
     kept = _json(*REQUEST, "--node", "pcie", "--cpu-gbps", "60", "--room", "20050")
     auto = next(row for row in kept["plans"] if row["chosen"])
     assert auto["segments"] == [["C", 0, 40_000], ["K", 40_000, 60_000]]
@@ -183,7 +183,7 @@ def test_roofline_refuses_a_missing_folder(tmp_path: Path) -> None:
     assert result.exit_code == 2
 
 
-def test_a_model_of_a_family_that_is_not_listed_is_explained_with_a_note(tmp_path: Path) -> None:
+def test_explain_notes_a_model_family_that_is_not_listed(tmp_path: Path) -> None:
     config = {
         "model_type": "nobodys", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256,
         "num_attention_heads": 4,

@@ -16,7 +16,7 @@ def keys(*arguments, **options):
     return runner.invoke(app, list(arguments), **options)
 
 
-def test_a_new_key_is_long_and_differs_each_time_and_its_line_holds_a_digest():
+def test_new_makes_a_long_unique_key_and_a_line_with_its_digest():
     first, second = (json.loads(keys("new", "alice", "--json").stdout) for _ in "ab")
     assert first["key"] != second["key"] and len(first["key"]) >= 43
     assert first["key"] not in first["line"]
@@ -31,7 +31,7 @@ def test_a_new_key_can_go_into_a_file_that_only_its_owner_reads(tmp_path):
     assert not any(key in file.read_text() for key in made)
 
 
-def test_a_file_is_replaced_whole_and_keeps_its_rights_and_the_link_to_it(tmp_path):
+def test_new_replaces_the_file_whole_and_keeps_its_mode_and_link(tmp_path):
     file, link = tmp_path / "keys.yaml", tmp_path / "link.yaml"
     file.write_text("sk-old-0123456789: alice\n")
     file.chmod(0o640)
@@ -79,7 +79,7 @@ def test_bad_input_is_refused_without_repeating_the_key(arguments, text, message
     assert done.exit_code == 2 and message in done.output and "hush" not in done.output
 
 
-def test_a_list_counts_keys_by_tenant_and_warns_of_those_in_the_clear(tmp_path):
+def test_list_counts_keys_by_tenant_and_warns_of_clear_ones(tmp_path):
     file = tmp_path / "keys.yaml"
     file.write_text(f"sk-hush-01234567: alice\nsha256:{'0' * 64}: alice\nsha256:{'1' * 64}: bob\n")
     done = keys("list", str(file), "--json")
@@ -91,9 +91,7 @@ def test_a_list_counts_keys_by_tenant_and_warns_of_those_in_the_clear(tmp_path):
 
 
 @pytest.mark.parametrize("tenant", ["no", "007", "null", "1e3", "2026-01-02", "team-7"])
-def test_a_tenants_name_that_yaml_takes_for_something_else_is_still_read_as_a_name(
-    tenant, tmp_path
-):
+def test_new_quotes_tenant_names_that_yaml_would_misread(tenant, tmp_path):
     file = tmp_path / "keys.yaml"
     assert keys("new", tenant, "--file", str(file)).exit_code == 0
     assert keys("new", "alice", "--file", str(file)).exit_code == 0

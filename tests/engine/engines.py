@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -26,9 +25,10 @@ from kappa_engine.sequence import Sequence as Handle
 from kappa_engine.settings import EngineOptions
 from kappa_engine.sparse.forward import sparse_forward
 from kappa_engine.sparse.serving import SparseServing
-from kappa_engine.transfer import Copies, CpuMover, Direction, mover_for
+from kappa_engine.transfer import mover_for
 from tests.engine import hf
 from tests.engine.books import check_engine
+from tests.engine.links import Link
 from tests.engine.rig import weights
 
 BLOCK = 4
@@ -36,7 +36,7 @@ SIZE = ArenaSize(48, 128, 32, 128, block_tokens=BLOCK)
 
 
 def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Planner:
-    """A planner that always splits so, as far as there are so many cached tokens."""
+    """A planner that always splits so, as far as the cached tokens reach."""
 
     def plan(request: Cached) -> LoadPlan:
         first = min(recompute, request.cached)
@@ -44,22 +44,6 @@ def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Pl
         return LoadPlan(layout(request.cached, recompute=first, activations=second, tail=tail))
 
     return plan
-
-
-class Link(CpuMover):
-    """A link that can be held, or broken: `breaks` says of what is copied whether it fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open = threading.Event()
-        self.open.set()
-        self.breaks: Callable[[Direction, Copies], bool] = lambda direction, copies: False
-
-    def _copy(self, direction: Direction, copies: Copies) -> None:
-        assert self.open.wait(20)
-        if self.breaks(direction, copies):
-            raise OSError("the link is down")
-        super()._copy(direction, copies)
 
 
 @contextmanager
@@ -75,7 +59,7 @@ def engine(
     cpu_threads: int = 0,
     **settings: Any,
 ) -> Iterator[Engine]:
-    """An engine whose books must be right, and whose blocks must be free, in the end."""
+    """An engine; in the end its books must be right and its blocks free."""
     model = weights(family, torch.float64, device)
     arena = Arena(model.config.shape, size, dtype=torch.float64, device=device)
     link = Link() if device == "cpu" else mover_for(device)
@@ -153,6 +137,19 @@ def evict_device(made: Engine) -> None:
     device = made.memory.device
     device.release(device.take(device.pool.count))
     assert made.stats().link["h2d_bytes"] == 0
+
+
+def generate_in_host(made: Engine, *prompts: list[int], **options: Any) -> list[list[int]]:
+    """Answers to prompts, of which only host memory has the blocks then."""
+    answers = generate(made, *prompts, **options)
+    evict_device(made)
+    return answers
+
+
+def step_until(made: Engine, handle: Handle, tokens: int = 1) -> None:
+    """Step until a request's answer has that number of tokens."""
+    while handle.output_tokens < tokens:
+        made.step()
 
 
 def expected(tokens: Sequence[int], count: int = 6, family: str = "llama") -> list[int]:

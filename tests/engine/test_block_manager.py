@@ -7,7 +7,16 @@ from kappa_engine.block_manager import fit
 from kappa_engine.sequence import EngineRequest, Sequence
 from kappa_scheduler.work import Quote
 from tests.engine.books import check_memory
-from tests.engine.engines import BLOCK, LONG, SIZE, engine, evict_device, generate, prompt, submit
+from tests.engine.engines import (
+    BLOCK,
+    LONG,
+    SIZE,
+    engine,
+    generate,
+    generate_in_host,
+    prompt,
+    submit,
+)
 
 
 def request(tokens: list[int], **options) -> Sequence:
@@ -16,8 +25,7 @@ def request(tokens: list[int], **options) -> Sequence:
 
 def host_only(made) -> None:
     """LONG in host memory and nothing on the device."""
-    generate(made, LONG, count=1)
-    evict_device(made)
+    generate_in_host(made, LONG, count=1)
 
 
 def test_a_quote_says_what_is_taken() -> None:
@@ -26,7 +34,7 @@ def test_a_quote_says_what_is_taken() -> None:
         generate(made, LONG[:16], count=1)
         fresh, part = request(prompt(9, seed=1)), request(LONG[:22])
         assert memory.quote(fresh) == Quote(3, 0, 0, 0, memory.quote(fresh).shared_key)
-        # The four blocks that it finds are idle: they count, as nobody else could have them.
+        # The four blocks that it finds are idle: they count, as no other request could have them.
         assert memory.quote(part)[:4] == (6, 16, 0, 0)
         before = memory.available()
         quote = memory.quote(part)

@@ -71,7 +71,7 @@ def test_misuse_is_refused_by_name_counted_and_changes_nothing() -> None:
         pool.free([second, first])
     with pytest.raises(BlockError, match="there is no block 9 among 4"):
         pool.free([9])
-    with pytest.raises(BlockError, match="nobody uses it"):
+    with pytest.raises(BlockError, match="has no user"):
         pool.share([first])
     with pytest.raises(BlockError, match="cannot allocate -1"):
         pool.allocate(-1)
@@ -90,7 +90,7 @@ def test_blocks_come_in_runs_where_there_are_any() -> None:
     check_pool(pool)
 
 
-def test_a_sequence_does_not_hand_out_blocks_that_are_in_host_memory() -> None:
+def test_device_blocks_refuses_blocks_that_are_in_host_memory() -> None:
     sequence = Sequence(0, EngineRequest([1], 1), 0.0, 1, 4)
     sequence.blocks = np.array([-1, 2, 3])
     assert sequence.room_tokens == 12 and sequence.device_blocks(1) == [2, 3]

@@ -69,7 +69,7 @@ def test_each_family_has_its_own_biases_and_head_norms():
         ({"hidden_act": "relu2"}, "'relu2'.*use one of relu"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_run_is_refused_with_the_plans_that_would_work(change, says):
+def test_read_config_refuses_a_model_with_the_plans_that_work(change, says):
     with pytest.raises(UnsupportedModel, match=says):
         read_config({**LLAMA, **change})
 
@@ -122,7 +122,7 @@ def test_a_saved_config_reads_as_the_model_is(family, tmp_path):
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "K"),
     ],
 )
-def test_engine_and_planners_agree_on_what_an_architecture_allows(change, kinds):
+def test_engine_and_planners_allow_the_same_architectures(change, kinds):
     config = {**LLAMA, **change}
     allowed = architecture_from_config(config).kinds()
     assert kinds is None or allowed == frozenset(kinds)

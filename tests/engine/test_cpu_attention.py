@@ -41,7 +41,7 @@ def test_a_step_is_exact_at_any_share(family, share, device) -> None:
             assert r.agrees(r.forward.compute(rows), torch.stack(want))
 
 
-def test_only_queries_and_results_cross_for_what_the_cpu_attends_to() -> None:
+def test_cpu_attention_moves_no_kv_over_the_link() -> None:
     with rig("llama", cpu_threads=1) as r:
         ids = prompt(25)
         pages, moved = r.stored(ids[:24], 24), []
@@ -120,7 +120,7 @@ def test_what_cannot_be_attended_to_on_the_cpu_is_refused() -> None:
         assert r.agrees(got, r.expected(ids)[-1:])
 
 
-def test_a_worker_keeps_its_threads_to_itself_and_tells_what_failed() -> None:
+def test_cpu_worker_keeps_its_own_threads_and_reports_failures() -> None:
     before, running = torch.get_num_threads(), threading.active_count()
     worker = CpuWorker(3)
     assert result(worker.submit(torch.get_num_threads)) == 3

@@ -1,9 +1,10 @@
-"""An engine on its own thread answers many callers, loses nobody, and leaves nothing behind."""
+"""An engine on its own thread answers many callers, loses none, and leaves nothing behind."""
 
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import pytest
 
@@ -29,7 +30,7 @@ def runner(publish=None, **settings) -> Iterator[EngineThread]:
 
 
 def stats(running: EngineThread):
-    return running.call(lambda made: made.stats().to_dict())
+    return running.call(lambda made: asdict(made.stats()))
 
 
 async def stream(running: EngineThread, request: EngineRequest) -> AsyncGenerator[Output, None]:
@@ -122,7 +123,7 @@ async def test_stored_blocks_are_published_also_when_all_is_quiet() -> None:
     assert tokens == prompt(12)
 
 
-async def test_a_failed_iteration_ends_all_and_refuses_what_comes_later() -> None:
+async def test_failed_iteration_ends_all_requests_and_refuses_new_ones() -> None:
     with engine() as made:
         running = EngineThread(made)
         run = made._runner.compute

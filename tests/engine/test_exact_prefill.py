@@ -51,7 +51,7 @@ def test_every_split_of_the_cached_tokens_gives_the_same_logits(family, dtype, d
 
 
 @pytest.mark.parametrize("family", hf.FAMILIES)
-def test_a_ragged_batch_with_other_plans_and_what_it_leaves_on_the_device(family):
+def test_ragged_batch_of_plans_is_exact_and_reusable_on_device(family):
     with rig(family) as r:
         cached = [24, 0, 9, 16]
         lengths = [31, 6, 10, 23]
@@ -100,7 +100,7 @@ def test_a_prefix_on_the_device_goes_before_the_plan(family, start):
             assert r.agrees(got, r.expected(tokens)[-1:])
 
 
-def test_activations_are_written_to_the_device_blocks_that_there_are_for_them():
+def test_compute_writes_activations_to_their_device_blocks():
     with rig("opt") as r:
         tokens = prompt(30)
         kept, pages = r.pages(30, ("act", "device")), r.pages(30, ("kv", "device"))
@@ -177,7 +177,7 @@ def rounded(layers, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", hf.FAMILIES)
-def test_half_precision_is_as_near_to_single_as_its_rounding_allows(family, dtype):
+def test_half_precision_is_within_its_rounding_of_single(family, dtype):
     tokens = prompt(CACHED + 5)
     want = hf.logits(hf.reference(family, torch.float32), tokens)[CACHED:]
     with rig(family, dtype) as r:
@@ -201,7 +201,7 @@ def rms(x):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", hf.FAMILIES)
-def test_sequences_that_decode_from_device_blocks_together_and_beside_a_prompt(family, device):
+def test_decodes_from_device_are_exact_also_beside_a_prompt(family, device):
     # Context lengths around the ends of blocks of 4, and alike; nothing behind them was written.
     for lengths in ([1, 3, 4, 5, 7, 8, 21, 30], [12, 12], [9]):
         with rig(family, device=device, blocks=60) as r:

@@ -13,7 +13,7 @@ from tests.engine.rig import Rig, prompt, rig
 
 
 class Noting(CpuMover):
-    """Numbers what is computed, and notes what each copy to the device was told to wait for."""
+    """Numbers each computation, and notes what each copy to the device was told to wait for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def noting() -> Iterator[tuple[Rig, Noting]]:
             mover.stop(20)
 
 
-def test_a_load_waits_for_the_last_use_of_its_buffer_also_behind_a_pass_without_loads() -> None:
+def test_load_waits_for_its_buffer_after_a_pass_without_loads() -> None:
     with noting() as (r, mover):
         tokens = prompt(29)
         pages = r.stored(tokens, 24)

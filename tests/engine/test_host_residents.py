@@ -15,12 +15,13 @@ from tests.engine.engines import (
     BLOCK,
     engine,
     even_rates,
-    evict_device,
     expected,
     finish,
     generate,
+    generate_in_host,
     link_of,
     prompt,
+    step_until,
     submit,
 )
 
@@ -77,7 +78,7 @@ def test_answers_are_hugging_faces_to_1e_10(family: str, mode: str) -> None:
         assert made.stats().preemptions == 0 and made.stats().link["h2d_bytes"] > 0
 
 
-def test_a_context_longer_than_the_device_leaves_it_block_by_block() -> None:
+def test_context_longer_than_the_device_leaves_it_block_by_block() -> None:
     with engine(size=SMALL, budget_tokens=16, planner="host-kv") as made:
         asked = submit(made, prompt(120), 20)
         while not asked.output_tokens:
@@ -87,7 +88,7 @@ def test_a_context_longer_than_the_device_leaves_it_block_by_block() -> None:
         assert asked.tokens[120:] == expected(asked.tokens[:120], 20)
 
 
-def test_only_the_block_that_fills_stays_on_the_device_and_host_blocks_are_held() -> None:
+def test_host_resident_keeps_only_its_filling_block_on_device() -> None:
     with engine(size=SMALL, **MODES["host-kv"]) as made:
         asked = submit(made, prompt(30), 40)
         while asked.output_tokens < 20:
@@ -100,7 +101,7 @@ def test_only_the_block_that_fills_stays_on_the_device_and_host_blocks_are_held(
         assert all(pool.refs(block) >= 2 for block in asked.kept.kv.tolist())
 
 
-def test_activations_instead_of_kv_hold_twice_the_requests_in_the_same_memory() -> None:
+def test_activations_hold_twice_the_requests_that_kv_holds() -> None:
     """OPT's activations are half its KV: what holds 2 contexts of 16 blocks as KV holds 4 so."""
     most = {}
     for mode, kv, act in (("host-kv", 32, 0), ("activations", 0, 64)):
@@ -119,8 +120,7 @@ def test_kvprs_split_moves_fewer_bytes_at_every_step() -> None:
     for planner in ("host-kv", "host-kvpr"):
         with engine("opt", rates=even_rates(), **MODES["host-kvpr"]) as made:
             asked = submit(made, prompt(33), 6, planner=planner)
-            while not asked.output_tokens:
-                made.step()
+            step_until(made, asked)
             made.store.drain(20)
             before = made.stats().link["h2d_bytes"]
             made.step()
@@ -133,12 +133,11 @@ def test_kvprs_split_moves_fewer_bytes_at_every_step() -> None:
     assert 0 < share <= 1 and moved["host-kvpr"] == whole - round(share * 8) * whole // 16
 
 
-def test_a_prefix_that_host_memory_has_is_not_computed_again_nor_loaded() -> None:
+def test_prefix_in_host_memory_is_neither_recomputed_nor_loaded() -> None:
     options = {**MODES["host-hybrid"], "budget_tokens": 40}
     with engine("opt", rates=even_rates(), **options) as made:
         first = prompt(33)
-        generate(made, first, count=1)
-        evict_device(made)
+        generate_in_host(made, first, count=1)
         asked = submit(made, [*first, *prompt(7, seed=50)], 6)
         finish(made)
         assert asked.tokens[40:] == expected(asked.tokens[:40], family="opt")
@@ -156,7 +155,7 @@ def test_contexts_cross_in_mini_batches_that_the_buffers_hold() -> None:
         assert 1 in passes and 2 in passes and passes[-1] < 4
 
 
-def test_the_planner_leaves_in_host_memory_what_has_no_room_on_the_device() -> None:
+def test_planner_keeps_in_host_what_has_no_room_on_the_device() -> None:
     options = {**MODES["host-kvpr"], "planner": "host-auto", "cpu_room_share": 0.25}
     with engine("opt", rates=even_rates(), **options) as made:
         short, long = (submit(made, prompt(n), 6) for n in (48, 49))
@@ -181,14 +180,14 @@ def test_a_request_for_what_the_pool_does_not_store_is_refused(pool, asked, why)
         submit(made, prompt(5), 1, planner=asked)
 
 
-def test_a_context_that_host_memory_can_never_hold_is_refused_with_the_figure() -> None:
+def test_submit_refuses_a_context_beyond_host_memory() -> None:
     with engine(size=replace(SMALL, kv_host=10), **MODES["host-kv"]) as made:
         with pytest.raises(RequestRefused, match="holds 40 tokens of a request at most"):
             submit(made, prompt(40), 1)
         assert generate(made, prompt(30), count=6) == [expected(prompt(30))]
 
 
-def test_a_full_host_tier_lets_the_next_prompt_wait_and_never_answers_wrong() -> None:
+def test_full_host_tier_delays_prompts_but_keeps_answers_right() -> None:
     """Answers outgrow host memory: their blocks stay on the device, or their requests wait."""
     size = ArenaSize(12, 22, block_tokens=BLOCK)
     for rule in ("fair", "fcfs"):
@@ -203,11 +202,9 @@ def test_a_full_host_tier_lets_the_next_prompt_wait_and_never_answers_wrong() ->
 def test_a_context_that_does_not_cross_is_computed_for_that_step(mode: str) -> None:
     with engine("opt", size=SMALL, rates=even_rates(), **MODES[mode]) as made:
         asked, other = (submit(made, prompt(n, seed=n), 10) for n in (33, 21))
-        while asked.output_tokens < 3:
-            made.step()
+        step_until(made, asked, 3)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
-        while asked.output_tokens < 6:
-            made.step()
+        step_until(made, asked, 6)
         link_of(made).breaks = lambda direction, copies: False
         finish(made)
         for one in (asked, other):
@@ -219,8 +216,7 @@ def test_blocks_whose_stores_fail_stay_on_the_device() -> None:
     with engine(**MODES["host-kv"]) as made:
         link_of(made).breaks = lambda direction, copies: direction == "d2h"
         asked = submit(made, prompt(33), 10)
-        while asked.output_tokens < 4:
-            made.step()
+        step_until(made, asked, 4)
         link_of(made).breaks = lambda direction, copies: False
         finish(made)
         assert asked.tokens[33:] == expected(asked.tokens[:33], 10)
@@ -230,8 +226,7 @@ def test_blocks_whose_stores_fail_stay_on_the_device() -> None:
 def test_preempted_and_aborted_requests_let_go_of_host_memory() -> None:
     with engine(size=replace(SMALL, kv_device=9), planner="host-kv", budget_tokens=16) as made:
         handles = [submit(made, prompt(33, seed=s), 24) for s in range(6)]
-        while not handles[0].output_tokens:
-            made.step()
+        step_until(made, handles[0])
         assert made.abort(handles[0].request_id)
         finish(made)
         check_engine(made)
@@ -239,7 +234,7 @@ def test_preempted_and_aborted_requests_let_go_of_host_memory() -> None:
             assert one.tokens[33:] == expected(one.tokens[:33], 24)
 
 
-def test_a_device_without_room_for_a_chunk_is_refused_before_it_starts() -> None:
+def test_engine_refuses_a_device_without_room_for_a_chunk() -> None:
     made = engine(size=SMALL, planner="host-kv", budget_tokens=100)
     with pytest.raises(ValueError, match="16 blocks: a chunk of 100 tokens needs 27"), made:
         pass

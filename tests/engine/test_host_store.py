@@ -75,7 +75,7 @@ def test_what_is_there_or_on_its_way_is_not_stored_twice() -> None:
     assert rig.link.counters["d2h"].copied_bytes == 4 * rig.arena.block_bytes("kv")
 
 
-def test_a_full_host_drops_and_counts_and_what_lies_behind_is_not_stored_either() -> None:
+def test_full_host_drops_and_counts_blocks_and_those_behind_them() -> None:
     rig = Rig(host=3)
     held = rig.host.take(1)
     rig.put(0, 4)

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def decoding(length: int, first: int, act_block: int = -1, source=Source.KV_DEVICE) -> StepRow:
-    """The next token of a sequence whose `length` tokens lie in blocks from `first` on."""
+    """The next token of a sequence of `length` tokens, in blocks from `first` on."""
     pages, last = Pages(), length // BLOCK
     place = "device" if source is Source.KV_DEVICE else "host"
     pages.put(0, "kv", place, list(range(first, first + last + 1)))
@@ -49,14 +49,14 @@ def test_neighbouring_spans_of_one_source_are_one():
     )
 
 
-def test_blocks_that_several_sequences_share_are_loaded_once_and_neighbours_together():
+def test_step_loads_shared_blocks_once_and_neighbours_together():
     rows = [decoding(n, first, source=Source.KV_HOST) for n, first in ((11, 3), (11, 3), (7, 20))]
     step = build_step(rows, BLOCK, CPU)
     assert step.kv_runs == [(0, 3, 3), (3, 20, 2)]
     assert step.loaded_rows == 5 * 2 * BLOCK and step.act_tokens == 0
 
 
-def test_contexts_are_padded_within_a_factor_of_two_of_their_blocks():
+def test_step_pads_contexts_to_less_than_twice_their_blocks():
     lengths = [3, 5, 7, 8, 60, 100, 1000, 1]
     rows = [decoding(n, 300 * i) for i, n in enumerate(lengths)]
     loaded = [decoding(n, 300 * i, source=Source.KV_HOST) for i, n in enumerate(lengths)]
@@ -119,7 +119,7 @@ def test_a_step_without_the_blocks_or_without_work_is_refused():
         build_step([StepRow([], (TokenSpan(Source.KV_DEVICE, 0, 7),), row.pages)], BLOCK, CPU)
 
 
-def test_decoding_from_device_blocks_reads_them_whole_and_by_their_table():
+def test_build_step_reads_device_blocks_whole_by_their_table():
     # Blocks of 4: 7 tokens and the next fill 2 blocks, 8 and the next reach into a third.
     step = build_step([decoding(8, 20), decoding(7, 30)], BLOCK, CPU)
     (group,) = step.groups

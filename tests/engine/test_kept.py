@@ -13,32 +13,32 @@ from tests.engine.engines import (
     BLOCK,
     SIZE,
     engine,
-    evict_device,
     expected,
     finish,
     generate,
+    generate_in_host,
     link_of,
     prompt,
+    step_until,
     submit,
 )
 from tests.kappa.plans.profiles import random_rates
 
 
 def measured(share=1.0):
-    """Rates of a node whose CPU attends to KV at that share of the link's bandwidth."""
+    """Rates of a node with a CPU that attends to KV at that share of the link's bandwidth."""
     from numpy.random import default_rng
 
     rates = random_rates(default_rng(1), plain=True)
     line = LineFit("CPU attention", rates.load_token_s / share)
-    # The engine's own model: what is planned is what it can execute.
+    # The engine's own model, so that it can execute the plans.
     return replace(rates, attend=line, layers=3)
 
 
 def follow_up(made, length=33, tail=7, **options):
-    """A prompt whose first blocks only host memory has; the handle of the request that asks it."""
+    """A prompt with first blocks that only host memory has; the handle of its request."""
     first = prompt(length)
-    generate(made, first, count=1)
-    evict_device(made)
+    generate_in_host(made, first, count=1)
     return submit(made, [*first, *prompt(tail, seed=50)], 6, **options)
 
 
@@ -86,7 +86,7 @@ def test_auto_keeps_what_exceeds_a_requests_room() -> None:
         assert "have room on the device" in asked.account.why
 
 
-def test_auto_loads_all_where_the_cpu_is_too_slow_or_there_is_room() -> None:
+def test_auto_loads_all_when_the_cpu_is_slow_or_there_is_room() -> None:
     for rates, share in ((measured(0.2), 10 / 48), (measured(), 1.0)):
         with engine(rates=rates, cpu_threads=1, cpu_room_share=share) as made:
             asked = follow_up(made, length=41, tail=8)
@@ -110,7 +110,7 @@ def test_part_of_what_stays_may_cross_at_every_step() -> None:
 
 
 def test_more_requests_run_at_once() -> None:
-    """Three whose prefixes fill the device twice over decode side by side, nobody preempted."""
+    """Three prefixes fill the device twice over; their requests decode together, none preempted."""
     prompts = [prompt(89, seed=s) for s in (1, 2, 3)]
     for planner, most in (("kv", 1), ("cpu", 3)):
         with engine(cpu_threads=1, size=replace(SIZE, kv_device=40), planner=planner) as made:
@@ -148,15 +148,13 @@ def test_preempted_aborted_and_failed_requests_let_go() -> None:
         assert made.stats().preemptions > 0
 
 
-def test_where_the_rest_does_not_arrive_it_is_computed_behind_what_stays() -> None:
+def test_rest_that_does_not_arrive_is_computed_behind_the_kept() -> None:
     with engine(rates=measured(), cpu_threads=1, cpu_room_share=10 / 48) as made:
         first = prompt(41)
-        generate(made, first, count=1)
-        evict_device(made)
+        generate_in_host(made, first, count=1)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
         asked = submit(made, [*first, *prompt(3, seed=50)], 6)
-        while not asked.output_tokens:
-            made.step()
+        step_until(made, asked)
         link_of(made).breaks = lambda direction, copies: False
         assert answer(made, asked) == expected(asked.tokens[:-6])
         # Twice: what was to be loaded, and what was to cross for the new tokens.
@@ -170,8 +168,7 @@ def test_a_link_that_fails_leaves_it_to_the_cpu() -> None:
     with engine(rates=rates, cpu_threads=1) as made:
         asked = follow_up(made, planner="cpu")
         other = submit(made, prompt(21, seed=5), 6)
-        while asked.output_tokens < 2:
-            made.step()
+        step_until(made, asked, 2)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
         assert answer(made, asked) == expected(asked.tokens[:-6])
         assert other.tokens[other.prompt_tokens :] == expected(other.tokens[:-6])

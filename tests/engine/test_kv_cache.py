@@ -34,7 +34,7 @@ def test_too_large_for_the_host_is_refused_with_both_numbers(monkeypatch) -> Non
     assert "fewer host blocks" in message
 
 
-def test_larger_than_this_machine_is_refused_before_it_is_allocated() -> None:
+def test_arena_larger_than_the_machine_is_refused_unallocated() -> None:
     free_bytes = free_host_bytes()
     assert free_bytes > 0
     blocks = 2 * free_bytes // (3 * 2 * 16 * 2 * 16 * 4)

@@ -21,8 +21,10 @@ from tests.engine.engines import (
     finish,
     fixed,
     generate,
+    generate_in_host,
     link_of,
     prompt,
+    step_until,
     submit,
 )
 from tests.engine.rig import DEVICES
@@ -85,8 +87,7 @@ def test_a_prefix_in_host_memory_comes_back_by_its_plan(
 ) -> None:
     settings = {"act_share": share, "keep_kv": both}
     with engine(**settings, budget_tokens=64, device=device) as made:
-        generate(made, LONG)
-        evict_device(made)
+        generate_in_host(made, LONG)
         handle = submit(made, [*LONG, 5], 6, planner=planner)
         # Somebody else computes meanwhile, or comes when the load is under way.
         if alone:
@@ -129,8 +130,7 @@ def test_no_room_in_host_memory_is_counted_and_computed_again() -> None:
 
 def stages(made):
     """An abort of each of these requests catches it somewhere else."""
-    generate(made, LONG)
-    evict_device(made)
+    generate_in_host(made, LONG)
     link = link_of(made)
     yield "waiting", submit(made, prompt(20, 1), 6)
     chunked = submit(made, prompt(30, 2), 6)
@@ -138,12 +138,10 @@ def stages(made):
     assert 0 < chunked.computed_tokens < 30
     yield "between chunks", chunked
     decoding = submit(made, prompt(9, 3), 20)
-    while decoding.output_tokens < 3:
-        made.step()
+    step_until(made, decoding, 3)
     yield "decoding", decoding
     beside = submit(made, prompt(9, 4), 40)
-    while not beside.output_tokens:
-        made.step()
+    step_until(made, beside)
     link.open.clear()
     loading = submit(made, [*LONG, 5], 6)
     made.step()
@@ -231,8 +229,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 def test_predictions_stand_beside_what_was_measured() -> None:
     rates = even_rates()
     with engine("opt", rates=rates, act_share=1.0, planner="kvpr") as made:
-        generate(made, LONG)
-        evict_device(made)
+        generate_in_host(made, LONG)
         handle = submit(made, [*LONG, 5], 6)
         finish(made)
     account = handle.account
@@ -243,7 +240,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     assert made.stats().seconds["predicted_load"] == account.predicted_load_s
 
 
-def test_random_traffic_says_what_the_model_says_and_leaks_nothing() -> None:
+def test_random_traffic_matches_the_model_and_leaks_no_memory() -> None:
     dice = random.Random(11)
     size = ArenaSize(24, 30, 8, 20, block_tokens=BLOCK)
     bases = [prompt(44, seed) for seed in range(3)]

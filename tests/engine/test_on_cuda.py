@@ -1,6 +1,6 @@
 """The lines that run only on CUDA, on an emulated one: a GPU's rules over host memory.
 
-What is shown: each tensor lies where what is computed with it lies, copies beside the host are from
+Shown: each tensor lies where the results of computing with it lie, copies beside the host are from
 and to pinned memory, and results are the model's. Not shown: speed, and the order of streams.
 """
 
@@ -22,10 +22,10 @@ from tests.engine.emulated_cuda import DEVICE, EmulatedCuda, OnDevice
 from tests.engine.engines import (
     engine,
     even_rates,
-    evict_device,
     expected,
     finish,
     generate,
+    generate_in_host,
     submit,
 )
 from tests.engine.rig import prompt, rig
@@ -77,8 +77,7 @@ def test_a_context_in_host_memory_is_attended_to_by_the_cpu(cuda, monkeypatch) -
 
     monkeypatch.setattr(CpuAttention, "attend", noted)
     with engine(cpu_threads=1, device="cuda", planner="cpu") as made:
-        generate(made, prompt(48, 1).tolist(), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1).tolist(), count=1)
         long = [*prompt(48, 1).tolist(), 7, 8, 9]
         request = submit(made, long, 5)
         finish(made)
@@ -89,8 +88,7 @@ def test_a_context_in_host_memory_is_attended_to_by_the_cpu(cuda, monkeypatch) -
 def test_an_engine_offloads_loads_and_answers_as_the_model(cuda) -> None:
     long = prompt(60, 3).tolist()
     with engine(device="cuda", budget_tokens=32) as made:
-        generate(made, long, count=1)
-        evict_device(made)
+        generate_in_host(made, long, count=1)
         again = submit(made, [*long, 5, 6], 6)
         finish(made)
     assert again.tokens[len(long) + 2 :] == expected([*long, 5, 6], 6)
@@ -113,8 +111,7 @@ def test_sparse_decoding_gathers_rows_by_the_kernel(cuda, retriever) -> None:
     whole = CloConfig(share=1.0, sink_tokens=4, recent_tokens=8, code_bits=64)
     settings = SparseSettings(whole, slots=2, max_tokens=160, chunk_tokens=8, retriever=retriever)
     with engine(sparse=settings, device="cuda") as made:
-        generate(made, asked[:48], count=1)
-        evict_device(made)
+        generate_in_host(made, asked[:48], count=1)
         request = submit(made, asked, 9, approx=True, planner="sparse")
         finish(made)
         counts = made.stats().sparse
@@ -122,24 +119,25 @@ def test_sparse_decoding_gathers_rows_by_the_kernel(cuda, retriever) -> None:
     assert request.account.approximate_tokens == 9 and counts["failed"] == 0
 
 
-def test_memory_that_cannot_be_pinned_is_refused_with_cudas_code(cuda) -> None:
-    cuda.refused = 2
-    with pytest.raises(ArenaTooLarge, match=r"cannot pin .* \(CUDA error 2\).*ulimit -l"):
+@pytest.mark.parametrize(
+    ("cannot", "why"),
+    [
+        ({"refused": 2}, r"cannot pin .* \(CUDA error 2\).*ulimit -l"),
+        ({"free_bytes": 1000}, r"device blocks need .*\(1000 bytes\) are free.*fewer"),
+    ],
+)
+def test_arena_is_refused_unpinned_or_on_too_small_a_device(cuda, cannot, why) -> None:
+    vars(cuda).update(cannot)
+    with pytest.raises(ArenaTooLarge, match=why):
         Arena(SHAPE, ArenaSize(4, 4), dtype=torch.float32, device="cuda")
     assert not cuda.registered
-
-
-def test_a_device_too_small_is_refused_with_both_numbers(cuda) -> None:
-    cuda.free_bytes = 1000
-    with pytest.raises(ArenaTooLarge, match=r"device blocks need .*\(1000 bytes\) are free.*fewer"):
-        Arena(SHAPE, ArenaSize(4), dtype=torch.float32, device="cuda")
 
 
 def copies(mover: CudaMover, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.zeros(8, device="cuda"), torch.ones(8).pin_memory()) for _ in range(count)]
 
 
-def test_a_copy_that_fails_fails_those_that_were_to_come_behind_it(cuda) -> None:
+def test_failed_copy_fails_the_copies_ordered_behind_it(cuda) -> None:
     mover = mover_for("cuda")
     assert isinstance(mover, CudaMover)
     failed = mover.h2d([(torch.zeros(8, device="cuda"), torch.ones(8))])
@@ -191,7 +189,7 @@ def test_peaks_of_a_gpu_are_of_pinned_copies_by_its_name(cuda) -> None:
     assert found["device"] == "Fake GPU" and found["h2d_bytes_per_s"] > 0 and cuda.finished > 0
 
 
-def test_the_kernel_copies_row_by_row_and_leaves_places_without_a_row(cuda) -> None:
+def test_kernel_copies_rows_and_leaves_places_without_one(cuda) -> None:
     source = torch.arange(60.0).view(10, 6)
     rows = torch.randint(-5, 10, (2, 3, 18), generator=torch.Generator().manual_seed(0))
     rows[0, 1] = -1

@@ -27,7 +27,7 @@ def test_every_size_is_measured_in_every_way(measured):
     assert 0 <= time.time() - measured["at_s"] < 600
 
 
-def test_rates_are_positive_and_the_largest_size_speaks_for_the_link(measured):
+def test_rates_are_positive_and_links_are_of_the_largest_size(measured):
     rows = [*measured["h2d"], *measured["d2h"]]
     assert all(row["bytes_per_s"] > 0 and row["spread"] >= 0 for row in rows)
     for way in ("h2d", "d2h"):

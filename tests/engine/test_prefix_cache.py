@@ -1,4 +1,4 @@
-"""What is cached is found, what is used stays, and changes are told as they happen."""
+"""Cached blocks are found, used ones stay, and changes are told as they happen."""
 
 import pytest
 from hypothesis import given, settings

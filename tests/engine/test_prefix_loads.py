@@ -15,8 +15,10 @@ from tests.engine.engines import (
     finish,
     fixed,
     generate,
+    generate_in_host,
     link_of,
     prompt,
+    step_until,
     submit,
 )
 
@@ -26,8 +28,7 @@ OTHER = prompt(40, seed=6)
 def decoding(made):
     """A request that decodes for a while."""
     beside = submit(made, prompt(3, 77), 20)
-    while not beside.output_tokens:
-        made.step()
+    step_until(made, beside)
     return beside
 
 
@@ -44,8 +45,7 @@ def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypat
     monkeypatch.setattr(ModelRunner, "_run", counted)
     with engine(budget_tokens=18) as made:
         generate(made, LONG)
-        generate(made, OTHER)
-        evict_device(made)
+        generate_in_host(made, OTHER)
         computed.clear()
         prompts = [[*LONG, 5], [*OTHER, 5]][: 1 + both_at_once]
         handles = [submit(made, tokens, 6, planner=fixed(30)) for tokens in prompts]
@@ -59,12 +59,11 @@ def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypat
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_a_plan_that_would_hold_others_up_for_long_is_loaded_beside_them(others: bool) -> None:
+def test_plan_that_would_hold_up_others_is_loaded_beside_them(others: bool) -> None:
     rates = even_rates(step_fixed_s=0.0, load_fixed_s=0.0)
     settings = {"rates": rates, "act_share": 1.0, "budget_tokens": 4}
     with engine("opt", **settings) as made:
-        generate(made, LONG)
-        evict_device(made)
+        generate_in_host(made, LONG)
         beside = decoding(made) if others else None
         handle = submit(made, [*LONG, 5], 6)
         named = submit(made, [*LONG[:24], 7], 6, planner="kvpr", salt="")
@@ -105,8 +104,7 @@ def test_a_link_that_is_stuck_is_told_rather_than_waited_for() -> None:
     now_s = [100.0]
     with engine() as made:
         made._clock = lambda: now_s[0]
-        generate(made, LONG)
-        evict_device(made)
+        generate_in_host(made, LONG)
         decoding(made)
         link_of(made).open.clear()
         handle = submit(made, [*LONG, 5], 6)
@@ -125,11 +123,9 @@ def test_a_link_that_is_stuck_is_told_rather_than_waited_for() -> None:
 def test_chunks_and_loads_and_decoding_in_one_iteration() -> None:
     prompts = [[*LONG, n] for n in range(4, 8)]
     with engine(budget_tokens=24, act_share=1.0) as made:
-        generate(made, LONG)
-        evict_device(made)
+        generate_in_host(made, LONG)
         first = submit(made, prompts[0], 12, planner="hybrid")
-        while not first.output_tokens:
-            made.step()
+        step_until(made, first)
         evicted = submit(made, prompt(30, 9), 6)
         later = [submit(made, p, 6, planner=fixed(8, 8)) for p in prompts[1:]]
         finish(made)
@@ -140,8 +136,7 @@ def test_chunks_and_loads_and_decoding_in_one_iteration() -> None:
 
 def test_one_loads_for_all_that_need_it() -> None:
     with engine() as made:
-        generate(made, LONG)
-        evict_device(made)
+        generate_in_host(made, LONG)
         answers = generate(made, [*LONG, 3], [*LONG, 4], [*LONG, 5])
         stats = made.stats()
     assert answers == [expected([*LONG, n]) for n in (3, 4, 5)]
@@ -152,8 +147,7 @@ def test_one_loads_for_all_that_need_it() -> None:
 @pytest.mark.parametrize("planner", ["kv", fixed(8, 12), fixed(0, 40)])
 def test_a_load_that_fails_is_computed_and_counted(planner) -> None:
     with engine(act_share=1.0, budget_tokens=16) as made:
-        generate(made, LONG)
-        evict_device(made)
+        generate_in_host(made, LONG)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
         beside = submit(made, prompt(3, 77), 12)
         made.step()
@@ -170,12 +164,11 @@ def test_a_load_that_fails_is_computed_and_counted(planner) -> None:
     assert (handle.account.recomputed_tokens, handle.account.new_tokens) == (40, 1)
 
 
-def test_of_two_loads_in_an_iteration_only_the_one_that_fails_is_computed() -> None:
+def test_only_the_failed_one_of_two_loads_is_recomputed() -> None:
     other = prompt(40, seed=6)
     with engine(scheduler="fcfs") as made:
         generate(made, LONG)
-        generate(made, other)
-        evict_device(made)
+        generate_in_host(made, other)
         handles = [submit(made, [*tokens, 5], 6) for tokens in (LONG, other)]
         block = made.memory.host["kv"].find(handles[1].keys[0])
         assert block is not None

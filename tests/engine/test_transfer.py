@@ -5,29 +5,17 @@ import threading
 import pytest
 import torch
 
-from kappa_engine.transfer import Copies, CpuMover, Direction, Event, TransferFailed, mover_for
-
-
-class Gated(CpuMover):
-    """Copies wait for a gate; those of the directions in `broken` fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.broken: set[Direction] = set()
-
-    def _copy(self, direction: Direction, copies: Copies) -> None:
-        assert self.gate.wait(10)
-        if direction in self.broken:
-            raise OSError("the link is down")
-        super()._copy(direction, copies)
+from kappa_engine.transfer import CpuMover, Event, TransferFailed, mover_for
+from tests.engine.links import Link
 
 
 @pytest.fixture
 def gated():
-    mover = Gated()
+    """A link that is held until it is opened."""
+    mover = Link()
+    mover.open.clear()
     yield mover
-    mover.gate.set()
+    mover.open.set()
     mover.stop(10)
 
 
@@ -47,7 +35,7 @@ def test_bytes_arrive_and_are_counted() -> None:
     mover.stop(10)
 
 
-def test_an_event_is_not_done_before_its_copy(gated: Gated) -> None:
+def test_an_event_is_not_done_before_its_copy(gated: Link) -> None:
     target = torch.zeros(2)
     event = gated.h2d([(target, torch.ones(2))])
     assert not event.done()
@@ -55,24 +43,24 @@ def test_an_event_is_not_done_before_its_copy(gated: Gated) -> None:
         event.block(0.01)
     with pytest.raises(TransferFailed, match="still under way"):
         gated.drain(0.01)
-    gated.gate.set()
+    gated.open.set()
     gated.drain(10)
     assert event.done() and event.error() is None
     assert target.tolist() == [1, 1]
 
 
-def test_a_copy_comes_after_what_it_was_told_to(gated: Gated) -> None:
+def test_a_copy_comes_after_what_it_was_told_to(gated: Link) -> None:
     middle, end = torch.zeros(2), torch.zeros(2)
     first = gated.d2h([(middle, torch.ones(2))])
     second = gated.h2d([(end, middle)], after=first)
-    gated.gate.set()
+    gated.open.set()
     second.block(10)
     assert end.tolist() == [1, 1]
 
 
-def test_a_failed_copy_is_told_counted_and_fails_what_depends_on_it(gated: Gated) -> None:
-    gated.broken.add("h2d")
-    gated.gate.set()
+def test_failed_copy_is_counted_and_fails_what_depends_on_it(gated: Link) -> None:
+    gated.breaks = lambda direction, copies: direction == "h2d"
+    gated.open.set()
     target = torch.zeros(2)
     event = gated.h2d([(target, torch.ones(2))])
     after = gated.d2h([(torch.zeros(2), target)], after=event)
@@ -82,7 +70,7 @@ def test_a_failed_copy_is_told_counted_and_fails_what_depends_on_it(gated: Gated
         gated.wait(after)
     assert isinstance(event.error(), OSError)
     assert (gated.counters["h2d"].failed, gated.counters["h2d"].copied_bytes) == (1, 0)
-    gated.broken.clear()
+    gated.breaks = lambda direction, copies: False
     gated.h2d([(target, torch.ones(2))]).block(10)
     assert target.tolist() == [1, 1]
 
@@ -96,13 +84,13 @@ def test_pairs_that_do_not_match_are_refused_at_once() -> None:
     mover.stop(10)
 
 
-def test_stop_ends_the_threads_and_fails_what_had_not_begun(gated: Gated) -> None:
+def test_stop_ends_the_threads_and_fails_what_had_not_begun(gated: Link) -> None:
     started = [gated.h2d([(torch.zeros(1), torch.ones(1))]) for _ in range(3)]
     stopper = threading.Thread(target=gated.stop, args=(10,))
     stopper.start()
     while not all(pool._shutdown for pool in gated._threads.values()):
         pass
-    gated.gate.set()
+    gated.open.set()
     stopper.join(10)
     # Its own: other tests' engines may still run in this process.
     threads = [thread for pool in gated._threads.values() for thread in pool._threads]

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_the_bare_decoder_is_read(checkpoint):
     ("edit", "says"),
     [
         (lambda t: t.pop("model.layers.1.self_attn.k_norm.weight"),
-         r"no file of it holds tensor 'model\.layers\.1\.self_attn\.k_norm\.weight'"),
+         r"no file here holds tensor 'model\.layers\.1\.self_attn\.k_norm\.weight'"),
         (lambda t: t.update({"model.norm.weight": torch.ones(63)}),
          r"model\.safetensors: tensor 'model\.norm\.weight' is \(63,\), its config says \(64,\)"),
         (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}),
@@ -104,7 +104,7 @@ def test_random_weights_are_a_function_of_the_seed(dtype):
     assert one.layers[0].norm.eq(1).all()
 
 
-def test_weights_too_large_for_host_memory_are_refused_with_both_numbers(monkeypatch):
+def test_weights_beyond_host_memory_are_refused_with_both_sizes(monkeypatch):
     config = read_config(LLAMA)
     layers = random_weights(config, seed=0, dtype=torch.float32).layers
     wanted = sum(t.nbytes for layer in layers for t in astuple(layer) if t is not None)

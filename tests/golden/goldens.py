@@ -21,7 +21,7 @@ GOLDENS = {
 
 
 def stored(name):
-    """What is held to be right; None before it was first made."""
+    """The stored golden; None before it was first made."""
     path = FOLDER / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 

@@ -1,4 +1,4 @@
-"""`python -m tests.golden.regenerate [NAME ...]`: make the goldens anew, and say what changed.
+"""`python -m tests.golden.regenerate [NAME ...]`: make the goldens again, and say what changed.
 
 Without names all of them. Every difference is printed; a golden that cannot be made here is an
 error and stays as it is.

@@ -35,7 +35,7 @@ def decisions(name):
 
 
 def rewrite(name):
-    """Put what is decided now into the log; returns how many decisions that changed."""
+    """Put today's decisions into the log; returns how many of them changed."""
     log, pairs = entries(name), decisions(name)
     routes = [entry for entry in log if entry["call"] == "route"]
     for entry, (_, now) in zip(routes, pairs, strict=True):

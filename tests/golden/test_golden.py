@@ -1,4 +1,4 @@
-"""What users see and what is decided is as it was stored; `tests.golden.regenerate` renews it."""
+"""Decisions and all that users see are as stored; `tests.golden.regenerate` renews them."""
 
 import pytest
 

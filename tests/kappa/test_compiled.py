@@ -26,7 +26,7 @@ def test_a_division_by_zero_is_infinite_as_with_arrays():
     assert math.isnan(compiled(_ratio)(0.0, 0.0))
 
 
-def test_where_nothing_may_be_written_it_is_compiled_all_the_same(monkeypatch):
+def test_compiled_works_without_a_cache_when_none_is_writable(monkeypatch):
     caches = []
 
     def njit(cache=False, **options):
@@ -125,7 +125,7 @@ def test_the_prices_are_those_that_python_gives(source):
     workers["resident_tokens"][4] = 5000.0
     for slot in range(5):
         pricing.decode(workers, slot, 0, 0)
-    # What is not given is overwritten.
+    # Fields that are not given are overwritten.
     estimates = np.full(4, np.nan, dtype=ESTIMATE)
     estimates["device_tokens"], estimates["cached_tokens"] = rng.uniform(0, 100, (2, 4))
     estimates["disk_tokens"] = 0.0

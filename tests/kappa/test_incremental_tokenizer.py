@@ -79,7 +79,7 @@ def test_exactness_is_proved_for_byte_level_tokenizers(name):
 def test_encode_equals_the_tokenizer_for_any_text(name, parts):
     tokenizer, text = PROVED[name], "".join(parts)
     incremental = ONE_CHUNK[name]
-    # Twice: from nothing, and from what is remembered.
+    # Twice: from nothing, and from the remembered parts.
     for _ in range(2):
         assert incremental.encode(text).tolist() == whole(tokenizer, text)
 
@@ -183,7 +183,7 @@ def test_exactness_is_denied_where_a_part_gets_a_prefix(scheme):
         assert IncrementalTokenizer(tokenizer).look_up(text).missing == [text]
 
 
-def test_exactness_is_denied_where_a_token_strips_its_surroundings():
+def test_encode_equals_the_whole_when_a_token_strips_its_sides():
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken("<strip>", lstrip=True, rstrip=True)])
     incremental = IncrementalTokenizer(tokenizer)

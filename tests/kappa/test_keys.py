@@ -47,6 +47,11 @@ def test_what_is_neither_is_told_without_its_text(entry):
         ("sk-a-0123456789a: a\nsha256:hush: b\n", "entry 2: the key is no digest"),
         ("? [sk-hush-01234567]\n: a\n", "is not YAML"),
         ("- sk-hush-01234567\n", "is no mapping"),
+        ("sk-hush-01234567\n", "is no mapping"),
+        ("sk-hush-01234567: alice: bob\n", "is not YAML"),
+        ("'': alice\n", "entry 1: the key is empty"),
+        ("'sk hush': alice\n", "without spaces"),
+        ("sk-hüsh: alice\n", "not plain ASCII"),
         ("&a {k: *a}\n", "entry 1: the tenant is no name"),
         (
             f"sk-hush-01234567: a\n{hashed('sk-hush-01234567')}: b\n",
@@ -54,13 +59,15 @@ def test_what_is_neither_is_told_without_its_text(entry):
         ),
     ],
 )
-def test_each_fault_of_a_keys_file_is_told_with_its_place_and_no_key(tmp_path, text, says):
+def test_read_digests_tells_each_fault_with_its_place_and_no_key(tmp_path, text, says):
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
         read_digests(path)
     message = str(caught.value)
-    assert says in message and str(path) in message and "hush" not in message
+    assert (
+        says in message and str(path) in message and "hush" not in message and "hüsh" not in message
+    )
 
 
 def test_a_keys_file_of_any_size_is_not_read_whole(tmp_path):
@@ -79,13 +86,13 @@ def test_clear_and_hashed_keys_stand_side_by_side(tmp_path):
     }
 
 
-def test_a_key_in_the_clear_has_sixteen_characters_or_more_and_a_digest_may_be_of_any():
+def test_entry_fault_wants_16_characters_of_clear_keys_only():
     assert entry_fault("k" * 16) is None and entry_fault(hashed("k")) is None
     assert "has 15 characters" in entry_fault("k" * 15)
     assert "kappa keys new" in entry_fault("k")
 
 
-def test_a_file_cut_short_within_its_last_line_is_refused_with_a_remedy(tmp_path):
+def test_read_digests_refuses_a_file_cut_short_with_a_remedy(tmp_path):
     path = tmp_path / "keys.yaml"
     path.write_text(f"{hashed('a')}: alice\n{hashed('b')}: bo")
     with pytest.raises(ValueError, match="may be cut short: end it with one"):

@@ -34,18 +34,18 @@ def test_document_is_up_to_date() -> None:
 
 
 def test_every_metric_is_used() -> None:
-    """A metric that nobody sets is a defect."""
+    """A metric that no code sets is a defect."""
     sources = "\n".join(p.read_text() for p in (ROOT / "router").rglob("*.py"))
     constants = {name for name, value in vars(metrics).items() if isinstance(value, metrics.Metric)}
     unused = [name for name in constants if f"m.{name}" not in sources]
     assert not unused
 
 
-def test_exposition_parses_and_totals_survive_a_restart_of_their_source() -> None:
+def test_exposition_keeps_totals_when_their_source_restarts() -> None:
     exported = RouterMetrics()
     exported.total(metrics.LOAD_BYTES, "pcie", to=100.0, source="a")
     exported.total(metrics.LOAD_BYTES, "pcie", to=150.0, source="a")
-    exported.total(metrics.LOAD_BYTES, "pcie", to=30.0, source="a")  # started anew
+    exported.total(metrics.LOAD_BYTES, "pcie", to=30.0, source="a")  # restarted
     exported.total(metrics.LOAD_BYTES, "pcie", to=7.0, source="b")
     families = {
         family.name: family

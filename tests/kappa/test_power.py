@@ -27,7 +27,7 @@ MEMORY_BOUND = [(0.2, 1.0, 0.05)] * 10
 COMPUTE_BOUND = [(0.2, 0.01, 1.0)] * 10
 
 
-def test_a_prompt_that_loads_longer_than_it_computes_draws_little_and_costs_much():
+def test_prompt_power_is_low_when_loading_outlasts_computing():
     # Llama-3.1-70B on 8 H100 at 15 GB/s each: 3.2768 GB in 27.3067 ms. FLOPs: 100 tokens of
     # 141.107e9 and 1.005e6 pairs of 2.62144e6, 16.7453e12 at 7.912e15/s, 2.11645 ms; 40 such take
     # 84.658 ms, more than the 10.2 ms for reading weights and KV. So 70 + 630 * 84.658 / 1092.27.
@@ -41,7 +41,7 @@ def test_a_prompt_that_loads_longer_than_it_computes_draws_little_and_costs_much
     assert alone == pytest.approx(70 + 630 * (2.11645 + waits) / 27.3067, abs=0.01)
 
 
-def test_documents_draw_less_than_chats_and_cost_more_a_prompt_as_modelled():
+def test_modelled_documents_draw_less_and_cost_more_than_chats():
     chats, documents = table5_rows()[::2]
     assert (chats["paper_w"], documents["paper_w"]) == (196, 152)
     assert documents["modelled_w"] < chats["modelled_w"] < chats["paper_w"]
@@ -77,13 +77,13 @@ def test_a_draw_stays_between_idle_and_the_cap(step_s, compute_s):
 # -- caps ----------------------------------------------------------------------------------------
 
 
-def test_memory_bound_requests_do_not_notice_a_low_cap_and_compute_bound_ones_do():
+def test_unnoticed_cap_is_low_for_memory_bound_requests_only():
     assert unnoticed_cap(H100, MEMORY_BOUND, 0.02)[0] <= 400
     assert unnoticed_cap(H100, COMPUTE_BOUND, 0.02)[0] >= 670
 
 
 def test_the_cap_keeps_its_promise():
-    """Slowed by what the cap costs, the mean TTFT grows by what is said, at most as tolerated."""
+    """Slowed by the cap, the mean TTFT grows by the figure told, at most as tolerated."""
     for requests in (MEMORY_BOUND, COMPUTE_BOUND, MEMORY_BOUND + COMPUTE_BOUND):
         for tolerance in (0.005, 0.02, 0.1):
             cap_w, growth = unnoticed_cap(H100, requests, tolerance)
@@ -95,7 +95,7 @@ def test_the_cap_keeps_its_promise():
             assert growth == pytest.approx(after / before - 1, abs=1e-6)
 
 
-def test_a_cap_is_one_that_the_gpu_takes_and_never_above_the_present_one():
+def test_unnoticed_cap_is_settable_and_at_most_the_present_one():
     assert unnoticed_cap(H100, [(0, 9, 0)], 0.01) == (H100.least_cap_w, 0.0)
     low = node_power("H100-SXM5-80GB", 350.0)
     assert unnoticed_cap(low, COMPUTE_BOUND, 0.01)[0] == 350.0
@@ -103,7 +103,7 @@ def test_a_cap_is_one_that_the_gpu_takes_and_never_above_the_present_one():
     assert unnoticed_cap(H100, COMPUTE_BOUND, 0.0) == (700.0, 0.0)
 
 
-def test_gpus_of_a_node_count_together_and_unknown_ones_not_at_all():
+def test_node_power_sums_gpus_and_is_none_for_unknown_ones():
     four = node_power("H100-SXM5-80GB", 2800.0)
     assert (four.cap_w, four.least_cap_w, four.idle_w) == (2800.0, 800.0, 280.0)
     assert node_power("abacus", 300.0) is node_power("H100-SXM5-80GB", 0.0) is None

@@ -1,4 +1,4 @@
-"""What workers report survives the wire, and what is malformed is named, never a stray KeyError."""
+"""What workers report survives the wire; malformed fields are named, never a stray KeyError."""
 
 from __future__ import annotations
 

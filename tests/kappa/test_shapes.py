@@ -138,7 +138,7 @@ def test_weight_dtype_follows_quantisation(quantisation: dict[str, Any], size: f
     assert (shape.weight_dtype_bytes, shape.kv_dtype_bytes) == (size, 2.0)
 
 
-def test_weights_that_are_stored_in_eight_bits_are_not_made_wider_by_the_dtype() -> None:
+def test_shape_keeps_8_bit_weights_whatever_the_dtype() -> None:
     eight = shape_from_config(
         {**TINY, "quantization_config": {"quant_method": "fp8"}}, "", "auto", "bfloat16"
     )
@@ -200,7 +200,7 @@ def test_names_are_forgiving_and_unknown_ones_helped() -> None:
 
 # From the models' published hyperparameters (model_configs.json), added up by hand: parameters in
 # all, those of experts that a token leaves alone, bytes of KV per token in two bytes, and layers
-# whose KV grows with the context, of all layers.
+# with KV that grows with the context, of all layers.
 CONFIGS: dict[str, Any] = json.loads((Path(__file__).parent / "model_configs.json").read_text())
 FAMILIES = {
     # 24 of 2880 (64 + 16) 64 + 5120 + 4096 * 2880 + 2880 for attention, 64 sinks, 5760 of norms, a
@@ -253,7 +253,7 @@ def test_every_config_has_its_figures() -> None:
     assert FAMILIES.keys() == CONFIGS.keys()
 
 
-def test_attention_of_layers_with_a_window_does_not_grow_with_the_context() -> None:
+def test_attention_flops_of_window_layers_ignore_the_context() -> None:
     shape = shape_from_config(CONFIGS["gpt-oss-20b"])
     assert attention_flops(shape, 1, 10_000) == pytest.approx(4 * 12 * 64 * 64 * 10_000.5)
 
@@ -267,7 +267,7 @@ def test_attention_of_layers_with_a_window_does_not_grow_with_the_context() -> N
         ({"layers_block_type": ["mamba", "attention"]}, 1),
         ({"attn_type_list": [0, 1]}, 1),
         ({"attn_layer_period": 2}, 1),
-        ({"layer_types": ["sliding_attention", "sliding_attention"]}, 2),  # all of it is a bound
+        ({"layer_types": ["sliding_attention", "sliding_attention"]}, 2),  # the whole is a bound
         ({"layer_types": ["full_attention"] * 5}, 2),  # more than there are
     ],
 )
@@ -333,7 +333,7 @@ def test_parameters_are_those_of_the_files_where_there_are_files(tmp_path: Path)
     assert with_stored_weights(shape, tmp_path.parent) == shape, "no files"
 
 
-def test_packed_weights_are_counted_by_the_config_and_take_the_bytes_of_the_files(
+def test_packed_weights_take_config_counts_and_the_files_bytes(
     tmp_path: Path,
 ) -> None:
     shape = shape_from_config({**TINY, "quantization_config": {"quant_method": "mystery"}})

@@ -10,7 +10,7 @@ STEP = StepModel(token_s=1e-4, pair_s=1e-8, weights_s=5e-3, context_token_s=1e-7
 SPEED = IdleSpeed(STEP, load_token_s=1e-5, load_fixed_s=1e-3, budget_tokens=100)
 
 
-def test_idle_ttft_is_the_load_and_the_prompt_in_steps_of_the_budget():
+def test_idle_ttft_is_the_load_plus_steps_of_the_budget():
     got = idle_ttft_s(SPEED, [0, 1000], [250, 10])
     cold_s = sum(STEP.step_s([c]) for c in [(100, 0), (100, 100), (50, 200)])
     assert got == pytest.approx([cold_s, 1e-3 + 1e-2 + STEP.step_s([(10, 1000)])])
@@ -29,7 +29,7 @@ def test_dilation_makes_everything_longer():
     assert idle_ttft_s(slow, [1000], [10]) == pytest.approx(3 * idle_ttft_s(SPEED, [1000], [10]))
 
 
-def test_the_median_node_is_one_that_is_there_and_is_found_per_request():
+def test_median_node_is_an_existing_one_per_request():
     by_node = [np.array([1.0, 9.0]), np.array([2.0, 8.0]), np.array([3.0, 7.0])]
     assert median_node(by_node).tolist() == [2.0, 8.0]
     assert median_node(by_node, [1, 1, 4]).tolist() == [3.0, 7.0]
@@ -42,7 +42,7 @@ def test_limits_are_a_floor_or_a_multiple_of_idle():
     assert objective.tpot_s == pytest.approx([0.03, 0.06])
 
 
-def test_a_request_meets_both_or_misses_and_a_rejected_one_misses():
+def test_met_needs_both_limits_and_fails_for_a_rejected_request():
     objective = limits(np.full(5, 0.01), np.full(5, 0.01))
     ttft = [0.4, 0.6, 0.4, 0.4, np.nan]
     tpot = [0.02, 0.02, 0.05, np.nan, np.nan]

@@ -91,7 +91,7 @@ def test_a_prompt_beyond_the_context_is_400_with_both_numbers(idle):
     assert str(limit) in error["message"]
 
 
-def test_an_answer_that_could_never_be_held_is_400_with_both_numbers(idle):
+def test_answer_longer_than_the_context_is_400_with_both_numbers(idle):
     limit = idle.max_context_tokens
     error = check(
         post(idle, {"messages": HELLO, "max_tokens": limit}), 400, "context_length_exceeded"
@@ -155,7 +155,7 @@ def test_a_client_cannot_choose_its_worker_or_fake_our_marks(idle):
     assert "forged" not in idle.http.get("/v1/tenants").text
 
 
-def test_without_configured_tenants_any_key_and_none_are_the_default_tenant(idle):
+def test_any_key_or_none_is_the_default_tenant_without_tenants(idle):
     body = {"model": idle.model, "messages": HELLO, "max_tokens": 1}
     for headers in ({}, {"authorization": "Bearer anything"}, {"x-api-key": "anything"}):
         answer = idle.http.post("/v1/chat/completions", json=body, headers=headers)

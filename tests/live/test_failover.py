@@ -29,7 +29,7 @@ def engines(pid):
     return found
 
 
-def test_an_engine_that_is_killed_loses_no_request_and_its_worker_comes_back(live, idle):
+def test_killed_engine_loses_no_request_and_its_worker_returns(live, idle):
     before = {row["node"]: row["worker"] for row in live.nodes()}
     cores = engines(live.pid)
     family = [process.name() for process in psutil.Process(live.pid).children(recursive=True)]

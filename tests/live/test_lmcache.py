@@ -93,7 +93,7 @@ def kinds(messages):
     return [message["kind"] for message in messages]
 
 
-def test_without_its_server_the_engine_starts_answers_and_counts_it(setting):
+def test_engine_without_its_server_answers_and_counts_failures(setting):
     assert setting.without["cached"] == 0
     assert "logprob" in setting.without
     failed = [m for m in setting.reported if m["kind"] == "tier_failed"]
@@ -101,7 +101,7 @@ def test_without_its_server_the_engine_starts_answers_and_counts_it(setting):
     assert setting.warned == 2  # one a minute, of each of its two processes
 
 
-def test_an_evicted_prefix_comes_back_with_equal_log_probabilities(setting):
+def test_evicted_prefix_comes_back_with_equal_log_probabilities(setting):
     cold = setting.engine.ask(prompt(2))
     setting.engine.reports()
     warm = setting.until_warm(prompt(2))
@@ -115,7 +115,7 @@ def test_an_evicted_prefix_comes_back_with_equal_log_probabilities(setting):
     assert load["tokens"] == warm["cached"] and load["bytes"] > 0 and load["took_s"] > 0
 
 
-def test_what_it_holds_is_announced_before_it_is_wanted_and_tenants_are_kept_apart(setting):
+def test_tier_announces_its_blocks_and_keeps_tenants_apart(setting):
     setting.engine.reports()
     for salt in ("alice", "bob"):
         assert setting.engine.ask(prompt(3), salt)["cached"] == 0
@@ -137,7 +137,7 @@ def test_what_it_holds_is_announced_before_it_is_wanted_and_tenants_are_kept_apa
     assert setting.engine.ask(prompt(3), "carol")["cached"] == 0
 
 
-def test_a_tail_that_is_computed_is_not_loaded_and_changes_nothing(setting):
+def test_computed_tail_is_not_loaded_and_changes_no_answer(setting):
     known = prompt(8)
     whole = setting.until_warm(known)
     setting.engine.reports()
@@ -167,7 +167,7 @@ def test_what_the_server_evicts_is_withdrawn(setting):
     assert removed
 
 
-def test_a_server_that_stalls_costs_a_bounded_wait_and_the_answer_is_the_same(setting):
+def test_stalled_server_costs_a_bounded_wait_and_no_other_answer(setting):
     known = prompt(6)
     cold = setting.engine.ask(known)
     setting.until_warm(known)
@@ -185,7 +185,7 @@ def test_a_server_that_stalls_costs_a_bounded_wait_and_the_answer_is_the_same(se
     assert setting.until_warm(known)["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
 
 
-def test_a_server_that_is_killed_is_done_without_and_used_again_when_it_is_back(setting):
+def test_killed_server_is_done_without_and_used_again_once_back(setting):
     known = prompt(7)
     cold = setting.engine.ask(known)
     setting.until_warm(known)

@@ -44,7 +44,7 @@ async def test_a_burst_of_streams_completes_on_both_nodes(idle):
     assert {node for node, _ in answers} == {row["node"] for row in idle.nodes()}
 
 
-def test_what_the_engines_charged_comes_back_to_the_decider_and_no_rule_failed(idle):
+def test_engines_charges_reach_the_decider_without_rule_errors(idle):
     def charged(resource):
         return idle.metric("kappa_tenant_charge_seconds_total", tenant="default", resource=resource)
 
@@ -64,7 +64,7 @@ def test_what_the_engines_charged_comes_back_to_the_decider_and_no_rule_failed(i
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "waiting"])
-def test_a_client_that_leaves_frees_its_reservation_and_its_engine(idle, stream):
+def test_client_that_leaves_frees_its_reservation_and_engine(idle, stream):
     request = body(idle, f"Leaving early {stream}", max_tokens=_LONG, stream=stream)
     steps = idle.metric("kappa_engine_steps_total")
     with httpx.Client(base_url=idle.url, timeout=120.0) as client:

@@ -100,7 +100,7 @@ def ask(live, model):
     return raw.parse(), live.decision(raw.headers["x-request-id"])
 
 
-def test_each_model_and_adapter_is_answered_by_its_workers_from_a_cache_of_its_own(cluster):
+def test_each_model_and_adapter_has_its_own_workers_and_cache(cluster):
     own = {"pcie"}
     nodes = {"other": {"other"}, cluster.model: own, "fine": own}
     answers = {}

@@ -14,7 +14,7 @@ _RUN = "import typer; from kappa_deploy.commands.replay import replay; typer.run
 _RUN_S = 240.0
 
 
-def test_every_request_comes_with_what_was_predicted_and_what_happened(idle, tmp_path):
+def test_replay_records_what_was_predicted_and_what_happened(idle, tmp_path):
     out = tmp_path / "run"
     words = ["sharegpt", "--url", idle.url, "--closed", "4", "--requests", "24"]
     words += ["--max-turns", "3", "--max-context", "1500", "--max-output", "4"]

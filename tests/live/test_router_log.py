@@ -36,7 +36,7 @@ def test_the_live_log_replays_to_identical_decisions(idle):
         assert now == then
 
 
-def test_profiling_on_demand_measures_each_worker_and_keeps_its_pace(idle):
+def test_profiling_on_demand_measures_workers_and_keeps_the_pace(idle):
     before = {row["node"]: row["profile"] for row in idle.all_nodes()}
     answer = idle.http.post("/v1/nodes/profile")
     answer.raise_for_status()

@@ -25,7 +25,7 @@ def story(name):
     return "\n".join(lines)
 
 
-def test_evicted_prompts_return_from_host_memory_with_the_same_answer(idle):
+def test_evicted_prompt_returns_from_host_with_the_same_answer(idle):
     first, _ = ask(idle, story("Ada"), 16)
     prompt_tokens = first.usage.prompt_tokens
     # Both devices together hold 2 * 199 blocks of 32 tokens; this is more.

@@ -68,7 +68,7 @@ def given(engine, tokens):
     return params
 
 
-def test_what_is_handed_over_is_not_computed_again_and_decodes_the_same(pair):
+def test_handed_over_prompt_decodes_the_same_without_recomputing(pair):
     prefill, decode = pair
     known = prompt(1)
     answer = decode.ask(known, params=given(prefill, known))
@@ -120,13 +120,13 @@ def told_of_a_load(engine, known, cold):
             return loads[0]
 
 
-def test_vllms_own_tier_gives_back_what_it_stored_and_reports_it_as_ours_does(both_kinds):
+def test_native_tier_returns_what_it_stored_and_reports_as_ours(both_kinds):
     """Stored, gone from the device, loaded: the same tokens with the same probability."""
     own, native = both_kinds
     known = prompt(6)
     cold = own.ask(known)
     ours, theirs = (told_of_a_load(engine, known, cold) for engine in (own, native))
-    same = ("tokens", "blocks", "bytes", "pace_s")
+    same = ("tokens", "blocks", "bytes")
     assert ours.keys() == theirs.keys()
     assert [ours[key] for key in same] == [theirs[key] for key in same]
     # A GB a second, as the emulated device copies.

@@ -57,7 +57,7 @@ def test_a_request_that_nobody_sent_is_404(idle):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
 
 
-def test_paced_nodes_tell_the_modelled_power_of_what_they_stand_for(idle):
+def test_paced_nodes_report_the_modelled_power_of_their_profile(idle):
     ask(idle, "warm")
 
     def told():

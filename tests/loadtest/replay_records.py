@@ -50,7 +50,7 @@ def failed(error: str = "429", **changes: Any) -> RequestRecord:
 
 
 def many(count: int, seed: int = 0) -> Iterator[RequestRecord]:
-    """Requests at 20 a second whose TTFT is spread over decades."""
+    """Requests at 20 a second, with TTFTs spread over decades."""
     rng = np.random.default_rng(seed)
     due_s = 0.0
     for i in range(count):

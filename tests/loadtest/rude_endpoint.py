@@ -51,7 +51,7 @@ class Rude:
         self._times: Counter[str] = Counter()
 
     async def until_received(self, count: int) -> None:
-        """Until so many requests have come."""
+        """Until `count` requests have come."""
         self.expected = count
         while len(self.received) < count:
             self.arrived.clear()
@@ -165,7 +165,7 @@ async def rude(
 def session(
     name: str, *prompts: Prompt, arrival_s: float = 0.0, after_s: float = 0.0, tenant: str = ""
 ) -> ReplaySession:
-    """A session whose turns have these prompts."""
+    """A session with a turn for each of these prompts."""
     made = tuple(
         Request(
             name, turn, tenant, arrival_s, after_s if turn else 0.0, 10, 3, 4, 6,

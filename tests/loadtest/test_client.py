@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from itertools import pairwise
 
@@ -15,6 +14,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kappa.host import free_port
 from kappa_loadtest.client import (
     Endpoint,
     EndpointError,
@@ -31,8 +31,8 @@ from tests.loadtest.rude_endpoint import Rude, rude
 async def sent(
     server: Rude | None, what: object, tenant: str = "", **options: object
 ) -> tuple[RequestRecord, float | None]:
-    """One request whose prompt is `what`."""
-    url = server.url if server else f"http://127.0.0.1:{free_port()}"
+    """One request with the prompt `what`."""
+    url = server.url if server else closed_url()
     settings = EndpointSettings(url, "m", **options)  # type: ignore[arg-type]
     begin_s = time.monotonic()
     record = RequestRecord("s", 0, tenant)
@@ -41,11 +41,9 @@ async def sent(
     return record, retry_after_s
 
 
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def closed_url() -> str:
+    """An address at which no server listens."""
+    return f"http://127.0.0.1:{free_port('127.0.0.1')}"
 
 
 async def test_a_good_answer_has_times_in_order_and_counts() -> None:
@@ -95,7 +93,7 @@ async def test_nobody_listens() -> None:
     assert (record.error, record.status) == ("connect", 0)
 
 
-async def test_an_answer_that_never_ends_is_a_timeout_that_keeps_its_tokens() -> None:
+async def test_answer_that_never_ends_is_a_timeout_with_its_tokens() -> None:
     async with rude() as server:
         record, _ = await sent(server, "hang x", timeout_s=0.3)
     assert (record.error, record.generated_tokens) == ("timeout", 1)
@@ -174,7 +172,7 @@ def test_a_bad_url_is_refused(url: str) -> None:
         base_url(url)
 
 
-def test_the_base_of_a_url_and_one_with_a_password_which_is_not_repeated() -> None:
+def test_base_url_drops_the_path_and_never_repeats_a_password() -> None:
     for url in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"):
         assert base_url(url) == "http://h:1"
     with pytest.raises(EndpointError, match="give --key") as refused:
@@ -245,7 +243,7 @@ async def test_a_survey_says_what_is_wrong_and_what_helps(
     with pytest.raises(EndpointError, match=why):
         await surveyed({"/v1/models": answer})
     with pytest.raises(EndpointError, match="nobody answers at http://127"):
-        await survey(f"http://127.0.0.1:{free_port()}")
+        await survey(closed_url())
 
 
 async def test_a_retry_keeps_nothing_of_the_attempt_before() -> None:
@@ -256,7 +254,7 @@ async def test_a_retry_keeps_nothing_of_the_attempt_before() -> None:
     ):
         await endpoint.send(endpoint.settings.prepare("ours x", 3), record)
     assert record.ratio == 12.5
-    gone = EndpointSettings(f"http://127.0.0.1:{free_port()}", "m")
+    gone = EndpointSettings(closed_url(), "m")
     async with Endpoint(gone, time.monotonic) as endpoint:
         await endpoint.send(endpoint.settings.prepare("well x", 3), record)
     assert record.error == "connect"
@@ -282,7 +280,7 @@ async def test_headers_that_no_journal_can_hold_are_made_printable() -> None:
     assert msgspec.json.decode(msgspec.json.encode(record), type=RequestRecord) == record
 
 
-# -- what is read from a stream, however it is cut into chunks
+# -- events read from a stream, however it is cut into chunks
 
 
 def event(data: object) -> bytes:

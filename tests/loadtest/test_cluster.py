@@ -34,7 +34,7 @@ class Cluster:
         self.kept[decision.request_id] = decision
 
 
-async def test_every_decision_is_found_and_no_more_are_fetched_than_reach_back() -> None:
+async def test_poll_finds_every_decision_with_the_fewest_fetched() -> None:
     cluster = Cluster()
     for number in range(1000):
         ticket = cluster.decide(f"r{number}")

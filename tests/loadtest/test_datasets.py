@@ -96,7 +96,7 @@ def test_a_missing_data_set_is_an_error_with_a_remedy(hub):
 
 
 def test_without_a_network_it_says_what_to_do_instead(tmp_path, monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)  # a port that surely nobody listens on
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)  # a port on which no server listens then
     server.server_close()
     use(monkeypatch, tmp_path, server.server_port)
     with pytest.raises(

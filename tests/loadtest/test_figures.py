@@ -85,7 +85,7 @@ def test_without_an_objective_there_is_no_goodput():
     assert figures["nodes"] == [] and figures["classes"] == []
 
 
-def test_errors_are_counted_by_kind_with_examples_and_never_as_latency():
+def test_summary_counts_errors_by_kind_and_not_as_latency():
     never_sent = failed("prompt", sent_s=0.0, error_detail="no such document")
     figures = summarize([reported(), failed(), failed(), never_sent], QUICK)
     assert figures["errors"]["429"]["count"] == 2
@@ -116,7 +116,7 @@ def test_classes_that_were_asked_for_have_their_own_figures():
     assert summarize([reported()], QUICK)["priorities"] == []
 
 
-def test_expected_and_found_cached_tokens_stand_beside_each_other():
+def test_summary_shows_expected_beside_actual_cached_tokens():
     missed = reported(actual={"device_tokens": 100, "cached_tokens": 0, "new_tokens": 1900,
                           "ttft_s": 0.9})  # fmt: skip
     cached = summarize([reported(), missed, foreign()], QUICK)["cached_tokens"]
@@ -150,7 +150,7 @@ def test_the_slowest_come_first_with_the_reason():
     assert all(row["why"] and row["actual"]["source"] for row in figures["slowest"])
 
 
-def test_a_timeline_counts_what_was_in_flight_and_joins_bins_of_long_runs():
+def test_timeline_counts_requests_in_flight_and_joins_bins():
     records = [
         reported(scheduled_s=k, sent_s=k + 0.5, ended_s=k + 3.0, session=str(k)) for k in range(20)
     ]
@@ -186,7 +186,7 @@ def test_an_empty_run_has_figures_too():
     json.dumps(figures, allow_nan=False)
 
 
-def test_paced_requests_and_retries_are_counted_and_no_error_of_the_clients():
+def test_summary_counts_retries_and_not_as_the_clients_lateness():
     retried = reported(attempt=1, retried=["503"], sent_s=9.0, first_token_s=9.9, last_token_s=10.3)
     figures = summarize([reported(paced=False), retried], QUICK)
     assert (figures["paced_requests"], figures["retried"]) == (1, 1)
@@ -204,7 +204,7 @@ def test_a_closed_loop_has_rates_over_the_whole_run():
     assert figures["goodput_rps"] == pytest.approx(5 / 4)
 
 
-def test_the_endpoints_own_objective_is_neither_passed_nor_missed():
+def test_summary_neither_passes_nor_misses_an_unasked_objective():
     late = reported(first_token_s=90.0, last_token_s=91.0)
     own = summarize([late], objective_of({}))["slo"]
     assert (own["met"], own["basis"]) == (0.0, "predicted")

@@ -77,7 +77,7 @@ def test_options_have_defaults_and_values_of_the_command_line() -> None:
     assert shown == str(LoadOptions("sharegpt", "http://h", closed=3, usage=False))
 
 
-def test_a_class_is_sent_for_the_tenant_that_has_one_or_all_others() -> None:
+def test_priority_is_the_tenants_own_or_that_of_all_others() -> None:
     keys = {"red": "k"}
     settings = of(priority=["red=3", "1"]).endpoint(None, keys)
     sent = [settings.prepare("x", 4, tenant).body for tenant in ("red", "blue", "")]
@@ -106,7 +106,7 @@ def test_rates_may_count_requests(talks: Workload) -> None:
     assert last_s("requests") == pytest.approx(last_s("sessions") * turns)
 
 
-def test_prompts_are_ids_where_the_endpoint_takes_them_and_fit_its_context(
+def test_prompts_are_ids_if_the_endpoint_takes_them_and_fit_it(
     talks: Workload,
 ) -> None:
     def kinds(surveyed: Surveyed | None, prompts: str) -> set[type]:

@@ -56,7 +56,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """A page with all its pictures, of requests whose names are hostile, drawn once."""
+    """A page with all its pictures, of requests with hostile names, drawn once."""
     names = {"tenant": "<script>x</script>", "node": '"><img src=http://x>$\\frac$'}
     records = [*many(300), reported(**names), failed(session="f", **names)]
     return page_of(tmp_path_factory.mktemp("drawn") / "run", records)
@@ -161,7 +161,7 @@ def test_a_closed_loop_has_no_rate_of_its_own(options, tmp_path, no_pictures):
     assert summary["rate_rps"] == pytest.approx(3 / summary["duration_s"])
 
 
-def test_decisions_of_a_killed_run_are_used_and_left_where_they_are(tmp_path, no_pictures):
+def test_report_uses_and_keeps_the_decisions_of_a_killed_run(tmp_path, no_pictures):
     folder = written(tmp_path, [reported(predicted=None, actual=None)])
     decision = {"request_id": "id", "predicted": reported().predicted, "actual": reported().actual}
     (folder / "decisions.jsonl").write_text(json.dumps(decision) + "\n" + '{"request_id": "i')

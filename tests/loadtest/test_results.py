@@ -45,7 +45,7 @@ def test_a_split_that_the_endpoint_reports_is_taken_as_it_is():
     assert row["unknown_s"] == pytest.approx(0.1)
 
 
-def test_load_and_compute_follow_the_tokens_that_were_really_taken():
+def test_parts_follow_the_tokens_actually_loaded_and_computed():
     # The prefix was not there: nothing loaded, everything computed, at the predicted rate.
     row = row_of(with_actual(reported(), cached_tokens=0, new_tokens=600))
     assert parts(row)[1:] == pytest.approx([0.0, 0.5 * 600 / 400])
@@ -109,7 +109,7 @@ def test_one_plain_sentence_says_why_it_was_slow(record, sentence):
     assert why_slow(row_of(record)).startswith(sentence)
 
 
-def test_why_tokens_were_slow_names_one_long_pause_or_even_slowness():
+def test_why_slow_tokens_names_one_long_pause_or_even_slowness():
     assert why_slow_tokens(row_of(reported(gaps_s=[0.01, 0.02, 2.0]))) == (
         "one pause of 2.0 s on node pcie (paced), before chunk 4 of 4, made most of its 2.0 s of "
         "decoding"
@@ -150,7 +150,7 @@ def test_our_nodes_give_the_objective_of_the_whole_system():
     assert row["ttft_limit_s"] >= 10.0
 
 
-def test_lengths_that_the_endpoint_did_not_report_are_those_requested():
+def test_table_takes_requested_lengths_if_none_were_reported():
     objective = objective_of({"nodes": [node_row(sorted(CATALOGUE)[0])]})
     unreported = reported(prompt_tokens=None, generated_tokens=0, input_tokens=3000)
     row = table_of(unreported, objective=objective).row(0, named=True)
@@ -159,7 +159,7 @@ def test_lengths_that_the_endpoint_did_not_report_are_those_requested():
     )
 
 
-def test_without_a_priced_node_the_prediction_stands_in_and_then_nothing_does():
+def test_objective_falls_back_to_the_prediction_without_a_node():
     objective = objective_of(
         {"nodes": [{**node_row(sorted(CATALOGUE)[0]), "emulated_model": None}], "model": "unknown"}
     )

@@ -43,7 +43,7 @@ async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path
         return web.json_response({"decisions": [decision]})
 
     async with rude({"/v1/decisions": decisions}) as server:
-        # The first answer has none of our headers, so nothing is fetched of it.
+        # The first answer has none of our headers, so its decision is not fetched.
         records = await played(server, RunFolder.create(tmp_path, {}), "well a", "ours b")
     assert records["s0", 0].predicted is None
     assert records["s1", 0].predicted == {"load_s": 0.5, "compute_s": 0.1}

@@ -37,7 +37,7 @@ def keys(folder: Path) -> list[tuple[str, int]]:
     return [(record.session, record.turn) for record in lines(folder)]
 
 
-def test_records_and_facts_are_on_disk_before_the_folder_is_closed(
+def test_records_and_facts_are_on_disk_before_closing(
     tmp_path: Path,
 ) -> None:
     run_folder = begun(tmp_path / "run")
@@ -85,23 +85,21 @@ def test_a_folder_that_cannot_be_made_or_holds_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
-    [("{}", "not a record"), ('{"session":"s","turn":0,"x":1}', "unknown field `x`"), ("[", "")],
+    ("good", "name", "line", "why"),
+    [
+        (RequestRecord("a", 0), RECORDS, "{}", "not a record"),
+        (RequestRecord("a", 0), RECORDS, '{"session":"s","turn":0,"x":1}', "unknown field `x`"),
+        (RequestRecord("a", 0), RECORDS, "[", ""),
+        (RequestDecision("r0", {}, {}), DECISIONS, '{"request_id":1}', ""),
+    ],
 )
-def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str) -> None:
-    run_folder = begun(tmp_path)
-    run_folder.write(RequestRecord("a", 0))
-    with (tmp_path / RECORDS).open("a") as file:
+def test_resume_names_a_damaged_line(
+    tmp_path: Path, good: RequestRecord | RequestDecision, name: str, line: str, why: str
+) -> None:
+    begun(tmp_path).write(good)
+    with (tmp_path / name).open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(RunFolderError, match=rf"records\.jsonl:2: .*{why}"):
-        RunFolder.resume(tmp_path, OPTIONS_USED)
-
-
-def test_a_damaged_decision_is_named(tmp_path: Path) -> None:
-    begun(tmp_path).write(RequestDecision("r0", {}, {}))
-    with (tmp_path / DECISIONS).open("a") as file:
-        file.write('{"request_id":1}\n')
-    with pytest.raises(RunFolderError, match=r"decisions\.jsonl:2: "):
+    with pytest.raises(RunFolderError, match=rf"{name}:2: .*{why}"):
         RunFolder.resume(tmp_path, OPTIONS_USED)
 
 

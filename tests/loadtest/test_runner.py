@@ -103,7 +103,7 @@ async def test_what_fails_does_not_change_what_is_offered() -> None:
     assert records["b", 0].error == "prompt" and records["b", 0].error_detail
 
 
-async def test_the_bound_on_streams_holds_back_counts_and_hides_nothing() -> None:
+async def test_stream_bound_holds_requests_back_and_counts_their_wait() -> None:
     async with rude() as server:
         run = begin(server, (session(f"s{i}", f"wait s{i}") for i in range(5)), in_flight=2)
         await server.until_received(2)
@@ -153,7 +153,7 @@ async def test_a_stop_sends_nothing_more_and_gives_streams_their_grace() -> None
     assert errors(records) == {("s0", 0): ""}
 
 
-async def test_streams_that_outlast_the_grace_are_cancelled_and_written() -> None:
+async def test_streams_that_outlast_the_grace_are_cancelled_and_kept() -> None:
     async with rude() as server:
         run = begin(server, [session("s", "hang s"), session("t", "well t")], grace_s=0.1)
         await server.until_received(2)

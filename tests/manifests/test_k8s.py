@@ -97,6 +97,19 @@ def envoy(spec):
     return front(spec)["template"]["spec"]["containers"][1]
 
 
+def resources(number=0, **changes):
+    """A change of limits and requests alike; None takes one away. gpus: nvidia.com/gpu."""
+    named = {"nvidia.com/gpu" if name == "gpus" else name: of for name, of in changes.items()}
+
+    def change(spec):
+        for part in container(spec, number)["resources"].values():
+            part.update(named)
+            for name in [name for name, given in part.items() if given is None]:
+                del part[name]
+
+    return change
+
+
 def rename(mapping, old, new):
     mapping[new] = mapping.pop(old)
 
@@ -136,11 +149,8 @@ WRONG = {
     "too little memory for the host tier": (
         in_serve("dilation: 30", "engine: {host_bytes: 4294967296}"), "would be killed"),
     "too few CPUs for an engine": (
-        lambda s: group(s)["rayStartParams"].update(
-            {"num-cpus": "1"}
-        ),
-        "fits none of 2 machine(s): group cpu has CPU 1 of 2",
-    ),
+        lambda s: group(s)["rayStartParams"].update({"num-cpus": "1"}),
+        "fits none of 2 machine(s): group cpu has CPU 1 of 2"),
     "limits above requests": (
         lambda s: container(s)["resources"]["limits"].update(cpu="8"), "differ"),
 }  # fmt: skip
@@ -185,11 +195,7 @@ GPU_WRONG = {
         in_serve("{pool-a100: 1}", "{pool-b200: 1}"),
         "pools.2.placement: pool a100 fits none of 6 machine(s)"),
     "a pool without its GPU": (
-        lambda s: [
-            container(s, 2)["resources"][part].pop("nvidia.com/gpu")
-            for part in ("limits", "requests")
-        ],
-        "group a100 has GPU 0 of 1"),
+        resources(2, gpus=None), "group a100 has GPU 0 of 1"),
     "fewer pods than a pool starts with": (
         lambda s: group(s, 1).update(replicas=1),
         "pool h100: room for 1 of 2 workers"),
@@ -200,16 +206,10 @@ GPU_WRONG = {
         lambda s: s["rayClusterConfig"].pop("enableInTreeAutoscaling"),
         "pools gh200, h100 may grow"),
     "a pod killed before its worker has drained": (
-        lambda s: group(s)["template"]["spec"].update(
-            terminationGracePeriodSeconds=120
-        ),
+        lambda s: group(s)["template"]["spec"].update(terminationGracePeriodSeconds=120),
         "group gh200: terminationGracePeriodSeconds is 120"),
     "too little memory for a pool's own host tier": (
-        lambda s: [
-            container(s)["resources"][part].update(memory="300Gi")
-            for part in ("limits", "requests")
-        ],
-        "group gh200: memory limit 300Gi"),
+        resources(memory="300Gi"), "group gh200: memory limit 300Gi"),
     # 288 GiB of host tier, 8 GiB of Ray's, 1 GiB of queues.
     "a /dev/shm smaller than what vLLM maps there": (
         lambda s: shm(s).update(sizeLimit="296Gi"),
@@ -226,9 +226,7 @@ GPU_WRONG = {
         lambda s: container(s).update(volumeMounts=container(s)["volumeMounts"][:2]),
         "group gh200: /dev/shm has 64Mi"),
     "an object store of unknown size in the same /dev/shm": (
-        lambda s: group(s, 1)["rayStartParams"].pop(
-            "object-store-memory"
-        ),
+        lambda s: group(s, 1)["rayStartParams"].pop("object-store-memory"),
         "group h100: rayStartParams lacks object-store-memory"),
 }  # fmt: skip
 
@@ -238,11 +236,7 @@ PARALLEL_WRONG = {
         in_serve("placement: {gpus: 4,", "placement: {gpus: 2,"),
         "the host tier (524288Mi), Ray's object store (8192Mi)"),
     "pods with fewer GPUs than a worker's ranks": (
-        lambda s: [
-            container(s)["resources"][part].update({"nvidia.com/gpu": "2"})
-            for part in ("limits", "requests")
-        ],
-        "All 4 GPUs of a worker are of one machine"),
+        resources(gpus="2"), "All 4 GPUs of a worker are of one machine"),
 }  # fmt: skip
 
 FAULTS = [("cpu-demo", *fault) for fault in WRONG.values()]
@@ -467,7 +461,7 @@ def test_quantities():
     assert quantity(2) == 2
 
 
-def test_nothing_comes_in_from_namespaces_that_no_administrator_has_labelled(rendered):
+def test_network_policy_admits_labelled_namespaces_only(rendered):
     for overlay in rendered.values():
         policies = [d["spec"] for d in overlay if d["kind"] == "NetworkPolicy"]
         sources = [s for p in policies for rule in p.get("ingress", ()) for s in rule["from"]]

@@ -189,7 +189,7 @@ class Decider(KappaDecider):
 
     async def open(self, renderers, settings, access, spec):
         self._pools, self._began_s = {}, int(time.time())
-        self._wire(settings, renderers)
+        self._wire(settings, renderers, access)
         real = kappa_router.cluster.replica.Decider
 
         def noted(*given):
@@ -297,6 +297,7 @@ class Scene:
         device_blocks=(100, 100),
         access=None,
         bounds=None,
+        tenants=None,
         **changes,
     ):
         """A scripted cluster with these workers (names or announcements)."""
@@ -307,7 +308,7 @@ class Scene:
         bounds = bounds or Bounds(silent_s=max(settings.router.request_timeout_s, 0.5))
         wanted = GatewaySpec(Path(), "127.0.0.1", 0, DECIDED, own_paths(names), bounds=bounds)
         spec = stack.enter_context(lent(wanted)).spec
-        access = Access(settings.tenants, **{"max_body_bytes": 1 << 20, **(access or {})})
+        access = Access(tenants or Tenants(), **{"max_body_bytes": 1 << 20, **(access or {})})
         engines = Scripted(script)
         if not isinstance(workers, dict):
             named = zip(workers, device_blocks, strict=False)

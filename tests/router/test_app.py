@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
 from kappa.keys import digest_of, hashed
-from kappa_router.api.app import OPERATOR_PATHS, Access, inbound_of, make_app
+from kappa_router.api.app import OPERATOR_PATHS, Access, Door, make_app
 from kappa_router.api.errors import QUEUE_FULL
+from kappa_router.api.request import inbound_of
 from kappa_router.api.tenants import Allowance, Tenants
 from kappa_router.page.mount import add_page
 from tests.router.building import tenants_of
@@ -61,7 +62,8 @@ async def client_of():
 
     def make(*args, endpoint=answer_to, address=("127.0.0.1", 1), app=None, **options):
         if app is None:
-            app = make_app(Access(*args, **options))
+            app = make_app(door := Door(Access(*args, **options)))
+            app.state.door = door
             app.post(PATH)(endpoint)
             for path in ("/v1/nodes", "/v1/tenants", "/metrics", "/ready", "/v1/models"):
                 app.get(path)(lambda: "ok")
@@ -379,7 +381,7 @@ def test_security_document_names_exactly_the_endpoints():
         if row.startswith("| `")
         for endpoint in re.findall(r"`(GET|POST) ([^`]+)`", row.split("|")[1])
     }
-    app = make_app()
+    app = make_app(Door(Access()))
     add_page(app)
     for route in OWN.values():
         route(app)(lambda: None)

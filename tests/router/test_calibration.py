@@ -14,6 +14,7 @@ from kappa.hardware import node_profile
 from kappa.protocol import LoadSample, StepSample, WorkerReport
 from kappa_router import pricing
 from kappa_router.calibration import Calibration, OutputLengths, disk_token_s, load_token_s
+from kappa_router.decision import ESTIMATE
 from tests.router import building
 from tests.router.building import KV_BYTES, NEVER, ask, outcome
 
@@ -133,7 +134,8 @@ def test_unexplained_cost_is_learnt_by_the_tokens_of_a_step():
     # Physics alone is wrong about it, and the fleet prices with the factors too.
     assert speed.step.real_s(batch) < 0.85 * law(batch)
     slots = made.fleet.ready(0.0, NEVER, frozenset())
-    (priced_s,), _ = pricing.idle_s(made.fleet._records, slots, 512.0, 0.0)
+    rows = np.zeros(1, dtype=ESTIMATE)
+    priced_s, *_ = pricing.median_idle(made.fleet.records, slots, rows, 512.0)
     assert priced_s - worker.calibration.overhead_s == pytest.approx(speed.step_s([(512, 0)]))
 
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-import kappa_router.cluster.face
+import kappa_router.cluster.replica
 from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from kappa_router.decision import RouteRequest
@@ -275,7 +275,7 @@ async def test_early_request_waits_for_the_first_worker(serve):
 
 
 async def test_ready_and_health_say_whether_workers_are_usable(serve, monkeypatch):
-    monkeypatch.setattr(kappa_router.cluster.face, "FIRST_SIGHT_S", 0.05)
+    monkeypatch.setattr(kappa_router.cluster.replica, "FIRST_SIGHT_S", 0.05)
     _, live, here = await serve()
     answer = await get(here, "/ready")
     assert (answer.status_code, answer.json()) == (200, {"workers": 2})

@@ -69,7 +69,7 @@ def test_classes_are_apart_and_every_refusal_has_a_remedy():
 
 def test_checked_chat_copies_without_dropped_fields():
     body = {"messages": MESSAGES, "store": True, "best_of": 1, "n": None, "use_beam_search": False}
-    assert checked_chat(body) == {"messages": MESSAGES, "n": None}
+    assert checked_chat(body) == {"messages": MESSAGES}
     assert set(body) == {"messages", "store", "best_of", "n", "use_beam_search"}
 
 

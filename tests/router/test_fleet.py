@@ -178,4 +178,4 @@ def test_worker_that_did_not_say_runs_any_number_at_a_time():
     join(made, announcement("w0"))
     join(made, announcement("w1", max_sequences=3))
     slots = made.ready(0.0, NEVER, frozenset())
-    assert [made.record(slot)["max_sequences"] for slot in slots] == [np.inf, 3.0]
+    assert [made.records["max_sequences"][slot] for slot in slots] == [np.inf, 3.0]

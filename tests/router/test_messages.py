@@ -11,7 +11,8 @@ import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
-from kappa_router.api.messages import FIELDS, to_chat
+from kappa_router.api import messages
+from kappa_router.api.messages import FIELDS
 from tests.router import building
 from tests.router.building import tenants_of
 from tests.router.scripted import Whole, nested
@@ -26,6 +27,10 @@ PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 
 def text(said):
     return {"type": "text", "text": said}
+
+
+def to_chat(body):
+    return messages.to_chat(messages.checked(body))
 
 
 def chat_of(content, role="user", **more):

@@ -185,7 +185,7 @@ def test_request_never_meets_workers_or_prefixes_of_another(asked):
 
 # -- the endpoint -------------------------------------------------------------------------------
 
-MODELS = (EndpointModel("small", "", ("fine",), ("s",)), EndpointModel("large", "", (), ("l",)))
+MODELS = (EndpointModel("small", "", ("fine",)), EndpointModel("large", ""))
 WORKERS = {
     "s0": scripted.announcement("s0", model="small", pool="s"),
     "l0": scripted.announcement("l0", model="large", fingerprint="l", pool="l"),

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from kappa_router.api.app import Access, make_app
+from kappa_router.api.app import Access, Door, make_app
 from kappa_router.page.mount import add_page
 from tests import browser
 from tests.router.building import tenants_of
@@ -53,7 +53,7 @@ class Reader(HTMLParser):
 @pytest.fixture
 async def page():
     """The answer to `GET /` where every client needs a key."""
-    app = make_app(Access(tenants_of({"sk-ops": "ops"}, refuse=True)))
+    app = make_app(Door(Access(tenants_of({"sk-ops": "ops"}, refuse=True))))
     add_page(app)
     app.get("/v1/nodes")(lambda: {"nodes": []})
     transport = httpx.ASGITransport(app)

@@ -360,7 +360,8 @@ def test_overload_does_not_stretch_a_token_for_ever():
 
 def test_idle_s_equals_figures_by_hand():
     # 200 new behind 50 loaded: overhead 0.05 + load 0.15; compute max(5, 2 x 0.75) + 0.4.
-    ttft_s, tpot_s = pricing.idle_s(workers(), np.array([0]), 250.0, 50.0)
+    rows = records(ESTIMATE, {"cached_tokens": 50.0})
+    ttft_s, tpot_s, *_ = pricing.median_idle(workers(), np.array([0]), rows, 250.0)
     assert ttft_s == pytest.approx(0.05 + 0.15 + 5.4)
     assert tpot_s == pytest.approx(0.95)
 

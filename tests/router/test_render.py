@@ -4,6 +4,7 @@ That the ids are the engine's is tested against it in tests/live/test_token_ids.
 """
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -35,6 +36,13 @@ def renderer(source):
 def read(source):
     tokenizer = AutoTokenizer.from_pretrained(source)
     return lambda ids: tokenizer.decode(ids)
+
+
+def with_template(source, folder, template):
+    """A renderer of the same model under another chat template."""
+    shutil.copytree(source, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    return PromptRenderer(str(folder / "model"))
 
 
 def user(content, **more):
@@ -150,14 +158,14 @@ def test_unrendered_prompt_is_bounded_by_bytes_and_media():
     assert bounded(chat(user("x"), tools=[tool])).tokens == 8 + 8 + 1 + names + 1 + 5 + 3
 
 
-def test_templates_that_look_into_parts_get_no_guess_for_several(source):
-    renderer = PromptRenderer(source, LISTS_TEMPLATE)
+def test_templates_that_look_into_parts_get_no_guess_for_several(source, tmp_path):
+    renderer = with_template(source, tmp_path, LISTS_TEMPLATE)
     two = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert ids_of(renderer, chat(user(two))) is None
     assert ids_of(renderer, chat(user(two[:1]))) is not None
 
 
-def test_developer_role_is_not_guessed_where_templates_lack_it(source):
-    renderer = PromptRenderer(source, NO_DEVELOPER)
+def test_developer_role_is_not_guessed_where_templates_lack_it(source, tmp_path):
+    renderer = with_template(source, tmp_path, NO_DEVELOPER)
     assert ids_of(renderer, chat({"role": "developer", "content": "x"}, user("y"))) is None
     assert ids_of(renderer, chat(user("y"))) is not None

@@ -9,11 +9,11 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.requests import Request
 
 from kappa.hardware import node_profile
-from kappa_router.api.app import Inbound
 from kappa_router.api.request import (
     ApiRequest,
     Deadline,
     EndpointModel,
+    Inbound,
     approx_allowed,
     cache_salt,
     deadline_of,
@@ -115,14 +115,6 @@ def test_class_that_a_tenant_may_not_ask_for_is_refused(asked):
     error = refused(made.prepare, [EndpointModel("m", "m")])
     assert (error.status, error.param) == (400, "priority")
     assert f"it is {asked}, and tenant 'bulk' may ask for 5, 7" in str(error)
-
-
-def test_request_reports_its_end_once():
-    ends, made = [], request()
-    made.on_end = lambda *end: ends.append(end)
-    made.finish("done", 200)
-    made.finish("error", 500)
-    assert ends == [(made, "done", 200)]
 
 
 # -- deadlines -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def test_served_request_is_split_into_its_stages():
     ]  # fmt: skip
     seconds = {name: round(span.seconds, 6) for name, span in spans.items()}
     assert seconds == {
-        "decider": 2.0, "tokenize": 0.1, "decide": 0.02, "first_token": 1.0,
+        "decider": 2.0, "tokenize": 0.1, "decide": 0.03, "first_token": 1.0,
         "queue": 0.2, "load": 0.5, "prefill": 0.3, "stream": 0.87,
     }  # fmt: skip
     assert spans["load"].attributes == {"tokens": 320}
@@ -42,7 +42,7 @@ def test_served_request_is_split_into_its_stages():
 
 
 def test_unstreamed_answer_had_its_first_token_before_its_end():
-    spans = by_name(spans_of(served(), reported(0.1, 0.1, ttft_s=0.41)))
+    spans = by_name(spans_of(served(), reported(0.1, 0.1, ttft_s=0.4)))
     assert spans["first_token"].end_s == pytest.approx(10.53)
     assert spans["queue"].seconds == pytest.approx(0.2)
     assert spans["stream"].start_s == spans["prefill"].end_s == spans["first_token"].end_s
@@ -69,10 +69,8 @@ def test_worker_that_died_shows_as_given_up_before_the_next():
     telemetry = kept()
     timeline = telemetry.begin("r", "t", 0.0)
     timeline.tokenized(None, 0.1)
-    timeline.decided(decision("w1"), 0.2)
-    timeline.sent(0.3)
+    timeline.decided(decision("w1"), 0.3)
     timeline.decided(decision("w2", "c2c"), 1.3)
-    timeline.sent(1.4)
     timeline.first_item(2.0)
     telemetry.end(timeline, "done", 200, 2.5)
     spans = spans_of(timeline, reported(0.1, 0.2))
@@ -91,8 +89,7 @@ def test_worker_that_died_shows_as_given_up_before_the_next():
     [
         ([], ["decider"]),
         (["tokenized"], ["decider", "tokenize"]),
-        (["tokenized", "decided"], ["decider", "tokenize", "decide"]),
-        (["tokenized", "decided", "sent"], ["decider", "tokenize", "decide", "given_up"]),
+        (["tokenized", "decided"], ["decider", "tokenize", "decide", "given_up"]),
     ],
 )
 def test_request_has_the_spans_that_it_reached(events, names):
@@ -101,7 +98,6 @@ def test_request_has_the_spans_that_it_reached(events, names):
     calls = {
         "tokenized": lambda: timeline.tokenized(9, 1.0),
         "decided": lambda: timeline.decided(decision(), 2.0),
-        "sent": lambda: timeline.sent(3.0),
     }
     for event in events:
         calls[event]()
@@ -129,6 +125,14 @@ def test_oldest_timelines_go_and_an_id_has_its_latest():
     assert telemetry.tenant("1") == "alice" and telemetry.tenant("2") is None
 
 
+def test_first_end_of_a_request_alone_counts():
+    ends, telemetry = [], kept()
+    telemetry.on_end = ends.append
+    timeline = served(telemetry)
+    telemetry.end(timeline, "error", 500, 13.0)
+    assert ends == [timeline] and (timeline.end, timeline.status) == ("done", 200)
+
+
 def test_clients_trace_is_kept():
     parent = f"00-{'a' * 32}-{'b' * 16}-01"
     assert served(traceparent=f" {parent} ").traceparent == parent
@@ -144,8 +148,7 @@ def test_spans_never_leave_their_parents(wait_s, load_s, compute_s, stream_s):
     telemetry = kept()
     timeline = telemetry.begin("r", "t", 0.0)
     timeline.tokenized(1, 0.5)
-    timeline.decided(decision(), 0.75)
-    timeline.sent(1.0)
+    timeline.decided(decision(), 1.0)
     timeline.first_item(1.0 + wait_s)
     telemetry.end(timeline, "done", 200, 1.0 + wait_s + stream_s)
     spans = spans_of(timeline, reported(load_s, compute_s))

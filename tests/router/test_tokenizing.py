@@ -11,20 +11,14 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-import kappa_router.api.render
+import kappa_router.api.tokenizer_process
 from kappa_router.api.errors import ApiError
 from kappa_router.api.fair_queue import FairQueue
-from kappa_router.api.render import (
-    SHORT_BYTES,
-    PromptRefused,
-    TokenizerProcess,
-    Tokenizing,
-    TokenizingLane,
-    longest_s,
-)
+from kappa_router.api.render import SHORT_BYTES, Tokenizing, TokenizingLane
 from kappa_router.api.request_body import RequestBody
 from kappa_router.api.tenants import Tenant
 from kappa_router.api.tokenizer import PromptTooLong, longest_token_bytes, packed, unpacked
+from kappa_router.api.tokenizer_process import PromptRefused, TokenizerProcess, longest_s
 from tests.router.building import refused
 from tests.router.patience import until
 
@@ -384,7 +378,7 @@ def test_prompt_that_breaks_the_process_is_refused_alone(scripted, monkeypatch, 
     assert scripted.tokens(text("ab")).tolist() == [97, 98]
     pid = scripted._process.pid
     if what == "hang":
-        monkeypatch.setattr(kappa_router.api.render, "longest_s", lambda _bytes: 0.05)
+        monkeypatch.setattr(kappa_router.api.tokenizer_process, "longest_s", lambda _bytes: 0.05)
     error = refused(scripted.tokens, text(what))
     assert (error.status, error.code) == (400, "prompt_not_tokenized")
     assert gone(pid) or what == "memory"
@@ -415,7 +409,7 @@ def test_closed_process_is_gone_and_starts_no_more():
 
 def test_process_dies_with_its_parent():
     program = (
-        "import os; from kappa_router.api.render import TokenizerProcess as P;"
+        "import os; from kappa_router.api.tokenizer_process import TokenizerProcess as P;"
         "p = P('', module='tests.router.scripted_tokenizer');"
         "p.tokens({'text': 'a'}); print(p._process.pid, flush=True); os._exit(0)"
     )

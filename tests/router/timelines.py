@@ -20,8 +20,7 @@ def served(telemetry, request_id="r", traceparent="", end=("done", 200)):
     """A request from 10 s on, its first token at 11.13 s, its end at 12 s."""
     timeline = telemetry.begin(request_id, "alice", 10.0, traceparent)
     timeline.tokenized(500, 10.1)
-    timeline.decided(decision(), 10.12)
-    timeline.sent(10.13)
+    timeline.decided(decision(), 10.13)
     timeline.first_item(11.13)
     telemetry.end(timeline, *end, 12.0)
     return timeline

@@ -4,10 +4,10 @@ from kappa_scheduler.work import Quote
 
 
 class Blocks:
-    """So many blocks of one token; hits as given per request.
+    """Blocks of one token each; hits as given per request.
 
     cached: tokens on the device and in the host tier; shared: of those on the device, held by
-    others already. awaited: requests that need what is being loaded for another.
+    others already. awaited: requests that need a prefix that is being loaded for another.
     """
 
     block_tokens = 1

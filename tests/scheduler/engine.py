@@ -24,7 +24,7 @@ class Request(Work):
 
 
 class Blocks:
-    """So many blocks; the prefixes of a chain are held once, as far as the longest holder goes."""
+    """Blocks; the prefixes of a chain are held once, as far as the longest holder goes."""
 
     def __init__(self, capacity, block_tokens=1):
         self.capacity_blocks = capacity

@@ -26,7 +26,7 @@ def instance(rng, resources=1, requests=24):
 def optimum(tokens, sizes, budget, room):
     """Most tokens within the budget that any choice computes, by integer programming."""
     n = len(tokens)
-    # Variables: take it or not; and what is filled, at most the budget and the tokens taken.
+    # Variables: take it or not; and the tokens filled, at most the budget and the tokens taken.
     rows = np.vstack([np.append(-tokens, 1.0), np.c_[sizes.T, np.zeros(len(room))]])
     found = milp(
         np.append(np.zeros(n), -1.0),

@@ -49,27 +49,23 @@ class Bench:
         return AdmissionRound(self.ledger, self.link, room, 0.0, candidates, admit)
 
 
-def test_what_fits_is_computed_and_the_others_know_why_not():
-    bench = Bench(used=70)
-    first, large, last = bench.candidate(20), bench.candidate(40), bench.candidate(10)
-    bench.round(first, large, last).fill_budget([first, large, last])
-    assert bench.admitted == [first, last]
-    assert large.why == VRAM and not first.why
-
-
-@pytest.mark.parametrize(("limit", "why"), [({"budget": 0}, BUDGET), ({"slots": 0}, SLOTS)])
-def test_nothing_is_computed_without_budget_or_slots(limit, why):
-    bench = Bench(used=10, **limit)
-    one = bench.candidate(10)
-    bench.round(one).fill_budget([one])
-    assert not bench.admitted and one.why == why
-
-
-def test_the_best_for_the_slots_there_are():
-    bench = Bench(capacity=60, used=10, slots=1)
-    small, large = bench.candidate(5), bench.candidate(45)
-    bench.round(small, large).fill_budget([small, large])
-    assert bench.admitted == [large]
+@pytest.mark.parametrize(
+    ("bench", "tokens", "admitted", "why"),
+    [
+        # What fits is computed, and the others know why not.
+        ({"used": 70}, [20, 40, 10], [0, 2], ["", VRAM, ""]),
+        ({"used": 10, "budget": 0}, [10], [], [BUDGET]),
+        ({"used": 10, "slots": 0}, [10], [], [SLOTS]),
+        # The best for the slots there are.
+        ({"capacity": 60, "used": 10, "slots": 1}, [5, 45], [1], None),
+    ],
+)
+def test_fill_budget_admits_what_fits_and_says_why_not(bench, tokens, admitted, why):
+    made = Bench(**bench)
+    candidates = [made.candidate(count) for count in tokens]
+    made.round(*candidates).fill_budget(candidates)
+    assert made.admitted == [candidates[at] for at in admitted]
+    assert why is None or [candidate.why for candidate in candidates] == why
 
 
 def test_with_nothing_running_whatever_fits_may_start():
@@ -99,7 +95,7 @@ def test_no_blocks_are_set_aside_out_of_turn_or_if_switched_off(reserve, tier):
     assert starving.why == VRAM and bench.ledger.reserved_for is None
 
 
-def test_no_load_starts_that_would_take_the_budget_that_a_starving_request_waits_for():
+def test_load_does_not_take_the_budget_of_a_starving_request():
     bench = Bench(used=10, budget=0)
     starving, load = bench.candidate(20), bench.candidate(20, host=10)
     admission = bench.round(starving, load)
@@ -127,7 +123,7 @@ def test_loads_wait_for_the_link_without_blocks():
     assert not bench.admitted and {c.why for c in loads} == {LINK}
 
 
-def test_a_second_load_is_kept_ready_where_nobody_else_wants_the_blocks():
+def test_second_load_is_staged_when_nobody_else_wants_the_blocks():
     for wanted in (False, True):
         bench = Bench(used=50)
         bench.link.start(Request(1), 500, 0.0)
@@ -140,7 +136,7 @@ def test_a_second_load_is_kept_ready_where_nobody_else_wants_the_blocks():
         assert bench.admitted == ([] if wanted else [load])
 
 
-def test_who_is_far_ahead_gets_nothing_while_one_in_turn_waits_for_blocks():
+def test_far_ahead_is_withheld_while_one_in_turn_awaits_blocks():
     bench = Bench(used=70)
     first, far = bench.candidate(60), bench.candidate(5, tier=FAR_AHEAD)
     admission = bench.round(first, far)
@@ -158,7 +154,7 @@ def test_an_engine_that_refuses_keeps_the_request_waiting():
     assert not bench.admitted and one.why == VRAM
 
 
-def test_what_may_not_pass_a_reservation_does_not_fill_the_iteration():
+def test_window_is_not_filled_by_what_may_not_pass_a_reservation():
     bench = Bench(used=20, budget=50)
     bench.ledger.reserve(Request(95), 95, bench.memory)
     seen = WindowFill(bench.ledger, Room(bench.memory, 50, 8, 1))
@@ -183,7 +179,7 @@ def test_what_just_fits_is_admitted_and_a_block_more_is_not():
         assert (candidate.why, candidate.admitted) == (why, not why)
 
 
-def test_behind_a_reservation_what_it_leaves_is_given_out_to_the_last_block():
+def test_reservation_leaves_the_remaining_blocks_to_the_last_one():
     for tokens, why in ((30, ""), (31, RESERVED)):
         bench = Bench(capacity=100, used=10, budget=1000)
         bench.ledger.reserve(Request(70), 70, bench.memory)
@@ -192,7 +188,7 @@ def test_behind_a_reservation_what_it_leaves_is_given_out_to_the_last_block():
         assert candidate.why == why
 
 
-def test_the_part_of_high_ratio_is_their_share_of_what_is_wanted_and_held():
+def test_high_ratio_cap_is_their_share_of_blocks_wanted_and_held():
     # 100 blocks, a budget of 50: two blocks a token are not high yet, 60 for 1 token are.
     bench = Bench(capacity=100, used=20)
     high, low = bench.candidate(60, cached=59), bench.candidate(20)
@@ -202,7 +198,7 @@ def test_the_part_of_high_ratio_is_their_share_of_what_is_wanted_and_held():
     assert bench.round(high)._cap == bench.round(low)._cap == 100.0
 
 
-def test_a_candidate_counts_what_it_will_hold_and_computes_a_token_at_least():
+def test_candidate_counts_its_footprint_and_a_new_token_at_least():
     bench = Bench()
     candidate = bench.candidate(40, cached=40, reserve=5)
     assert (candidate.new_tokens, candidate.blocks, candidate.footprint) == (1, 45, 45)

@@ -42,7 +42,7 @@ def test_what_is_left_of_the_budget_goes_to_the_next_in_line():
     assert core.step(0.1, 1).prefilled == [second]
 
 
-def test_a_long_prompt_is_computed_in_parts_only_while_others_decode():
+def test_batcher_splits_a_long_prompt_only_while_others_decode():
     # A token 1 ms, one request alone 20 ms and 5: 62.5 ms, of which 57.5 less those that decode.
     limit = StepLimit(StepModel(1e-3, 0.0, 20e-3, 0.0, 5e-3), 2.5)
     core, _ = batcher(budget_tokens=8192, limit=limit)
@@ -66,7 +66,7 @@ def test_first_come_stops_at_the_first_that_does_not_fit():
     assert core.rule.max_wait_s == 5.0 and core.rule.max_skips == 0
 
 
-def test_loads_come_before_their_request_runs_and_it_then_goes_first():
+def test_batcher_runs_a_request_after_its_load_and_then_first():
     core, memory = batcher(budget_tokens=50)
     loading, other = Work(40, 0.0), Work(200, 0.0)
     memory.cached[loading] = (0, 30)
@@ -104,7 +104,7 @@ def test_running_requests_are_limited():
     assert core.step(0.0, 1).prefilled == works[2:]
 
 
-def test_a_request_whose_load_has_landed_waits_for_a_place_like_any_other():
+def test_loaded_request_waits_for_a_place_like_any_other():
     core, memory = batcher(max_running=1)
     loading, other = Work(40, 0.0), Work(10, 0.0)
     memory.cached[loading] = (0, 30)
@@ -131,7 +131,7 @@ def test_the_latest_is_preempted_and_is_first_in_line_again(rule):
     assert core.preemptions == 1
 
 
-def test_one_that_cannot_go_on_gives_up_its_place_whatever_the_rule_says():
+def test_preempt_takes_the_named_request_whatever_the_rule_says():
     core, memory = batcher(rule="fcfs")
     works = [Work(10, 0.0) for _ in range(2)]
     add(core, *works)
@@ -257,7 +257,7 @@ def test_an_engine_of_which_nothing_is_said_batches_as_vllm_does():
     assert core.max_running == 256
 
 
-def test_a_budget_that_decoding_takes_whole_leaves_nothing_for_prompts():
+def test_batcher_gives_prompts_only_what_decodes_leave():
     core, _ = batcher(budget_tokens=100)
     work = Work(150, 0.0)
     add(core, work)

@@ -68,7 +68,7 @@ def test_those_behind_a_reservation_hold_no_more_than_it_leaves():
     ),
     st.integers(1, 4),
 )
-def test_all_together_are_charged_for_what_is_held_where_prefixes_are_chains(events, size):
+def test_ledger_charges_sum_to_the_blocks_held_and_reserved(events, size):
     """Blocks held, shared ones once, and what was declared besides."""
     ledger, memory = Ledger(), Blocks(10_000, size)
     charged, reserves = {}, {}

@@ -91,7 +91,7 @@ def test_loads_start_just_in_time_and_hold_no_blocks_before():
     assert set(loads) <= set(engine.done)
 
 
-def test_who_needs_what_is_being_loaded_waits_for_it_and_for_nothing_else():
+def test_request_waits_for_a_prefix_that_another_is_loading():
     _, engine = fair(blocks=1000, budget=500, load_s=0.1)
     first = engine.add(Request(50, chain=1, prefix=50, host_tokens=40))
     second = engine.add(Request(50, chain=1, prefix=50, host_tokens=40))
@@ -129,7 +129,7 @@ def test_a_remembered_answer_is_forgotten_at_every_event():
             assert engine.plan.reserved is large
 
 
-def test_a_budget_that_comes_free_is_noticed_though_only_loads_were_looked_at():
+def test_plan_notices_a_freed_budget_after_seeing_only_loads():
     rule = Fair(FairConfig(), LinkRates(1.0))
     memory = Blocks(1000)
     for _ in range(20):
@@ -142,7 +142,7 @@ def test_a_budget_that_comes_free_is_noticed_though_only_loads_were_looked_at():
     assert [w for w, _ in rule.plan(Room(memory, 50, 8, 1), 0.0).admitted] == [plain]
 
 
-def test_those_behind_a_reservation_that_fill_nothing_do_not_hide_those_that_fit():
+def test_request_that_fits_is_seen_behind_those_barred():
     _, engine = fair(budget=50, max_skips=0)
     engine.add(Request(60, 40, bound=0))
     engine.iterate(), engine.iterate()
@@ -171,7 +171,7 @@ def test_a_reservation_is_gone_with_whom_it_was_for():
     assert engine.plan.reserved is None and other in engine.admitted_at
 
 
-def test_who_was_preempted_goes_first_and_who_was_refused_stands_where_it_was():
+def test_preempted_goes_first_and_a_refused_one_keeps_its_place():
     rule, engine = fair(blocks=1000, budget=30)
     works = [engine.add(Request(30, 5)) for _ in range(4)]
     engine.iterate(), engine.iterate()
@@ -237,7 +237,7 @@ def flooded(*tenants):
     return engine
 
 
-def test_a_tenant_with_nothing_running_waits_for_no_answer_of_anothers():
+def test_tenant_with_nothing_running_gets_the_slot_kept_free():
     engine = flooded("b")
     # A sixteenth stays free: one slot of 16, ten blocks of 160. 15 requests of 10 blocks fit.
     assert len(engine.held) == 15
@@ -262,7 +262,7 @@ def test_headroom_keeps_no_large_request_out_for_good():
     assert {small, large} <= set(engine.done)
 
 
-def test_a_newcomer_is_looked_at_though_the_window_is_full_of_others():
+def test_new_tenant_is_looked_at_though_the_window_is_full():
     rule = Fair(FairConfig(window=4))
     for _ in range(4):
         assert rule.add(Request(10, tenant="a"), 0.0)
@@ -337,7 +337,7 @@ def test_numbers_that_make_no_sense_are_refused(wrong, names):
         FairConfig(**wrong)
 
 
-def test_requests_of_high_ratio_hold_no_more_than_their_part_while_others_wait():
+def test_high_ratio_requests_keep_to_their_cap_while_others_wait():
     # 100 blocks for a budget of 10 tokens: 10 blocks a token. A request of 41 cached and 4 new
     # tokens takes 45 blocks, more than 4 x 10: high. One of 5 new takes 5 blocks: not.
     # High ones want 3 x 45 = 135 blocks, the others 9 x 5 = 45: high ones may hold 100 x 135 / 180
@@ -357,7 +357,7 @@ def test_requests_of_high_ratio_hold_no_more_than_their_part_while_others_wait()
     assert plan.passed[CAP] == 2
 
 
-def test_a_request_that_starves_by_time_alone_gets_its_reservation():
+def test_request_starving_by_time_alone_gets_a_reservation():
     """No event, and nothing came free, since the answer was remembered."""
     rule, memory = Fair(FairConfig(due_after_s=30.0)), Blocks(100)
     rule.add(Request(60), 0.0)

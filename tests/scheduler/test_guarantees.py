@@ -152,7 +152,7 @@ class AnyDay(RuleBasedStateMachine):
             return
         self.engine.run()
         assert not len(self.rule) and not self.memory.holders
-        # Nobody is charged for anything any more.
+        # No tenant is charged for anything any more.
         before = self.rule.charges()
         self.rule.charged_elsewhere({}, {}, self.engine.now_s + 1000.0)
         assert self.rule.charges() == before
@@ -161,7 +161,7 @@ class AnyDay(RuleBasedStateMachine):
 
 
 class OneTenant(AnyDay):
-    """First come, first served but for what is packed, and that within the bounds."""
+    """First come, first served but for packed requests, and those within the bounds."""
 
     tenants = "a"
 
@@ -210,7 +210,7 @@ def test_without_the_reservation_the_same_stream_starves_it():
     assert stream(config) == (None, pytest.approx(10**4, rel=1.0)) or stream(config)[0] is None
 
 
-def test_compute_is_not_starved_by_offloaded_requests_that_use_the_whole_budget():
+def test_offloaded_requests_that_fill_the_budget_starve_nobody():
     rule, memory = Fair(FairConfig(due_after_s=10.0), LinkRates(0.001)), Blocks(10_000)
     engine = Engine(rule, memory, budget=16, load_s=0.001)
 
@@ -254,9 +254,7 @@ SMALL, LARGE, LONG = ((2, 6), (20, 60)), ((10, 20), (10, 30)), ((30, 45), (1, 5)
     flood=st.sampled_from([3, 20]),
     weight=st.sampled_from([1.0, 3.0]),
 )
-def test_two_tenants_that_always_wait_get_the_same_service_within_the_bound(
-    seed, first, second, flood, weight
-):
+def test_backlogged_tenants_get_equal_service_within_the_bound(seed, first, second, flood, weight):
     config = FairConfig(weights={"b": weight}, due_after_s=10.0)
     rng, rule = random.Random(seed), Fair(config)
     engine = Engine(rule, Blocks(100), budget=64, iteration_s=0.1)
@@ -312,7 +310,7 @@ def test_a_tenant_that_was_alone_is_not_punished_for_it():
     assert gained["early"] >= 0.35 * sum(gained.values())
 
 
-def test_who_floods_and_waits_long_does_not_take_the_turn_of_others():
+def test_flooding_tenant_does_not_take_the_turns_of_others():
     rng, rule = random.Random(3), Fair(FairConfig(due_after_s=5.0, max_skips=8))
     engine = Engine(rule, Blocks(100), budget=64, iteration_s=0.1)
     for _ in range(400):
@@ -348,7 +346,7 @@ def cluster(lag_s, seconds=100.0):
     return {tenant: sum(service_s(engine.rule, tenant) for engine in engines) for tenant in "abc"}
 
 
-def test_a_tenant_that_spreads_over_two_engines_gets_its_share_and_the_lag_at_most():
+def test_tenant_on_two_engines_exceeds_its_share_by_the_lag_only():
     alone = cluster(None)
     assert alone["a"] > 1.6 * max(alone["b"], alone["c"])
     for lag_s in (1.0, 10.0):

@@ -34,7 +34,7 @@ def test_a_store_goes_first_once_loads_have_earned_its_seconds():
     assert queues.credit_s == pytest.approx(0.75) and STORE_SHARE == 0.05
 
 
-def test_loads_earn_nothing_while_no_store_waits_and_an_idle_link_forgets_credit():
+def test_credit_is_zero_without_waiting_stores_or_when_idle():
     queues = order()
     queues.served(100.0, load=True)
     assert queues.credit_s == 0.0

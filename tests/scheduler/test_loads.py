@@ -101,7 +101,7 @@ def test_rates_that_are_none_are_refused(name, value):
         LinkRates(**{"token_s": 0.0, name: value})
 
 
-def test_a_load_of_nothing_teaches_no_rate_and_costs_what_it_took():
+def test_load_of_nothing_costs_what_it_took_and_teaches_no_rate():
     found, work = link(), Work(1, 0.0)
     for turn in range(50):
         found.start(work, 100, float(turn))

@@ -70,7 +70,7 @@ def test_nobody_is_passed_by_who_came_later_than_the_head_start(rule, arrivals, 
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_last_class_waits_in_a_flood_as_if_it_had_come_that_much_later(rule):
+def test_last_class_waits_in_a_flood_as_if_it_had_come_later(rule):
     made = engine(rule)
     last = made.add(asked(9))
     admitted(made, [(float(second), 0, "a") for second in range(200) for _ in range(2)])
@@ -78,7 +78,7 @@ def test_the_last_class_waits_in_a_flood_as_if_it_had_come_that_much_later(rule)
     assert made.admitted_at[last] == 180
 
 
-def test_a_flood_of_another_tenant_holds_up_the_last_class_for_its_lead_alone():
+def test_another_tenants_flood_delays_the_last_class_by_its_lead():
     made = engine("fair")
     last = made.add(asked(9))
     admitted(made, [(float(second), 0, "b") for second in range(100) for _ in range(2)])
@@ -98,7 +98,7 @@ def test_among_tenants_a_class_goes_first_once_and_is_no_share():
     assert [request.tenant for request in made.order[:4]] == ["a", "a", "a", "b"]
 
 
-def test_of_several_classes_the_last_in_line_gives_up_first_else_the_last_admitted():
+def test_last_in_line_is_of_the_last_class_then_last_admitted():
     works = [Work(1, 0.0, priority=p) for p in (0, 2, 0, 1)]
     for seq, work in enumerate(works):
         work.join(seq, float(seq), 10.0)
@@ -113,7 +113,7 @@ def test_of_several_classes_the_last_in_line_gives_up_first_else_the_last_admitt
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_victim_is_of_the_last_class_whatever_was_admitted_last(rule):
+def test_victim_is_of_the_last_class_whatever_was_admitted_last(rule):
     made = rule_named(rule)
     works = [Work(1, 0.0, priority=p) for p in (5, 0)]
     for work in works:

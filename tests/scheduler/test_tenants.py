@@ -57,7 +57,7 @@ def test_a_quarter_of_a_million_events_leave_nothing_behind():
     assert made.charges()["a"].vram_s == before_s
 
 
-def test_iterations_are_charged_by_tokens_and_loads_by_their_time():
+def test_charges_split_iterations_by_tokens_and_loads_by_time():
     made = tenants()
     made.computed(2.0, {"a": 30, "b": 10})
     made.computed(2.0, {})
@@ -137,7 +137,7 @@ def order(made):
     return [work.seq for work, _ in made.in_turn(0.0)]
 
 
-def test_a_tenants_requests_stand_by_arrival_those_that_ran_in_front():
+def test_queue_orders_by_arrival_with_preempted_ones_first():
     made = tenants()
     works = [arrived("a", seq) for seq in range(7)]
     for at in (0, 1, 4):
@@ -156,7 +156,7 @@ def test_a_tenants_requests_stand_by_arrival_those_that_ran_in_front():
             made.leave(works[at])
 
 
-def test_a_tenant_of_which_nothing_waits_any_more_is_known_but_has_no_turn():
+def test_tenant_with_nothing_waiting_is_known_but_has_no_turn():
     made = tenants()
     only = entered(made, "a")
     made.leave(only)
@@ -191,7 +191,7 @@ def test_waiting_is_worth_the_same_to_tenants_of_any_weight():
     assert [work.tenant for work, _ in made.in_turn(20.0)] == ["c", "a", "b"]
 
 
-def test_each_of_a_tenants_requests_counts_what_those_before_it_will_cost():
+def test_tier_of_a_request_counts_the_cost_of_those_before_it():
     made = waiting({"a": 0.0, "b": 0.25, "c": 0.5}, slack_s=0.25)
     # The first charge of 1 s teaches a fifth: a's second stands at 0.2 s, its third at 0.4 s.
     made.ended("a", 1.0)
@@ -202,7 +202,7 @@ def test_each_of_a_tenants_requests_counts_what_those_before_it_will_cost():
     ]  # fmt: skip
 
 
-def test_the_mean_cost_follows_what_requests_cost_over_the_weight():
+def test_mean_cost_follows_what_requests_cost_by_weight():
     made = TenantQueues(FairConfig(weights={"a": 2.0}, slack_s=0.0))
     for _ in range(100):
         made.ended("a", 6.0)

@@ -140,7 +140,7 @@ def test_the_tail_of_the_least_recently_used_prefix_goes_first():
     assert cache.match(old, 3)[1] == 2
 
 
-def test_a_shared_prefix_outlives_the_branch_that_was_not_used_lately():
+def test_evict_keeps_a_shared_prefix_after_an_unused_branch():
     cache = TierCache()
     left, right = chain(1, 2, 3, 4), chain(1, 2, 5)
     add(cache, left, 4)
@@ -201,7 +201,7 @@ def test_a_pinned_copy_is_not_spare():
     assert cache.spare == evictable(cache) == 2
 
 
-def test_what_follows_a_copy_goes_with_it_but_what_it_follows_stays():
+def test_evicting_a_copy_takes_what_follows_not_what_precedes():
     cache = TierCache()
     ids = chain(1, 1, 1, 1, 1, 1)
     add(cache, ids, 2)

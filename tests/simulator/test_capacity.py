@@ -24,7 +24,7 @@ FEW = 200  # requests to count
 
 
 def turn(rng, prefix, tokens, output=1, after_s=0.0):
-    """A turn whose prompt starts with the blocks `prefix`."""
+    """A turn with a prompt that starts with the blocks `prefix`."""
 
     def fresh(n):
         return rng.integers(1, 2**63, n, dtype=np.uint64)
@@ -176,7 +176,7 @@ def test_few_sequences_per_step_make_decoding_cost_more(monkeypatch):
     assert bound < free and bound <= 8 / (511 * step_s)
 
 
-def test_reuse_is_found_across_turns_and_sessions_but_not_across_copies():
+def test_turns_find_reuse_across_sessions_but_not_across_copies():
     rng = np.random.default_rng(6)
     first = turn(rng, NOTHING, 160, output=16)
     second = turn(rng, first.kept_blocks, 320, after_s=30.0)
@@ -191,7 +191,7 @@ def test_reuse_is_found_across_turns_and_sessions_but_not_across_copies():
     assert turns_of(copies, BLOCK, math.inf).cached_tokens.max() == 0
 
 
-def test_warm_caches_hold_the_documents_of_sessions_but_not_their_histories():
+def test_warm_turns_hold_documents_but_no_histories():
     rng = np.random.default_rng(7)
     document = rng.integers(1, 2**63, 100, dtype=np.uint64)
     reading = [turn(rng, document, 1_750), turn(rng, document, 1_700)]
@@ -209,7 +209,7 @@ def test_a_longer_horizon_finds_the_reuse_of_its_copies_only():
     assert many == pytest.approx(one, rel=0.05)
 
 
-def test_long_prompts_are_sampled_and_their_cached_part_rounded_up(monkeypatch):
+def test_turns_sample_long_prompts_and_round_cached_tokens_up(monkeypatch):
     sessions = documents(questions=4, tokens=16_000, count=4).sessions
     exact = turns_of(sessions, BLOCK, 1.0)
     monkeypatch.setattr("kappa_simulator.reuse._MAX_VISITS", 2_000)

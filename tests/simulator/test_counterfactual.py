@@ -35,14 +35,14 @@ def request(
 # -- traffic ---------------------------------------------------------------------------------------
 
 
-def test_a_request_after_its_conversations_answer_keeps_its_pause():
+def test_request_after_the_previous_answer_keeps_its_pause():
     rows = [request(end_s=2.0), request(arrival_s=5.0, end_s=6.0, blocks=(1, 2, 3), prompt=60)]
     traffic, order = cf.traffic_of(rows, SIZE)
     assert order == [0, 1] and traffic.base == [0] and traffic.first_s == [0.0]
     assert [turn.after_s for turn in traffic.turns[0]] == [0.0, 3.0]
 
 
-def test_a_request_before_its_conversations_answer_comes_when_it_came():
+def test_request_before_the_previous_answer_keeps_its_arrival():
     rows = [request(arrival_s=10.0, end_s=14.0), request(arrival_s=12.0, end_s=13.0)]
     traffic, order = cf.traffic_of(rows, SIZE)
     assert traffic.first_s == [0.0, 2.0] and traffic.base == [0, 1] and order == [0, 1]
@@ -56,7 +56,7 @@ def test_interleaved_conversations_stand_one_after_the_other():
     assert traffic.planned_s.tolist() == [0.0, 2.0, 1.0, 3.0]
 
 
-def test_an_answer_leaves_the_blocks_that_the_next_prompt_begins_with():
+def test_answer_leaves_the_blocks_that_begin_the_next_prompt():
     # 40 + 20 tokens fill three blocks of 16; the next prompt says what the third one is.
     rows = [request(), request(arrival_s=2.0, blocks=(1, 2, 7, 8), prompt=70)]
     first, second = cf.traffic_of(rows, SIZE)[0].turns[0]
@@ -64,7 +64,7 @@ def test_an_answer_leaves_the_blocks_that_the_next_prompt_begins_with():
     assert second.kept_blocks[:4].tolist() == [1, 2, 7, 8] and len(second.kept_blocks) == 90 // SIZE
 
 
-def test_an_answer_that_nobody_goes_on_from_leaves_blocks_of_its_own():
+def test_answer_without_a_follow_up_leaves_blocks_of_its_own():
     rows = [request(), request(arrival_s=2.0, blocks=(1, 9))]
     first, second = cf.traffic_of(rows, SIZE)[0].turns[0]
     assert first.kept_blocks[:2].tolist() == [1, 2]
@@ -115,7 +115,7 @@ def test_an_arm_of_few_requests_says_nothing():
     assert cf.arms([*rows, *[request("k", steered="kappa")] * (cf.LEAST_REQUESTS - 1)]) is None
 
 
-def test_answers_that_were_not_streamed_load_servers_and_are_not_measured():
+def test_unstreamed_answers_are_not_measured():
     measured = np.array([1.0, math.nan, 3.0])
     found = cf.compared(measured, np.full(3, 2.0), np.full(3, 1.0), np.array(["a", "b", "c"]))
     assert found.requests == 2 and found.measured.mean == 2.0
@@ -175,14 +175,14 @@ def segment_of(play, traffic, workers):
     return segment
 
 
-def test_engines_that_are_known_exactly_are_replayed_as_they_were(config, announced):
+def test_counterfactual_replays_known_engines_as_they_were(config, announced):
     segment = segment_of(*played(config, RoundRobin()), announced)
     found = cf.counterfactual(segment, RoundRobin())
     assert found.model_error < 0.02
 
 
 @pytest.mark.parametrize("present", ["round-robin", "prefix-hash"])
-def test_the_estimate_is_within_a_quarter_of_what_turning_it_on_shows(config, announced, present):
+def test_counterfactual_saving_is_within_a_quarter_of_the_truth(config, announced, present):
     before = played(config, PRESENT[present]())
     after = played(config, policy_named("priced"))[0]
     found = cf.counterfactual(segment_of(*before, announced), policy_named("priced"))

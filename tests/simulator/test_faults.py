@@ -47,7 +47,7 @@ def test_an_announcement_is_wrong_in_the_resource_named_alone():
     assert step.weights_s == STEP.weights_s
 
 
-def test_failures_and_stragglers_are_of_different_nodes_within_the_run():
+def test_drawn_failures_and_stragglers_are_of_different_nodes():
     failures = drawn_failures(10, 4, 100.0, 20.0, seed=0)
     assert len({f.node for f in failures}) == 4
     assert all(30.0 <= f.at_s <= 80.0 for f in failures)
@@ -125,7 +125,7 @@ def test_each_transient_fault_alone_loses_no_request(many, documents, shape, kin
         assert np.array_equal(faulty.records.ttft_s, plain.records.ttft_s)
 
 
-def test_a_clock_that_goes_back_while_most_nodes_are_idle_stops_nobody(many, documents, shape):
+def test_router_clock_going_back_stops_no_request(many, documents, shape):
     base = config(many, documents, shape, requests=60, rate_rps=40.0)
     back = TransientFault("router_clock", 0, 0.1, 1e6, -36_000.0)
     outcome = simulate(base.replaced(faults=Faults(0.0, transients=(back,))))
@@ -142,7 +142,7 @@ def arrivals(kind, count):
     return applied, resyncs
 
 
-def test_a_lost_batch_is_found_by_the_next_and_the_last_when_it_is_over():
+def test_lost_batch_is_found_by_the_next_one_or_at_the_end():
     applied, resyncs = arrivals("events_lost", 6)
     assert applied == [True, *[False] * 5]
     assert resyncs == [2, 4, 6]
@@ -157,7 +157,7 @@ def test_a_late_batch_is_a_gap_and_then_ignored():
     assert applied[0] and not applied[1] and resyncs
 
 
-def test_a_node_ten_times_slower_than_announced_is_soon_found_out(many, documents, shape):
+def test_router_learns_of_a_node_ten_times_slower_than_announced(many, documents, shape):
     node = 7
     wrong = tuple(Misprofile(node, resource, 10.0) for resource in RESOURCES)
     base = config(many, documents, shape, requests=900, warm=False)

@@ -41,7 +41,7 @@ class Bench:
         return self.landed
 
 
-def test_first_come_first_served_waits_for_the_store_under_way_and_those_before():
+def test_fifo_link_makes_loads_wait_for_earlier_stores():
     bench = Bench(order="fifo")
     bench.store(0.0, 0, 4)
     bench.store(0.5, 4, 6)
@@ -90,12 +90,7 @@ def test_a_slow_link_takes_longer():
     assert bench.run() == [(3.0, 1), (6.0, (0, 2))]
 
 
-def test_an_unknown_order_is_refused():
-    with pytest.raises(ValueError, match="'lifo': choose loads_first or fifo"):
-        Bench(order="lifo")
-
-
-def test_a_store_gives_way_to_a_load_and_then_goes_on_where_it_was():
+def test_link_interrupts_a_store_for_a_load_and_resumes_it():
     bench = Bench()
     bench.store(0.0, 0, 4)
     bench.load(1.0, 7, 2)

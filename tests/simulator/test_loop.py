@@ -6,7 +6,7 @@ import pytest
 from kappa_simulator.loop import Loop, Noise
 
 
-def test_events_at_one_time_happen_in_the_order_they_were_scheduled():
+def test_loop_runs_events_of_one_time_in_their_scheduled_order():
     loop, seen = Loop(), []
     for name in "abc":
         loop.at(1.0, seen.append, name)

@@ -54,7 +54,7 @@ class Bench:
 
 
 def own_ids(key, tokens, shared=0):
-    """Ids of a prompt whose first `shared` blocks are everybody's."""
+    """Ids of a prompt; its first `shared` blocks are everybody's."""
     blocks = tokens // SIZE
     return np.array(
         [(1 << 50) + i if i < shared else (key + 1) * 10_000 + i for i in range(blocks)],
@@ -86,7 +86,7 @@ def test_a_load_comes_first_then_the_new_tokens():
 
 
 @pytest.mark.parametrize("load_block_s", [0.0001, 0.01])
-def test_by_layers_a_lone_request_takes_the_longer_and_a_layer_of_the_other(load_block_s):
+def test_load_by_layers_takes_the_longer_part_and_a_layer_more(load_block_s):
     """4 layers; a second request comes during the load or the step, and loads ahead."""
     bench = Bench(load_block_s=load_block_s, load_fixed_s=0.0, overlap=3 / 4)
     for key in range(2):
@@ -103,8 +103,8 @@ def test_by_layers_a_lone_request_takes_the_longer_and_a_layer_of_the_other(load
 
 
 @pytest.mark.parametrize(("others", "from_disk"), [(0, 0), (3, 3), (6, 6), (10, 10)])
-def test_what_host_memory_lost_comes_from_disk_and_is_stored_again(others, from_disk):
-    """Host memory holds ten blocks; so many of another prompt pushed the tail of the first out."""
+def test_node_loads_from_disk_what_host_lost_and_stores_it_again(others, from_disk):
+    """Host memory holds ten blocks; those of another prompt pushed the tail of the first out."""
     bench = Bench(host_blocks=10, disk_blocks=30, disk_block_s=0.05)
     ids, memory = own_ids(0, 170), bench.node.memory
     in_host(bench, ids, 10)
@@ -124,7 +124,7 @@ def test_what_host_memory_lost_comes_from_disk_and_is_stored_again(others, from_
     assert seconds == pytest.approx(load_s)
 
 
-def test_a_disk_holds_what_was_used_last_and_nothing_of_it_is_evicted_while_it_loads():
+def test_disk_keeps_the_last_used_blocks_and_those_under_load():
     bench = Bench(host_blocks=10, disk_blocks=25, disk_block_s=0.05)
     prompts = [own_ids(key, 170) for key in range(3)]
     for ids in prompts[:2]:
@@ -161,7 +161,7 @@ def test_what_another_is_loading_is_waited_for_not_loaded_twice():
     assert (second.device_tokens, second.cached_tokens) == (320, 0)
 
 
-def test_a_hit_on_the_device_costs_no_load_and_a_full_one_computes_its_last_block():
+def test_device_hit_costs_no_load_and_computes_its_last_block():
     bench = Bench()
     ids = own_ids(0, 320)
     bench.send(0, 320, 1, ids)
@@ -201,7 +201,7 @@ def test_an_arrival_is_noticed_at_the_end_of_the_step_under_way():
     assert bench.first[1] == pytest.approx(ends_s[11] + STEP.step_s([(1, 111), (32, 0)]))
 
 
-def test_computed_blocks_are_written_through_while_the_link_is_idle():
+def test_node_writes_computed_blocks_through_on_an_idle_link():
     bench = Bench()
     ids = own_ids(0, 320)
     bench.send(0, 320, 1, ids)
@@ -223,7 +223,7 @@ def test_loads_go_before_stores_that_are_under_way():
 
 
 @pytest.mark.parametrize("rule", ["cap1", "greedy", "fair"])
-def test_stock_order_stops_at_the_first_that_does_not_fit_and_others_go_past_it(rule):
+def test_fcfs_stops_at_what_does_not_fit_and_others_pass_it(rule):
     def times(rule):
         bench = Bench(device_blocks=50, rule=rule)
         bench.send(0, 400, 200, own_ids(0, 600))
@@ -269,7 +269,7 @@ def test_a_dead_node_gives_back_what_it_had_and_forgets_it():
 
 
 class OneByOne(Node):
-    """The same node, planning every decode step anew."""
+    """The same node, which plans every decode step by itself."""
 
     def _run_limit(self):
         super()._run_limit()
@@ -304,7 +304,7 @@ def play(node_class, changes, requests):
 def test_runs_of_decode_steps_in_closed_form_equal_step_by_step():
     rng = random.Random(3)
     preemptions = 0
-    # Rules that keep accounts round them anew with every iteration, and may break a tie otherwise.
+    # Rules that keep accounts round them in every iteration, and may break a tie otherwise.
     exact = [name for name in SCHEDULERS if name not in ("fair", "vtc", "dlpm", "equinox")]
     for _ in range(400):
         changes, requests = random_case(rng, exact)

@@ -1,4 +1,4 @@
-"""KV from a peer: what arrives, who goes first, what stays pinned for whom, what is not moved."""
+"""KV from a peer: arrivals and their order, pins, and prefixes that are not moved."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ SIZE = 16
 
 
 class StubNode:
-    """A node that only notes what is submitted, and when: the engine is not what is tested."""
+    """A node that only notes submitted jobs and their times: the engine is not under test."""
 
     def __init__(self, index, loop, host_blocks, rate):
         self.index, self.loop = index, loop
@@ -90,7 +90,7 @@ def test_nobody_overtakes_on_a_card():
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])
-def test_a_job_is_submitted_when_its_prefix_has_come_from_either_tier(tier):
+def test_fetch_submits_a_job_once_its_prefix_came_from_a_tier(tier):
     bench, ids = Bench(), prefix(1, 10)
     bench.hold(0, ids, tier)
     bench.fetch(1, ids)
@@ -139,7 +139,7 @@ def test_a_source_pins_a_prefix_under_way_and_counts_it_as_used():
     assert (bench.held(0, ids), bench.held(0, prefix(3, 10))) == (10, 5)
 
 
-def test_nothing_is_moved_that_the_target_has_or_the_source_lost_by_then():
+def test_fetch_moves_nothing_already_held_or_lost_meanwhile():
     bench, ids, gone = Bench(), prefix(1, 10), prefix(3, 10)
     bench.hold(0, ids)
     bench.hold(0, gone)
@@ -161,7 +161,7 @@ def test_nothing_comes_from_a_source_that_died_on_the_way():
     assert bench.submitted() == [1] and bench.held(1, ids) == 0
 
 
-def test_a_target_that_dies_gives_back_who_waited_and_forgets_its_pins():
+def test_lost_target_returns_waiting_jobs_and_forgets_its_pins():
     bench, lost = Bench(), []
     for key in (1, 2):
         bench.hold(0, prefix(key, 5))

@@ -59,7 +59,7 @@ def test_a_seed_decides_everything_to_the_last_bit(config, policy):
     assert not np.array_equal(one.records.ttft_s, other.records.ttft_s)
 
 
-def test_a_run_reports_progress_and_leaves_the_garbage_collector_on(config):
+def test_run_reports_progress_and_leaves_garbage_collection_on(config):
     progress: list[tuple[int, int]] = []
     simulate(config.replaced(policy="priced"), progress=lambda *far: progress.append(far))
     ended = [some for some, _ in progress]
@@ -90,14 +90,14 @@ def test_a_turn_waits_for_its_predecessor_and_its_pause(config, documents):
     assert (r.arrival_s[1:] - ends_s)[follows] == pytest.approx(5.0)
 
 
-def test_warm_caches_hold_documents_that_cold_ones_have_to_compute(config):
+def test_warm_run_computes_fewer_tokens_than_a_cold_one(config):
     warm, cold = simulate(config), simulate(config.replaced(warm=False))
     assert warm.records.new_tokens.sum() < cold.records.new_tokens.sum()
     # The objective knows: cold first questions may take longer.
     assert warm.limits.ttft_s.sum() <= cold.limits.ttft_s.sum()
 
 
-def test_a_disk_keeps_what_host_memory_cannot_and_the_router_prices_it(config):
+def test_disk_tier_saves_computing_and_is_priced_by_the_router(config):
     """Documents that one node's memory holds a quarter of: from disk, or computed again; predicted
     as they came, on an otherwise idle node."""
     (node,) = numbered(KINDS["h100"], 1)
@@ -113,7 +113,7 @@ def test_a_disk_keeps_what_host_memory_cannot_and_the_router_prices_it(config):
     assert np.median(off) < 0.05 and np.quantile(off, 0.9) < 0.25
 
 
-def test_loads_by_layers_come_sooner_and_the_router_predicts_them_as_well(config):
+def test_loads_by_layers_are_sooner_and_as_well_predicted(config):
     """Documents in host memory, on an otherwise idle node; a quiet one, so that all error is of the
     formula."""
     (node,) = numbered(KINDS["a100"], 1)
@@ -138,7 +138,7 @@ def test_an_idle_cluster_meets_the_objective(config):
     assert summary["rejected"] == 0 and summary["requests"] == 80
 
 
-def test_admission_rejects_what_an_overloaded_cluster_would_serve_late(config):
+def test_admission_rejects_what_an_overload_would_serve_late(config):
     flood = config.replaced(rate_rps=200.0, requests=400)
     unguarded = simulate(flood).summary()
     guarded = simulate(flood.replaced(admission=True))
@@ -163,13 +163,13 @@ def test_refused_clients_come_again_and_a_seed_decides_when(config, retry):
     assert late.max() > waits_s[retry]
 
 
-def test_a_client_without_patience_leaves_the_queue_that_it_waits_in(config):
+def test_client_without_patience_leaves_its_queue(config):
     flood = config.replaced(rate_rps=200.0, requests=400)
     stayed = simulate(flood)
     left = simulate(flood.replaced(clients=Clients(patience_s=2.0)))
     done = ended_once(left)
     assert ended_once(stayed) == 400 and 0 < done < 400 and left.refusals == 0
-    assert left.end_s < stayed.end_s, "nobody computes for who is gone"
+    assert left.end_s < stayed.end_s, "no node computes for a client that is gone"
     # Who was in work already when its patience ended is served.
     assert np.nanmedian(left.records.ttft_s) < np.nanmedian(stayed.records.ttft_s)
 
@@ -199,7 +199,7 @@ def test_a_straggler_slows_what_runs_there(config):
     assert late["tpot_s"]["p50"] > 2.5 * quick["tpot_s"]["p50"]
 
 
-def test_wrong_profiles_change_what_the_router_believes_not_the_physics(config):
+def test_misprofiles_change_the_routers_belief_not_the_physics(config):
     traffic = traffic_of(config)
     wrong = Faults(misprofiles=misprofiled_third(3, ("link", "compute"), 3.0, 0))
     plan = np.zeros(traffic.requests, dtype=int)

@@ -60,7 +60,7 @@ def test_sessions_under_way_come_with_the_turns_they_have_left(chats):
         assert traffic.turns[index][0].input_tokens > 300 or traffic.first_s[index] < 60
 
 
-def test_the_same_seed_gives_the_same_requests_and_another_others(chats):
+def test_traffic_is_equal_for_one_seed_and_differs_for_another(chats):
     one, again, other = build(chats), build(chats), build(chats, seed=1)
     assert one.planned_s.tolist() == again.planned_s.tolist()
     assert one.ids == again.ids != other.ids
@@ -104,7 +104,7 @@ def test_what_can_be_reused_follows_the_shapes(documents, chats):
     assert (reading.prompt_tokens[later] - reading.reuse_tokens[later] == 100).all()
 
 
-def test_warm_caches_hold_documents_and_histories_but_no_chat_that_has_not_begun(documents, chats):
+def test_warm_traffic_holds_documents_and_chats_already_begun(documents, chats):
     reading = build(documents)
     assert (reading.prompt_tokens - reading.reuse_tokens == 100).all()
     assert len(reading.warm) == len(reading.turns)

@@ -1,3 +1,5 @@
+from contextlib import ExitStack
+
 import msgspec
 import pytest
 import zmq
@@ -11,3 +13,15 @@ def stats(tmp_path):
         socket.setsockopt(zmq.RCVTIMEO, 20_000)
         socket.bind(endpoint)
         yield endpoint, lambda: msgspec.msgpack.decode(socket.recv())
+
+
+@pytest.fixture
+def closing():
+    """Keeps a thing until the test's end and closes it then; returns it."""
+    with ExitStack() as stack:
+
+        def keep(thing):
+            stack.callback(thing.close)
+            return thing
+
+        yield keep

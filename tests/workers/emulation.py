@@ -1,4 +1,4 @@
-"""Emulated engines whose steps and loads take microseconds, without Ray."""
+"""Emulated engines with steps and loads of microseconds, without Ray."""
 
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -26,7 +26,7 @@ _FOLDER = TemporaryDirectory(prefix="kappa-test-")
 
 @cache
 def tiny_model():
-    """A folder with a model whose tokenizer has a token for the emulated engine's word."""
+    """A folder with a model; its tokenizer has a token for the emulated engine's word."""
     return make_tiny_model(Path(_FOLDER.name) / "tiny", [f"hello world{WORD} a b c " * 20])
 
 

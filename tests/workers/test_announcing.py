@@ -72,7 +72,7 @@ class Server:
 
 
 class Replica(Announcing, Server):
-    """A replica whose machine is measured."""
+    """A replica on a machine that is measured."""
 
 
 @pytest.fixture(autouse=True)

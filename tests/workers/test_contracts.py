@@ -214,7 +214,7 @@ def test_a_record_has_the_fields_that_we_use(path):
     assert set(NAMES[path].split()) <= known
 
 
-# Text that must stand in the source of what is named: attributes that are set, calls in an order.
+# Text that must stand in the named source: attributes that are set, calls in an order.
 SOURCES = {
     "vllm.v1.request:Request.__init__": (
         "self.num_prompt_tokens", "self.sampling_params", "self.kv_transfer_params",
@@ -232,7 +232,7 @@ SOURCES = {
     f"{_SPEC}.get_manager": ("_manager", "eviction_policy", "cache_policy_module_path"),
     _SPEC: ("self.extra_config", "self.num_blocks", "self.blocks_per_chunk",
             "self.tokens_per_block", "self.config = config"),
-    # What is checked against memory and /dev/shm is all that vLLM takes: of all ranks together.
+    # The size checked against memory and /dev/shm is all that vLLM takes: of all ranks together.
     f"{_SPEC}.__init__": (
         "num_copies = 1 if self.replicated_layout else world_size",
         "self.num_blocks = int(cpu_bytes_to_use) // aligned_kv_bytes_per_chunk",
@@ -417,7 +417,7 @@ def test_ray_reads_the_niceness_of_workers_where_it_is_set():
     assert named("ray._private.ray_constants:RAY_WORKER_NICENESS") == "RAY_worker_niceness"
 
 
-def test_connector_roles_differ_and_sampling_params_take_arguments():
+def test_connector_roles_differ_and_sampling_takes_extra_args():
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
@@ -425,7 +425,7 @@ def test_connector_roles_differ_and_sampling_params_take_arguments():
     assert SamplingParams(extra_args={"a": 1}).extra_args == {"a": 1}
 
 
-def test_records_that_we_extend_or_decode_have_these_fields_in_this_order():
+def test_records_of_vllm_have_the_fields_that_ours_extend():
     from vllm.distributed import kv_events
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
     from vllm.v1.kv_offload import base
@@ -447,7 +447,7 @@ def test_records_that_we_extend_or_decode_have_these_fields_in_this_order():
     assert kv_events.KVEventBatch.__struct_fields__[:2] == ("ts", "events")
 
 
-def test_connectors_of_vllm_are_asked_what_our_lmcache_connector_answers():
+def test_lmcache_connector_answers_the_calls_of_vllms_connectors():
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
 
     from kappa_workers.vllm.lmcache.connector import LmcacheConnector
@@ -496,7 +496,7 @@ def test_the_host_tier_takes_what_vllms_takes():
             assert all(each.default is not each.empty for each in more), name
 
 
-def test_every_engine_argument_and_variable_that_we_set_is_known_to_vllm():
+def test_vllm_knows_every_engine_argument_and_variable_of_ours():
     import vllm.envs
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -547,7 +547,7 @@ def test_a_callback_can_switch_the_download_off():
     assert CallbackCtx().run_init_node is True
 
 
-def test_what_is_sent_is_copied_at_binding_since_loads_may_start_behind_the_forward_pass():
+def test_runners_bind_metadata_before_the_forward_pass():
     mixin = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
     steps = inspect.getsource(named(f"{mixin}._get_kv_connector_output"))
     assert steps.index("bind_connector_metadata(") < steps.index("yield output")

@@ -1,22 +1,22 @@
-"""Host memory before an engine's start: what is left, and refusals in time."""
+"""Host memory before an engine's start: the room left, and refusals in time."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from kappa.hardware import node_profile
 from kappa.host import memory_bytes
 from kappa.settings.engine import LmcacheSettings
-from kappa.shapes import model_shape
 from kappa_workers import host_memory
 from kappa_workers.host_memory import HostBudget, HostBudgetError, check_host_memory, host_budget
-from kappa_workers.identity import WorkerPlan
 from kappa_workers.vllm.arguments import BY_SHARE, EngineLimits, TierChoice
+from tests.workers.plans import worker_plan
 
 pytestmark = pytest.mark.vllm
 
 GIB = 1 << 30
+SHARED = LmcacheSettings(server="tcp://elsewhere:5555")
 
 
 def files(root, **contents):
@@ -77,7 +77,7 @@ def test_where_nothing_can_be_read_nothing_is_refused(tmp_path):
 HEADROOM = 256 << 20
 
 
-def test_a_tier_may_take_all_but_what_the_engine_itself_needs_to_the_byte():
+def test_budget_leaves_the_engine_its_headroom_to_the_byte():
     budget = HostBudget(cgroup_bytes=2 * GIB, machine_bytes=4 * GIB)
     budget.check(2 * GIB - HEADROOM)
     with pytest.raises(HostBudgetError, match=r"is 1.75 GiB, and the cgroup .* has 2 GiB left"):
@@ -113,17 +113,22 @@ def test_what_is_free_in_dev_shm_is_read():
     assert 0 < host_budget().shm_bytes <= stats.f_blocks * stats.f_frsize
 
 
-@pytest.mark.parametrize(("kind", "fits"), [("native", False), ("own", True)])
-def test_a_worker_whose_tier_vllm_maps_looks_there_before_its_engine_starts(
-    plan, monkeypatch, kind, fits
-):
-    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(shm_bytes=1000))
-    plan = replace(plan, gpus=1, tier=TierChoice(kind))
-    if fits:
-        check_host_memory(plan)
-    else:
-        with pytest.raises(HostBudgetError, match="/dev/shm has"):
-            check_host_memory(plan)
+@pytest.mark.parametrize(
+    ("left", "changes", "fault"),
+    [
+        ({"shm_bytes": 1000}, {"gpus": 1, "tier": TierChoice("native")}, "/dev/shm has"),
+        ({"shm_bytes": 1000}, {"gpus": 1, "tier": TierChoice("own")}, ""),
+        ({"cgroup_bytes": 100 << 20}, {}, "pod's memory limit"),
+        ({"cgroup_bytes": 100 << 20}, {"kind": "emulated"}, ""),  # it keeps nothing
+        ({"machine_bytes": 0}, {"tier": TierChoice("lmcache")}, "the machine has"),
+        ({"machine_bytes": 0}, {"tier": TierChoice("lmcache", lmcache=SHARED)}, ""),
+    ],
+)
+def test_check_refuses_a_tier_that_does_not_fit(plan, monkeypatch, left, changes, fault):
+    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(**left))
+    refused = pytest.raises(HostBudgetError, match=fault) if fault else nullcontext()
+    with refused:
+        check_host_memory(replace(plan, **changes))
 
 
 def test_what_engines_take_besides_counts_where_it_is_known():
@@ -149,34 +154,11 @@ def test_a_cgroup_that_uses_more_than_its_limit_has_nothing_left(machine):
 
 @pytest.fixture
 def plan():
-    return WorkerPlan(
-        nodes=(node_profile("pcie"),), served=model_shape("qwen2.5-7b"),
-        emulated=model_shape("llama-3.1-8b"),
-        limits=EngineLimits(2048, 32, 100, 1 << 20, 512, 16, "float32"), model_source="/models/x",
-        chat_template="{{ m }}", cache_dir="/nowhere", stream_host="127.0.0.1",
-    )  # fmt: skip
+    return worker_plan(limits=EngineLimits(2048, 32, 100, 1 << 20, 512, 16, "float32"))
 
 
 def test_a_worker_without_a_size_takes_its_share_of_the_machine(plan):
-    """40 % of 100 GiB on a machine of four GPUs: workers of two GPUs have half of it each."""
+    """40 % of 100 GiB on a machine of four GPUs: workers of two GPUs have half each."""
     open_ = replace(plan, gpus=2, limits=replace(plan.limits, host_bytes=BY_SHARE))
     assert open_.sized(100 * GIB, 4.0).limits.host_bytes == 20 * GIB
     assert plan.sized(100 * GIB, 4.0) is plan
-
-
-def test_a_tier_that_does_not_fit_is_refused_before_the_engine_starts(plan, monkeypatch):
-    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(cgroup_bytes=100 << 20))
-    with pytest.raises(HostBudgetError, match="pod's memory limit"):
-        check_host_memory(plan)
-    check_host_memory(replace(plan, kind="emulated"))  # it keeps nothing
-
-
-def test_a_shared_server_needs_no_memory_of_the_worker(plan, monkeypatch):
-    monkeypatch.setattr(host_memory, "host_budget", lambda: HostBudget(machine_bytes=0))
-    own, shared = (
-        TierChoice("lmcache"),
-        TierChoice("lmcache", lmcache=LmcacheSettings(server="tcp://elsewhere:5555")),
-    )
-    with pytest.raises(HostBudgetError, match="the machine has"):
-        check_host_memory(replace(plan, tier=own))
-    check_host_memory(replace(plan, tier=shared))

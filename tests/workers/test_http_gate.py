@@ -95,15 +95,34 @@ async def ask(gate, body=b"{}", secret=SECRET, parts=None, path="/v1/completions
     return answer
 
 
+async def begun(gate, engine, *asked, **headers):
+    """A request that its engine answers once it may end."""
+    engine.may_end.clear()
+    task = asyncio.create_task(ask(gate, *asked, **headers))
+    while not engine.calls:
+        await asyncio.sleep(0)
+    return task
+
+
 def sets(**fields):
     return {TO_BODY_HEADER: json.dumps(fields)}
 
 
-@pytest.mark.parametrize("secret", [None, "", "wrong", "s3cret2"])
-async def test_gate_refuses_without_the_secret(secret):
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        *(({"secret": secret}, 403) for secret in (None, "", "wrong", "s3cret2")),
+        *(({"body": body, TO_BODY_HEADER: order}, 400) for body, order in (
+            (b"[1]", "{}{"), (b"[1]", '{"a": 1}'), (b"{", '{"a": 1}'), (b"{}", "[1]"),
+        )),
+        ({"parts": [b"123", b"45"]}, 413),
+    ],
+)  # fmt: skip
+async def test_gate_refuses_without_asking_its_engine(monkeypatch, asked, status):
+    monkeypatch.setattr(http_gate, "MAX_BODY_BYTES", 4)
     engine = Engine()
-    answer = await ask(gate_of(engine), secret=secret)
-    assert (answer.status, engine.calls) == (403, 0)
+    answer = await ask(gate_of(engine), **asked)
+    assert (answer.status, engine.calls) == (status, 0)
     assert RETRY_HEADER not in answer.headers
 
 
@@ -127,7 +146,7 @@ async def test_gate_sets_and_drops_fields_of_the_body():
     }
 
 
-async def test_gate_marks_answers_of_its_engine_and_shows_what_its_front_says():
+async def test_gate_adds_its_engines_marks_and_the_fronts_headers():
     gate = WorkerGate(Engine(), SECRET, InFlight(0.0), Health(), marks={"x-engine": "emulated"})
     shown = {TO_SHOW_HEADER: json.dumps({"x-kappa-node": "a"})}
     answer = await ask(gate, **sets(vllm_xargs={}), **shown)
@@ -143,30 +162,11 @@ async def test_gate_passes_a_body_unchanged_without_orders():
     assert engine.body == b"no json"
 
 
-@pytest.mark.parametrize(
-    ("body", "order"), [(b"[1]", "{}{"), (b"[1]", '{"a": 1}'), (b"{", '{"a": 1}'), (b"{}", "[1]")]
-)
-async def test_gate_refuses_orders_that_cannot_be_followed(body, order):
-    engine = Engine()
-    answer = await ask(gate_of(engine), body, **{TO_BODY_HEADER: order})
-    assert (answer.status, engine.calls) == (400, 0)
-
-
-async def test_gate_bounds_a_body(monkeypatch):
-    monkeypatch.setattr(http_gate, "MAX_BODY_BYTES", 4)
-    engine = Engine()
-    answer = await ask(gate_of(engine), parts=[b"123", b"45"])
-    assert (answer.status, engine.calls) == (413, 0)
-
-
 async def test_gate_counts_a_request_until_its_end():
     engine = Engine()
     gate = gate_of(engine)
-    engine.may_end.clear()
     given = sets(vllm_xargs={REQUEST_ID_KEY: "r1"})
-    task = asyncio.create_task(ask(gate, b'{"max_tokens": 5}', **given))
-    while not engine.calls:
-        await asyncio.sleep(0)
+    task = await begun(gate, engine, b'{"max_tokens": 5}', **given)
     news = gate._in_flight.news()
     assert [(one.request_id, one.max_tokens) for one in news.arrived] == [("r1", 5)]
     assert gate.open == 1
@@ -181,10 +181,7 @@ async def test_gate_counts_a_request_until_its_end():
 async def test_gate_counts_the_end_of_a_cancelled_request():
     engine = Engine()
     gate = gate_of(engine)
-    engine.may_end.clear()
-    task = asyncio.create_task(ask(gate, b"{}", **sets(vllm_xargs={REQUEST_ID_KEY: "r1"})))
-    while not engine.calls:
-        await asyncio.sleep(0)
+    task = await begun(gate, engine, **sets(vllm_xargs={REQUEST_ID_KEY: "r1"}))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -204,10 +201,7 @@ async def test_gate_sends_new_requests_elsewhere_while_it_drains():
 async def test_drained_counts_what_does_not_end_in_time():
     engine = Engine()
     gate = gate_of(engine)
-    engine.may_end.clear()
-    task = asyncio.create_task(ask(gate))
-    while not engine.calls:
-        await asyncio.sleep(0)
+    task = await begun(gate, engine)
     assert await gate.drained(0.0) == 1
     engine.may_end.set()
     assert (await task).status == 200
@@ -232,7 +226,7 @@ def told(code, message="secret"):
     return (f'data: {{"error": {{"message": "{message}", "code": {code}}}}}\n\n'.encode(), b"x")
 
 
-async def test_gate_lets_a_stream_that_begins_with_a_failure_be_tried_elsewhere():
+async def test_gate_answers_503_with_retry_when_a_stream_begins_failed():
     health, engine = Health(), Engine(kind=b"text/event-stream", parts=told(500))
     for dead, retry in ((False, "elsewhere"), (True, RETRY_DIED)):
         health.dead = dead
@@ -243,7 +237,7 @@ async def test_gate_lets_a_stream_that_begins_with_a_failure_be_tried_elsewhere(
     assert (await ask(gate_of(engine))).status == 503
 
 
-async def test_gate_answers_a_stream_that_begins_with_a_refusal_by_its_status():
+async def test_gate_answers_by_status_when_a_stream_begins_refused():
     engine = Engine(kind=b"text/event-stream", parts=told(404, "no such voice"))
     answer = await ask(gate_of(engine))
     assert (answer.status, json.loads(answer.body)["error"]["message"]) == (404, "no such voice")

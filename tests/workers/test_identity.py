@@ -8,7 +8,7 @@ import re
 import pytest
 
 from kappa.cost import StepModel, kappa_crit, step_model
-from kappa.hardware import NodeProfile, node_profile
+from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.plans.measured import as_measured
 from kappa.plans.rates import rates_from_law
@@ -27,34 +27,13 @@ from kappa_workers.identity import (
 )
 from kappa_workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, TierChoice
 from kappa_workers.vllm.options import LinkRules, PeerOptions
+from tests.workers.plans import paced, worker_plan
 
-LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ON_GPUS = EngineSettings(host_bytes=64 << 20).on(gpus=1)
 MEASURED = {
-    "device": "cpu",
-    "threads": 1,
-    "h2d_bytes_per_s": 9e9,
-    "d2h_bytes_per_s": 8e9,
-    "hbm_bytes_per_s": 2e10,
-    "flops_per_s": 5e10,
-}
-
-
-def paced(name: str, dilation: float = 30.0) -> NodeProfile:
-    return dataclasses.replace(node_profile(name), source="paced", dilation=dilation)
-
-
-def plan(*nodes: NodeProfile) -> WorkerPlan:
-    return WorkerPlan(
-        nodes=nodes,
-        served=model_shape("qwen2.5-7b"),
-        emulated=model_shape("llama-3.1-8b"),
-        limits=LIMITS,
-        model_source="/models/x",
-        chat_template="{{ messages }}",
-        cache_dir="/nowhere",
-        stream_host="127.0.0.1",
-    )
+    "device": "cpu", "threads": 1, "h2d_bytes_per_s": 9e9, "d2h_bytes_per_s": 8e9,
+    "hbm_bytes_per_s": 2e10, "flops_per_s": 5e10,
+}  # fmt: skip
 
 
 def said(of: WorkerPlan, rank: int = 0, measured=MEASURED, error: str = "") -> Announcement:
@@ -64,8 +43,8 @@ def said(of: WorkerPlan, rank: int = 0, measured=MEASURED, error: str = "") -> A
 
 
 @pytest.mark.parametrize("planner", ["tail", "kv"])
-def test_loads_by_layers_are_announced_with_the_layers_that_are_loaded(planner) -> None:
-    ahead = dataclasses.replace(plan(paced("pcie")), tier=TierChoice(planner=planner))
+def test_announcement_gives_the_overlap_of_loads_by_layers(planner) -> None:
+    ahead = worker_plan(paced("pcie"), tier=TierChoice(planner=planner))
     layers = dataclasses.replace(ahead, link=LinkRules(by_layer=True))
     rates = layers.engine_tier(0, {}).rates
     assert (rates is None) == (planner == "kv")
@@ -77,19 +56,19 @@ def test_loads_by_layers_are_announced_with_the_layers_that_are_loaded(planner) 
     assert found == {} if rates is None else found["rates"]["overlap"] == 0.0
 
 
-def test_a_model_whose_layers_differ_announces_no_loads_by_layers() -> None:
+def test_announcement_has_no_loads_by_layers_if_layers_differ() -> None:
     windowed = dataclasses.replace(model_shape("qwen2.5-7b"), attention_layers=7)
-    some = dataclasses.replace(plan(paced("pcie")), served=windowed, link=LinkRules(by_layer=True))
+    some = worker_plan(paced("pcie"), served=windowed, link=LinkRules(by_layer=True))
     assert said(some).load_plan == {}
 
 
 def test_each_rank_takes_its_node_and_a_surplus_rank_starts_over() -> None:
-    pair = plan(paced("pcie"), paced("c2c"))
+    pair = worker_plan(paced("pcie"), paced("c2c"))
     assert [pair.node(rank).name for rank in range(3)] == ["pcie", "c2c", "pcie"]
 
 
-def test_a_paced_node_prices_the_emulated_model_and_shows_the_machine_beside() -> None:
-    announcement = said(plan(paced("pcie"), paced("c2c")), rank=1)
+def test_announcement_of_a_paced_node_prices_the_emulated_model() -> None:
+    announcement = said(worker_plan(paced("pcie"), paced("c2c")), rank=1)
     assert announcement.node.source == "paced"
     assert announcement.emulated_model == "llama-3.1-8b"
     assert announcement.measured["h2d_bytes_per_s"] == 9e9
@@ -105,11 +84,11 @@ def test_a_paced_node_prices_the_emulated_model_and_shows_the_machine_beside() -
 
 @pytest.mark.parametrize("kind", ["own", "native", "lmcache"])
 def test_the_host_tier_that_runs_is_announced(kind) -> None:
-    assert said(dataclasses.replace(plan(paced("pcie")), tier=TierChoice(kind))).tier == kind
+    assert said(worker_plan(paced("pcie"), tier=TierChoice(kind))).tier == kind
 
 
 def test_an_unpaced_node_takes_the_measured_figures() -> None:
-    announcement = said(plan(node_profile("pcie")))
+    announcement = said(worker_plan())
     assert announcement.node.source == "measured"
     assert announcement.node.h2d_bytes_per_s == 9e9
     assert announcement.emulated_model == ""
@@ -125,16 +104,16 @@ ENGINE = MEASURED | {
 }  # fmt: skip
 
 
-def test_steps_and_loads_are_announced_as_the_engine_measured_them() -> None:
-    announcement = said(plan(node_profile("pcie")), measured=ENGINE)
+def test_announcement_carries_the_steps_and_loads_measured() -> None:
+    announcement = said(worker_plan(), measured=ENGINE)
     node, step = announcement.node, announcement.step
     assert step == StepModel(2e-3, 1e-7, 0.02, 1e-6, 4e-3)
     assert (node.load_fixed_s, node.step_fixed_s, announcement.profile_error) == (5e-4, 4e-3, "")
-    # The rates that would make these steps, for whoever plans by rates.
+    # The rates that would make these steps, for readers that plan by rates.
     assert node.flops_per_s == pytest.approx(2 * model_shape("qwen2.5-7b").params_active / 2e-3)
     by_rates = step_model(model_shape("qwen2.5-7b"), node)
     assert (by_rates.token_s, by_rates.pair_s) == pytest.approx((2e-3, 1e-7))
-    assert said(plan(paced("pcie")), measured=ENGINE).step != step
+    assert said(worker_plan(paced("pcie")), measured=ENGINE).step != step
 
 
 @pytest.mark.parametrize(
@@ -147,29 +126,29 @@ def test_steps_and_loads_are_announced_as_the_engine_measured_them() -> None:
     ],
 )
 def test_what_fits_badly_is_used_and_said(changes, why) -> None:
-    announcement = said(plan(node_profile("pcie")), measured=ENGINE | changes)
+    announcement = said(worker_plan(), measured=ENGINE | changes)
     assert re.search(why, announcement.profile_error)
     assert announcement.step.token_s == 2e-3
 
 
 def test_a_fit_worse_than_the_prior_is_not_used() -> None:
     poor = ENGINE | {"step": STEP | {"r2": 0.4, "error": 0.9}}
-    announcement = said(plan(node_profile("pcie")), measured=poor)
+    announcement = said(worker_plan(), measured=poor)
     assert announcement.profile_error.endswith("the prior is nearer and is used")
     assert announcement.step == step_model(model_shape("qwen2.5-7b"), announcement.node)
     assert announcement.node.flops_per_s == 5e10
 
 
-def test_an_engine_that_paces_itself_or_is_ours_is_not_asked_to_measure_itself() -> None:
-    real = plan(node_profile("pcie"))
+def test_engine_request_is_empty_for_paced_and_torch_engines() -> None:
+    real = worker_plan()
     request = real.engine_request(0)
     assert StepModel.from_dict(request["prior"]).token_s > 0 and request["budget_s"] <= 20
-    assert plan(paced("pcie")).engine_request(0) == {}
+    assert worker_plan(paced("pcie")).engine_request(0) == {}
     assert dataclasses.replace(real, kind="torch").engine_request(0) == {}
 
 
-def test_a_failed_profile_leaves_the_catalogue_and_names_the_reason() -> None:
-    announcement = said(plan(node_profile("pcie")), measured={}, error="profile failed: boom")
+def test_announcement_keeps_the_catalogue_when_a_profile_failed() -> None:
+    announcement = said(worker_plan(), measured={}, error="profile failed: boom")
     assert announcement.node == node_profile("pcie")
     assert announcement.node.source == "catalogue"
     assert "boom" in announcement.profile_error
@@ -180,7 +159,7 @@ def test_measuring_does_not_change_a_paced_profile() -> None:
 
 
 def test_an_announcement_survives_its_journey() -> None:
-    announcement = said(plan(paced("pcie")))
+    announcement = said(worker_plan(paced("pcie")))
     assert Announcement.from_dict(announcement.to_dict()) == announcement
 
 
@@ -192,7 +171,7 @@ CHOSEN = {
 
 
 def test_what_the_engine_chose_is_what_is_announced() -> None:
-    asked = dataclasses.replace(plan(node_profile("pcie")), limits=EngineLimits.of(ON_GPUS), gpus=2)
+    asked = worker_plan(limits=EngineLimits.of(ON_GPUS), gpus=2)
     assert asked.limits.missing == [
         "max_context_tokens", "block_tokens", "device_blocks", "max_batch_tokens",
         "max_sequences", "dtype",
@@ -218,7 +197,7 @@ def test_what_the_engine_chose_is_what_is_announced() -> None:
 
 
 def test_a_model_whose_bytes_nobody_knows_keeps_its_prior() -> None:
-    asked = plan(node_profile("pcie"))
+    asked = worker_plan()
     none = {**CHOSEN, "kv_token_bytes": 0.0, "weight_bytes": 0}
     served = asked.started([none]).served
     assert served.weight_dtype_bytes == asked.served.weight_dtype_bytes
@@ -242,10 +221,10 @@ class Config:
         self.engine_kwargs.update(arguments)
 
 
-def test_what_the_user_gives_the_engine_goes_before_what_we_would() -> None:
+def test_configure_vllm_prefers_the_users_engine_arguments() -> None:
     config = Config(enforce_eager=False, max_num_seqs=7)
     ends = Endpoints("ipc://s", "ipc://k")
-    configure_vllm(config, plan(node_profile("pcie")), 0, ends, EngineTier())
+    configure_vllm(config, worker_plan(), 0, ends, EngineTier())
     given = config.engine_kwargs
     assert (given["enforce_eager"], given["max_num_seqs"]) == (False, 7)
     assert (given["max_model_len"], given["enable_prefix_caching"]) == (8192, True)
@@ -254,7 +233,7 @@ def test_what_the_user_gives_the_engine_goes_before_what_we_would() -> None:
 
 def test_an_engine_serves_its_peers_where_the_announcement_says():
     place = PeerOptions("10.0.0.1", 4711, "secret", "/somewhere/layout")
-    config, of = Config(), dataclasses.replace(plan(paced("pcie")), peers=True)
+    config, of = Config(), worker_plan(paced("pcie"), peers=True)
     configure_vllm(config, of, 0, Endpoints("s", "k", place), EngineTier())
     options = config.engine_kwargs["kv_transfer_config"]["kv_connector_extra_config"]["kappa_peers"]
     # A byte of the emulated model takes 30 times as long as on 12.5 GB/s.
@@ -270,8 +249,8 @@ def test_an_engine_serves_its_peers_where_the_announcement_says():
 
 
 @pytest.mark.parametrize(("loss", "said"), [(0.06, {"loss": 0.06}), (None, {})])
-def test_who_answers_approximately_says_so_with_its_loss_if_that_is_known(loss, said):
-    of = dataclasses.replace(plan(paced("pcie")), approx="ask", sparse=SparsePlan(loss=loss))
+def test_announcement_tells_approximate_answers_and_their_loss(loss, said):
+    of = worker_plan(paced("pcie"), approx="ask", sparse=SparsePlan(loss=loss))
     rates = as_measured(rates_from_law(model_shape("opt-6.7b"), node_profile("pcie")), "m", "d")
     announced = announce(of, ReplicaId("w", 0, "m", "e", "s"), Profile({}), rates).load_plan
     assert {key: announced[key] for key in ("approx", "loss") if key in announced} == {

@@ -23,7 +23,7 @@ def scene():
     return here, ReportTotals("w", here)
 
 
-def test_a_request_is_reported_as_its_decider_expects_it_and_when_it_is_over(scene):
+def test_report_carries_the_deciders_expectation_and_the_end(scene):
     here, totals = scene
     words = {"kappa_prompt_tokens": 100, "kappa_device_tokens": 32, "kappa_host_tokens": 16}
     name = here.arrived(body(max_tokens=8, **words), 0.0)
@@ -38,21 +38,21 @@ def test_a_request_is_reported_as_its_decider_expects_it_and_when_it_is_over(sce
     assert len(here) == 0 and totals.take(3.0).generated == {}
 
 
-def test_of_what_a_decider_expects_in_host_memory_it_says_what_is_on_disk(scene):
+def test_report_caps_tokens_on_disk_at_those_of_the_host_tier(scene):
     here, totals = scene
     words = {"kappa_prompt_tokens": 100, "kappa_host_tokens": 64, "kappa_disk_tokens": 900}
     here.arrived(body(**words), 0.0)
     assert totals.take(1.0).arrived == (Arrival("r", 0, 64, 36, disk_tokens=64),)
 
 
-def test_one_that_came_and_went_between_two_reports_is_no_arrival(scene):
+def test_report_omits_the_arrival_of_a_request_already_ended(scene):
     here, totals = scene
     here.ended(here.arrived(body(), 0.0))
     report = totals.take(1.0)
     assert report.arrived == () and report.finished == ("r",)
 
 
-def test_all_that_is_here_is_reported_on_demand_with_what_has_become_of_it(scene):
+def test_report_lists_all_in_flight_on_demand_and_now_and_then(scene):
     here, totals = scene
     here.arrived(body("a", kappa_prompt_tokens=10), 0.0)
     here.arrived(body("b"), 0.0)
@@ -89,19 +89,20 @@ def test_a_request_that_no_decider_of_ours_sent_is_not_reported(scene, words):
     assert here.backlog_s() == (0, 0) and here.demand(1.0, 8) == 0.0
 
 
-@pytest.mark.parametrize("nonsense", ["x", -3, float("nan"), None, [1], {}, -(10**400)])
-def test_counts_that_are_none_count_as_none(scene, nonsense):
-    here, totals = scene
-    here.arrived(body(max_tokens=nonsense, kappa_prompt_tokens=nonsense), 0.0)
-    assert totals.take(1.0).arrived == (Arrival("r"),)
+MOST = 2**31 - 1
 
 
-@pytest.mark.parametrize("huge", [2**31, 2**63, 2**64, 10**400, float("inf"), 1e300])
-def test_a_count_beyond_all_bounds_is_the_bound(scene, huge):
+@pytest.mark.parametrize(
+    ("value", "counted"),
+    [
+        *((nonsense, 0) for nonsense in ("x", -3, float("nan"), None, [1], {}, -(10**400))),
+        *((huge, MOST) for huge in (2**31, 2**63, 2**64, 10**400, float("inf"), 1e300)),
+    ],
+)
+def test_report_takes_nonsense_for_none_and_bounds_huge_counts(scene, value, counted):
     here, totals = scene
-    here.arrived(body(max_tokens=huge, kappa_prompt_tokens=huge), 0.0)
-    most = 2**31 - 1
-    assert totals.take(1.0).arrived == (Arrival("r", new_tokens=most, max_tokens=most),)
+    here.arrived(body(max_tokens=value, kappa_prompt_tokens=value), 0.0)
+    assert totals.take(1.0).arrived == (Arrival("r", new_tokens=counted, max_tokens=counted),)
 
 
 # -- the load of the worker ------------------------------------------------------------------------

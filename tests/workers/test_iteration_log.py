@@ -58,7 +58,7 @@ def test_only_charges_that_changed_are_sent_again():
     ]  # fmt: skip
 
 
-def test_totals_are_due_ten_times_a_second_and_when_the_engine_falls_idle():
+def test_totals_are_due_ten_times_a_second_and_when_idle():
     log = IterationLog(lambda _: None)
     log.publish(10.0, (0, 0, 0), 0, {})
     assert not log.due(10.05, idle=False)
@@ -77,7 +77,7 @@ def test_lines_are_json_one_per_iteration(tmp_path):
     ]  # fmt: skip
 
 
-def test_lines_that_the_disk_does_not_take_are_said_to_be_missing_once(monkeypatch):
+def test_log_warns_once_when_the_disk_takes_no_lines(monkeypatch):
     said = []
     monkeypatch.setattr(
         iteration_log.log, "warning", lambda event, reason: said.append((event, reason))

@@ -77,18 +77,18 @@ def match(index, tokens, salt=None):
 LONG = list(range(5 * SIZE))
 
 
-def test_device_and_host_blocks_are_rebuilt():
+@pytest.mark.parametrize(
+    ("gone", "found"),
+    [
+        ((LONG, LONG[: 4 * SIZE]), (3, 2)),
+        (tuple(LONG[:end] for end in range(SIZE, len(LONG) + 1, SIZE)), (0, 5)),  # host alone
+    ],
+)
+def test_snapshot_rebuilds_device_and_host_blocks(gone, found):
     pair = Pair()
     pair.tell(stored(LONG), stored(LONG, medium="CPU"))
-    pair.tell(removed(LONG, LONG[: 4 * SIZE]))
-    assert match(pair.rebuilt(), LONG) == match(pair.live, LONG) == (3, 2)
-
-
-def test_prefixes_that_only_the_host_holds_are_rebuilt():
-    pair = Pair()
-    pair.tell(stored(LONG), stored(LONG, medium="CPU"))
-    pair.tell(removed(*(LONG[:end] for end in range(SIZE, len(LONG) + 1, SIZE))))
-    assert match(pair.rebuilt(), LONG) == match(pair.live, LONG) == (0, 5)
+    pair.tell(removed(*gone))
+    assert match(pair.rebuilt(), LONG) == match(pair.live, LONG) == found
 
 
 def test_a_block_held_twice_on_the_device_survives_one_removal():
@@ -123,7 +123,7 @@ def test_clearing_forgets_everything():
     assert pair.mirror.snapshot() == []
 
 
-def test_a_block_without_tokens_is_no_row_and_does_not_break_its_children():
+def test_mirror_skips_blocks_without_tokens():
     pair = Pair()
     named = stored(LONG)
     named.token_ids = []

@@ -23,16 +23,10 @@ def nvml(monkeypatch):
     return put
 
 
-def test_no_gpu_is_an_error_and_nvml_is_ended():
-    nvml = FakeNvml([], [])
-    with pytest.raises(NoNvmlError, match="no GPU"), Nvml(nvml):
-        pass
-    assert not nvml.open
-
-
-def test_nvml_is_ended_after_ctrl_c():
-    nvml = FakeNvml([700.0], [[100.0]])
-    with pytest.raises(KeyboardInterrupt), Nvml(nvml):
+@pytest.mark.parametrize(("gpus", "error"), [([], NoNvmlError), ([700.0], KeyboardInterrupt)])
+def test_nvml_is_ended_without_a_gpu_and_after_ctrl_c(gpus, error):
+    nvml = FakeNvml(gpus, [[100.0]] * len(gpus))
+    with pytest.raises(error, match="no GPU" if not gpus else ""), Nvml(nvml):
         raise KeyboardInterrupt
     assert not nvml.open
 
@@ -42,14 +36,14 @@ def test_a_gpu_without_figures_counts_as_zero():
         assert found.power([0, 1], 2) == (200.0, 700.0)
 
 
-def test_a_worker_that_does_not_know_its_gpus_has_its_share_of_all():
+def test_power_is_a_share_of_all_gpus_if_own_ones_are_unknown():
     nvml = FakeNvml([700.0] * 4, [[100.0], [200.0], [300.0], [400.0]])
     with Nvml(nvml) as found:
         assert found.power([], 2) == (500.0, 1400.0)
 
 
 @pytest.mark.parametrize("visible", ["1", " 1,", "GPU-1abcd", "GPU-1"])
-def test_nvml_is_asked_once_a_second_and_only_of_this_workers_gpus(nvml, visible):
+def test_power_is_read_once_a_second_from_own_gpus_only(nvml, visible):
     fake = nvml(visible=visible)
     times = (0.0, 0.25, 0.5, 1.0, 1.25)
     told = reports(power_reporter(announced(), gpus=1), *((t, 0, 0) for t in times))
@@ -58,11 +52,14 @@ def test_nvml_is_asked_once_a_second_and_only_of_this_workers_gpus(nvml, visible
     assert fake.reads == 1
 
 
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_a_replica_without_gpu_or_nvml_reports_modelled_power(nvml, gpus):
+@pytest.mark.parametrize(
+    ("announcement", "gpus", "source"),
+    [({}, 0, "model"), ({}, 1, "model"), ({"gpu": "abacus"}, 1, "")],
+)
+def test_power_without_nvml_is_modelled_if_the_gpu_is_known(nvml, announcement, gpus, source):
     nvml(FakeNvml([], []))
-    *_, last = reports(power_reporter(announced(), gpus), (0, 0, 0), (1, 0, 0))
-    assert last.power_source == "model"
+    *_, last = reports(power_reporter(announced(**announcement), gpus), (0, 0, 0), (5, 1, 9))
+    assert last.power_source == source and bool(last.power_w) == bool(source)
 
 
 def test_a_paced_replica_on_gpus_reports_what_it_stands_for(nvml):
@@ -72,20 +69,13 @@ def test_a_paced_replica_on_gpus_reports_what_it_stands_for(nvml):
     assert last.power_source == "paced" and fake.reads == 0
 
 
-def test_without_nvml_and_catalogue_nothing_is_reported(nvml):
-    nvml(FakeNvml([], []))
-    reporter = power_reporter(announced(gpu="abacus"), gpus=1)
-    *_, last = reports(reporter, (0, 0, 0), (5, 1, 9))
-    assert (last.power_w, last.power_source) == (0.0, "")
-
-
 def test_a_report_with_power_survives_the_wire(nvml):
     nvml()
     *_, last = reports(power_reporter(announced(), gpus=2), (0, 0, 0), (1, 0, 0))
     assert last.power_w == 350.0 and WorkerReport.from_dict(last.to_dict()) == last
 
 
-def test_a_profile_is_of_gpus_by_name_and_driver_and_of_none_where_nvml_fails(monkeypatch):
+def test_gpus_and_driver_are_named_or_empty_when_nvml_fails(monkeypatch):
     good = FakeNvml([700.0, 700.0], [[1.0], [1.0]])
     monkeypatch.setitem(sys.modules, "pynvml", good)
     assert gpus_and_driver.__wrapped__() == "GPU 0, GPU 1, driver 580.95.05" and not good.open
@@ -93,7 +83,7 @@ def test_a_profile_is_of_gpus_by_name_and_driver_and_of_none_where_nvml_fails(mo
     assert gpus_and_driver.__wrapped__() == ""
 
 
-def test_a_driver_that_does_not_list_its_gpus_is_said_and_nvml_is_ended():
+def test_nvml_reports_an_unlistable_driver_and_shuts_down():
     nvml = FakeNvml([700.0], [[1.0]])
     nvml.nvmlDeviceGetCount = lambda: nvml._told(None)
     with pytest.raises(NoNvmlError, match="NVML does not list its GPUs: not supported"):
@@ -105,6 +95,6 @@ def test_a_driver_that_does_not_list_its_gpus_is_said_and_nvml_is_ended():
     ("names", "found"),
     [("", []), ("0", [0]), ("2, 3", [2, 3]), ("GPU-2a,1", [2, 1]), ("GPU", []), ("MIG-1,9", [])],
 )
-def test_gpus_are_known_by_the_numbers_and_uuids_that_the_environment_names(names, found):
+def test_visible_gpus_are_those_of_the_environment_by_any_name(names, found):
     gpus = [Gpu(n, "H100", None, f"GPU-{n}abcd") for n in range(4)]
     assert [gpu.index for gpu in visible_gpus(gpus, names)] == found

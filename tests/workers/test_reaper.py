@@ -1,4 +1,4 @@
-"""A replica without an engine ends itself; a process whose owner is gone ends, too."""
+"""A replica without an engine ends itself; so does a process without its owner."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ async def watched(check, **options):
     return ended
 
 
-async def test_a_dead_engine_ends_its_replica_and_a_living_one_does_not():
+async def test_watch_ends_the_replica_only_once_its_engine_is_dead():
     asked = 0
 
     async def check():
@@ -108,7 +108,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux facility")
-def test_a_process_ends_with_its_killed_owner_whoever_is_between_them():
+def test_process_ends_with_its_killed_owner_across_a_parent():
     command = [sys.executable, "-c", OWNER, BETWEEN, FOLLOWER]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     handle = os.pidfd_open(int(owner.stdout.readline()))
@@ -123,7 +123,7 @@ def test_a_process_ends_with_its_killed_owner_whoever_is_between_them():
         owner.stdout.close()
 
 
-def test_patience_is_two_minutes_and_ten_of_the_longest_steps_and_loads():
+def test_hang_patience_is_120_s_plus_ten_longest_steps_and_loads():
     said = SimpleNamespace(
         max_context_tokens=1000, max_batch_tokens=100, max_sequences=2, kv_bytes_per_token=50.0,
         step=StepModel(0.01, 0.0, 0.0, 0.001, 0.5, dilation=4.0),

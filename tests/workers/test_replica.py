@@ -16,13 +16,11 @@ import pytest
 import pytest_asyncio
 from ray.serve.llm.openai_api_models import CompletionRequest
 
-from kappa.hardware import node_profile
 from kappa.protocol import TO_BODY_HEADER, TO_SECRET_HEADER, EngineDiedError
 from kappa.settings.engine import EngineSettings
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
 from kappa_workers.http_gate import WorkerGate
-from kappa_workers.identity import WorkerPlan
 from kappa_workers.in_flight import InFlight
 from kappa_workers.measuring import _alone
 from kappa_workers.paced.emulated_engine import EmulatedEngine
@@ -32,6 +30,7 @@ from kappa_workers.report_totals import ReportTotals
 from kappa_workers.vllm.arguments import Endpoints, EngineLimits
 from kappa_workers.vllm_plugin import LOG_ENV, log_as
 from tests.workers.emulation import emulated_plan, llm_config
+from tests.workers.plans import worker_plan
 
 pytestmark = pytest.mark.vllm
 
@@ -40,7 +39,7 @@ STEP = {"kind": "step", "tokens": 1, "prefilled": [], "took_s": 0.1, "overrun": 
 
 
 class Engine:
-    """Dead or not, with so many requests that it has not answered."""
+    """Dead or not; owed: requests that it has not answered."""
 
     def __init__(self):
         self.error, self.owed = None, 0
@@ -71,7 +70,7 @@ def body(request_id="r", **fields):
     return CompletionRequest.model_validate(given)
 
 
-async def test_a_death_names_the_requests_that_were_in_the_engine_for_good():
+async def test_check_health_names_a_dead_engines_requests_every_time():
     replica = Replica()
     sent = [replica.here.arrived(body(name), 0.0) for name in "pq"]
     replica.engine.error = RuntimeError("EngineCore is gone")
@@ -95,7 +94,7 @@ async def look_for(replica, clock, seconds):
         await replica.check_health()
 
 
-async def test_an_engine_that_owes_answers_and_does_nothing_fails_the_replicas_health(clock):
+async def test_check_health_fails_when_an_engine_owes_but_does_nothing(clock):
     replica = Replica()
     replica.here.arrived(body("stuck"), 0.0)
     replica.engine.owed = 1
@@ -118,7 +117,7 @@ async def test_an_engine_that_works_or_is_idle_is_healthy_however_long(clock):
         await look_for(replica, clock, 2 + PATIENCE_S)
 
 
-async def test_time_in_which_the_replica_itself_stood_still_is_not_held_against_its_engine(clock):
+async def test_check_health_ignores_time_in_which_the_replica_stalled(clock):
     replica = Replica()
     replica.engine.owed = 1
     await replica.check_health()
@@ -179,7 +178,7 @@ async def test_an_own_engine_that_hangs_fails_the_replicas_health(own, clock):
         await answer
 
 
-async def test_a_replica_that_has_not_announced_itself_yet_has_no_engine_that_hangs(clock):
+async def test_check_health_finds_no_hang_before_the_announcement(clock):
     replica = Replica()
     replica._hang, replica.engine.owed = None, 1
     await look_for(replica, clock, 2 * PATIENCE_S)
@@ -222,10 +221,9 @@ class Measured(Replica):
 
     def __init__(self, folder):
         super().__init__()
-        node, shape = node_profile("pcie"), model_shape("llama-3.1-8b")
         limits = EngineLimits(1024, 16, 64, 1 << 20, 256, 8, "float32")
-        self._plan = self._given = WorkerPlan(
-            (node,), shape, shape, limits, "m", "", str(folder), ""
+        self._plan = self._given = worker_plan(
+            served=model_shape("llama-3.1-8b"), limits=limits, cache_dir=str(folder)
         )
         self._rank, self.asked, self.peak = 0, [], 1.0
 
@@ -240,7 +238,7 @@ class Measured(Replica):
         return [found]
 
 
-async def test_an_engine_is_measured_once_and_the_machine_whenever_it_is_asked(tmp_path):
+async def test_measure_times_the_engine_once_and_the_machine_on_demand(tmp_path):
     first = Measured(tmp_path)
     cold = (await first._measure()).measured
     assert first.asked[0]["engine"]["budget_s"] <= 20
@@ -274,10 +272,7 @@ async def test_a_file_that_is_no_measurement_is_measured_anew(tmp_path, text):
 
 
 def limits_of(engine):
-    return WorkerPlan(
-        (node_profile("pcie"),), model_shape("qwen2.5-7b"), model_shape("llama-3.1-8b"),
-        EngineLimits.of(EngineSettings(**engine).on(gpus=1)), "m", "", "", "",
-    )  # fmt: skip
+    return worker_plan(limits=EngineLimits.of(EngineSettings(**engine).on(gpus=1)))
 
 
 async def read_back(plan, answer):
@@ -294,7 +289,7 @@ async def read_back(plan, answer):
     return await replica._read_back()
 
 
-async def test_an_engine_that_does_not_say_what_it_chose_is_not_served_on_a_guess():
+async def test_read_back_fails_when_the_engine_tells_no_limits():
     with pytest.raises(RuntimeError, match=r"KeyError.*give engine.max_context_tokens, engine\."):
         await read_back(limits_of({"dtype": "bfloat16"}), KeyError("layout"))
 

@@ -15,25 +15,21 @@ def loads(*pairs):
     return [WorkerLoad(*pair) for pair in pairs]
 
 
-def test_arrivals_are_served_at_the_target_utilisation():
-    assert RULE.wanted(loads((0.0, 0.8), (0.0, 0.8)), 2) == 2
-    assert RULE.wanted(loads((0.0, 1.0), (0.0, 1.0)), 2) == 3
-
-
-def test_what_waits_is_cleared_within_the_target_seconds():
-    assert RULE.wanted(loads((20.0, 0.0)), 1) == 4
-    assert RULE.wanted(loads((20.0, 0.8)), 1) == 5
-
-
-def test_an_idle_pool_shrinks_to_one_and_no_further():
-    assert RULE.wanted(loads((0.0, 0.0), (0.0, 0.0), (0.0, 0.0)), 3) == 1
-    assert RULE.wanted(loads((0.0, 0.0)), 1) == 1
-
-
-def test_a_pool_does_not_shrink_to_where_it_would_grow_again():
-    just_enough_for_one = loads((0.0, 0.39), (0.0, 0.39))
-    assert RULE.wanted(just_enough_for_one, 2) == 2
-    assert RULE.wanted(loads((0.0, 0.35), (0.0, 0.35)), 2) == 1
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        # Arrivals are served at the target utilisation.
+        ([(0.0, 0.8)] * 2, 2), ([(0.0, 1.0)] * 2, 3),
+        # What waits is cleared within the target seconds.
+        ([(20.0, 0.0)], 4), ([(20.0, 0.8)], 5),
+        # An idle pool shrinks to one.
+        ([(0.0, 0.0)] * 3, 1), ([(0.0, 0.0)], 1),
+        # None shrinks to where it would grow again: 0.78 of 0.8 is just enough for one.
+        ([(0.0, 0.39)] * 2, 2), ([(0.0, 0.35)] * 2, 1),
+    ],
+)  # fmt: skip
+def test_rule_wants_workers_for_arrivals_and_backlog(told, wanted):
+    assert RULE.wanted(loads(*told), len(told)) == wanted
 
 
 def test_workers_that_reported_nothing_or_nonsense_do_not_count():
@@ -116,7 +112,7 @@ def test_the_serve_policy_asks_the_rule():
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments")
-def test_serve_takes_the_policy_by_its_name_and_asks_with_its_arguments():
+def test_serve_builds_the_policy_by_name_with_its_arguments():
     import ray.cloudpickle
     from ray.serve.config import AutoscalingConfig
 

@@ -164,7 +164,7 @@ def test_demo_turns_fit_and_extend_each_other_in_tokens(tokenizer):
         assert len(before) < 8192
 
 
-def test_transformers_loads_it_and_every_token_of_the_context_matters(model, tokenizer):
+def test_tiny_model_loads_in_transformers_and_heeds_every_token(model, tokenizer):
     import torch
     from transformers import AutoModelForCausalLM
 

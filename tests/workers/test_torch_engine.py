@@ -169,7 +169,7 @@ async def test_an_answer_ends_at_the_end_of_text_which_is_not_shown(started):
     assert text_of(whole).startswith(choice["text"])
 
 
-async def test_a_prefix_that_stays_in_host_memory_is_answered_and_reported_alike(started):
+async def test_engine_answers_alike_when_the_prefix_stays_in_host(started):
     tokens = prompt(100, 21)
     first = await completed(started, tokens, "fresh")
     for seed in range(3):
@@ -221,7 +221,7 @@ async def test_evicted_prefixes_come_back_from_host_memory_by_any_plan(started):
     assert sum(m["bytes"] for m in started.told("store")) > 0
 
 
-async def test_blocks_are_published_with_their_tokens_on_device_and_in_host(started):
+async def test_engine_publishes_device_and_host_blocks_with_tokens(started):
     tokens = prompt(64, 4)
     await completed(started, tokens, cache_salt="pepper")
 
@@ -291,14 +291,10 @@ async def test_rates_are_known_at_the_start_measured_or_by_law(started):
     assert used.load_token_s == pytest.approx(rates.load_token_s)
 
 
-async def test_activations_take_their_room_from_the_same_host_memory():
+def test_activations_take_their_room_from_the_same_host_memory():
     shape = model_shape("opt-6.7b")  # activations are half as long as the KV
     assert host_blocks(shape, 300, 0.0) == (300, 0)
     assert host_blocks(shape, 300, 1.0) == (200, 200)
-
-
-async def test_activations_take_the_room_of_the_kv_that_they_stand_for():
-    shape = model_shape("opt-6.7b")
     assert host_blocks(shape, 300, 1.0, keep_kv=False) == (0, 600)
     assert host_blocks(shape, 300, 0.5, keep_kv=False) == (200, 200)
 
@@ -307,7 +303,7 @@ async def test_activations_take_the_room_of_the_kv_that_they_stand_for():
     ("planner", "share", "refused"),
     [("host-kvpr", 1.0, "host-hybrid"), ("host-hybrid", 0.75, "host-kv")],
 )
-async def test_contexts_in_host_memory_are_answered_with_hugging_faces_logits(
+async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
     tmp_path, planner, share, refused
 ):
     """Through the body that the decider sends, in double precision, to 1e-10."""
@@ -346,14 +342,14 @@ async def test_contexts_in_host_memory_are_answered_with_hugging_faces_logits(
         assert answer.status_code == 400 and f"no planner '{refused}' here" in answer.text
 
 
-def test_an_engine_takes_the_gpu_that_ray_gave_it_and_sees_no_other(monkeypatch):
+def test_given_device_is_rays_gpu_and_hides_the_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     environment = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     assert given_device(1, ["2"], environment) == torch.device("cuda", 0)
     assert environment["CUDA_VISIBLE_DEVICES"] == "2"
 
 
-def test_an_engine_without_a_gpu_computes_on_the_cpu_whatever_the_machine_has(monkeypatch):
+def test_given_device_is_the_cpu_when_ray_gave_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     environment = {}

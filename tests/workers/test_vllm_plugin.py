@@ -30,7 +30,7 @@ for spin in ("", "0.0005"):
     os.environ["KAPPA_QUEUE_SPIN_S"] = spin
     register()
     spins.append(SpinCondition.__init__.__defaults__[-1])
-queue = SpinCondition(is_reader=True, context=zmq.Context(), notify_address="inproc://nobody")
+queue = SpinCondition(is_reader=True, context=zmq.Context(), notify_address="inproc://unheard")
 for idle_s, timeout_ms in ((-60, None), (60, None), (60, 5000), (60, 7)):
     queue.last_read = time.monotonic() - idle_s
     queue.wait(timeout_ms)
@@ -38,7 +38,7 @@ print(json.dumps([spins, naps_ms]))
 """
 
 
-def test_queues_spin_as_long_as_requested_and_a_lost_wake_up_costs_no_more_than_a_nap():
+def test_queues_spin_as_requested_and_nap_after_a_lost_wake_up():
     done = subprocess.run(
         [sys.executable, "-c", QUEUES], capture_output=True, text=True, timeout=_PATIENCE_S,
         check=True,

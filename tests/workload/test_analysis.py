@@ -17,6 +17,7 @@ from kappa_workload.analysis import (
 from kappa_workload.catalogue import BUILT_IN, workload_named
 from kappa_workload.reading import ReadAs
 from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+from tests.workload.checks import document_session
 
 SIZE = 16
 
@@ -27,16 +28,11 @@ def named(name, **how):
 
 
 def one_document(tokens=1000, questions=(10, 20)):
-    shared = stream_ids(key_of("d"), 0, tokens // 100)
-    turns = []
-    for number, question in enumerate(questions):
-        ids = np.concatenate([shared, stream_ids(key_of("q", number), len(shared), 20)])
-        turns.append(turn_of(0.0, tokens + question, 4, ids, 100, question))
-    session = SessionShape("d/0", tuple(turns), document_tokens=tokens)
+    session = document_session(tokens, questions, 100)
     return Workload("narrativeqa", 100, (session,), "made up")
 
 
-def test_the_source_counts_to_the_token_and_its_documents_are_cached_from_the_start():
+def test_source_ratios_count_tokens_and_cache_documents_at_start():
     ratios = source_ratios(one_document(1030))
     assert ratios.cached_tokens.tolist() == [1030, 1030]
     assert ratios.new_tokens.tolist() == [10, 20]
@@ -85,7 +81,7 @@ def test_quantiles_are_those_of_numpy():
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_request_of_the_built_in_workloads_is_split_without_a_rest(name):
+def test_ratios_of_built_in_workloads_sum_to_each_prompt(name):
     workload = named(name)
     inputs = [turn.input_tokens for s in workload.sessions for turn in s.turns]
     for ratios in (source_ratios(workload), engine_ratios(workload)):
@@ -98,7 +94,7 @@ def ours(name, **how):
     return {(row["quantity"], row["statistic"]): (row["ours"], row["paper"]) for row in rows}
 
 
-def test_sharegpt_with_its_history_has_the_shape_that_the_paper_prints():
+def test_sharegpt_with_history_has_the_papers_shape():
     figures = ours("sharegpt", whole_history=True)
     for key in (("new", "p50"), ("new", "p90"), ("kappa", "p50")):
         measured, printed = figures[key]
@@ -109,7 +105,7 @@ def test_sharegpt_with_its_history_has_the_shape_that_the_paper_prints():
     assert ours("sharegpt")["cached", "p90"][0] < 2_500  # the cut pieces do not
 
 
-def test_questions_on_documents_have_the_ratios_that_the_paper_prints():
+def test_document_questions_have_the_papers_ratios():
     for name, least in (("narrativeqa", 0.7), ("finqa", 0.5)):
         figures = ours(name)
         for key in (("kappa", "p25"), ("kappa", "p50"), ("kappa", "p75"), ("document", "p50")):

@@ -76,7 +76,7 @@ def test_seeds_see_different_parts_of_the_day():
     assert max(rates) > 1.2 * min(rates)
 
 
-def test_a_steady_servegen_has_the_mean_rate_in_every_window_and_its_bursts():
+def test_steady_servegen_keeps_each_windows_rate_and_its_bursts():
     for seed in range(4):
         times_s = within(servegen(50.0, rng(seed), window_s=20.0, steady=True), 100)
         per_window = np.bincount((times_s / 20).astype(int))
@@ -151,7 +151,7 @@ def test_a_ramp_goes_evenly_from_rate_to_rate_and_stays(first, last):
     assert np.all(np.abs(count - expected) < 4 * np.sqrt(expected))
 
 
-def test_steps_keep_each_rate_for_their_time_and_the_last_for_ever():
+def test_steps_keep_each_rate_for_its_time_and_the_last_for_ever():
     stream = arrivals.steps([10.0, 0.0, 40.0], 50.0, np.random.default_rng(4))
     times = np.fromiter(takewhile(lambda time_s: time_s < 200.0, stream), dtype=float)
     count = np.histogram(times, bins=4, range=(0.0, 200.0))[0]

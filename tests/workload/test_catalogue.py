@@ -130,7 +130,7 @@ def test_what_is_neither_a_name_nor_a_workload_is_refused(tmp_path):
         workload_named(str(DATA / "servegen_day_rates.parquet"))
 
 
-def test_independent_requests_come_in_bursts_and_sessions_at_random():
+def test_azure_arrives_in_bursts_and_all_others_at_random():
     assert arrivals_for("azure").func is arrivals.servegen
     for name in set(BUILT_IN) - {"azure"}:
         assert arrivals_for(name) is arrivals.poisson

@@ -1,4 +1,4 @@
-"""Files that other tools write: what is sent of them, what is left out, and what is refused."""
+"""Files that other tools write: what is sent, left out, and refused."""
 
 import json
 
@@ -32,7 +32,7 @@ def sent(read, session=0, turn=0):
     return list(read.texts.messages(session, turn, 0))
 
 
-def test_a_chat_that_ends_with_a_user_is_one_request_with_all_before_it(tmp_path):
+def test_chat_that_ends_with_a_user_is_one_request(tmp_path):
     system = {"role": "system", "content": "be brief"}
     messages = [system, user("a b"), assistant("c"), user("d")]
     found = read(tmp_path, {"messages": messages, "max_tokens": 7})
@@ -42,7 +42,7 @@ def test_a_chat_that_ends_with_a_user_is_one_request_with_all_before_it(tmp_path
     assert found.notes == ()
 
 
-def test_each_answer_of_a_whole_talk_is_a_turn_that_extends_the_one_before(tmp_path):
+def test_each_answer_of_a_talk_is_a_turn_extending_the_previous(tmp_path):
     talk = [user("a b"), assistant("c d e"), user("f"), assistant("g")]
     found = read(tmp_path, {"messages": talk, "max_tokens": 99})
     assert lengths(found) == [[(3, 3), (9, 1)]]
@@ -80,14 +80,14 @@ def test_a_batch_request_is_its_body(tmp_path):
     assert lengths(found) == [[(2, 3)]] and found.source == "OpenAI batch requests"
 
 
-def test_vllms_custom_data_set_is_prompts_with_lengths_of_answers(tmp_path):
+def test_vllm_custom_data_set_is_read_as_prompts_with_lengths(tmp_path):
     lines = [{"prompt": "a b", "output_tokens": 10}, {"prompt": "c", "output_tokens": 4}]
     found = read(tmp_path, *lines)
     assert lengths(found) == [[(3, 10)], [(2, 4)]]
     assert sent(found, 1) == [user("c")] and found.source == "a vLLM custom data set"
 
 
-def test_aiperfs_conversations_grow_by_the_users_turns_and_say_so(tmp_path):
+def test_aiperf_conversations_grow_by_user_turns_and_say_so(tmp_path):
     turns = [
         {"role": "system", "text": "brief"},
         {"text": "a", "output_length": 5},
@@ -159,7 +159,7 @@ def test_no_more_lines_are_read_than_the_limit(tmp_path):
     assert len(read(tmp_path, *({"prompt": "a"} for _ in range(5)), how=how).sessions) == 2
 
 
-def test_an_aiperf_trace_may_lack_times_answers_and_block_numbers(tmp_path):
+def test_aiperf_trace_may_lack_times_answers_and_block_numbers(tmp_path):
     found = read(tmp_path, {"input_length": 600}, {"input_length": 1024, "hash_ids": [1, 2]})
     assert lengths(found) == [[(600, DEFAULT_OUTPUT_TOKENS)], [(1024, DEFAULT_OUTPUT_TOKENS)]]
     assert [session.arrival_s for session in found.sessions] == [None, None]

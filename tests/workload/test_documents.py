@@ -27,7 +27,7 @@ def test_every_prompt_is_the_document_and_one_question():
     assert turns[0].after_s == 0.0 < turns[1].after_s
 
 
-def test_readers_begin_with_another_question_and_keep_what_they_asked():
+def test_readers_begin_with_different_questions_of_a_document():
     read = sessions(readers=3)
     assert [[q.tokens for q in asked] for asked in read.questions[:3]] == [
         [10, 20, 30],
@@ -38,7 +38,7 @@ def test_readers_begin_with_another_question_and_keep_what_they_asked():
         assert [turn.new_tokens for turn in session.turns] == [q.tokens for q in asked]
 
 
-def test_a_document_loses_its_end_so_that_its_longest_question_fits():
+def test_document_is_cut_so_that_its_longest_question_fits():
     read = sessions(max_context_tokens=300)
     assert [s.document_tokens for s in read.sessions] == [300 - 30 - 8, 90]
     assert read.notes == ["1 of 2 documents cut to 300 tokens"]

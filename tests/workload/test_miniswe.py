@@ -7,9 +7,10 @@ import pytest
 
 from kappa_workload.catalogue import workload_named
 from kappa_workload.miniswe import read_miniswe, read_miniswe_texts, shapes_of
-from kappa_workload.reading import ReadAs, WorkloadError, estimated_tokens
+from kappa_workload.reading import ReadAs, estimated_tokens
 from kappa_workload.replay import Reuse
 from kappa_workload.sessions import demo_sessions_path
+from tests.workload.checks import check_refused
 
 
 def row(name="a", t_s=0.0, length=1000, output=50, cached=0, new=None):
@@ -73,10 +74,7 @@ def test_a_prompt_repeated_in_another_session_shares_its_blocks(tmp_path):
 )
 def test_a_bad_row_is_named(tmp_path, second, reason):
     path = table(tmp_path, row(t_s=2.0), second)
-    with pytest.raises(WorkloadError) as error:
-        read_miniswe(path)
-    assert str(error.value).startswith(f"{path}: row 2: ")
-    assert reason in str(error.value)
+    check_refused(read_miniswe, path, ": row 2: ", reason)
 
 
 def test_recorded_texts_share_their_longest_common_beginning(tmp_path):

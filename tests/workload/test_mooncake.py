@@ -7,16 +7,13 @@ import pytest
 
 from kappa_workload.mooncake import read_mooncake
 from kappa_workload.reading import WorkloadError
+from tests.workload.checks import check_refused
 
 
 def line(timestamp=0, input_length=1024, output_length=100, hash_ids=(0, 1), **more):
-    record = {
-        "timestamp": timestamp,
-        "input_length": input_length,
-        "output_length": output_length,
-        "hash_ids": list(hash_ids),
-        **more,
-    }
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    values = (timestamp, input_length, output_length, list(hash_ids))
+    record = dict(zip(names, values, strict=True)) | more
     return json.dumps({name: value for name, value in record.items() if value != "absent"}) + "\n"
 
 
@@ -57,7 +54,7 @@ def test_an_output_that_nobody_continues_has_blocks_of_its_own(tmp_path):
     assert not set(one.kept_blocks[1:].tolist()) & set(other.kept_blocks[1:].tolist())
 
 
-def test_the_part_of_an_output_that_the_next_turn_dropped_is_its_own(tmp_path):
+def test_output_blocks_that_the_next_turn_dropped_are_unshared(tmp_path):
     workload = read(tmp_path, line(0, 600, 2000, [0, 1]), line(1, 1100, 5, [0, 2, 3]))
 
     first, second = workload.sessions[0].turns
@@ -66,28 +63,18 @@ def test_the_part_of_an_output_that_the_next_turn_dropped_is_its_own(tmp_path):
     assert len(set(first.kept_blocks.tolist())) == 5
 
 
-def test_the_latest_request_that_is_extended_counts(tmp_path):
-    workload = read(
-        tmp_path,
-        line(0, 600, 1, [0, 1]),
-        line(1000, 1100, 1, [0, 2, 3]),
-        line(3000, 1700, 1, [0, 2, 4, 5]),
-    )
+@pytest.mark.parametrize(
+    ("third", "lengths", "pauses_s"),
+    [
+        (line(3000, 1700, 1, [0, 2, 4, 5]), [600, 1100, 1700], [0.0, 1.0, 2.0]),
+        (line(4000, 1200, 1, [0, 4, 5]), [600, 1100, 1200], [0.0, 1.0, 3.0]),  # another branch
+    ],
+)
+def test_request_follows_the_latest_that_it_extends(tmp_path, third, lengths, pauses_s):
+    workload = read(tmp_path, line(0, 600, 1, [0, 1]), line(1000, 1100, 1, [0, 2, 3]), third)
 
-    assert chains(workload) == [[600, 1100, 1700]]
-    assert [turn.after_s for turn in workload.sessions[0].turns] == [0.0, 1.0, 2.0]
-
-
-def test_a_second_branch_of_a_talk_stays_in_its_session(tmp_path):
-    workload = read(
-        tmp_path,
-        line(0, 600, 1, [0, 1]),
-        line(1000, 1100, 1, [0, 2, 3]),
-        line(4000, 1200, 1, [0, 4, 5]),
-    )
-
-    assert chains(workload) == [[600, 1100, 1200]]
-    assert workload.sessions[0].turns[2].after_s == 3.0
+    assert chains(workload) == [lengths]
+    assert [turn.after_s for turn in workload.sessions[0].turns] == pauses_s
 
 
 def test_a_repeated_prompt_is_no_next_turn(tmp_path):
@@ -104,14 +91,6 @@ def test_a_common_opening_makes_no_session(tmp_path):
     longer = [line(number, 600 + number, 1, [0, 1 + number]) for number in range(101)]
     assert len(read(tmp_path, *longer).sessions) == 101
     assert len(read(tmp_path, *longer[:100]).sessions) == 1
-
-
-def test_gzipped_traces_read_alike_and_blank_lines_do_not_count(tmp_path):
-    text = line() + "\n" + line(5, 1030, 1, [0, 1, 2])
-    zipped = tmp_path / "trace.jsonl.gz"
-    zipped.write_bytes(gzip.compress(text.encode()))
-
-    assert chains(read_mooncake(zipped)) == chains(read(tmp_path, text)) == [[1024, 1030]]
 
 
 def test_a_trace_cut_short_is_refused_where_it_ends(tmp_path):
@@ -150,12 +129,6 @@ def test_a_trace_cut_short_is_refused_where_it_ends(tmp_path):
     ],
 )
 def test_a_bad_line_is_named_with_its_reason(tmp_path, bad, reason):
-    with pytest.raises(WorkloadError) as error:
-        read(tmp_path, line(2), bad)
-    assert str(error.value).startswith(f"{tmp_path / 'trace.jsonl'}:2: ")
-    assert reason in str(error.value)
-
-
-def test_a_file_of_blank_lines_is_refused(tmp_path):
-    with pytest.raises(WorkloadError, match="holds no records"):
-        read(tmp_path, "\n\n")
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line(2) + bad)
+    check_refused(read_mooncake, path, ":2: ", reason)

@@ -6,6 +6,7 @@ import pytest
 from kappa_workload.prompts import VOCABULARY, WORDS, filler, prompt_tokens, prompt_words
 from kappa_workload.replay import copied
 from kappa_workload.shapes import SessionShape, key_of, stream_ids, turn_of
+from tests.workload.checks import document_session
 
 SIZE = 16
 
@@ -18,13 +19,7 @@ def talk(name="talk", lengths=((40, 30, 40), (90, 10, 20), (130, 5, 30))):
 
 
 def document(tokens=100, questions=(10, 20, 7)):
-    shared = stream_ids(key_of("document"), 0, tokens // SIZE)
-    turns = []
-    for number, question in enumerate(questions):
-        own = stream_ids(key_of("question", number), len(shared), 20)
-        ids = np.concatenate([shared, own])
-        turns.append(turn_of(0.0, tokens + question, 3, ids, SIZE, question))
-    return SessionShape("reader", tuple(turns), document_tokens=tokens)
+    return document_session(tokens, questions, SIZE)
 
 
 def common(one, other):
@@ -33,7 +28,7 @@ def common(one, other):
     return int(differ[0]) if len(differ) else least
 
 
-def test_a_prompt_has_the_length_of_its_turn_and_tokens_of_the_vocabulary():
+def test_prompt_has_its_turns_length_in_vocabulary_tokens():
     for session in (talk(), document()):
         for number, turn in enumerate(session.turns):
             tokens = prompt_tokens(session, number, SIZE)
@@ -49,7 +44,7 @@ def test_a_talk_repeats_itself_to_the_last_token():
     assert common(prompts[1], prompts[2]) == 90
 
 
-def test_questions_share_their_document_to_the_last_token_and_no_more():
+def test_questions_share_exactly_their_documents_tokens():
     prompts = [prompt_tokens(document(), turn, SIZE) for turn in range(3)]
     assert common(prompts[0], prompts[1]) == common(prompts[1], prompts[2]) == 100
 

@@ -1,6 +1,5 @@
 """What a load test sends: copies, what an endless cache holds, arrivals, lengths, flat memory."""
 
-import hashlib
 import tracemalloc
 from itertools import islice, repeat
 
@@ -21,6 +20,7 @@ from kappa_workload.replay import (
 )
 from kappa_workload.sessions import demo_sessions_path
 from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+from tests.workload.checks import cached_in_fact
 
 SESSIONS = 20
 
@@ -57,7 +57,7 @@ def test_the_first_copy_is_the_workload_itself_in_another_order(workload):
     assert blocks_of(first) == blocks_of(workload.sessions)
 
 
-def test_copies_share_nothing_with_one_another_and_everything_within(workload):
+def test_copies_share_blocks_within_but_not_among_each_other(workload):
     groups = copies(workload, 5)
 
     sets = [blocks_of(group) for group in groups]
@@ -122,22 +122,21 @@ def played(reuse, one):
     return [reuse.visit(one, number) for number in range(len(one.turns))]
 
 
-def test_whole_blocks_of_earlier_prompts_are_held_and_the_last_token_never_is():
-    talk = session((250, 10), (300, 10), (300, 10))
-    assert played(Reuse(100, 100, outputs_kept=False), talk) == [0, 200, 200]
-
-
-def test_answers_are_held_if_they_are_kept():
-    talk = session((250, 150), (520, 10))
-    assert played(Reuse(100, 100, outputs_kept=False), talk) == [0, 200]
-    assert played(Reuse(100, 100, outputs_kept=True), talk) == [0, 400]
-
-
-def test_smaller_blocks_hold_what_a_prompt_fills_in_part():
-    talk = session((250, 60), (520, 90), (610, 10))
-    assert played(Reuse(100, 16, outputs_kept=False), talk) == [0, 240, 512]
-    untold = session((250, 10), (520, 10))  # nothing says how the first prompt goes on
-    assert played(Reuse(100, 16, outputs_kept=False), untold) == [0, 192]
+@pytest.mark.parametrize(
+    ("turns", "unit", "outputs_kept", "cached"),
+    [
+        # Whole blocks of earlier prompts.
+        (((250, 10), (300, 10), (300, 10)), 100, False, [0, 200, 200]),
+        # Answers, if they are kept.
+        (((250, 150), (520, 10)), 100, False, [0, 200]),
+        (((250, 150), (520, 10)), 100, True, [0, 400]),
+        # Smaller blocks hold what a prompt fills in part, if the next says how it goes on.
+        (((250, 60), (520, 90), (610, 10)), 16, False, [0, 240, 512]),
+        (((250, 10), (520, 10)), 16, False, [0, 192]),
+    ],
+)
+def test_reuse_counts_blocks_of_prompts_and_of_kept_answers(turns, unit, outputs_kept, cached):
+    assert played(Reuse(100, unit, outputs_kept=outputs_kept), session(*turns)) == cached
 
 
 def test_a_document_is_held_to_its_last_full_block():
@@ -196,18 +195,6 @@ def play(workload, count=None, times=None, **options):
     )
 
 
-def cached_in_fact(seen, tokens):
-    """What an endless cache of full blocks held of a prompt; notes it."""
-    state, held, whole = hashlib.blake2b(digest_size=8), 0, True
-    for start in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
-        state.update(tokens[start : start + BLOCK].tobytes())
-        digest = state.copy().digest()
-        whole = whole and digest in seen
-        held += BLOCK * whole
-        seen.add(digest)
-    return min(held, (len(tokens) - 1) // BLOCK * BLOCK)
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_expected_reuse_is_that_of_the_prompts(name):
     workload = workload_named(name, ReadAs(block_tokens=BLOCK))
@@ -218,7 +205,7 @@ def test_the_expected_reuse_is_that_of_the_prompts(name):
     for request in islice(sent, count):
         tokens = request.make_prompt()
         assert len(tokens) == request.input_tokens
-        assert cached_in_fact(seen, tokens) == request.cached_tokens
+        assert cached_in_fact(seen, tokens, BLOCK) == request.cached_tokens
         assert request.cached_tokens + request.new_tokens == request.input_tokens
         reused += request.cached_tokens
     assert (reused > 0) == (name != "azure")
@@ -228,11 +215,11 @@ def test_copies_of_a_workload_share_nothing():
     seen: set[bytes] = set()
     for session in play(toy(), 12):
         first, second = session.requests
-        assert cached_in_fact(seen, first.make_prompt()) == 0
-        assert cached_in_fact(seen, second.make_prompt()) == second.cached_tokens == 32
+        assert cached_in_fact(seen, first.make_prompt(), BLOCK) == 0
+        assert cached_in_fact(seen, second.make_prompt(), BLOCK) == second.cached_tokens == 32
 
 
-def test_sessions_come_in_order_of_arrival_and_are_the_same_each_time():
+def test_play_gives_the_same_sessions_in_order_of_arrival():
     def played():
         rng = np.random.default_rng(7)
         sessions = play(toy(), 50, arrivals.poisson(2.0, rng))
@@ -254,7 +241,7 @@ def test_a_session_is_told_as_its_source_tells_it():
     assert second.after_s in (4.0, 5.0, 6.0)
 
 
-def test_the_times_of_a_trace_are_kept_and_copies_follow_one_another():
+def test_replay_keeps_trace_times_and_lets_copies_follow():
     workload = toy((10.0, 0.0, 5.0))
     sessions = list(islice(replay_sessions(workload, arrivals=None, seed=0, trace_speed=2.0), 6))
     assert [s.id for s in sessions] == ["s1", "s2", "s0", "s1~1", "s2~1", "s0~1"]
@@ -305,7 +292,7 @@ def test_options_bound_turns_outputs_pauses_and_copies():
     assert mean_turns(toy()) == 2
 
 
-def test_prompts_are_words_if_asked_and_chats_where_there_are_texts():
+def test_prompts_are_words_if_asked_and_chats_if_texts_exist():
     request = play(toy(), 1, as_text=True)[0].requests[0]
     assert len(request.make_prompt().split(" ")) == 40
 

@@ -1,6 +1,5 @@
 """Workloads made small: ratios and sharing stay."""
 
-import hashlib
 from fractions import Fraction
 from itertools import islice, repeat
 
@@ -12,6 +11,7 @@ from kappa_workload.catalogue import workload_named
 from kappa_workload.reading import ReadAs
 from kappa_workload.replay import replay_sessions, requests
 from kappa_workload.scaling import scaled
+from tests.workload.checks import cached_in_fact
 
 BLOCK = 16
 
@@ -55,14 +55,7 @@ def test_prompts_share_what_is_expected_of_them(pair):
     for request in islice(sent, 150):
         tokens = request.make_prompt()
         assert len(tokens) == request.input_tokens
-        state, held, whole = hashlib.blake2b(digest_size=8), 0, True
-        for start in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
-            state.update(tokens[start : start + BLOCK].tobytes())
-            digest = state.copy().digest()
-            whole = whole and digest in seen
-            held += BLOCK * whole
-            seen.add(digest)
-        assert min(held, (len(tokens) - 1) // BLOCK * BLOCK) == request.cached_tokens
+        assert cached_in_fact(seen, tokens, BLOCK) == request.cached_tokens
 
 
 def test_a_factor_of_one_changes_nothing_and_fractions_are_exact():

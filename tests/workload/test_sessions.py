@@ -14,6 +14,7 @@ from kappa_workload.sessions import (
     demo_sessions_path,
     read_sessions,
 )
+from tests.workload.checks import check_refused
 
 
 def line(session="a", t_s=0.0, **fields):
@@ -63,10 +64,7 @@ def test_a_bad_line_is_named_with_its_reason(tmp_path, second_line, reason):
     path = tmp_path / "bad.jsonl"
     path.write_text(line(t_s=5) + second_line)
 
-    with pytest.raises(WorkloadError) as error:
-        read_sessions(path)
-    assert str(error.value).startswith(f"{path}:2: ")
-    assert reason in str(error.value)
+    check_refused(read_sessions, path, ":2: ", reason)
 
 
 def test_absent_empty_and_damaged_files_are_named(tmp_path):
@@ -103,7 +101,7 @@ def test_shipped_sessions_are_small_and_nest(demo):
             assert len(after.input_text) > len(before.input_text)
 
 
-def test_shipped_turns_split_into_messages_that_extend_each_other(demo):
+def test_shipped_turns_split_into_messages_extending_each_other(demo):
     for session in demo:
         for index, turn in enumerate(session.turns):
             messages = as_messages(turn)

@@ -7,6 +7,7 @@ import pytest
 
 from kappa_workload.reading import ReadAs, WorkloadError
 from kappa_workload.sharegpt import MEAN_THINK_S, read_sharegpt_table, read_sharegpt_texts
+from tests.workload.checks import check_pauses, check_refused
 
 
 def row(name="a", turn=0, cached=0, new=100, out=50, uncut=None):
@@ -41,7 +42,7 @@ def lengths(workload):
     return {s.id: [(t.input_tokens, t.output_tokens) for t in s.turns] for s in workload.sessions}
 
 
-def test_each_prompt_begins_with_all_that_was_kept_of_the_one_before(tmp_path):
+def test_prompt_begins_with_all_kept_of_the_previous_turn(tmp_path):
     path = table(
         tmp_path,
         row("a", 0, 0, 100, 50),
@@ -71,15 +72,7 @@ def test_the_history_before_the_cut_can_be_put_in_front(tmp_path):
 
 def test_pauses_are_drawn_from_the_seed(tmp_path):
     rows = [row(f"c{k}", turn, 150 * turn) for k in range(300) for turn in range(4)]
-    path = table(tmp_path, *rows)
-
-    def pauses(seed):
-        workload = read_sharegpt_table(path, ReadAs(seed=seed))
-        assert all(session.turns[0].after_s == 0 for session in workload.sessions)
-        return [t.after_s for session in workload.sessions for t in session.turns[1:]]
-
-    assert pauses(1) == pauses(1) != pauses(2)
-    assert sum(pauses(1)) / 900 == pytest.approx(MEAN_THINK_S, rel=0.1)
+    check_pauses(read_sharegpt_table, table(tmp_path, *rows), MEAN_THINK_S)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +90,7 @@ def test_pauses_are_drawn_from_the_seed(tmp_path):
 )
 def test_a_bad_row_is_named(tmp_path, second, reason):
     path = table(tmp_path, row(), second)
-    with pytest.raises(WorkloadError) as error:
-        read_sharegpt_table(path)
-    assert str(error.value).startswith(f"{path}: row 2: ")
-    assert reason in str(error.value)
+    check_refused(read_sharegpt_table, path, ": row 2: ", reason)
 
 
 def test_texts_are_measured_and_accumulate(tmp_path):
@@ -136,24 +126,15 @@ def test_texts_are_measured_and_accumulate(tmp_path):
         ([talk("a", ("gpt", "x"))], "holds no conversation with an answer"),
         ([7], "item 1: Expected `object`, got `int`"),
         ([{"id": "a"}], "missing required field `conversations`"),
-        (
-            [{"id": "a", "conversations": ["x"]}],
-            "got `str` - at `$.conversations[0]`",
-        ),
+        ([{"id": "a", "conversations": ["x"]}], "got `str` - at `$.conversations[0]`"),
         ([talk(7, ("human", "x"))], "Expected `str`, got `int` - at `$.id`"),
         ([talk("a", ("human", 5))], "Expected `str`, got `int` - at `$.conversations[0].value`"),
-        (
-            [talk("a", ("nobody", "x"))],
-            "Invalid enum value 'nobody'",
-        ),
+        ([talk("a", ("nobody", "x"))], "Invalid enum value 'nobody'"),
     ],
 )
 def test_other_files_of_texts_are_refused(tmp_path, content, reason):
     path = texts(tmp_path, content)
-    with pytest.raises(WorkloadError) as error:
-        read_sharegpt_texts(path, ReadAs(len))
-    assert str(error.value).startswith(f"{path}:")
-    assert reason in str(error.value)
+    check_refused(lambda path: read_sharegpt_texts(path, ReadAs(len)), path, ":", reason)
 
 
 def test_texts_become_chats_in_the_words_of_the_api(tmp_path):

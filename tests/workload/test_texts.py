@@ -1,4 +1,4 @@
-"""Texts as chats, and documents whose bodies are not at hand."""
+"""Texts as chats, and documents without their bodies at hand."""
 
 from kappa_workload.documents import Question
 from kappa_workload.narrativeqa import document_texts
@@ -35,7 +35,7 @@ def test_a_copy_begins_with_its_number_and_leaves_the_text_alone():
     assert prompts.messages(3, 4, 1)[0]["content"] == "1 3 4"
 
 
-def test_a_document_is_its_summary_and_plain_words_up_to_its_length():
+def test_document_is_its_summary_and_words_up_to_its_length():
     summary, words, question = documents().messages(0, 0, 0)[0]["content"].split("\n\n")
     assert summary == "a tale of two"
     assert len(words.split()) == 94

@@ -96,9 +96,10 @@ def fields_known(schemas: Mapping[str, Schema]) -> set[str]:
 
 def _good(rng: np.random.Generator, kind: str, text: str) -> dict[str, Any]:
     options = {
-        "max_tokens": int(rng.integers(1, 6)), "stream": bool(rng.integers(2)),
+        "max_tokens": int(rng.integers(1, 6)),
+        "stream": bool(rng.integers(2)),
         "temperature": float(rng.uniform(0, 1)),
-    }  # fmt: skip
+    }
     if kind == COMPLETION:
         return {**options, "prompt": pick(rng, (text, [text], [1, 2, 3], [[1, 2], [3]]))}
     content: Any = text if rng.random() < 0.8 else [{"type": "text", "text": text}]

@@ -1,8 +1,8 @@
-"""The faults that are tried, by name: how each is done and healed, and what is promised then.
+"""The faults by name: how each is done and healed, and the guarantee while it lasts.
 
-One list for the command line, the tests and the runbook. A promise is a limit on what clients and
-the cluster's own figures may show; `kappa_benchmarks.faults.trial` compares them with it. Nothing
-is waited for without a bound.
+One list for the command line, the tests and the runbook. A guarantee bounds the clients' losses and
+the cluster's own figures; `kappa_benchmarks.faults.trial` compares them with it. Every wait has a
+bound.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _CORRUPT = (
 
 @dataclass(slots=True)
 class Action:
-    """One try. shown: whether what must be seen was; None: nothing was to be seen. node: of the
-    worker that is killed or impaired, if one is."""
+    """One try."""
 
     do: Callable[[], object]
     heal: Callable[[], object] = lambda: None
+    # Whether the fault's effect was seen; None: it has none that must be.
     shown: Callable[[], bool | None] = lambda: None
+    # Of the worker that is killed or impaired, if one is.
     node: str = ""
 
 
@@ -127,7 +128,7 @@ def _kill_decider(v: Victim) -> Action:
 
 
 def _kill_role(role: str, most: int | None = None) -> Callable[[Victim], Action]:
-    """Kill a role's processes, so many at most; others must come."""
+    """Kill a role's processes, at most `most`; others must come."""
 
     def make(v: Victim) -> Action:
         pids = v.of_role(role)
@@ -258,29 +259,30 @@ def _corrupted_profile(v: Victim) -> Action:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong.
-
-    make: its action, for a victim. title: what is done. engine: of the cluster that it is tried
-    on. lasts_s: how long the fault stays before it is healed; 0: nothing has to be healed.
-    may_lose_open: requests that were open at that moment may fail (their one way to the client is
-    gone). may_refuse: what clients may be told, or see, until what was killed is back, as
-    `Observed.error` has it; all others must be answered. first_answer_s: after it, somebody answers
-    within so much. recovers: a killed worker must be back within its own start time and
-    `recovery_extra_s`. ends_cluster: nothing serves afterwards; tried last. shows: what else must
-    be seen, in words.
-    """
+    """A fault and its guarantee."""
 
     name: str
+    # The deed, in words.
     title: str
+    # Its action, for a victim.
     make: Callable[[Victim], Action]
+    # Of the cluster that it is tried on.
     engine: Literal["emulated", "vllm"] = "emulated"
+    # Before it is healed; 0: nothing has to be healed.
     lasts_s: float = 0.0
+    # Requests that were open at that moment may fail: their one way to the client is gone.
     may_lose_open: bool = False
+    # Errors, as `Observed.error` has them, that clients may see until the killed process is back;
+    # all other requests must be answered.
     may_refuse: tuple[str, ...] = ()
+    # Within this, some request that is sent after it gets its first token; None: no such bound.
     first_answer_s: float | None = None
+    # A killed worker must be back within its own start time and `recovery_extra_s`.
     recovers: bool = False
     recovery_extra_s: float = 5.0
+    # Nothing serves afterwards: tried last.
     ends_cluster: bool = False
+    # The effect that must be seen, in words.
     shows: str = ""
 
     def action(self, target: Target, turn: int) -> Action:
@@ -334,9 +336,9 @@ FAULTS: tuple[Fault, ...] = (
           _decider_clock(_HOUR_S), lasts_s=10.0, shows=_ALL_CHOSEN),
     Fault("decider_clock_back", "the decider's clock jumps an hour back", _decider_clock(-_HOUR_S),
           lasts_s=10.0, shows=_ALL_CHOSEN),
-    Fault("disk_full", "no file below the cache folder can be written, then a worker starts anew",
+    Fault("disk_full", "no file below the cache folder can be written, then a worker restarts",
           _full_disk, recovers=True, recovery_extra_s=10.0, shows="the worker joins and serves"),
-    Fault("poisoned_profile", "the cached profile is nonsense, then a worker starts anew",
+    Fault("poisoned_profile", "the cached profile is nonsense, then a worker restarts",
           _corrupted_profile, recovers=True, recovery_extra_s=10.0,
           shows="the worker joins with the profile it had"),
     Fault("ray_head_killed", "kill -9 of Ray's GCS, without which there is no cluster", _kill_head,

@@ -1,8 +1,8 @@
 """The cluster that faults are tried on: a `kappa serve` of our own, its processes, its answers.
 
-Its caches, and the files that say what is to go wrong, lie in one folder; the harness has no other
-way into it than HTTP, signals and these files. However the trials end, it is stopped politely, then
-surely; what outlives it is reported. Linux only.
+Its caches, and the files that name the faults, lie in one folder; the harness reaches it by HTTP,
+signals and these files alone. However the trials end, the cluster is stopped, first politely, then
+by force; processes that outlive it are reported. Linux only.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ tenants:
   operators: [operator]
   unknown: refuse
 """
-"""Nobody without a key: for what one tenant does to another."""
+"""No access without a key: for trials of one tenant against another."""
 
 
 class FaultsError(RuntimeError):
@@ -87,7 +87,7 @@ _ROLES = {
 
 
 class Family:
-    """The process `pid` and all that it started; remembers them, to find what outlives it."""
+    """The process `pid` and all that it started; remembers them, to find survivors."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
@@ -114,12 +114,12 @@ class Family:
         return []
 
     def strays(self) -> list[str]:
-        """What this cluster started and nobody of it is the parent of any more."""
+        """Processes of this cluster that have lost their parent in it."""
         members = self.members()
         return [line for line in self.survivors() if int(line.split()[0]) not in members]
 
     def survivors(self) -> list[str]:
-        """Everyone ever seen who lives: pid and title."""
+        """Processes ever seen that still live: pid and title."""
         living = []
         for (pid, created_s), title in self._seen.items():
             with suppress(psutil.Error):
@@ -145,14 +145,14 @@ def alive(pid: int) -> bool:
 
 
 def send(number: signal.Signals, pids: Iterable[int]) -> None:
-    """A signal to processes; who is gone already is."""
+    """Send a signal to processes; those that are gone are skipped."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def kill(pids: Iterable[int]) -> None:
-    """End them at once."""
+    """Kill processes at once."""
     send(signal.SIGKILL, pids)
 
 
@@ -162,7 +162,7 @@ def kill(pids: Iterable[int]) -> None:
 class Target:
     """A running cluster, its processes, and the folder that `environment` named when it started.
 
-    headers: an operator's, where nobody is served without a key.
+    headers: an operator's, where every request needs a key.
     """
 
     def __init__(
@@ -176,19 +176,19 @@ class Target:
         self.http = httpx.Client(base_url=url, timeout=20.0, headers=self.headers)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Rows of `/v1/nodes`; none while nobody answers."""
+        """Rows of `/v1/nodes`; none without an answer."""
         return self._rows("/v1/nodes", "nodes")
 
     def decisions(self, limit: int = 200) -> list[dict[str, Any]]:
-        """The last decisions with their outcomes; none while nobody answers."""
+        """The last decisions with their outcomes; none without an answer."""
         return self._rows(f"/v1/decisions?limit={limit}", "decisions")
 
     def row(self, key: str, name: str) -> dict[str, Any] | None:
-        """The node's row whose `node` or `worker` has that name, if it is there."""
+        """The row with that `node` or `worker`; None if it is not there."""
         return next((row for row in self.nodes() if row[key] == name), None)
 
     def metric(self, name: str) -> float:
-        """Sum of a metric's samples; -1 while nobody answers."""
+        """Sum of a metric's samples; -1 without an answer."""
         try:
             text = self.http.get("/metrics").raise_for_status().text
             families = list(text_string_to_metric_families(text))
@@ -198,7 +198,7 @@ class Target:
         return sum(sample.value for sample in samples if sample.name == name)
 
     def reservations(self) -> int:
-        """Requests that the router holds something for; -1 while nobody answers."""
+        """Requests with a reservation in the router; -1 without an answer."""
         return int(self.metric("kappa_reservations"))
 
     def pid(self, worker: str) -> int:
@@ -238,14 +238,14 @@ class Target:
         return []
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        """All at once, so that nobody reads half of it."""
+        """Replace the file in one step, so that no reader sees half a file."""
         new = self.folder / f"{name}.new"
         new.write_text(json.dumps(content), encoding="utf-8")
         new.replace(self.folder / name)
 
 
 async def aside(question: Callable[[], Any]) -> Any:
-    """Run it on a thread: the load must not wait for it."""
+    """Run `question` on a thread: the load must not wait for it."""
     return await asyncio.get_running_loop().run_in_executor(None, question)
 
 
@@ -272,7 +272,7 @@ def started(
     Raises:
         FaultsError: it did not start; with its last output.
     """
-    # Whoever ends us must not leave a cluster behind.
+    # However this process ends, it must not leave a cluster behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder.mkdir(parents=True, exist_ok=True)
     config, errors = folder / "cluster.yaml", folder / "cluster.log"
@@ -322,7 +322,7 @@ def first_line(process: subprocess.Popen[str], begins: str, timeout_s: float) ->
 
 
 def ready_line(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:
-    """What `kappa serve --json` prints once it serves; `errors`: where its log goes.
+    """The first JSON line of `kappa serve --json`, once it serves; `errors`: the file of its log.
 
     Raises:
         FaultsError: it ended, or did not serve in time; with its last output.

@@ -1,8 +1,8 @@
-"""`kappa faults`: things that go wrong, done to clusters started for it; each passes or fails.
+"""`kappa faults`: faults injected into clusters that it starts; each trial passes or fails.
 
 The real stack under load: Ray Serve, decider, router, report streams, HTTP. Engines are emulated
-where the catalogue says so, else vLLM's. One line per fault; the exit code is 1 if a promise was
-broken.
+where the catalogue says so, else vLLM's. One line per fault; the exit code is 1 if a guarantee was
+violated.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from kappa_benchmarks.faults.trial import try_faults
 from kappa_benchmarks.harness import (
     Column,
     Json,
-    command,
-    machine,
     names,
+    publish,
+    result,
     rows_table,
-    save_json,
     usage_errors,
 )
 
@@ -57,14 +56,15 @@ def faults(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of load and victims.")] = 0,
     storm_requests: Annotated[
-        int, typer.Option(min=0, help="Instead: kill a worker every 20 s for so many requests.")
+        int,
+        typer.Option(min=0, help="Instead: requests; meanwhile a worker is killed every 20 s."),
     ] = 0,
     storm_kills: Annotated[
-        int, typer.Option(min=0, help="Instead: so many kills, each after recovery.")
+        int, typer.Option(min=0, help="Instead: number of kills, each after recovery.")
     ] = 0,
-    streams: Annotated[int, typer.Option(min=0, help="Instead: open so many streams at once.")] = 0,
+    streams: Annotated[int, typer.Option(min=0, help="Instead: streams to open at once.")] = 0,
     fuzz: Annotated[
-        int, typer.Option(min=0, help="Instead: send so many requests that no client should send.")
+        int, typer.Option(min=0, help="Instead: number of requests that no client should send.")
     ] = 0,
     isolation: Annotated[
         float,
@@ -73,7 +73,7 @@ def faults(
         ),
     ] = 0.0,
     limit_s: Annotated[
-        float, typer.Option(min=30.0, help="End the killing after so many seconds in any case.")
+        float, typer.Option(min=30.0, help="Seconds after which the killing ends in any case.")
     ] = 3600.0,
     out: Annotated[Path | None, typer.Option(help="Folder for faults.json.")] = None,
     json_output: Json = False,
@@ -87,8 +87,7 @@ def faults(
         if engine is not None:
             names(engine, SETTINGS, "--engine")
     chosen = [fault for fault in chosen if engine in (None, fault.engine)]
-    report: Report = {"command": command(), "machine": machine(), "seed": seed}
-    report |= {"engine": engine, "survivors": [], "kept": True}
+    report: Report = {"seed": seed, "engine": engine, "survivors": [], "kept": True}
     runs = Runs(report, Console(stderr=True, highlight=False))
     killing = storm_requests or storm_kills
     try:
@@ -102,12 +101,9 @@ def faults(
     except FaultsError as error:
         runs.console.print(f"[red]{error}[/red]")
         raise typer.Exit(1) from None
-    if out is not None:
-        save_json(report, out / "faults.json")
-    if json_output:
-        print(json.dumps(report))
-    else:
-        show(report, Console(highlight=False))
+    report = result(**report)
+    file = out and out / "faults.json"
+    publish(report, lambda console: show(report, console), json_output=json_output, out=file)
     if not report["kept"]:
         raise typer.Exit(1)
 
@@ -120,7 +116,7 @@ def _list(json_output: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What is done to clusters; all of it ends up in the report."""
+    """The trials on clusters; each adds its result to the report."""
 
     report: Report
     console: Console
@@ -204,7 +200,7 @@ class Runs:
 _VERDICTS: dict[str, Column] = {
     "fault": "fault", "verdict": lambda row: "kept" if row["kept"] else "; ".join(row["failed"]),
     "requests": "requests", "lost": "lost", "first answer": "first_answer_s:.2f",
-    "recovery": "recovery_s:.2f", "of it the start": "start_s:.1f",
+    "recovery": "recovery_s:.2f", "its start": "start_s:.1f",
 }  # fmt: skip
 _BESIDE: dict[str, Column] = {
     "traffic": "kind", "p50": "ttft.p50_s:.2f", "p90": "ttft.p90_s:.2f", "max": "ttft.max_s:.2f",
@@ -215,7 +211,7 @@ _BESIDE: dict[str, Column] = {
 
 
 def show(report: Report, console: Console) -> None:
-    """Whatever the report holds."""
+    """Print every part that the report holds."""
     if "verdicts" in report:
         title = f"seed {report['seed']} on {report['machine']}; seconds"
         console.print(rows_table(title, _VERDICTS, report["verdicts"], left=("verdict",)))

@@ -40,44 +40,51 @@ _MOST_RATIO = 3.0
 
 @dataclass(frozen=True, slots=True)
 class FuzzPlan:
-    """What is sent. schemas: of chat and completion requests, by path. at_once: requests. bound_s:
-    within which every one must be answered."""
+    """The hostile requests."""
 
     requests: int
     seed: int
+    # JSON schemas of chat and completion requests, by path.
     schemas: Mapping[str, Schema]
+    # Requests at a time.
     at_once: int = 16
+    # Within which each must be answered.
     bound_s: float = 75.0
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Processes of a worker that ended, seen so many seconds after the start. suspects: requests
-    that were open then or had just been answered, the latest last."""
+    """Processes of a worker that ended."""
 
+    # When it was seen, from the start.
     at_s: float
     lost: tuple[str, ...]
+    # Requests that were open then or had just been answered, the latest last.
     suspects: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FuzzResult:
-    """statuses: of the answers; wrong: what was wrong with which request, the first twenty; idle,
-    honest: the honest client before and meanwhile; slow: its slowest requests, each with hostile
-    ones that took long at that time; untried: fields that no request tried."""
+    """Answers to the hostile requests, and the honest client beside them."""
 
     requests: int
     seconds: float
+    # Answers by status, or by the client's error.
     statuses: dict[str, int]
+    # Wrong answers: how many, and the first twenty with their faults.
     wrong_total: int
     wrong: tuple[str, ...]
     slowest_s: float
     deaths: tuple[Death, ...]
+    # Left at the end.
     reservations: int
+    # Known request fields, and those that no request tried.
     fields: int
     untried: tuple[str, ...]
+    # The honest client before and meanwhile.
     idle: Beside
     honest: Beside
+    # Its slowest requests, each with hostile ones that took long at that time.
     slow: tuple[tuple[str, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +98,7 @@ class FuzzResult:
         return {name: time_s / self.idle.p50_s for name, time_s in times_s.items()}
 
     def broken(self) -> list[str]:
-        """Which promises were, in words."""
+        """Violated guarantees, as sentences."""
         worst = self.ratios["max"]
         found = {
             f"{self.wrong_total} answers were wrong": self.wrong_total,
@@ -136,7 +143,7 @@ async def fuzz(
 
 
 async def _honest_during(target: Target, seed: int, work: Awaitable[object]) -> list[Observed]:
-    """What the honest client saw while `work` went on."""
+    """The honest client's requests while `work` went on."""
     async with Traffic(target.url, target.model, HONEST, seed, key_of("honest")) as traffic:
         await work
         await traffic.settle()
@@ -209,7 +216,7 @@ class _Run:
             self.advance()
 
     async def _send(self, session: aiohttp.ClientSession, bad: Bad) -> tuple[str, str]:
-        """The status and what is wrong with it; a long stream is left after a while."""
+        """The status, and a complaint or ""; a long stream is left after a while."""
         url, headers = f"{self.target.url}{bad.path}", {**key_of("hostile"), **dict(bad.headers)}
         read = []
         try:
@@ -252,7 +259,7 @@ class _Run:
 
 
 def complaint_of(status: int, text: str) -> str:
-    """What is wrong with an answer, or with the error event of a stream; empty if nothing is."""
+    """A complaint about an answer, or about the error event of a stream; empty if it is right."""
     if status == 500:
         return f"500 {text[:200]}"
     events = [line[6:] for line in text.splitlines() if line.startswith('data: {"error"')]

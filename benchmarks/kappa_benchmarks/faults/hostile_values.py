@@ -90,8 +90,9 @@ _XARGS: tuple[Any, ...] = (
 )  # fmt: skip
 _FUNCTIONS: tuple[Any, ...] = tuple(
     [{"type": "function", "function": {"name": name, "parameters": schema}}]
-    for name in ("f", "") for schema in _JSON_SCHEMAS
-)  # fmt: skip
+    for name in ("f", "")
+    for schema in _JSON_SCHEMAS
+)
 _URL = "http://127.0.0.1:1/x.png"
 _PARTS: tuple[Any, ...] = (
     {"type": "image_url", "image_url": {"url": _URL}}, {"type": "image_url", "image_url": _URL},
@@ -202,7 +203,7 @@ def hostile(rng: np.random.Generator, field: str, schema: Schema, root: Schema) 
         rng: draws.
         field: the field's name.
         schema: its JSON schema; empty if none is known.
-        root: the schema whose `$defs` it refers to.
+        root: the schema with the `$defs` that it refers to.
     """
     way = float(rng.random())
     if way < 0.45 and field in BY_FIELD:
@@ -238,7 +239,7 @@ def fitting(rng: np.random.Generator, schema: Schema, root: Schema, depth: int =
 
 
 def spoilt(rng: np.random.Generator, value: Any) -> Any:
-    """The value with one of its places, or all of it, replaced by something else."""
+    """The value with one of its places, or the whole value, replaced by something else."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
         return anything(rng)
     if isinstance(value, list):
@@ -253,7 +254,7 @@ def spoilt(rng: np.random.Generator, value: Any) -> Any:
 
 
 def written(body: Any) -> str:
-    """As JSON, the words of `RAW` replaced by what they stand for."""
+    """A body as JSON, with the words of `RAW` replaced by their values."""
     text = json.dumps(body)
     for word, raw in RAW.items():
         text = text.replace(f'"{word}"', raw)

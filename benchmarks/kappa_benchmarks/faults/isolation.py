@@ -41,35 +41,39 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of traffic. pool: makes the requests that its clients send in turn, for a model.
-    clients: at once. trickled: bodies arrive byte by byte; slow: answers are read 64
-    bytes a second."""
+    """One kind of traffic."""
 
     title: str
+    # Makes the requests that its clients send in turn, for a model.
     pool: Callable[[Rng, str], Sequence[Bad]]
+    # At a time.
     clients: int = 16
+    # Bodies arrive byte by byte.
     trickled: bool = False
+    # Answers are read 64 bytes a second.
     slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the small request saw beside one kind. ratio, tail_ratio: of the medians and of the 90 %
-    quantiles, over those beside fair traffic; statuses: of the other tenant's answers."""
+    """The small request beside one kind of traffic."""
 
     kind: str
     title: str
     ttft: Beside
+    # Of the medians and of the 90 % quantiles, over those beside fair traffic.
     ratio: float
     tail_ratio: float
+    # Of the other tenant's answers.
     statuses: dict[str, int]
+    # Left at the end.
     reservations: int
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "broken": self.broken()}
 
     def broken(self) -> list[str]:
-        """Which promises were, in words."""
+        """Violated guarantees, as sentences."""
         found = {
             f"{self.ratio:.1f} times its fair time": self.ratio > _MOST_RATIO,
             f"{self.tail_ratio:.1f} times at the 90 % quantile": self.tail_ratio > _MOST_RATIO,
@@ -84,7 +88,7 @@ def _words(rng: Rng, count: int) -> str:
 
 
 def _letters(rng: Rng, count: int) -> str:
-    """Words that no vocabulary holds, so many bytes in all."""
+    """Words that no vocabulary holds, `count` bytes in all."""
     drawn = rng.integers(97, 123, count, dtype=np.uint8)
     drawn[7::8] = 32
     return drawn.tobytes().decode()
@@ -114,7 +118,7 @@ def _big(rng: Rng, model: str) -> list[Bad]:
 
 
 def _grammars(rng: Rng, model: str) -> list[Bad]:
-    """Structured answers whose grammars take long to compile, no two alike."""
+    """Structured answers by grammars that take long to compile, no two alike."""
     found = []
     for number in range(64):
         name = f"g{number}-{int(rng.integers(1 << 30))}"

@@ -1,8 +1,8 @@
 """Worker after worker killed under load, and very many streams at once: goals that need a long run.
 
-One worker is killed every so many seconds, or the next one only when the last is back, until enough
-non-streaming requests were answered or enough workers killed. Or so many streams are opened at the
-same time, and all awaited.
+A worker is killed every 20 s, or the next one only when the last is back, until enough requests
+without a stream were answered or enough workers killed. Or many streams are opened at the same
+time, and all awaited.
 """
 
 from __future__ import annotations
@@ -26,36 +26,44 @@ _EVERY_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class KillPlan:
-    """What is done. requests: stop after so many non-streaming ones; kills: or after so many kills,
-    each after the recovery from the last; 0: no such bound. limit_s: end in any case."""
+    """When the killing stops; a bound of 0 is none."""
 
+    # After this many requests without a stream.
     requests: int = 0
+    # After this many kills, each after the recovery from the last.
     kills: int = 0
+    # In any case.
     limit_s: float = 540.0
 
 
 @dataclass(slots=True)
 class Kill:
-    """One kill: when (seconds since the start), whom, and how it was survived."""
+    """One kill of a worker."""
 
+    # Since the start.
     at_s: float
     node: str
+    # Until the first request that was sent later got its first token; None: none did.
     first_answer_s: float | None = None
+    # Until its successor was there, and the successor's own start. None: it did not come.
     recovery_s: float | None = None
     start_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KillResult:
-    """What became of it."""
+    """The requests meanwhile, and what was left."""
 
+    # Requests without a stream: all, lost ones, and the reasons.
     whole: int
     whole_lost: int
     reasons: dict[str, int]
+    # Streams: all, cut ones, and those cut without an error.
     streams: int
     streams_cut: int
     streams_cut_untold: int
     kills: tuple[Kill, ...]
+    # Left at the end: reservations, and processes without a parent.
     reservations: int
     orphans: tuple[str, ...]
     seconds: float
@@ -64,14 +72,14 @@ class KillResult:
 async def kill_workers(
     target: Target, plan: KillPlan, mix: Mix, seed: int, progress: Callable[[str], object]
 ) -> KillResult:
-    """Run it.
+    """Kill workers under load, as the plan says.
 
     Raises:
-        FaultsError: there are fewer than two workers, so that nobody could take over.
+        FaultsError: there are fewer than two workers, so that none could take over.
     """
     names = sorted(str(row["node"]) for row in await aside(target.nodes))
     if len(names) < 2:
-        raise FaultsError(f"{len(names)} workers: killing needs two, or nobody takes over")
+        raise FaultsError(f"{len(names)} workers: killing needs two, or none takes over")
     kills: list[Kill] = []
     recoveries: list[asyncio.Task[None]] = []
     begun_s = time.monotonic()
@@ -124,11 +132,12 @@ async def kill_workers(
 
 @dataclass(frozen=True, slots=True)
 class StreamsResult:
-    """Streams that were open at the same time. most_open: as their clients saw it."""
+    """Streams that were open at the same time."""
 
     streams: int
     failed: int
     reasons: dict[str, int]
+    # At one moment, as their clients saw it.
     most_open: int
     seconds: float
     ttft_p50_s: float
@@ -137,14 +146,14 @@ class StreamsResult:
 
 
 async def open_streams(target: Target, streams: int, mix: Mix, seed: int) -> StreamsResult:
-    """Open so many streams at once; wait for all."""
+    """Open `streams` streams at once; wait for all."""
     begun_s = time.monotonic()
     quiet = replace(mix, clients=0)
     async with Traffic(target.url, target.model, quiet, seed, target.headers) as traffic:
         await asyncio.gather(*(traffic.ask(i % mix.documents, True) for i in range(streams)))
     seconds = time.monotonic() - begun_s
     reservations, _ = await idle(target)
-    # What was rejected has no first token.
+    # Rejected requests have no first token.
     begun = [seen for seen in traffic.seen if seen.status == 200]
     ttft_s = [seen.first_s - seen.sent_s for seen in begun if seen.first_s is not None]
     why = reasons(traffic.seen)

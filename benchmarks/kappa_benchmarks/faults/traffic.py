@@ -1,4 +1,4 @@
-"""Load that goes on while things go wrong: clients who send, wait, and send again, and note all.
+"""Load that goes on during faults: clients that send, wait, send again, and note every request.
 
 Each client asks for one document after the other, some streamed and some not, over plain HTTP and
 without retries of its own: what it sees is what the cluster did. Prompts come from a seed; most
@@ -22,16 +22,16 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One request as its client saw it; times by one monotonic clock. first_s: of its first token,
-    or of the whole answer where it was not streamed; None: never. announced: a stream that failed
-    sent an error event."""
+    """One request as its client saw it; times by one monotonic clock."""
 
     sent_s: float
+    # Of its first token, or of the whole answer if it was not streamed; None: it had none.
     first_s: float | None
     ended_s: float
     status: int
     streamed: bool
     complete: bool
+    # The stream failed with an error event.
     announced: bool = False
     error: str = ""
 
@@ -42,31 +42,35 @@ class Observed:
 
 
 def first_answer_s(requests: Sequence[Observed], at_s: float) -> float | None:
-    """How long after `at_s` the first request that was sent from then on got its first token."""
+    """Seconds from `at_s` to the earliest first token of requests that were sent from then on."""
     answers = [r.first_s for r in requests if r.sent_s >= at_s and r.ok and r.first_s is not None]
     return min(answers) - at_s if answers else None
 
 
 def reasons(requests: Sequence[Observed]) -> dict[str, int]:
-    """Those that failed, by why, the most frequent first."""
+    """Failed requests by reason, the most frequent first."""
     failed = Counter(one.error or str(one.status) for one in requests if not one.ok)
     return dict(failed.most_common())
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What is sent. clients: at once; streamed_share: of the requests; documents: different
-    prompts, of up to `words` words; fresh_share: of the clients' requests, with a prompt that no
-    other has; max_tokens: of an answer; pause_s: between two requests of a client; timeout_s: of a
-    request."""
+    """The requests of a load."""
 
+    # At a time.
     clients: int = 12
+    # Of the requests.
     streamed_share: float = 0.4
+    # Of the clients' requests: with a prompt that no other has.
     fresh_share: float = 0.2
+    # Different prompts, of up to `words` words.
     documents: int = 24
     words: int = 500
+    # Of an answer.
     max_tokens: int = 12
+    # Between two requests of a client.
     pause_s: float = 0.0
+    # Of a request.
     timeout_s: float = 120.0
 
 
@@ -169,9 +173,10 @@ def _code(text: str, status: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Seconds of one client's requests beside others' traffic. failed: by reason."""
+    """Seconds of one client's requests beside others' traffic."""
 
     requests: int
+    # By reason.
     failed: dict[str, int]
     p50_s: float
     p90_s: float
@@ -180,7 +185,7 @@ class Beside:
 
     @classmethod
     def of(cls, seen: Sequence[Observed], *, first_token: bool) -> Beside:
-        """Of what a client saw, until the first token or until the end; failures have no time."""
+        """Seconds until the first token or until the end; failures have none."""
         fine = [r for r in seen if r.ok and r.first_s is not None]
         taken = [(r.first_s if first_token and r.first_s else r.ended_s) - r.sent_s for r in fine]
         values = np.quantile(taken, [0.5, 0.9, 0.99, 1.0]) if taken else [float("inf")] * 4

@@ -28,28 +28,35 @@ _PROBES = 6
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """The cluster once a fault is over. recovery_s: until the killed worker was back; start_s: what
-    its start took of that, by its own count. shown: whether `Fault.shows` was seen; None: nothing
-    was to be seen. complaints: what else is wrong, in words."""
+    """The cluster once a fault is over."""
 
     reservations: int = 0
+    # Processes without a parent.
     orphans: Sequence[str] = ()
+    # Until the killed worker was back, and its start alone by its own count; None: it is not back,
+    # or none was killed.
     recovery_s: float | None = None
     start_s: float | None = None
+    # Whether `Fault.shows` was seen; None: nothing was to be seen.
     shown: bool | None = None
+    # Other faults, in words.
     complaints: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One line of the report: `failed` says why the promise was broken; empty: it was kept."""
+    """One line of the report."""
 
     fault: str
+    # Violated guarantees, as sentences; empty: it was kept.
     failed: tuple[str, ...]
     requests: int = 0
+    # That got no answer and no begun stream.
     lost: int = 0
+    # Begun streams that were cut, and those that were cut without an error.
     streams_cut: int = 0
     streams_cut_untold: int = 0
+    # Lost requests that were open at the moment of the fault.
     lost_open: int = 0
     first_answer_s: float | None = None
     recovery_s: float | None = None
@@ -67,10 +74,10 @@ class Evaluation:
 
 
 def evaluate(fault: Fault, requests: Sequence[Observed], at_s: float, after: After) -> Evaluation:
-    """Compare what was seen with the promise.
+    """Compare the requests and the cluster with the guarantee.
 
     Args:
-        fault: with its promise.
+        fault: with its guarantee.
         requests: all that were sent around it.
         at_s: when it was done.
         after: the cluster, later.
@@ -196,20 +203,20 @@ async def settled(
     target: Target, fault: Fault, traffic: Traffic, shown: bool | None,
     back: tuple[float, float] | None,
 ) -> After:  # fmt: skip
-    """What is left once the load has ended. back: seconds until the killed worker's successor was
-    announced, and those that its start took."""
+    """The cluster once the load has ended. back: seconds until the killed worker's successor was
+    announced, and those of the successor's start."""
     complaints = []
     if fault.name.startswith("events_"):
         complaints += await wrong_predictions(target, traffic)
     reservations, strays = await idle(target)
     if reservations < 0:
-        complaints.append("nobody reports whether reservations leaked")
+        complaints.append("the router does not report whether reservations leaked")
     recovery_s, start_s = back if back is not None else (None, None)
     return After(max(reservations, 0), strays, recovery_s, start_s, shown, tuple(complaints))
 
 
 async def wrong_predictions(target: Target, traffic: Traffic) -> list[str]:
-    """Ask for documents twice: what the router expects of the second must be what is there."""
+    """Ask for documents twice: the router must expect of the second exactly the cached tokens."""
     wrong: list[str] = []
     compared = 0
     for document in range(_PROBES):

@@ -1,7 +1,7 @@
-"""What the ladder is climbed on: a CUDA device, or the processors as a check of the ladder itself.
+"""The device of the ladder: a CUDA device, or the processors as a check of the ladder itself.
 
-Whatever differs between the two is here: sizes, pinned memory, the end of what was begun.
-Copies and their events are the engine's own (`engine.transfer`). A model of random weights is
+All differences of the two are here: sizes, pinned memory, the end of begun work.
+Copies and their events are the engine's own (`kappa_engine.transfer`). A model of random weights is
 written once, so that both engines read the same.
 """
 
@@ -31,21 +31,22 @@ _LLAMA = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured.
+    """Amounts and sizes of the measurements."""
 
-    model: of the random weights, a shape of `kappa_benchmarks.offload.cells`. copy_bytes: of one
-    transfer. cached, new: axes of the grid of TTFT, in tokens. batches: of decoding requests.
-    burst: requests that come at once. engine: settings of vLLM's engine beside its own defaults.
-    """
-
+    # Of the random weights: a shape of `kappa_benchmarks.offload.cells`.
     model: str
     dtype: str
+    # Of one transfer.
     copy_bytes: tuple[int, ...]
+    # Axes of the grid of TTFT, in tokens.
     cached: tuple[int, ...]
     new: tuple[int, ...]
     repeats: int
+    # Requests that decode together.
     batches: tuple[int, ...]
+    # Requests that come at once.
     burst: int
+    # Settings of vLLM's engine beside its own defaults.
     engine: dict[str, Any]
 
 
@@ -91,7 +92,7 @@ class Device:
 
     @property
     def label(self) -> str:
-        """What results are of. By NVML: the parent of the rungs takes nothing of the device."""
+        """The name of the results' device, by NVML: the parent of the rungs takes no GPU memory."""
         if not self.cuda:
             return CPU_LABEL
         return next((gpu.name for gpu in read_machine().gpus or ()), "a GPU that NVML lacks")
@@ -110,7 +111,7 @@ class Device:
 
 
 def facts(device: Device) -> dict[str, Any]:
-    """Device, driver and versions: what figures are worth nothing without."""
+    """Device, driver and versions that the figures belong to."""
     there = {p.metadata["Name"].lower(): p.version for p in metadata.distributions()}
     return {
         "device": device.label, "machine": asdict(read_machine()), "cuda": torch.version.cuda,
@@ -143,6 +144,6 @@ def write_model(folder: Path, sizes: Sizes) -> Path:
 
 
 def read_shape(model: Path, dtype: str) -> ModelShape:
-    """What the cost model knows of the model in a folder."""
+    """The shape of the model in a folder, for the cost model."""
     raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return shape_from_config(raw, name="ladder", kv_dtype=dtype, weight_dtype=dtype)

@@ -1,6 +1,6 @@
-"""The engines that the ladder asks, alike: our torch engine, and vLLM as the settings make it.
+"""The engines of the ladder behind one face: our torch engine, and vLLM as the settings make it.
 
-Both answer prompts of token ids, forget what lies on the device, and say what loads and steps took.
+Both answer prompts of token ids, empty the device's cache, and report seconds of loads and steps.
 vLLM gets the arguments that a replica would give it (`kappa_workers.vllm.arguments`), so its host
 tier is the one that the settings resolve to; what it loads and stores is read from our stats
 channel.
@@ -43,7 +43,7 @@ from kappa_workers.identity import WorkerPlan, configure_vllm, of_all_ranks
 from kappa_workers.vllm.arguments import CPU_ENV, Endpoints
 
 BLOCK_TOKENS = 16
-"""Of a block of our torch engine."""
+"""Tokens of a block of our torch engine."""
 
 _STORED_WAIT_S = 20.0
 _ANSWER_WAIT_S = 120.0
@@ -55,16 +55,18 @@ Ids = Sequence[int]
 
 
 class Missing(RuntimeError):
-    """What is to be measured is not installed here."""
+    """The subject of a measurement is not installed here."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a prompt got. cached_tokens: that were not computed; times_s: of each token."""
+    """The answer to a prompt."""
 
     submitted_s: float
+    # Of the prompt: that were not computed.
     cached_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
+    # When each token came.
     times_s: list[float] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
@@ -75,12 +77,15 @@ class Answer:
 
 @dataclass(slots=True)
 class Played:
-    """Answers in the order of their prompts, what decoded beside them, and what the engine says of
-    it: seconds in which it loaded, and, of vLLM, (tokens, seconds) of each step."""
+    """The prompts that were played together."""
 
+    # In the order of the prompts.
     answers: list[Answer]
+    # The request that decoded beside them, if there was one.
     beside: Answer | None = None
+    # In which the engine loaded, by its own report.
     load_s: float = 0.0
+    # (tokens, seconds) of each step, as vLLM reports them.
     steps: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -88,7 +93,7 @@ class Played:
 
 
 class _Watched(Forward):
-    """A model whose last logits can be looked at."""
+    """A model that keeps its last logits."""
 
     last: Tensor
 
@@ -128,8 +133,9 @@ class TorchServed:
     ) -> Played:
         """All prompts at once, `tokens` of answer each.
 
-        beside: decodes already and goes on. likeliest: values of each token whose log-probability
-        is kept, of a single prompt.
+        Args:
+            beside: a prompt that decodes already and goes on.
+            likeliest: of a single prompt, how many log-probabilities are kept of each token.
         """
         engine, answers = self._engine, dict[int, Answer]()
         played, end_s = Played([]), time.monotonic() + _ANSWER_WAIT_S
@@ -169,7 +175,7 @@ class TorchServed:
         return played
 
     def evict(self) -> bool:
-        """Forget what is on the device, once the host tier has all of it; False if it has not."""
+        """Empty the device's cache, once the host tier holds everything; False if it does not."""
         engine, device = self._engine, self._engine.memory.device
         end_s = time.monotonic() + _STORED_WAIT_S
         while len(engine.store) and time.monotonic() < end_s:
@@ -233,7 +239,7 @@ class VllmServed(BareEngine):
         self._block_tokens = int(self._llm.vllm_config.cache_config.block_size)
 
     def measured(self) -> dict[str, Any]:
-        """What the engine measures of itself at a start, its blocks written over."""
+        """The engine's own profile, as at a start; its blocks are written over."""
         request = self._plan.profile_request() | {"engine": self._plan.engine_request(0)}
         answer = self._llm.collective_rpc("kappa_profile", args=(request,))
         return of_all_ranks(self._runner.run(answer))
@@ -250,11 +256,11 @@ class VllmServed(BareEngine):
         self._read()
         self._reports.clear()
         played = self._runner.run(self._play(prompts, tokens, beside, likeliest))
-        # What was found need not be stored again.
+        # Tokens that were found need not be stored again.
         for ids, answer in zip(prompts, played.answers, strict=True):
             full = len(ids) // self._block_tokens * self._block_tokens
             self._to_store += max(0, full - answer.cached_tokens)
-        # What was broken off beside it may still be stored, and counts for nothing of the next.
+        # The aborted request beside may still be stored: it must not count for the next prompts.
         time.sleep(_BROKEN_OFF_S if beside else _REPORTS_S)
         self._read()
         for report in self._reports:
@@ -320,7 +326,7 @@ Served = TorchServed | VllmServed
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a rung is given: the device, and a folder with a model for it."""
+    """The input of a rung: the device, and a folder with a model for it."""
 
     device: Device
     model: Path

@@ -36,7 +36,8 @@ def climb(
     """Climb these rungs (all, if none is named); write the JSON, the page and the logs to `out`.
     Those that are named share the time of all.
 
-    `ok` of what is returned says whether all of them ended well, or had nothing to measure.
+    Returns:
+        The result; its `ok` is False if a rung failed or ran out of time.
 
     Raises:
         ValueError: no such device here, no such rung, or no config.json in `model`.
@@ -108,7 +109,7 @@ def run_rung(name: str, argv: Argv, out: Path, bound_s: float) -> Row:
 
 
 def status(rows: Sequence[Row], code: int | None, bound_s: float, tail: str) -> Row:
-    """How a rung ended, from its rows and its process' exit code (None: it was ended)."""
+    """The status of a rung, from its rows and its process' exit code (None: it was ended)."""
     wrong = [f"{r['arm']}: {r['verdict']}" for r in rows if r.get("verdict", EQUAL) != EQUAL]
     why = [f"{r['arm']}: {r['why']}" for r in rows if r["kind"] in ("failed", "skipped")] + wrong
     failed = bool(wrong) or any(r["kind"] == "failed" for r in rows)
@@ -121,7 +122,7 @@ def status(rows: Sequence[Row], code: int | None, bound_s: float, tail: str) -> 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and whatever it started, which is in its process group."""
+    """End a process and its process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -130,7 +131,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def climb_one(name: str, kind: str, model: str, rows: str) -> None:
-    """What a rung's process does."""
+    """Run one rung, in a process of its own."""
     bench, file = Bench(Device(kind), Path(model)), Path(rows)
     for row in RUNGS[name].rows(bench):
         harness.append_line(file, row)

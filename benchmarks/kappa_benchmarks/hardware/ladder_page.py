@@ -19,7 +19,7 @@ from kappa.plans.measured import fit_line, fit_steps
 from kappa_loadtest.plots import COLOURS, logarithmic, picture
 
 CPU_LABEL = "cpu (no GPU): the ladder's own check, not a GPU measurement"
-"""What a ladder's results are called that no GPU had a part in."""
+"""The label of results without a GPU."""
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
@@ -82,7 +82,7 @@ def _fit(cells: Rows, about: Row) -> Row:
 
 
 def sentences(rows: Rows) -> list[str]:
-    """What a rung found, line by line; nothing where it found nothing."""
+    """A rung's findings, line by line."""
     lines = [_SENTENCES[row["kind"]](row) for row in rows if row["kind"] in _SENTENCES]
     return [line for line in lines if line]
 
@@ -100,13 +100,13 @@ def _fitted(r: Row) -> str:
 def _compared(r: Row) -> str:
     return (
         f"{r['arm']} (tier {r['tier']}): {r['verdict']}; {r['cached_tokens']} of {r['tokens']} "
-        f"tokens found; log-probabilities moved by {r['moved']:.2g} (computed anew "
+        f"tokens found; log-probabilities moved by {r['moved']:.2g} (recomputed "
         f"{r['noise']:.2g}, another prompt {r['control']:.2g})"
     )
 
 
 def _policy(r: Row) -> str:
-    # What is compared with its baseline, and neither that nor a copy alone.
+    # Only policies that are compared: neither the baseline nor a copy alone.
     if not r.get("speedup") or r["policy"] == r["baseline"]:
         return ""
     return f"{r['system']} {r['cell']}: {r['policy']} {r['speedup']:.2f} times {r['baseline']}"
@@ -163,8 +163,9 @@ def _draw_ttft(rows: Rows, figure: Figure) -> None:
         share = [r["load_s"] / (r["load_s"] + r["compute_s"]) for r in here]
         xs = [r["cached"] for r in here]
         for axes, factor in ((ratio, new), (length, 1)):
-            axes.plot([x / factor for x in xs], share, "o", markersize=4, color=colour,
-                      label=f"{new} new")  # fmt: skip
+            axes.plot(
+                [x / factor for x in xs], share, "o", markersize=4, color=colour, label=f"{new} new"
+            )
             if fits:
                 modelled = [r["modelled_share"] for r in here]
                 axes.plot([x / factor for x in xs], modelled, "-", linewidth=1, color=colour)
@@ -202,7 +203,7 @@ def _draw_bars(groups: Mapping[str, Bars], figure: Figure) -> None:
 
 
 def _bars(rows: Rows) -> dict[str, Bars]:
-    """What is drawn as bars, by panel; a figure that is not known has none."""
+    """The bars by panel; an unknown figure has none."""
     panels: dict[str, Bars] = {}
     for r in rows:
         seconds: dict[str, float | None] = {}
@@ -222,7 +223,7 @@ def _bars(rows: Rows) -> dict[str, Bars]:
 
 
 def pictures(name: str, rows: Rows) -> list[str]:
-    """Of a rung, as SVG."""
+    """The pictures of a rung, as SVG."""
     draws: list[Callable[[Figure], None]] = []
     if any(row["kind"] == "copy" for row in rows):
         draws.append(partial(_draw_copies, rows))

@@ -31,7 +31,7 @@ from kappa_benchmarks.hardware.engines import (
     Played,
     Served,
     VllmServed,
-)  # fmt: skip
+)
 from kappa_benchmarks.offload.cells import setting
 from kappa_benchmarks.offload.run import Run
 from kappa_engine.profile import finish, repeating
@@ -39,7 +39,7 @@ from kappa_engine.transfer import Copies, mover_for
 from kappa_engine.weights import DTYPES
 
 EQUAL = "equal"
-"""The verdict of what is as it should be."""
+"""The verdict of a check that passed."""
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -156,7 +156,7 @@ def roundtrip(bench: Bench, name: str) -> Rows:
 
 
 def compare(fresh: Answer, device: Answer, host: Answer, control: Answer) -> Row:
-    """Whether what came from host memory is what was on the device.
+    """Compare a prompt's KV from host memory with the same on the device.
 
     Both runs compute the same last tokens, so they differ by less than a run that computed all of
     the prompt differs from either (`noise`); a prompt of other tokens (`control`) differs by far
@@ -181,7 +181,7 @@ def compare(fresh: Answer, device: Answer, host: Answer, control: Answer) -> Row
 def _distance(one: Answer, other: Answer) -> float:
     """The largest difference of a log-probability, up to the first token that differs.
 
-    What only one of them lists has in the other at most the least listed there.
+    A token that only one of them lists is taken to have the least listed value in the other.
     """
     most = 0.0
     for number, (a, b) in enumerate(zip(one.logprobs, other.logprobs, strict=False)):
@@ -246,9 +246,10 @@ def _decode(served: Served, prompts: Sequence[Ids]) -> Row:
     steps = [seconds for tokens, seconds in played.steps if tokens == len(prompts)]
     between = [gap for answer in played.answers for gap in gaps_s(answer)]
     return {
-        "steps": len(steps), "step_s": statistics.median(steps) if steps else None,
+        "steps": len(steps),
+        "step_s": statistics.median(steps) if steps else None,
         "between_tokens_s": statistics.median(between),
-    }  # fmt: skip
+    }
 
 
 def gaps_s(answer: Answer, after_s: float = 0.0, before_s: float = float("inf")) -> list[float]:
@@ -306,15 +307,18 @@ def offload(bench: Bench, arm: str) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """bound_s: it is ended after so long; what: in a line; arms: one after the other."""
+    """One measurement of the ladder."""
 
+    # After which it is ended.
     bound_s: float
+    # The subject, in a line.
     what: str
     measure: Callable[[Bench, str], Rows]
+    # Measured one after the other.
     arms: tuple[str, ...] = ("torch", "vllm")
 
     def rows(self, bench: Bench) -> Rows:
-        """Of every arm; what one of them lacks or fails at does not end the rung."""
+        """Rows of every arm; an arm that lacks something or fails does not end the rung."""
         for arm in self.arms:
             yield {"kind": "note", "text": arm}
             try:

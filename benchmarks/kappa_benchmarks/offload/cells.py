@@ -1,8 +1,8 @@
-"""What `kappa bench offload` measures, by name: models, cells, and how the link is emulated.
+"""The settings of `kappa bench offload` by name: models, cells, and the emulated link.
 
 A cell is one point of an experiment: requests that decode behind prompts (papers 000, 002, 003),
-with room in host memory for all or for some; a prompt whose first part is cached (paper 001); or
-sparse decoding (paper 004). In `*-paced` settings the link is emulated: copies take as long as on a
+with room in host memory for all or for some; a prompt with a cached prefix (paper 001); or sparse
+decoding (paper 004). In `*-paced` settings the link is emulated: copies take as long as on a
 link of the given bandwidth, asleep, so that they leave the processor to the computation, as a GPU's
 copies do. Weights are random, from a seed, but for those of a trained model, which sparse decoding
 needs.
@@ -23,22 +23,21 @@ from kappa_engine.kv_cache import ArenaSize
 from kappa_engine.profile import ProfileSettings
 
 TEXT = Path(__file__).parents[3] / "docs" / "adr"
-"""What a trained model reads: this project's decisions, all of 2026."""
+"""The text that a trained model reads: this project's decisions, all of 2026."""
 SMOLLM2 = "smollm2-135m"
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCell:
-    """Requests of one length that the served engine decodes `gen` tokens of.
-
-    policies: as `kappa_benchmarks.offload.policies` names them; the first is the baseline. held:
-    host memory has room for so many contexts as KV, and all requests come at once; 0: for all.
-    """
+    """Requests of one length that the served engine decodes."""
 
     requests: int
+    # Tokens of each prompt, and of each answer.
     prompt: int
     gen: int
+    # As `kappa_benchmarks.offload.policies` names them; the first is the baseline.
     policies: tuple[str, ...]
+    # Contexts that host memory has room for as KV, while all requests come at once; 0: all.
     held: int = 0
 
     @property
@@ -53,14 +52,13 @@ class DecodeCell:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCell:
-    """A prompt of `cached` tokens in host memory and `new` ones to compute: time to first token.
+    """A prompt with a prefix in host memory: time to first token."""
 
-    sweep: shares of the cached tokens, recomputed at the front and taken from activations, that are
-    tried beside the planners' choices.
-    """
-
+    # Tokens in host memory, and to compute.
     cached: int
     new: int
+    # Shares of the cached tokens, recomputed at the front or taken from activations, that are tried
+    # beside the planners' choices.
     sweep: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75)
     system = "prefix-ttft"
 
@@ -72,18 +70,18 @@ class PrefixCell:
 
 @dataclass(frozen=True, slots=True)
 class SparseCell:
-    """`texts` of which `context` tokens are computed exactly and `steps` read one by one.
-
-    shares: of the context that is chosen. depths: where numbers are hidden, each in a context of
-    its own: the cell is about answers; none: about seconds. ways: as
-    `kappa_benchmarks.offload.sparse` names them.
-    """
+    """Texts that a model reads on sparsely."""
 
     texts: int
+    # Tokens of each that are computed exactly, and tokens that are then read one by one.
     context: int
     steps: int = 17
+    # Of the context that is chosen.
     shares: tuple[float, ...] = (1 / 8,)
+    # Where numbers are hidden, each in a context of its own: then the cell measures answers, and
+    # without them seconds.
     depths: tuple[float, ...] = ()
+    # As `kappa_benchmarks.offload.sparse` names them.
     ways: tuple[str, ...] = ("clo", "lru")
 
     @property
@@ -101,10 +99,11 @@ Cell = DecodeCell | PrefixCell | SparseCell
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cells of one model. cpu_threads: that may attend to KV in host memory."""
+    """Cells of one model."""
 
     model: str
     cells: tuple[Cell, ...]
+    # That may attend to KV in host memory.
     cpu_threads: int = 0
 
 
@@ -121,25 +120,24 @@ _TINY = ProfileSettings(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Groups of cells on a CPU with one computing thread, or on a GPU.
-
-    link_bytes_per_s: of an emulated link; 0: the machine's own. profile: how the rates are
-    measured. clo: the numbers of sparse decoding but for the share. device: "cpu", or "cuda", whose
-    link is never emulated.
-    """
+    """Groups of cells on a CPU with one computing thread, or on a GPU."""
 
     name: str
     groups: tuple[Group, ...]
+    # Of an emulated link; 0: the machine's own.
     link_bytes_per_s: float = 0.0
     block_tokens: int = 16
+    # Sizes by which the rates are measured.
     profile: ProfileSettings = _SMALL
+    # Settings of sparse decoding, but for the share.
     clo: CloConfig = field(default_factory=CloConfig)
+    # "cpu", or "cuda", where the link is never emulated.
     device: str = "cpu"
     dtype: str = "float32"
 
     @property
     def link(self) -> str:
-        """As rows name it."""
+        """The link's name in rows."""
         pace = self.link_bytes_per_s
         return f"emulated, {pace / 1e9:g} GB/s" if pace else "own"
 
@@ -268,7 +266,7 @@ def model(name: str, dtype: str = "float32") -> ModelConfig:
 
 
 def trained_folder(name: str) -> Path | None:
-    """Where a trained model lies; None: it is one of random weights.
+    """The folder of a trained model; None: it has random weights.
 
     Raises:
         FileNotFoundError: it was not fetched.
@@ -295,7 +293,7 @@ def arena_size(setting: Setting, group: Group) -> ArenaSize:
         if isinstance(cell, PrefixCell):
             blocks = math.ceil((cell.cached + cell.new) / size)
             kv_device, kv_host = max(kv_device, blocks), max(kv_host, blocks)
-            # With grouped queries activations are no smaller than KV: nobody asks for them.
+            # With grouped queries activations are no smaller than KV: no plan uses them.
             if config.hidden < 2 * config.kv_width:
                 act_host = act_device = max(act_host, blocks)
         elif isinstance(cell, DecodeCell):

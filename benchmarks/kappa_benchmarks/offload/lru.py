@@ -1,9 +1,9 @@
-"""An LRU cache of KV blocks in as much memory as CLO's choice: what paper 004 is compared with.
+"""An LRU cache of KV blocks in as much memory as CLO's choice: the rival of paper 004.
 
-Our rendering of what the paper says of RetroInfer and PQCache: each step, each KV head chooses
-blocks anew by the means of their keys, looks them up, and has those that are missing brought from
-host memory and merged into its cache. With room for one choice those that leave are always those
-that were not chosen again, so that whole tensors stand for the lists, which here cost nothing.
+After the paper's account of RetroInfer and PQCache: at each step, each KV head chooses blocks by
+the means of their keys, looks them up, and merges the missing ones from host memory into its cache.
+As there is room for one choice, the blocks that leave are those that were not chosen again: whole
+tensors stand for the lists, which here cost nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LruCache(SimilarityCache):
         self._known = [0] * config.layers
 
     def look_up(self, layer: int, queries: Tensor, view: View) -> PendingGather | None:
-        """As of CLO, with the actual queries; hits and bytes are counted in blocks."""
+        """As `SimilarityCache.look_up`, with the actual queries; counts blocks."""
         slots, offloaded = self.slots, self.slots.offloaded[layer]
         blocks = view.table.shape[1]
         if not len(offloaded) or not self._room or not self._average(layer, view):
             return None
-        # What a choice has room for beyond whole blocks stays empty.
+        # Room of a choice beyond whole blocks stays empty.
         view.seen[..., slots.layout.choice_start + self._room * self._size :] = False
         group = (len(view.slots), slots.config.kv_heads, slots.layout.group, -1)
         q = queries.view(group)[:, offloaded]

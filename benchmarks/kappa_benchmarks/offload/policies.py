@@ -40,18 +40,20 @@ _COPY_STEPS = 3
 _SPARE_BLOCKS = 4
 
 Share = Callable[[int], float]
-"""Of contexts of so many tokens, what is treated otherwise."""
+"""A share of a context, by its length in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """planner, act_share, keep_kv: as `EngineOptions` has them. split: the share that comes from
-    activations where KV is there too; none: as served. cpu: the share that the CPU attends to."""
+    """One way to keep contexts."""
 
+    # As of `EngineOptions`.
     planner: str
     act_share: float = 0.0
     keep_kv: bool = True
+    # That comes from activations where KV is there, too; None: as served.
     split: Share | None = None
+    # That the CPU attends to; None: no threads for it.
     cpu: Share | None = None
     note: str = ""
 
@@ -65,13 +67,13 @@ class Fixed(Planning):
         self._way = way
 
     def split_share(self, batch: int, context_tokens: int) -> float:
-        """As the way says."""
+        """The way's share."""
         if self._way.split is None or context_tokens < 1:
             return super().split_share(batch, context_tokens)
         return self._way.split(context_tokens)
 
     def on_cpu(self, kept_tokens: int) -> int:
-        """As the way says, in whole blocks."""
+        """The way's share, in whole blocks."""
         if self._way.cpu is None:
             return super().on_cpu(kept_tokens)
         blocks = self._way.cpu(kept_tokens) * kept_tokens / self._block_tokens
@@ -156,7 +158,7 @@ class Policies:
         return round(share * full / self._bt) * self._bt
 
     def choice(self) -> str:
-        """What the planner would take: the baseline, unless the other is worth it."""
+        """The planner's choice: the baseline, unless the other is worth it."""
         if self.cell.held:
             return max(self.cell.policies, key=lambda name: name == "host-hybrid")
         own = next((n for n in ("host-kvpr", "cpu-ahead") if n in self.cell.policies), "")
@@ -185,9 +187,9 @@ class Policies:
         )  # fmt: skip
 
     def size(self, way: Way, ratio: float) -> ArenaSize:
-        """Of the arena; ratio: of a block's activations to its KV."""
+        """The arena's size; ratio: a block's activations over its KV, in bytes."""
         cell, options = self.cell, self.options(way)
-        # With room enough, KVPR's activations come on top; where memory is short, out of it.
+        # KVPR's activations take room beside the KV; where memory is short, from the KV's.
         stored = self.host_blocks()
         kv_share = 1.0 if way.keep_kv else 1.0 - way.act_share
         if cell.held:
@@ -223,7 +225,7 @@ def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
 
 
 def _decoding(rig: Rig, policies: Policies, way: Way) -> Callable[[], Sample]:
-    """With room for all, their decoding is timed, without their prompts; else all of it."""
+    """Where host memory has room for all contexts, decoding alone is timed; else prompts, too."""
     cell, config = policies.cell, rig.config
     ratio = config.hidden / (2 * config.kv_width)
 
@@ -240,7 +242,7 @@ def _decoding(rig: Rig, policies: Policies, way: Way) -> Callable[[], Sample]:
             planning = Fixed(way, rig.rates, rig.block_tokens)
             engine = Engine(forward, policies.options(way), planning)
             if way.cpu is not None:
-                # What it attends to has to be cached in host memory, and nowhere else.
+                # The CPU attends to KV in host memory: the prefix must be there and nowhere else.
                 _until_over(engine, _submitted(rig, engine, cell, 1))
                 engine.store.drain(60.0)
                 device = engine.memory.device
@@ -284,7 +286,7 @@ def _until_over(engine: Engine, handles: list[Sequence]) -> int:
 
 
 def _link_arm(rig: Rig, cell: DecodeCell) -> Arm:
-    """What the first step loads as KV, layer by layer, with nothing else to do."""
+    """Copies of the first step's KV, layer by layer, with nothing else to do."""
     blocks = min(cell.requests * (cell.prompt // rig.block_tokens), rig.arena.size.kv_host)
     host = rig.arena.kv_host
     landing = rig.arena.kv_device.new_empty((2, blocks, *host.shape[2:]))

@@ -42,10 +42,12 @@ _STORED: tuple[tuple[BlockType, Place], ...] = (
 
 @dataclass(slots=True)
 class Stored:
-    """A prompt whose first `cached` tokens are in host memory. pages: all its blocks."""
+    """A prompt with a prefix in host memory."""
 
     tokens: Ids
+    # All its blocks.
     pages: Pages
+    # Tokens of the prefix.
     cached: int
 
 
@@ -103,7 +105,7 @@ def prefix_arms(rig: Rig, cell: PrefixCell, prompt: Stored) -> tuple[list[Arm], 
 
 
 def _splits(rig: Rig, cell: PrefixCell, costs: Costs) -> tuple[dict[str, Split], dict[str, str]]:
-    """What comes back how, by the arms' names; and what is left out."""
+    """The split of each arm, and the arms that are left out, with why."""
     bt, cached = rig.block_tokens, cell.cached
     shares = {f"{share:.1%}": round(share * cached / bt) * bt for share in cell.sweep}
     splits = {
@@ -140,7 +142,7 @@ def _first_token(rig: Rig, compute: Callable[[], Tensor]) -> Callable[[], Sample
 
 
 def _copies(rig: Rig, prompt: Stored) -> Copies:
-    """Of every layer, the prefix's blocks in runs of neighbours in both places."""
+    """Copies of the prefix's blocks, layer by layer, in runs of neighbours in both places."""
     blocks = prompt.cached // rig.block_tokens
     host = prompt.pages.column("kv", "host")[:blocks]
     device = prompt.pages.column("kv", "device")[:blocks]

@@ -3,7 +3,7 @@
 Rates are measured in the same process, right before the experiments, through the same mover; on a
 busy machine a fit may be too poor to plan with, and is measured again a few times before that is an
 error. The mover counts how long the computation stood still for a copy. A paced link is emulated:
-each copy takes at least its bytes over the bandwidth, and sleeps through what is left, so that the
+each copy takes at least its bytes over the bandwidth, asleep for the rest of that time, so that the
 processor is free.
 """
 
@@ -46,40 +46,40 @@ class Unsteady(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of one arm. latency_s: of what is compared; before_s: of what came before it.
+    """One run of one arm."""
 
-    h2d_bytes and link_s: copied to the device meanwhile, and seconds in which the link copied.
-    stalled_s: seconds in which the computation waited for copies. tokens: what was generated. held:
-    requests that ran at once, at most.
-    """
-
+    # Of the part that is compared, and of the part before it.
     latency_s: float
     before_s: float = 0.0
+    # Copied to the device meanwhile, and seconds in which the link copied.
     h2d_bytes: int = 0
     link_s: float = 0.0
+    # In which the computation waited for copies.
     stalled_s: float = 0.0
+    # That were generated.
     tokens: tuple[int, ...] = ()
+    # Requests that ran at once, at most.
     held: int = 0
 
 
 @dataclass(slots=True)
 class Arm:
-    """One way of doing it. predicted_s: of `latency_s`, or None where nothing predicts it.
-
-    note: of the planner. chosen: the planner would take this one. key: arms of equal keys
-    would do the very same; only the first of them is run, and the others share its samples.
-    """
+    """One of the compared ways."""
 
     name: str
     run: Callable[[], Sample]
+    # Of `latency_s`; None: nothing predicts it.
     predicted_s: float | None = None
+    # The planner's reason.
     note: str = ""
+    # Whether the planner would take this one.
     chosen: bool = False
+    # Arms of equal keys would do the very same: the first is run, the others share its samples.
     key: Hashable = None
 
 
 def leaders(arms: Sequence[Arm]) -> dict[str, str]:
-    """Of each arm, the first one with its key: that is the one which is run."""
+    """The arm that is run for each: the first one with its key."""
     first: dict[Hashable, str] = {}
     return {
         arm.name: arm.name if arm.key is None else first.setdefault(arm.key, arm.name)
@@ -116,7 +116,7 @@ class MeteredMover(CpuMover):
         self.stalled_s = 0.0
 
     def wait(self, event: Event) -> None:
-        """As it is, timed."""
+        """As `CpuMover.wait`, timed."""
         start_s = time.perf_counter()
         super().wait(event)
         self.stalled_s += time.perf_counter() - start_s
@@ -138,7 +138,7 @@ class MeteredCudaMover(CudaMover):
         self._stalled_s = 0.0
 
     def wait(self, event: Event) -> None:
-        """As it is, between two events."""
+        """As `CudaMover.wait`, between two events."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         super().wait(event)
@@ -147,7 +147,7 @@ class MeteredCudaMover(CudaMover):
 
     @property
     def stalled_s(self) -> float:
-        """Of waits that are over: ask once the device has nothing to do."""
+        """Seconds of waits that are over; complete once the device is idle."""
         waits, self._waits = self._waits, []
         self._stalled_s += sum(before.elapsed_time(after) for before, after in waits) / 1e3
         return self._stalled_s
@@ -155,7 +155,7 @@ class MeteredCudaMover(CudaMover):
 
 @dataclass(slots=True, kw_only=True)
 class Loaded:
-    """A model whose runs are timed."""
+    """A model with timed runs."""
 
     forward: Forward
 
@@ -195,7 +195,7 @@ class Loaded:
 
 @dataclass(slots=True, kw_only=True)
 class Rig(Loaded):
-    """What plans are measured on."""
+    """A model with measured rates, to try load plans on."""
 
     rates: PlanRates
     measured: dict[str, Any]
@@ -233,9 +233,10 @@ def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Forward]
         closing.callback(torch.set_num_threads, threads)
         folder = trained_folder(group.model)
         weights: Weights = (
-            load_weights(folder, config, dtype=dtype, device=device) if folder
+            load_weights(folder, config, dtype=dtype, device=device)
+            if folder
             else random_weights(config, seed=_SEED, dtype=dtype, device=device)
-        )  # fmt: skip
+        )
         arena = Arena(config.shape, size, dtype=dtype, device=device)
         closing.callback(arena.close)
         cuda = device.type == "cuda"
@@ -247,7 +248,7 @@ def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Forward]
 
 
 def _rates(forward: Forward, settings: ProfileSettings) -> tuple[PlanRates, dict[str, Any]]:
-    """Of the profiles the first that fits; at worst one that is too poor for the CPU's part."""
+    """Rates of the first profile that fits; at worst of one that is too poor for the CPU's part."""
     problem: ValueError | None = None
     found: tuple[PlanRates, dict[str, Any]] | None = None
     for _ in range(_PROFILES):

@@ -50,7 +50,7 @@ class Run:
         self.left_out: list[dict[str, str]] = []
 
     def run(self) -> dict[str, Any]:
-        """All of them; what cannot run is left out by name, and the others go on."""
+        """Run all settings; groups that cannot run are left out by name."""
         for setting in self.settings:
             for group in setting.groups:
                 try:
@@ -60,7 +60,7 @@ class Run:
         return self.result()
 
     def result(self) -> dict[str, Any]:
-        """What there is so far."""
+        """The result so far."""
         return result(
             settings=[one.name for one in self.settings], device=self._device(),
             torch=torch.__version__, cores=os.cpu_count(),

@@ -1,7 +1,8 @@
-"""Decoding with a sparse choice of a cache in host memory (paper 004): what it takes and costs.
+"""Decoding with a sparse choice of a cache in host memory (paper 004): seconds, and answers.
 
-A model reads on in texts whose contexts were computed exactly, one token a step, as every way has
-it: exactly, by CLO as it is served and otherwise, and by an LRU cache of blocks in as much memory.
+The contexts of some texts are computed exactly; then a model reads on, one token a step, in each of
+the ways: exactly, by CLO as it is served and otherwise, and by an LRU cache of blocks in as much
+memory.
 Queries, hits and misses are the model's own. With `depths` the cell is about answers: perplexity of
 the tokens read, and numbers hidden in a context that the model is asked for; else about seconds.
 """
@@ -43,7 +44,7 @@ _CLO: dict[str, dict[str, Any]] = {
     "clo-oracle": {"retriever": "oracle"},
     "clo-anew": {"max_age": 1},
 }
-"""As it is served; choosing by the actual query; by the keys themselves; anew for every step."""
+"""As it is served; choosing by the actual query; by the keys themselves; again at every step."""
 _CHUNK_TOKENS = 512
 _ANSWER_TOKENS = 8
 _NEEDLE = " The secret number is {}."
@@ -54,21 +55,21 @@ _QUESTION = (
 
 @dataclass(slots=True, kw_only=True)
 class SparseRig(Loaded):
-    """Sequences whose contexts are on the device and in host memory; `texts` of them, then those
-    with a number in it.
-
-    following (sequences, tokens): what comes behind the contexts. numbers: that are to be found.
-    hits: of a way's last run. words: of token ids.
-    """
+    """Sequences with their contexts on the device and in host memory; the cell's texts, then those
+    with a hidden number."""
 
     setting: Setting
     cell: SparseCell
+    # (sequences, tokens): the tokens behind the contexts.
     following: Tensor
     device_blocks: list[list[int]]
     host_blocks: list[list[int]]
+    # That are to be found.
     numbers: list[str]
     facts: dict[str, Any]
+    # Text of token ids.
     words: Callable[[list[int]], str] = str
+    # Of a way's last run; None: it looks nothing up.
     hits: dict[str, float | None] = field(default_factory=dict)
 
     @contextmanager
@@ -231,7 +232,7 @@ def _losses(rig: SparseRig, way: str, share: float) -> tuple[Tensor, float | Non
 
 
 def _found(rig: SparseRig, way: str, share: float) -> list[bool]:
-    """Of each hidden number, whether it is the answer; question and answer are read sparsely."""
+    """Whether the answer is the hidden number, by number; question and answer are read sparsely."""
     which = range(rig.cell.texts, rig.cell.texts + len(rig.numbers))
     if not which:
         return []

@@ -1,1 +1,1 @@
-"""Where requests go: policies against each other, against hindsight, and against other routers."""
+"""Benches of routing: policies against each other, against hindsight, and other routers."""

@@ -46,7 +46,7 @@ def load_of(rung: int) -> float:
 
 @dataclass(slots=True)
 class Search:
-    """A search for the last rung that holds; `held` and `failed` enclose what is not known yet.
+    """A search for the last rung that holds; `held` and `failed` enclose the unknown rungs.
 
     From `near`, if given, in steps of 4, 16, 64 until the crossing is enclosed; then bisection.
     It finds one crossing: attainment that rises again at a higher rate is not looked for.
@@ -91,9 +91,7 @@ def capacity(
     ] = 0.9,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    requests: Annotated[
-        int, typer.Option(min=10, help="Requests a run; the first fifth is not measured.")
-    ] = 4_000,
+    requests: grid.Requests = 4_000,
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Caches at the start.")] = False,
     jobs: grid.Jobs = None,
     out: Annotated[
@@ -119,7 +117,7 @@ def capacity(
     rows = [
         summary(place, policy, *found[(*place, policy)])
         for place, policy in product(places, chosen)
-    ]  # fmt: skip
+    ]
     facts = result(attainment=attainment, requests=requests, rows=rows, against=against(rows))
     publish(facts, lambda console: show(facts, console), json_output=json_output)
 
@@ -128,7 +126,7 @@ def search(
     runs: grid.Grid, cells: Sequence[grid.Cell], policies: Sequence[str], seeds: Sequence[int],
     attainment: float,
 ) -> dict[Key, tuple[list[Row], list[Row]]]:  # fmt: skip
-    """Of each cell and policy the runs, one a seed, at the last rung that holds and at the next;
+    """By cell and policy: the runs, one a seed, at the last rung that holds and at the next;
     none beyond the ladder's ends.
 
     Where the first policy's search ends the other policies' begin.
@@ -154,10 +152,11 @@ def search(
         done |= searches
     return {
         (each[0].cluster, each[0].trace, each[1]): (
-            tried.get((each, one.held), []), tried.get((each, one.failed), []),
+            tried.get((each, one.held), []),
+            tried.get((each, one.failed), []),
         )
         for each, one in done.items()
-    }  # fmt: skip
+    }
 
 
 def summary(place: tuple[str, str], policy: str, held: Sequence[Row], failed: Sequence[Row]) -> Row:

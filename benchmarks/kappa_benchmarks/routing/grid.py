@@ -1,7 +1,7 @@
 """A grid of simulated runs on every core: cells x policies x seeds, resumable.
 
 A cell is a cluster, a trace, a load, and the state of caches and faults. Each finished run is one
-line of `rows.jsonl`, on disk before the next is counted; a run whose key is there is not run
+line of `rows.jsonl`, on disk before the next is counted; a run with its key there is not run
 again. The key holds a fingerprint of what can change its outcome: the settings, a trace file's
 content and the source of the packages that a simulated run executes.
 """
@@ -12,14 +12,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice, product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -37,14 +37,18 @@ from kappa_workload.catalogue import workload_named
 from kappa_workload.shapes import Workload
 
 Row = dict[str, Any]
+Task = TypeVar("Task", bound=tuple[Any, ...])
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; one per core if not given.")]
+Requests = Annotated[
+    int, typer.Option(min=10, help="Requests a run; the first fifth is not measured.")
+]
 
 OURS = ("priced", "ttft", "threshold", "threshold_literal", "least_backlog")
 """Policies that are not another system's."""
 _LEFT_OUT = ("sticky",)  # a reference point, no router's default
 
 _MISPROFILE_FACTOR = 3.0
-_FAILED_SHARE = 8  # one node in so many fails
+_FAILED_SHARE = 8  # one node in eight fails
 _DOWN_SHARE = 0.1  # of the run
 _ROOT = Path(__file__).parents[3]
 _SOURCES = (
@@ -59,14 +63,17 @@ _SOURCES = (
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """What all policies are compared on. faults: none, misprofile or failure; admission: late
-    requests are rejected."""
+    """A setting on which all policies are compared."""
 
     cluster: str
     trace: str
+    # Share of the capacity bound.
     load: float
+    # Whether host tiers hold documents and histories at the start.
     warm: bool = True
+    # "none", "misprofile" or "failure".
     faults: str = "none"
+    # Whether late requests are rejected.
     admission: bool = False
 
     @property
@@ -87,7 +94,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all runs of a grid have in common."""
+    """Settings that all runs of a grid share."""
 
     requests: int = 25_000
     model: str = "llama-3.1-8b"
@@ -96,15 +103,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation. policy: by name; after an @ what the nodes schedule by, as in priced@fair, if
-    that is not the settings' rule."""
+    """One simulation."""
 
     cell: Cell
+    # By name; behind an @ the nodes' rule, as in priced@fair, where it is not the settings'.
     policy: str
     seed: int
 
     def key(self, settings: Settings) -> str:
-        """The run, and a fingerprint of all that its outcome depends on."""
+        """The run's name, and a fingerprint of all that its outcome depends on."""
         digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
         for text in (_sources(), _content(self.cell.trace), _content(self.cell.cluster)):
             digest.update(text.encode())
@@ -195,48 +202,23 @@ class Grid:
         self._start_s = time.monotonic()
 
     def run(self, cells: Sequence[Cell], policies: Sequence[str], seeds: int) -> list[Row]:
-        """Run what is missing and return all rows, in order of cell, policy and seed."""
+        """Run the missing runs and return all rows, in order of cell, policy and seed."""
         wanted = [Run(*each) for each in product(cells, policies, range(seeds))]
         self.total = len(wanted)
         return self.rows(wanted)
 
     def rows(self, runs: Sequence[Run]) -> list[Row]:
-        """Run what is missing of `runs` and return the row of each."""
+        """Run those of `runs` that are missing, and return the row of each."""
         # Runs of the same traffic one after the other: it is built once per process.
         self._run_missing(sorted(runs, key=lambda run: (run.cell.trace, run.cell, run.seed)))
         return [self._rows[run.key(self._settings)] for run in runs]
 
-    def find(self, run: Run) -> Row | None:
-        return self._rows.get(run.key(self._settings))
-
     def _run_missing(self, runs: Sequence[Run]) -> None:
-        missing = [run for run in runs if self.find(run) is None]
+        missing = [run for run in runs if run.key(self._settings) not in self._rows]
         self._done += len(runs) - len(missing)
-        if self._jobs == 1:
-            for run in missing:
-                self._finished(run, simulated(run, self._settings))
-        elif missing:
-            self._run_in_pool(missing)
-
-    def _run_in_pool(self, missing: Sequence[Run]) -> None:
-        # More threads than cores would only hinder each other. Children inherit the environment.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        queue = iter(missing)
-        with ProcessPoolExecutor(self._jobs, mp_context=get_context("spawn")) as pool:
-            running: dict[Future[Row], Run] = {}
-            try:
-                while True:
-                    # Little is submitted ahead, so that an interrupt leaves little to wait for.
-                    for run in islice(queue, self._jobs + 1 - len(running)):
-                        running[pool.submit(simulated, run, self._settings)] = run
-                    if not running:
-                        return
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        self._finished(running.pop(future), future.result())
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        tasks = [(run, self._settings) for run in missing]
+        for (run, _), row in in_processes(simulated, tasks, self._jobs):
+            self._finished(run, row)
 
     def _finished(self, run: Run, row: Row) -> None:
         """Keep a run, on disk before it counts."""
@@ -248,6 +230,34 @@ class Grid:
         each_s = (time.monotonic() - self._start_s) / self._ran
         name = f"{run.cell.name} {run.policy} seed {run.seed}"
         self._progress(self._done, self.total, each_s * (self.total - self._done), name)
+
+
+def in_processes(
+    call: Callable[..., Row], tasks: Sequence[Task], jobs: int
+) -> Iterator[tuple[Task, Row]]:
+    """Each task with `call(*task)`, as they are done, in `jobs` processes; if that is 1, in this
+    one."""
+    if jobs == 1 or not tasks:
+        yield from ((task, call(*task)) for task in tasks)
+        return
+    # More threads than cores would only hinder each other. Children inherit the environment.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    queue = iter(tasks)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running: dict[Future[Row], Task] = {}
+        try:
+            while True:
+                # Little is submitted ahead, so that an interrupt leaves little to wait for.
+                for task in islice(queue, jobs + 1 - len(running)):
+                    running[pool.submit(call, *task)] = task
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def simulated(run: Run, settings: Settings) -> Row:
@@ -291,10 +301,10 @@ def traffic_in(cell: Cell, seed: int, settings: Settings) -> tuple[Traffic, Simu
 
 
 def _faults(cell: Cell, config: SimulationConfig, seed: int) -> Faults:
-    """What goes wrong in a cell: noise always, and what its name says."""
+    """The faults of a cell: noise always, and those that it names."""
     nodes = len(config.cluster.nodes)
     if cell.faults == "misprofile":
-        # Small clusters have few wrong nodes: let seeds take turns in what is wrong first.
+        # Small clusters have few wrong nodes: let seeds alternate in the resource that is wrong.
         resources = RESOURCES[::-1] if seed % 2 == 0 else RESOURCES
         wrong = misprofiled_third(nodes, resources, _MISPROFILE_FACTOR, seed)
         return Faults(misprofiles=wrong)

@@ -44,7 +44,7 @@ _SHOWN: dict[str, Column] = {
 def overload(
     trace: Annotated[str, typer.Option(help="A built-in workload or a trace file.")] = "azure",
     cluster: Annotated[str, typer.Option(help="mixed, small, uniform, or a file.")] = "small",
-    policy: Annotated[str, typer.Option(help="Who decides.")] = "priced",
+    policy: Annotated[str, typer.Option(help="Routing policy.")] = "priced",
     loads: Annotated[
         str, typer.Option(help="Fractions of the capacity bound, with commas.")
     ] = "0.6,0.8,1.0,3.0",

@@ -1,21 +1,18 @@
 """`kappa bench regret`: how many misses of the objective a policy could have avoided.
 
-A local search that knows the whole trace. It starts from what every policy did, changes where a few
-requests go, simulates again, and keeps what is no worse. What it ends with is a plan that exists,
-not the optimum, so that the distance to it is a lower bound of what is left. That every start ends
-at about the same share says that the search has converged.
+A local search that knows the whole trace. It starts from each policy's decisions, sends a few
+requests elsewhere, simulates again, and keeps a plan that is no worse. It ends with a plan that
+exists, not with the optimum, so the distance to it is a lower bound of what a policy could gain.
+Where every start ends at about the same share, the search has converged.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from multiprocessing import get_context
 from typing import Annotated, Any
 
 import numpy as np
@@ -34,7 +31,7 @@ Plan = NDArray[np.int64]
 Evaluate = Callable[[Plan], Outcome]
 
 _QUIET = Faults(noise_sigma=0.0)
-# A miss counts 1. What a late request takes too long counts less, so that there is a slope.
+# A miss counts 1. The lateness of a request counts less, so that the cost has a slope.
 _LATENESS_WEIGHT = 0.05
 _USE_WEIGHT = 0.01
 _MOVES = (1, 1, 2, 4)
@@ -49,7 +46,7 @@ class Search:
         evaluate: plays a plan, the node of each request.
         nodes: how many nodes there are.
         rng: for this search alone.
-        patience: it has converged once so many trials in a row reduced no cost.
+        patience: trials in a row without a lower cost, after which it has converged.
 
     `curve` holds (trials, share within the objective) at the start and of every improvement.
     """
@@ -63,7 +60,7 @@ class Search:
     curve: list[tuple[int, float]] = field(default_factory=list)
 
     def run(self, plan: Sequence[int], trials: int) -> Outcome:
-        """The best outcome after at most so many trials."""
+        """The best outcome of at most `trials` trials."""
         best = np.array(plan, dtype=np.int64)
         lost = (best < 0) | (best >= self.nodes)
         best[lost] = [self.rng.randrange(self.nodes) for _ in range(int(lost.sum()))]
@@ -74,7 +71,7 @@ class Search:
             moved = self._moved(best, outcome)
             self.trials += 1
             if moved is None:
-                self.converged = True  # nobody is late
+                self.converged = True  # no request is late
                 break
             found = self.evaluate(moved)
             new = cost(found)
@@ -87,8 +84,8 @@ class Search:
         return outcome
 
     def _moved(self, plan: Plan, outcome: Outcome) -> Plan | None:
-        """The plan with some requests elsewhere: late ones, or what was beside them; None if
-        nobody is late."""
+        """The plan with some requests elsewhere: late ones, or those beside them; None if none is
+        late."""
         records = outcome.records
         late = np.flatnonzero(use(outcome) > 1)
         if not len(late):
@@ -115,7 +112,8 @@ class Search:
 
 
 def use(outcome: Outcome) -> NDArray[np.float64]:
-    """Of each request, what it took over what the objective allows: of TTFT or TPOT, the larger."""
+    """Of each request, the seconds it took over those the objective allows: of TTFT or TPOT, the
+    larger ratio."""
     records, limits = outcome.records, outcome.limits
     ttft = np.nan_to_num(records.ttft_s / limits.ttft_s, nan=np.inf)
     tpot = np.nan_to_num(records.tpot_s / limits.tpot_s)
@@ -128,7 +126,7 @@ def met(outcome: Outcome) -> float:
 
 
 def cost(outcome: Outcome) -> float:
-    """What the search reduces."""
+    """The cost that the search reduces."""
     used = np.minimum(use(outcome)[outcome.records.measured], 1e6)
     late = np.clip(used - 1, 0, 1)
     return float(
@@ -143,14 +141,12 @@ def regret(
     policies: Annotated[
         str, typer.Option(help="As of `kappa bench routing`; a search starts from each.")
     ] = "priced;llm_d;ray_prefix;lmetric",
-    requests: Annotated[
-        int, typer.Option(min=10, help="Requests a run; the first fifth is not measured.")
-    ] = 1_000,
+    requests: grid.Requests = 1_000,
     seeds: Annotated[int, typer.Option(min=1, help="Instances, a seed each.")] = 2,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
     trials: Annotated[int, typer.Option(min=0, help="Runs of a search at most.")] = 3_000,
     patience: Annotated[
-        int, typer.Option(min=1, help="It has converged after so many without gain.")
+        int, typer.Option(min=1, help="Trials without gain, after which it has converged.")
     ] = 500,
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Caches at the start.")] = False,
     jobs: grid.Jobs = None,
@@ -164,17 +160,13 @@ def regret(
     tasks = [
         (cell, settings, policy, seed, trials, patience)
         for seed, policy in product(range(first_seed, first_seed + seeds), chosen)
-    ]  # fmt: skip
-    rows: list[Row] = []
+    ]
+    found: dict[tuple[Any, ...], Row] = {}
     many = min(jobs or os.cpu_count() or 1, len(tasks))
-    with ExitStack() as stack:
-        each: Callable[..., Iterable[Row]] = map
-        if many > 1:
-            pool = ProcessPoolExecutor(many, mp_context=get_context("spawn"))
-            each = stack.enter_context(pool).map
-        for row in each(searched, *zip(*tasks, strict=True)):
-            note(f"{len(rows) + 1}/{len(tasks)}: {row['policy']}, seed {row['seed']}")
-            rows.append(row)
+    for task, row in grid.in_processes(searched, tasks, many):
+        found[task] = row
+        note(f"{len(found)}/{len(tasks)}: {row['policy']}, seed {row['seed']}")
+    rows = [found[task] for task in tasks]
     facts = result(
         trace=trace, cluster=cluster, load=load, warm=not cold, requests=requests, rows=rows,
         left=left(rows),
@@ -185,7 +177,7 @@ def regret(
 def searched(
     cell: grid.Cell, settings: grid.Settings, policy: str, seed: int, trials: int, patience: int
 ) -> Row:
-    """Play a policy, and search from what it did."""
+    """Play a policy, and search from its decisions."""
     traffic, config = grid.traffic_in(cell, seed, settings)
     name, rule = grid.parted(policy)
     config = replace(config, policy=name, faults=_QUIET, scheduler=rule or settings.scheduler)
@@ -203,7 +195,7 @@ def searched(
 
 
 def left(rows: Sequence[Row]) -> list[Row]:
-    """Of each policy, means over seeds: the share within the objective, of the best plan from any
+    """By policy, means over seeds: the share within the objective, that of the best plan from any
     start, and of its misses those that the plan avoids (None: it missed none)."""
     best: dict[int, float] = {}
     for row in rows:

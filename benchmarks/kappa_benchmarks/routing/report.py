@@ -1,9 +1,9 @@
-"""What a grid of routing runs shows: quantiles with spread, and us against the best other system.
+"""Tables of a grid of routing runs: quantiles with spread, and us against the best other system.
 
 Ratios are paired by seed: the same traffic under two policies. An interval is Student's t on the
 logarithms of the ratios, 95%; with one seed there is none. The best peer (other system) of a cell
 has the least geometric mean over the seeds of the quantile in question. A cell is *lost* if the
-whole interval lies above the limit, and *held* if all of it lies at or below; else it is open.
+whole interval lies above the limit, *held* if it lies at or below, and else *open*.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def summary(rows: Sequence[Row], us: str, ours: Sequence[str]) -> dict[str, Any]
 def _compared(
     cell: Cell, policies: dict[str, Seeds], quantile: str, us: str, ours: Sequence[str]
 ) -> Row | None:
-    """How `us` did against the best peer; None without a peer, or seeds in common with it."""
+    """`us` against the best peer; None without a peer, or seeds in common with it."""
     seeds = sorted(policies.get(us, ()))
     mine = [_ttft_s(policies[us][seed], quantile) for seed in seeds]
     # A peer that skipped some of the seeds has not run the same race.

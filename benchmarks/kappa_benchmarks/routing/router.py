@@ -1,21 +1,16 @@
-"""`kappa bench router`: how long one decision takes, part by part, beside the real peers.
+"""`kappa bench router`: how long one decision takes, part by part.
 
 The router is the one that serves, in this process, in a state such as a busy cluster has: an index
 fed by KV events up to its bound, several requests in flight on every node, prompts of which a part
-is held here and there. Tokenization is excluded, for the peers as well.
+is held here and there. Tokenization is excluded.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,7 +24,6 @@ from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from kappa.slo import ServiceObjective
 from kappa_benchmarks.harness import Json, note, publish, quantile, result, rows_table, usage_errors
-from kappa_benchmarks.routing.peers.routers import DYNAMO, DYNAMO_VERSION, PeerError, python_of
 from kappa_router.config import RouterConfig
 from kappa_router.decision import RouteRequest
 from kappa_router.index.kv_events import BlocksStored, Tier
@@ -50,7 +44,6 @@ _SYSTEM_PROMPT_TOKENS = 512
 _FILLER_BLOCKS = 256
 _IN_FLIGHT_PER_NODE = 4
 _VOCABULARY = 128_000
-_SCRIPTS = Path(__file__).with_name("peers") / "scripts"
 _PROFILES = ("gh200-c2c", "h100-pcie5", "a100-pcie4")
 
 Tokens = NDArray[np.int32]
@@ -60,11 +53,10 @@ Row = dict[str, Any]
 def router(
     repeats: Annotated[int, typer.Option(min=20, help="Decisions measured per row.")] = 400,
     policy: Annotated[str, typer.Option(help="Policy that decides.")] = "priced",
-    peers: Annotated[bool, typer.Option(help="Measure the real peers too.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of prompts and state.")] = 1,
     json_output: Json = False,
 ) -> None:
-    """One routing decision in microseconds: hash, look up, score, and all of it."""
+    """One routing decision in microseconds: hash, look up, score, and the whole decision."""
     with usage_errors():
         policy_named(policy)
     rows: list[Row] = []
@@ -77,7 +69,7 @@ def router(
     facts = result(
         rows=rows, index_bytes_per_block=bytes_per_block,
         index_blocks={str(nodes): blocks for nodes, blocks in _INDEX_BLOCKS.items()},
-        peers=peer_rows() if peers else [], policy=policy, repeats=repeats,
+        policy=policy, repeats=repeats,
     )  # fmt: skip
     publish(facts, lambda console: show(facts, console), json_output=json_output)
 
@@ -226,50 +218,8 @@ def _announcement(number: int) -> Announcement:
     )  # fmt: skip
 
 
-_PEERS = {
-    "dynamo_router.py": {
-        "": "select_and_reserve in process, ids as list, tokenization excluded",
-    },
-    "ray_router.py": {
-        "prefix_tree": "PrefixTree match and insert in process, without its actor's calls, text of "
-        "4 characters a token",
-        "pow_2": "PowerOfTwoChoicesRequestRouter's choice, queue lengths answered at once",
-    },
-}  # fmt: skip
-_PEER_S = 300.0
-
-
-def peer_rows(lengths: tuple[int, ...] = LENGTHS, repeats: int = 200) -> list[Row]:
-    """The real peers' decision times among four workers; one that cannot run here is left out, and
-    noted with the reason. `index` is "empty", or "held": one worker holds the whole prompt."""
-    found = []
-    for script, what in _PEERS.items():
-        try:
-            python = python_of(DYNAMO) if script.startswith("dynamo") else sys.executable
-            command = [python, "-I", str(_SCRIPTS / script), json.dumps([lengths, repeats])]
-            timed = subprocess.run(
-                command, capture_output=True, text=True, check=True, timeout=_PEER_S
-            )
-        except PeerError as error:
-            note(str(error))
-            continue
-        except subprocess.SubprocessError as error:
-            note(f"{script}: {error}: {(getattr(error, 'stderr', None) or '')[-500:]}")
-            continue
-        for row in json.loads(timed.stdout.splitlines()[-1]):
-            name = row.get("router", "")
-            us = [ns / 1e3 for ns in row["ns"]]
-            found.append({
-                "peer": f"ray_{name}" if name else "dynamo",
-                "version": version("ray") if name else DYNAMO_VERSION,
-                "tokens": row["tokens"], "workers": 4, "index": row.get("index", "empty"),
-                "us": {"p50": quantile(us, 0.5), "p99": quantile(us, 0.99)}, "what": what[name],
-            })  # fmt: skip
-    return found
-
-
 def show(facts: Row, console: Console) -> None:
-    """Ours, the peers', and the index's memory."""
+    """The parts of a decision, and the index's memory."""
     ours = {
         "tokens": "tokens:,", "nodes": "nodes:,", "input": "input", "hash": "hash_us:.0f",
         "look-up": "lookup_us:.0f", "score": "score_us:.0f", "total p50": "total_us.p50:.0f",
@@ -277,15 +227,6 @@ def show(facts: Row, console: Console) -> None:
     }  # fmt: skip
     title = f"One decision, policy {facts['policy']}; µs"
     console.print(rows_table(title, ours, facts["rows"], ("input",)))
-    theirs = {
-        "peer": "peer", "version": "version", "tokens": "tokens:,", "workers": "workers",
-        "index": "index", "p50": "us.p50:.0f", "p99": "us.p99:.0f",
-    }  # fmt: skip
-    if facts["peers"]:
-        title = "The peers, in process; µs"
-        console.print(rows_table(title, theirs, facts["peers"], ("version", "index")))
-    for peer, what in {row["peer"]: row["what"] for row in facts["peers"]}.items():
-        console.print(f"{peer}: {what}", highlight=False)
     console.print(
         f"index: {facts['index_bytes_per_block']:.1f} bytes a block at most", highlight=False
     )

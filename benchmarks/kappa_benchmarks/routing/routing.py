@@ -48,9 +48,7 @@ def routing(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds, from 0 on.")] = 5,
-    requests: Annotated[
-        int, typer.Option(min=10, help="Requests a run; the first fifth is not measured.")
-    ] = 25_000,
+    requests: grid.Requests = 25_000,
     cold: Annotated[
         bool | None,
         typer.Option("--cold/--warm", help="Caches at the start. Default: both, a cell each."),
@@ -66,7 +64,7 @@ def routing(
     scheduler: Annotated[str, typer.Option(help="Scheduler of the nodes.")] = "fcfs",
     jobs: grid.Jobs = None,
     only_report: Annotated[
-        bool, typer.Option("--report", help="Run nothing: tables of what is in the directory.")
+        bool, typer.Option("--report", help="Run nothing: tables of the rows in the directory.")
     ] = False,
     json_output: Json = False,
 ) -> None:

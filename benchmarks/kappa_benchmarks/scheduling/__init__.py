@@ -1,1 +1,1 @@
-"""What an engine runs next: rules against each other, simulated and on real vLLM."""
+"""Benches of scheduling rules: against each other, simulated and on real vLLM."""

@@ -1,9 +1,9 @@
 """The fixed workloads of `kappa bench scheduler`: what arrives, when, and on what engine.
 
-The mixed case is requests whose prefix lies in the host tier ahead of fresh short ones, on an
-engine with few blocks: there a scheduler that charges new tokens only fills the device with
-requests that wait for the link. Sizes, arrivals and seeds are all here, so that any backend plays
-the same. Seconds are emulated; a backend on a paced engine multiplies them by its dilation.
+In the mixed case requests with a prefix in the host tier come before fresh short ones, on an engine
+with few blocks: a scheduler that charges new tokens alone fills the device with requests that wait
+for the link. Sizes, arrivals and seeds are all here, so that any backend plays the same. Seconds
+are emulated; a backend on a paced engine multiplies them by its dilation.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ small_vs_large: a stream that keeps the blocks taken, and one request that needs
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. prefix_tokens: of its prompt, in the host tier when it comes. kind: how it is
-    counted. priority: lower goes first, under the policy that cares."""
+    """One request."""
 
+    # By which it is counted: fresh, offloaded or large.
     kind: str
+    # Of its prompt: in the host tier when it comes, and the rest.
     prefix_tokens: int
     new_tokens: int
     output_tokens: int = OUTPUT_TOKENS
+    # Arrival, from the start of the run.
     at_s: float = 0.0
     tenant: str = "a"
+    # Lower goes first, under the policy of that name.
     priority: int = 0
 
     @property
@@ -63,15 +66,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival, and the usable blocks of the device that serves them."""
+    """A fixed workload."""
 
+    # Usable blocks of the device that serves it.
     blocks: int
+    # In order of arrival.
     requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a policy is tried on: a workload, the link's speed, and whether stores share it."""
+    """A case that policies are tried on: workload, link's speed, and whether stores share it."""
 
     workload: str
     link: str

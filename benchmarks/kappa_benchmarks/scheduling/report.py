@@ -26,11 +26,13 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request, in emulated seconds since the run began."""
+    """One request as it was served, in emulated seconds since the run began."""
 
     request: mix.Request
     arrived_s: float
+    # When it got its blocks, the first time.
     admitted_s: float = math.inf
+    # When its first token came.
     first_s: float = math.nan
     finished_s: float = math.inf
     cached_tokens: int = 0
@@ -43,13 +45,15 @@ class Served:
 
 @dataclass(slots=True)
 class Played:
-    """One run: its requests in order of arrival, the engine's iterations (`started_s`, `tokens`,
-    `blocks`, `queued`: something waited before it), and sums of what its host tier reported.
-    blocks: of the device."""
+    """One run."""
 
+    # Of the device.
     blocks: int
+    # In order of arrival.
     served: list[Served]
+    # Of the engine: `started_s`, `tokens`, `blocks`, and `queued`: a request waited before it.
     iterations: list[Row]
+    # Sums of the host tier's reports.
     engine: dict[str, float] = field(default_factory=dict)
 
 
@@ -76,7 +80,7 @@ def row_of(policy: str, setting: mix.Setting, backend: str, played: Played) -> R
 
 
 def details_of(policy: str, setting: mix.Setting, played: Played) -> Row:
-    """What else is worth knowing of a run: means, by tenant, and the host tier's sums."""
+    """Details of a run: means by kind and tenant, and the host tier's sums."""
 
     def means(name: str) -> dict[str, float]:
         groups = defaultdict(list)
@@ -112,7 +116,7 @@ def max_skips(served: Sequence[Served]) -> int:
 
 
 def fairness(served: Sequence[Served], capacity: int) -> tuple[float | None, float | None]:
-    """How far apart tenants that all have requests waiting get, and Jain's index of their service.
+    """The gap of service between tenants that all have requests waiting, and Jain's index.
 
     Service is the share of the device's blocks held, times seconds. gap: the most by which two
     tenants' service differs since both have had requests waiting; index: of the service that each

@@ -26,7 +26,6 @@ from kappa_benchmarks.harness import (
     note,
     publish,
     result,
-    save_json,
     table,
     usage_errors,
 )
@@ -74,9 +73,10 @@ def scheduler(
         known = (*mix.POLICIES, "bare") if chosen == "vllm" else mix.POLICIES
         rules = names(policies, known, "--policies")
         points = product(
-            names(workloads, mix.WORKLOADS, "--workloads"), names(links, mix.LINKS, "--links"),
+            names(workloads, mix.WORKLOADS, "--workloads"),
+            names(links, mix.LINKS, "--links"),
             names(stores, mix.STORES, "--stores"),
-        )  # fmt: skip
+        )
     settings = [mix.Setting(*point) for point in points]
     rows, details = [], []
     how = None if chosen == "simulator" else _serving(model, unpaced, dilation)
@@ -91,14 +91,13 @@ def scheduler(
         dilation=dilation if chosen == "vllm" and not unpaced else None, model=model,
         paced=chosen == "vllm" and not unpaced,
     )  # fmt: skip
-    if out is not None:
-        save_json(facts, out / "scheduler.json")
 
     def show(console: Console) -> None:
         for setting in settings:
             console.print(_table(setting, middle, spread))
 
-    publish(facts, show, json_output=json_output, remark="paced" if facts["paced"] else "")
+    file, remark = out and out / "scheduler.json", "paced" if facts["paced"] else ""
+    publish(facts, show, json_output=json_output, out=file, remark=remark)
 
 
 def _serving(model: str | None, unpaced: bool, dilation: float) -> tuple[str | None, bool, float]:
@@ -164,7 +163,7 @@ def _table(setting: mix.Setting, rows: list[Row], spread: list[Row]) -> Table:
     paths += [(key,) for key in _SHOWN]
 
     def cell(row: Any, around: Any, path: tuple[str, ...]) -> str:
-        """A median, and by how much the runs differ, in percent of it."""
+        """A median, and half the range of the runs in percent."""
         for key in path:
             row, around = row[key], around[key]
         if row is None:

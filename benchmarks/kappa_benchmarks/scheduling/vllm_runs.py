@@ -54,16 +54,17 @@ BARE = "bare"
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How all engines of a bench run: the model's folder (none: a tiny one made here), whether they
-    are paced, and real seconds per emulated one (0: measured)."""
+    """Settings that all engines of a bench share."""
 
+    # Its folder; None: a tiny one is made here.
     model: str | None = None
     paced: bool = True
+    # Real seconds per emulated one; 0: measured.
     dilation: float = 0.0
 
 
 class BenchWorker(MeteredCPUWorker):
-    """Our worker, whose pace can be switched off while the caches are filled."""
+    """Our worker; its pace can be switched off while the caches are filled."""
 
     def kappa_paced(self, paced: bool) -> None:
         """Pace steps and transfers, or run them as fast as they go."""
@@ -131,7 +132,7 @@ def _host_bytes(setting: mix.Setting, serving: Serving) -> int:
 
 @cache
 def bench_model() -> Path:
-    """A tiny model in a folder that nobody else can have made; gone when this process ends."""
+    """A tiny model in a new folder of its own; gone when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="kappa-bench-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     corpus = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
@@ -157,7 +158,7 @@ class Engine(BareEngine):
             start_s = time.monotonic()
             async for _ in self.generate(ids, 1, f"measure-{number}", {}):
                 took.append(time.monotonic() - start_s)
-        # The first meets what is slow once.
+        # The first step includes one-time work.
         emulated_s = mix.STEP_FIXED_S + mix.BUDGET_TOKENS * mix.STEP_TOKEN_S
         return statistics.median(took[1:]) / emulated_s
 
@@ -194,9 +195,10 @@ class Engine(BareEngine):
         served = Served(request, self._since(start_s))
         # As the decider would: who it is, and what it expects the host tier to hold.
         said = {
-            REQUEST_ID_KEY: name, TENANT_KEY: f"{request.tenant}.{name.partition('-')[0]}",
+            REQUEST_ID_KEY: name,
+            TENANT_KEY: f"{request.tenant}.{name.partition('-')[0]}",
             HOST_TOKENS_KEY: request.prefix_tokens,
-        }  # fmt: skip
+        }
         unique = f"{name}-{time.monotonic_ns()}"
         # For the rule that is about it: the others are compared without such a hint.
         priority = request.priority if self.policy == "priority" else 0

@@ -24,7 +24,7 @@ _TOTALS = (
 
 
 def served_model(url: str) -> str:
-    """What a running cluster calls its model; raises as `ClusterClient.nodes`."""
+    """The name of a running cluster's model; raises as `ClusterClient.nodes`."""
     answer = httpx.get(f"{url}/v1/models", timeout=30.0).raise_for_status()
     name: str = answer.json()["data"][0]["id"]
     return name
@@ -55,7 +55,7 @@ class ClusterClient:
         return Prepared("/v1/completions", json.dumps(body, separators=(",", ":")).encode())
 
     async def send(self, prepared: Prepared) -> RequestRecord:
-        """Send it and await its end; what goes wrong is the record's error."""
+        """Send it and await its end; a failure becomes the record's error."""
         record = RequestRecord("", 0)
         await self._endpoint.send(prepared, record)
         return record
@@ -76,15 +76,19 @@ class ClusterClient:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the nodes did over a window: means over nodes of busy shares, seconds of steps of all
-    of them together, overruns, and stores that were given up."""
+    """Work of the nodes over a window."""
 
+    # Share of the time in which a node computed: the mean of the nodes, and by node.
     load: float
+    # Seconds of steps of all nodes together.
     busy_s: float
     load_by_node: Mapping[str, float]
+    # Shares of the time in which a node loaded and stored, means of the nodes.
     link_load: float
     store_load: float
+    # Of the steps: those that took longer than their pace.
     overrun_share: float
+    # Stores to the host tier that were given up.
     stores_dropped: int
 
 

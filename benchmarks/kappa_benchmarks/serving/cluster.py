@@ -35,10 +35,10 @@ _STOCK: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "direct": ((), DIRECT_ENV),
 }
 SYSTEMS = ("kappa", *_STOCK, "vllm")
-"""What is compared."""
+"""The systems that are compared."""
 _START_S = 240.0
 _STOP_S = 30.0
-# Conversations' device cache: so many blocks more than one of them has.
+# Device blocks beside those of one conversation.
 _SPARE_BLOCKS = 128
 
 
@@ -49,9 +49,9 @@ def one_node(settings: ClusterSettings) -> ClusterSettings:
 
 
 def with_room(settings: ClusterSettings, tokens: int, folder: Path) -> ClusterSettings:
-    """The same with room for prompts of so many tokens, in the engine and in the positions of a
-    copy of the model in `folder`: nothing but time is measured, so what it answers does not
-    matter."""
+    """The same with room for prompts of `tokens` tokens, in the engine and in the positions of a
+    copy of the model in `folder`. Only time is measured, so the answers' content does not matter.
+    """
     engine = settings.engine
     block = engine.block_tokens or 32
     if tokens <= (engine.max_context_tokens or 8192):
@@ -128,7 +128,7 @@ class BenchCluster(Cluster):
         raise StartError(f"{name}: {url} was not answered within {_START_S:g} s, or it ended")
 
     def stop(self) -> None:
-        """As `Cluster.stop`, with all that stands beside."""
+        """As `Cluster.stop`; the other systems end first."""
         children = getattr(self, "children", {}).values()
         for child in children:
             if child.stdin is not None:

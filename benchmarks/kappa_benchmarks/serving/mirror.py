@@ -1,8 +1,8 @@
 """The simulated half of `kappa bench validate`: the same scripts, on nodes that mirror the cluster.
 
 A node's constants are those that it is paced by, in real (dilated) seconds, or that it measured of
-itself, and its caches those of its engine. What a request costs besides the engine comes from an
-idle cluster: the client's own share before and after the engine is added to arrivals and answers.
+itself, and its caches those of its engine. A request's seconds outside the engine are measured on
+an idle cluster, and added to arrivals and answers.
 Nothing is fitted to the runs that are compared.
 """
 
@@ -52,15 +52,15 @@ _SATURATED = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Real seconds that a request spends outside the engine, measured on an idle cluster.
+    """Real seconds that a request spends outside the engine, measured on an idle cluster."""
 
-    before_s: from sending until the engine has it; after_s: from the engine's first token until
-    the client has it. jitter_s: spread (standard deviation) of their sum. samples: requests.
-    """
-
+    # From sending until the engine has it.
     before_s: float
+    # From the engine's first token until the client has it.
     after_s: float
+    # Standard deviation of their sum.
     jitter_s: float
+    # Requests measured.
     samples: int
 
     @property
@@ -146,10 +146,10 @@ def _model(said: Announcement, rule: str, fair: FairConfig) -> NodeModel:
 
 
 def overhead_of(idle: Iterable[Answered], mirror: Mirror) -> Overhead:
-    """What idle requests took besides the steps that their node is paced by.
+    """Seconds of idle requests besides the steps that their node is paced by.
 
-    The way to the router's decision is measured; of what the router saw besides the steps, half is
-    taken to lie before the engine.
+    The way to the router's decision is measured; of the seconds that the router saw besides the
+    steps, half are taken to lie before the engine.
 
     Raises:
         ValueError: no request of the idle phase was answered.
@@ -178,14 +178,14 @@ class Simulated(NamedTuple):
 
 
 class _KnownLengths(Router):
-    """A router whose requests name the bound of their answers, as live ones do."""
+    """A router that is told the bound of each answer, as the live one is."""
 
     output_tokens: Sequence[int]
 
     def route(
         self, request: RouteRequest, now_s: float, explained: Decision | None = None, to: str = ""
     ) -> Decision:
-        """As the router's; requests are numbered."""
+        """As `Router.route`; requests are numbered."""
         most = self.output_tokens[int(request.request_id)]
         return super().route(replace(request, max_tokens=most), now_s, explained, to)
 

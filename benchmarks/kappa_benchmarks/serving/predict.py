@@ -37,7 +37,7 @@ from kappa_workload.sessions import demo_sessions_path, read_sessions
 
 _WARM_UP_SEED = 1_000_003
 _MIN_LOAD = 0.6
-# A first guess, until the warm-up has shown it: what a token costs Llama-3.1-8B at 400 TFLOP/s.
+# Seconds of a token of Llama-3.1-8B at 400 TFLOP/s: a first guess, until the warm-up has shown it.
 _TOKEN_S = 40e-6
 _CALIBRATE = 80
 _REAL_SCALE = 4.0
@@ -45,17 +45,19 @@ _REAL_SCALE = 4.0
 _Calibrate = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Outcomes the predictor learns from before it is frozen; default: 80 on paced "
+        min=0,
+        help="Outcomes the predictor learns from before it is frozen; default: 80 on paced "
         "nodes, and on real ones it goes on learning.",
     ),
-]  # fmt: skip
+]
 _Scale = Annotated[
     float | None,
     typer.Option(
-        min=0.1, help="Divides the prompts' lengths, which reach 5,000 tokens; default: 4 on real "
+        min=0.1,
+        help="Divides the prompts' lengths, which reach 5,000 tokens; default: 4 on real "
         "CPU nodes, else 1.",
     ),
-]  # fmt: skip
+]
 
 
 def predict(
@@ -79,7 +81,7 @@ def predict(
     scale: _Scale = None,
     url: Annotated[
         str | None,
-        typer.Option(help="A running cluster instead, which nobody freezes; real: --unpaced, too."),
+        typer.Option(help="A running cluster instead, which is not frozen; real: --unpaced, too."),
     ] = None,
     records: Annotated[
         Path | None, typer.Option(help="Write every decision and outcome here, as JSON lines.")
@@ -182,7 +184,7 @@ _SHOWN: dict[str, Column] = {
 
 
 def show(facts: dict[str, Any], console: Console) -> None:
-    """The table by class, and what speaks against the run."""
+    """The table by class, and reasons to distrust the run."""
     title = "TTFT prediction, paced nodes" if facts["paced"] else "TTFT prediction"
     left = ("goal", "predicted less actual s")
     console.print(rows_table(title, _SHOWN, facts["classes"], left))

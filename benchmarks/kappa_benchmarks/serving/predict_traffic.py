@@ -62,9 +62,11 @@ _WARM_UP_TOKENS = (40, 700, 60, 900, 100, 800)
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Token lengths of recorded sessions: whole prompts, and what a turn adds to the one before."""
+    """Token lengths of recorded sessions."""
 
+    # Of whole prompts.
     prefixes: tuple[int, ...]
+    # Of the tokens that a turn adds to the one before.
     growths: tuple[int, ...]
 
 
@@ -111,7 +113,7 @@ class Act:
 
 
 class Traffic:
-    """Makes acts, from a seed and from what was counted so far; all lengths divided by `scale`."""
+    """Makes acts, from a seed and the counts by class so far; all lengths divided by `scale`."""
 
     def __init__(self, shapes: Shapes, seed: int, scale: float = 1.0) -> None:
         self._shapes, self._random, self._scale = shapes, Random(seed), scale
@@ -194,7 +196,7 @@ class Traffic:
 
 
 class Governor:
-    """Sets the gaps between acts so that the load of so many nodes stays near a target.
+    """Sets the gaps between acts so that the load of `nodes` nodes stays near a target.
 
     An act's gap follows its cost; `token_s`, the real seconds that a token costs a node, begins as
     a guess, is what the first acts cost once they are over, and then follows the load, slowly.
@@ -220,22 +222,24 @@ class Governor:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured: requests in all and of each class at least, for so long at most.
+    """Amounts and bounds of a measurement."""
 
-    calibrate: outcomes to learn from before; load: of the nodes; scale: divides all lengths.
-    """
-
+    # At least, in all and of each class.
     requests: int
     per_class: int
+    # At most.
     limit_s: float
+    # Outcomes to learn from before.
     calibrate: int
+    # GPU load of the nodes; 0: one act after the other.
     load: float
+    # Divides all lengths.
     scale: float = 1.0
 
 
 @dataclass(slots=True)
 class Phase:
-    """What was sent in one phase: outcomes by the end, client's TTFT by request id, failures."""
+    """One phase: outcomes by its end, the client's TTFT by request id, failures by reason."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     client_ttft_s: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""How good TTFT predictions are: classes, errors, and the baseline beside them. Pure.
+"""Errors of TTFT predictions by class, and the baselines' beside them. Pure.
 
 An outcome is one request of `GET /v1/decisions`. Its class is that of its *prediction*, known
 before the fact; its error is |predicted - actual| / actual. Two baselines predict the running
@@ -28,13 +28,15 @@ CLASS_DEFINITION = (
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What errors may be in a class of at least `least` requests: median and 90th percentile, the
-    median of `load`, and the median over that of the better baseline."""
+    """Bounds of a class' relative errors."""
 
     median: float = 0.20
     p90: float = math.inf
+    # Of the median in the class `load`.
     load_median: float = 0.20
+    # Of the median over that of the better baseline.
     of_baseline: float = 0.7
+    # Requests of a class, below which it is not judged.
     least: int = 1
 
 
@@ -44,7 +46,7 @@ REAL_GOAL = Goal(0.15, 0.40, 0.20, 1.0, 50)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request: what was predicted, what came; seconds are real ones, counts are tokens."""
+    """One request, predicted and actual; seconds are real ones, counts are tokens."""
 
     request_id: str
     node: str
@@ -117,9 +119,10 @@ def length_bucket(outcome: Outcome) -> int:
 
 
 def baseline_errors(
-    warm_up: Iterable[Outcome], measured: Sequence[Outcome],
+    warm_up: Iterable[Outcome],
+    measured: Sequence[Outcome],
     bucket: Callable[[Outcome], int] = lambda outcome: ratio_bucket(outcome.ratio),
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """A baseline's error by request id; at each decision it knows all earlier first tokens.
 
     Its prediction is the median by node and bucket, else by node, else of all; a request before any

@@ -1,4 +1,4 @@
-"""CPU seconds of what a command started, by what each process is."""
+"""CPU seconds of the processes that a command started, by their roles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import psutil
 
-# By what stands in a process' title or command, the first that fits.
+# By a pattern in a process' title or command; the first that fits.
 _ROLES = (
     ("kappa_deploy.cli", "kappa route"), ("KappaDecider", "decider"), ("LLMRouter", "stock router"),
     ("OpenAiIngress", "stock ingress"),
@@ -21,7 +21,7 @@ _ROLES = (
 
 
 def role_of(title: str) -> str:
-    """What a process is, by its command line."""
+    """The role of a process, by its command line."""
     return next((role for word, role in _ROLES if re.search(word, title)), "other")
 
 

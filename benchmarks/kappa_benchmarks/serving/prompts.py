@@ -1,4 +1,4 @@
-"""What `kappa bench serve` sends: single prompts, each of them new, and conversations."""
+"""Prompts of `kappa bench serve`: single ones, each of them new, and conversations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROMPT_WORDS = {"short": 12, "1k": 970}
 TALK_WORDS = {"8k": 8_000, "32k": 32_000, "128k": 128_000}
 """Words of a conversation's first turn."""
 _MESSAGE_WORDS, _FOLLOW_UP_WORDS = 2_000, 12
-# Of a conversation as tokens: what else a template or another tokenizer makes of its words.
+# Tokens of a conversation per word, with a template or another tokenizer.
 _ROOM = 1.2
 
 _WORDS = ("the", "file", "test", "error", "value", "return", "class", "list", "name", "line")
@@ -34,7 +34,7 @@ def opening(kind: str, random: Random) -> list[dict[str, str]]:
 
 
 def most_tokens(kind: str, requests: int) -> int:
-    """What a context must hold for so many turns of a prompt of this kind."""
+    """Tokens that a context must hold for `requests` turns of a prompt of this kind."""
     turns = requests * (_FOLLOW_UP_WORDS + MAX_TOKENS + 32)
     return int(_ROOM * (TALK_WORDS.get(kind, 0) + turns)) if kind in TALK_WORDS else 0
 

@@ -40,8 +40,8 @@ from kappa_workload.replay import expand
 from kappa_workload.shapes import TurnShape, Workload
 
 ARMS = ("round-robin", "least-connections", "prefix-hash", "on")
-# Of the emulated servers: microseconds of the link for a token, and a name of the catalogue that
-# each is said to be, whose figures are wrong for it in every constant.
+# Of the emulated servers: microseconds of the link for a token, and the catalogue's node that it is
+# declared as. Every constant of that node is wrong for it.
 _SERVERS = ((10.0, "gh200-c2c"), (120.0, "a100-pcie4"))
 EMULATED = "kappa_benchmarks.serving.route_backend"
 HOST = "127.0.0.1"
@@ -57,27 +57,30 @@ Servers = Callable[[], contextlib.AbstractContextManager[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class RouteLoad:
-    """What is sent. agents: at a time, each in a conversation; output: tokens an answer; pause:
-    multiple of the recorded pauses; most: longer prompts end their conversation, tokens; shrink:
-    divides the trace's tokens for a real model, 0: texts for emulated servers."""
+    """The requests of an arm."""
 
     requests: int
+    # Conversations at a time.
     agents: int
+    # Tokens of each answer.
     output: int
+    # Multiple of the recorded pauses.
     pause: float
+    # Tokens; a longer prompt ends its conversation.
     most: int
+    # Divides the trace's tokens, for a real model; 0: emulated servers get texts.
     shrink: int = 0
 
 
 def prompt_of(turn: TurnShape, block_tokens: int) -> str:
-    """A text of four characters a token, whose beginning is another's where their blocks are."""
+    """A text of four characters a token; turns that share leading blocks share leading text."""
     blocks = "".join(f"{block:016x}" * (block_tokens // 4) for block in turn.blocks.tolist())
     rest = turn.input_tokens - len(turn.blocks) * block_tokens
     return blocks + f"{turn.input_tokens:04x}" * rest
 
 
 def ids_of(turn: TurnShape, block_tokens: int, shrink: int, salt: int) -> np.ndarray:
-    """`prompt_of` as token ids of a real model, so many times fewer; other ones for each salt."""
+    """`prompt_of` as token ids of a real model, divided by `shrink`; other ids for each salt."""
     size = block_tokens // shrink
     total = max(turn.input_tokens // shrink, 1)
     parts = [_drawn(size, salt, block) for block in turn.blocks.tolist()]
@@ -97,7 +100,7 @@ async def play(url: str, load: RouteLoad, workload: Workload, seed: int) -> list
     records: list[RequestRecord] = []
     model = _model_of(url) if load.shrink else "emulated"
     settings = EndpointSettings(url, model, timeout_s=600.0, ignore_eos=bool(load.shrink))
-    salt = secrets.randbits(32)  # What earlier runs left in real caches is of no use to this one.
+    salt = secrets.randbits(32)  # No run finds its prompts in caches that earlier runs filled.
 
     def prepared(turn: TurnShape, session: int) -> Prepared:
         if not load.shrink:
@@ -146,7 +149,7 @@ def process(*command: str, log: Path, kill: bool = False) -> Iterator[int]:
 
 
 def ready(url: str, workers: int = 0) -> None:
-    """Wait until a server answers, and knows so many workers; TimeoutError if it does not."""
+    """Wait until a server answers, and knows `workers` workers; TimeoutError if it does not."""
     path = "/ready" if workers else "/health"
     for _ in range(int(_START_S / 0.2)):
         with contextlib.suppress(httpx.HTTPError, ValueError):
@@ -199,7 +202,7 @@ def front(given: Mapping[str, Any], arm: str, journal: Path) -> Iterator[tuple[s
 
 def run_arm(
     arm: str, load: RouteLoad, workload: Workload, seed: int, folder: Path, servers: Servers
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """One arm: figures of the TTFTs that clients saw, in seconds, and how far predictions were off
     in the middle of every 50 answers."""
     journal = folder / f"{arm}-{seed}.jsonl"
@@ -216,9 +219,7 @@ def run_arm(
     with journal.open(encoding="utf-8") as lines:
         segments = read_journal(lines, str(journal))
     off = [abs(r.predicted_s / r.ttft_s - 1) for s in segments for r in s.requests]
-    found["errors"] = [
-        statistics.median(off[k : k + _BATCH]) for k in range(0, len(off), _BATCH)
-    ]  # fmt: skip
+    found["errors"] = [statistics.median(off[k : k + _BATCH]) for k in range(0, len(off), _BATCH)]
     if arm != "on":
         found["estimated"] = facts_of(segments)["estimated"]
     return found
@@ -259,7 +260,7 @@ def route(
         folder = Path(name)
         servers = partial(emulated, folder / "servers.log", speed, metrics=metrics)
         for seed in range(seeds):
-            # What drifts hits all arms.
+            # In turns, so that drift hits all arms.
             for arm in chosen if seed % 2 == 0 else reversed(chosen):
                 at = (lambda: contextlib.nullcontext(given)) if real else servers
                 rows.append(run_arm(arm, load, workload, seed, folder, at))
@@ -270,7 +271,7 @@ def route(
 
 
 def _checked(file: Path) -> dict[str, Any]:
-    """A file of `kappa route` as it is written; ValueError says what is wrong with it."""
+    """The content of a file of `kappa route`; ValueError for a fault in it."""
     load_front_settings(file)
     given: dict[str, Any] = yaml.safe_load(file.read_text())
     return given
@@ -322,11 +323,12 @@ def show(facts: Mapping[str, Any], console: Console) -> None:
 
     rows = [
         [
-            arm, *(cell(found[name]) for name in _FIGURES),
+            arm,
+            *(cell(found[name]) for name in _FIGURES),
             cell(found.get("on_over_it", {}).get("p99")),
             cell(found.get("estimate_over_truth", {}).get("mean")),
         ]
         for arm, found in facts["arms"].items()
-    ]  # fmt: skip
+    ]
     columns = ("arm", "p50, s", "mean, s", "p99, s", "on / it, p99", "estimate / truth, mean")
     console.print(table("TTFT; median over seeds (least to most)", columns, rows))

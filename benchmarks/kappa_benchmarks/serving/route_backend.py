@@ -3,10 +3,10 @@
     python -m kappa_benchmarks.serving.route_backend 8001 --load-token-us 20
 
 In real time: a prefix cache on the device and in a host tier behind it, both least recently used
-first; a link on which loads queue; an engine whose steps share a token budget. Its laws are not the
-router's: tokens are computed in tiles of 128 and long chunks cost more than in proportion, decoding
-is padded to powers of two, every step and load is jittered. It tells `usage`, and sizes of its
-cache in `/metrics` if asked to.
+first; a link on which loads queue; an engine with a token budget for each step. Its laws are not
+the router's: tokens are computed in tiles of 128 and long chunks cost more than in proportion,
+decoding is padded to powers of two, every step and load is jittered. It reports `usage`, and the
+sizes of its cache in `/metrics` if it is told to.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ _MODEL = "emulated"
 
 @dataclass(frozen=True, slots=True)
 class EmulatedLaw:
-    """Seconds of an emulated engine: of a new token, of each pair of query and key, of a decoded
-    token, of a step besides; of a loaded token, and of a load besides. jitter: standard deviation
-    of the logarithm."""
+    """Seconds of an emulated engine."""
 
+    # Of a new token, and of each pair of query and key.
     token_s: float = 150e-6
     pair_s: float = 6e-9
+    # Of a decoded token.
     decode_s: float = 1.5e-3
+    # Of each step besides.
     step_s: float = 12e-3
+    # Of a loaded token, and of each load besides.
     load_token_s: float = 20e-6
     load_s: float = 4e-3
+    # Standard deviation of the logarithm of steps and loads.
     jitter: float = 0.1
 
     def of_step(self, chunks: Iterable[tuple[int, int]], decoding: int) -> float:
@@ -57,7 +60,7 @@ class EmulatedLaw:
         return seconds + padded * self.decode_s
 
     def of_load(self, tokens: int) -> float:
-        """Seconds of the link for so many tokens."""
+        """Seconds of the link to load `tokens` tokens."""
         return self.load_s + tokens * self.load_token_s if tokens else 0.0
 
 
@@ -69,11 +72,11 @@ class LruTier:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def leading(self, blocks: list[int]) -> int:
-        """How many leading blocks it holds."""
+        """The number of leading blocks that it holds."""
         return next((i for i, b in enumerate(blocks) if b not in self._blocks), len(blocks))
 
     def keep(self, blocks: list[int]) -> None:
-        """They were used; a prompt's end is given up before its beginning."""
+        """Mark blocks as used, a prompt's end as less recent than its beginning."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -86,11 +89,14 @@ class LruTier:
 
 @dataclass(slots=True, eq=False)
 class EmulatedJob:
-    """A request in the engine; tokens receives one entry for each that it generates."""
+    """A request in the engine."""
 
+    # Tokens to compute, and those before them.
     new: int
     context: int
+    # Tokens to generate.
     output: int
+    # One entry for each generated token.
     tokens: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
     generated: int = 0
 
@@ -107,7 +113,7 @@ class EmulatedEngine:
         self._work = asyncio.Event()
 
     async def submit(self, blocks: list[int], tokens: int, output: int) -> tuple[EmulatedJob, int]:
-        """Load what is cached and queue the rest; the job, and the tokens that were found."""
+        """Load the cached prefix and queue the rest; the job, and the tokens found in caches."""
         usable = blocks[: (tokens - 1) // BLOCK_TOKENS]
         on_device = self.device.leading(usable)
         found = max(on_device, self.host.leading(usable))
@@ -128,7 +134,7 @@ class EmulatedEngine:
         self.host.keep(blocks)
 
     def leave(self, job: EmulatedJob) -> None:
-        """Its client has gone, or it is done."""
+        """Drop a job that is done, or without a client."""
         if job in self._jobs:
             self._jobs.remove(job)
 
@@ -168,7 +174,7 @@ def prompt_blocks(prompt: bytes) -> list[int]:
 
 
 def _wanted(read: bytes) -> tuple[dict[str, Any], str, int]:
-    """A body, the text of its prompt, and tokens to answer with; raises what is wrong with it."""
+    """A body, the text of its prompt, and tokens to answer with; raises for a malformed body."""
     body = json.loads(read)
     chat = body.get("messages")
     text = json.dumps(chat)[:-1] if chat is not None else str(body.get("prompt", ""))

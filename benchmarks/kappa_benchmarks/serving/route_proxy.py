@@ -1,4 +1,4 @@
-"""`kappa bench route-proxy`: what passing through `kappa route` costs, and what it loses when a
+"""`kappa bench route-proxy`: the cost of passing through `kappa route`, and requests lost when a
 server dies. On EMULATED servers that answer almost at once."""
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ from kappa_loadtest.run_folder import RequestRecord
 
 _DOWN_S = 5.0
 _ROUNDS = 5
-# So much of each prompt is its own; what is before is the conversation so far.
+# The end of each prompt is its own; the rest is the conversation so far.
 _OWN_BYTES = 360
-# Caches hold whole conversations: what an engine computes is not what is measured here.
+# Caches hold whole conversations: the engine's own seconds are not the subject here.
 _DEVICE_TOKENS = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyLoad:
-    """What is sent. rate: requests a second, open loop; size: bytes of each prompt; output: tokens
-    of each answer."""
+    """The requests of one row."""
 
+    # Requests a second, open loop.
     rate: float
+    # Bytes of each prompt.
     size: int
+    # Tokens of each answer.
     output: int
 
 
@@ -100,7 +102,8 @@ def loads_of(size: str, rate: str, output: int) -> list[ProxyLoad]:
     """A load for each size, at its own rate or at the one that is given.
 
     Raises:
-        ValueError: a size below what is each prompt's own, or as many rates as neither.
+        ValueError: a size below each prompt's own end; or rates that are neither one nor one for
+            each size.
     """
     sizes, rates = numbers(size, "--size", 64e6), numbers(rate, "--rate")
     if min(sizes) < _OWN_BYTES:
@@ -112,8 +115,8 @@ def loads_of(size: str, rate: str, output: int) -> list[ProxyLoad]:
 
 
 def overhead(direct: str, through: str, pid: int, load: ProxyLoad, paired: int) -> dict[str, Any]:
-    """First tokens of requests to a server and through `kappa route`, and what the latter and its
-    children cost; in turns, so that what else the machine does hits both."""
+    """TTFTs of requests to a server and through `kappa route`, and CPU-ms of the latter and its
+    children; in turns, so that other work on the machine hits both."""
     ttfts_s: dict[str, list[float]] = {"direct": [], "through": []}
     used_ms, added_ms, sent = list[Counter[str]](), list[float](), paired // _ROUNDS
     for _ in range(_ROUNDS):
@@ -135,7 +138,7 @@ def overhead(direct: str, through: str, pid: int, load: ProxyLoad, paired: int) 
 
 
 def losses(records: list[RequestRecord], kills: int) -> dict[str, Any]:
-    """What became of requests while servers were killed."""
+    """Requests lost while servers were killed, by error and before or after their first token."""
     errors = Counter(r.error for r in records if r.error)
     begun = sum(bool(r.error) and r.first_token_s is not None for r in records)
     return {

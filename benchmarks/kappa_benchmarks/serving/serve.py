@@ -2,9 +2,9 @@
 
 The systems take turns, round by round (`kappa_benchmarks.serving.cluster`). TTFT is measured at the
 client, until the first piece of *text*: an endpoint may send an empty first event long before its
-first token. That is why this is not the load test's client, which knows of tokens alone. Each short
-prompt is new, so no cache helps; long ones are conversations, with a first turn that is new and
-follow-up turns of which all but some words is cached on the device.
+first token. The load test's client counts tokens alone, so it cannot be used here. Each short
+prompt is new, so no cache helps. Long ones are conversations: the first turn is new, of a follow-up
+turn all but some words are cached on the device.
 """
 
 from __future__ import annotations
@@ -140,24 +140,29 @@ def show(facts: Row, console: Console) -> None:
 class Answer:
     """One streamed chat as the client saw it; seconds from sending it."""
 
+    # Until the first piece of text.
     ttft_s: float
+    # Until the first event, which may hold no text.
     first_event_s: float
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one system: its answers, how long they took together, and meanwhile: the CPU
-    seconds of its processes, by role, those of the client, and the mean of seconds from a request's
-    first step to its first token that the engine tells (plain vLLM's alone does)."""
+    """One round of one system at one point."""
 
     system: str
     prompt: str
+    # Clients at once.
     concurrency: int
+    # From the first request to the last answer.
     seconds: float
     answers: tuple[Answer, ...]
+    # CPU seconds of the system's processes meanwhile, by role; and of the client.
     cpu_s: Mapping[str, float] = field(default_factory=dict)
     client_s: float = 0.0
+    # Mean seconds from a request's first step to its first token, as the engine reports it. None:
+    # it does not; only plain vLLM's does.
     engine_s: float | None = None
 
     @property
@@ -183,13 +188,16 @@ def has_text(line: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Plays rounds against endpoints by name, at least so many requests each. children: of systems
-    beside ours, the process that all of theirs are below."""
+    """Plays rounds against endpoints."""
 
+    # By system.
     urls: Mapping[str, str]
+    # Of the other systems: the id of the process that all of theirs are below.
     children: Mapping[str, int]
     model: str
+    # Of a round, at least.
     requests: int
+    # Of the prompts.
     random: Random
 
     async def play(self, points: Sequence[tuple[str, int]], rounds: int) -> list[Round]:
@@ -241,7 +249,7 @@ class Bench:
     async def _round(
         self, client: httpx.AsyncClient, system: str, prompt: str, clients: int, requests: int
     ) -> Round:
-        """`requests` chats from so many clients, each sending when its last was answered."""
+        """`requests` chats from `clients` clients, each sending when its last was answered."""
         texts = iter([prompt_text(prompt, self.random) for _ in range(requests)])
 
         async def one_client() -> list[Answer]:
@@ -328,7 +336,7 @@ def summarize(rounds: Iterable[Round]) -> Row:
     found, ratios = [], []
     for (prompt, concurrency), systems in points.items():
         rows = [_row(played) for _, played in sorted(systems.items(), key=lambda s: s[0] != OURS)]
-        # The same engine computes the same in all: what plain vLLM's tells is taken of each.
+        # All systems run the same engine, so plain vLLM's seconds hold for each.
         engine_s = next((row["engine_s"] for row in rows if row["engine_s"] is not None), None)
         for row in rows:
             beyond = None if engine_s is None else row["ttft_s"]["p50"] - engine_s

@@ -24,10 +24,11 @@ Unpaced = Annotated[
 ModelName = Annotated[
     str | None,
     typer.Option(
-        "--model", help="A folder, a name on the hub, or smollm2-135m; with --unpaced and without "
+        "--model",
+        help="A folder, a name on the hub, or smollm2-135m; with --unpaced and without "
         "--config on two unlike CPU nodes of this machine.",
     ),
-]  # fmt: skip
+]
 
 
 def bench_settings(

@@ -72,13 +72,14 @@ def stock_app(
     engine = {**engine_limits(settings), **eager, "enable_prefix_caching": True}
     actor = {"ray_actor_options": ours["deployment_config"]["ray_actor_options"]}
     config = LLMConfig(
-        **ours | {
+        **ours
+        | {
             "engine_kwargs": {**engine, **ours["engine_kwargs"]},
             "deployment_config": replica | actor,
             "experimental_configs": experimental,
             "log_engine_metrics": False,
         }
-    )  # fmt: skip
+    )
     ingress = {**replica, "ray_actor_options": {"num_cpus": 0}}
     return build_openai_app(
         {"llm_configs": [config]} | ({} if direct else {"ingress_deployment_config": ingress})

@@ -95,7 +95,7 @@ class Kept(msgspec.Struct):
 
 @dataclass(slots=True)
 class Bench:
-    """What to run, and what has been run: idle phases, and runs by (policy, trace, load, run)."""
+    """The runs to do, and those done: idle phases, and runs by (policy, trace, load, run)."""
 
     settings: ClusterSettings
     traces: Sequence[str]
@@ -114,7 +114,7 @@ class Bench:
         return self.settings.dilation, self.window_s, self.seed
 
     def load_records(self) -> None:
-        """Take over what a run before this one finished.
+        """Take over the phases that an earlier run finished.
 
         Raises:
             ValueError: the file is not one of this bench.
@@ -125,7 +125,7 @@ class Bench:
         except ValueError as error:
             raise ValueError(
                 f"{self.records}: not records of this benchmark ({error}); move the file away "
-                "to start anew"
+                "to start again"
             ) from None
         for one in kept:
             if one.key != self.key:
@@ -229,14 +229,14 @@ def validate(
 
 
 def _measured(settings: ClusterSettings) -> dict[str, NodeProfile]:
-    """What each node measured of itself, by its name."""
+    """Each node's measured profile, by its name."""
     with running(settings) as cluster:
         rows = httpx.get(f"{cluster.url}/v1/nodes", timeout=30.0).raise_for_status().json()["nodes"]
     return {row["node"]: NodeProfile.from_dict(row["profile"]) for row in rows}
 
 
 async def _play(bench: Bench, policy: str, url: str) -> None:
-    """The idle phase, then what is missing."""
+    """Play the idle phase, then the missing runs."""
     missing = bench.missing(policy)
     async with ClusterClient(url, bench.settings.model.id, timeout_s=_TIMEOUT_S) as client:
         bench.idle.append(await play(client, [idle_script(np.random.default_rng(bench.seed))]))
@@ -352,7 +352,7 @@ def ranking(cells: Sequence[Cell]) -> list[Row]:
 
 
 def show(facts: Row, console: Console) -> None:
-    """The table of quantiles, and what speaks against the run."""
+    """The table of quantiles, and reasons to distrust the run."""
     columns: dict[str, Column] = {
         "trace": "trace", "load": "load:g", "policy": "policy",
         "quantile": lambda row: f"p{100 * row['quantile']:.0f}",

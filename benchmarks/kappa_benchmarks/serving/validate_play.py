@@ -1,7 +1,7 @@
-"""The HTTP side of `kappa bench validate`: plays scripts at a cluster, notes what each request saw.
+"""The HTTP side of `kappa bench validate`: plays scripts at a cluster, notes each request's times.
 
 Prompts are turned into bodies before a run starts, so that the client takes little of the machine
-that it measures; what it took is part of the result.
+that it measures; its share is part of the result.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ _MORE_DECISIONS = 64
 
 
 class Answered(msgspec.Struct):
-    """One request: seconds are real ones of the client's clock, sent_s from the start of the run.
+    """One request; real seconds of the client's clock."""
 
-    error: empty on success. decided_after_s: until the router decided; engine_ttft_s: from there to
-    the first token; None where the cluster says nothing of it.
-    """
-
+    # From the start of the run.
     sent_s: float
     prompt_tokens: int
     request_id: str = ""
     node: str = ""
     ttft_s: float = 0.0
+    # Empty on success.
     error: str = ""
+    # From sending to the router's decision, and from there to the first token. None: the cluster
+    # reported no outcome.
     decided_after_s: float | None = None
     engine_ttft_s: float | None = None
 
 
 class Played(msgspec.Struct):
-    """One run: every request in order of sending, and what the run took of client and nodes.
+    """One run."""
 
-    client_cpu_share: of one core, this whole process; busy_share: of the nodes' gpu time until the
-    last answer; overrun_share: steps that could not keep their pace.
-    """
-
+    # In order of sending.
     answers: list[Answered] = []
     seconds: float = 0.0
+    # CPU of this whole process, over one core's.
     client_cpu_share: float = 0.0
+    # Of the nodes' GPU time until the last answer.
     busy_share: float = 0.0
+    # Of the steps: those that could not keep their pace.
     overrun_share: float = 0.0
 
     def ttfts_s(self) -> NDArray[np.float64]:

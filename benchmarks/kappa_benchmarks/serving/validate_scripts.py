@@ -1,4 +1,4 @@
-"""What `kappa bench validate` sends: recorded traces, scaled down to a small cluster. Pure.
+"""The traffic of `kappa bench validate`: recorded traces, scaled down to a small cluster. Pure.
 
 Tokens, outputs and pauses of a trace shrink by one factor, so that ratios of cached to new tokens
 stay; sessions are cut to their first turns. Prompts become token ids: a block of the trace is
@@ -23,7 +23,7 @@ from kappa_workload.shapes import BlockIds, SessionShape, TurnShape, Workload, m
 Tokens = NDArray[np.int64]
 
 FORCED_TOKEN = 99
-"""What every answer consists of; below the ids that prompts are made of."""
+"""The token that every answer repeats; below the ids of prompts."""
 
 _IDLE_TOKENS = (40, 300, 1000, 40, 300, 2000) * 5
 _IDLE_PAUSE_S = 0.2
@@ -32,17 +32,15 @@ _IDLE_OUTPUT_TOKENS = 2
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How a trace is made small.
+    """The scaling of a trace to a small cluster."""
 
-    tokens: factor of prompts, answers and pauses; turns: of each session, at most; pause_s: the
-    longest pause after scaling, in emulated seconds; least_output_tokens, most_output_tokens: what
-    answers are held between, so that a run is short (later prompts carry the uncut answer's
-    tokens all the same).
-    """
-
+    # Factor of prompts, answers and pauses.
     tokens: float
+    # Of each session, at most.
     turns: int
+    # The longest pause after scaling, in emulated seconds.
     pause_s: float = 0.1
+    # Bounds of answers, so that a run is short; later prompts carry the uncut answer all the same.
     least_output_tokens: int = 4
     most_output_tokens: int = 8
 
@@ -126,7 +124,7 @@ class ScriptMaker:
     def _requests(self, shape: SessionShape, salt: int) -> list[Request]:
         """A session in fewer tokens; it ends before a request that would not fit.
 
-        What an answer filled keeps its forced tokens in later prompts.
+        Later prompts hold the forced tokens of earlier answers.
         """
         scaling, size = self.scaling, self.block_tokens
         answered: dict[int, Tokens] = {}
@@ -171,7 +169,7 @@ def salt_of(*parts: object) -> int:
 
 
 def digest(scripts: Sequence[Script]) -> str:
-    """What two runs must agree on to be runs of the same requests: times, lengths and answers."""
+    """A digest of times, lengths and answers: equal for two runs of the same requests."""
     facts = []
     for script in scripts:
         requests = [(round(r.after_s, 6), len(r.prompt), r.output_tokens) for r in script.requests]
@@ -180,7 +178,7 @@ def digest(scripts: Sequence[Script]) -> str:
 
 
 def idle_script(rng: np.random.Generator) -> Script:
-    """Fresh prompts of several lengths, one after the other: what a request costs when idle."""
+    """Fresh prompts of several lengths, one after the other, for an idle cluster."""
     requests = tuple(
         Request(_IDLE_PAUSE_S, rng.choice(np.array(VOCABULARY), tokens), _IDLE_OUTPUT_TOKENS)
         for tokens in _IDLE_TOKENS

@@ -1,7 +1,7 @@
 """CLO's similarity cache: look up each head's choice, and gather what a missed head chooses.
 
-There is one look-up per layer and step. Heads whose query is still like the one that their choice
-was made for (its label) keep the choice; for the others both are replaced. Newly chosen tokens take
+There is one look-up per layer and step. A head keeps its choice while its query is like the one
+that the choice was made for (the label); else both are replaced. Newly chosen tokens take
 the places of tokens that are not chosen again, in one gather of all heads from host memory,
 straight to where attention reads. A gather begins here and is waited for by `arrived`, so that a
 layer computes in between. The host never waits for the device's answer.
@@ -165,7 +165,7 @@ class SimilarityCache:
             batch, heads = every // count, every % count
         queried = HeadQueries(layer, batch, heads, mine[batch, :, heads].flatten(1, 2))
         scores = self._scores(slots, view, queried).masked_fill(view.outside[batch], -torch.inf)
-        # A slot whose choice is shorter than the longest one gets any tokens behind its own.
+        # A shorter choice than the longest one is followed by arbitrary tokens.
         chosen = scores.topk(view.chosen, dim=-1, sorted=view.inside is not None).indices
         best = chosen.new_empty((*hits.shape, view.chosen))
         # Heads that hit keep their choice.
@@ -215,7 +215,8 @@ class SimilarityCache:
         rows = torch.stack((keys, keys + slots.value_step), dim=1).where(moved[:, None], -1)
         first, last = view.slots[0], view.slots[-1]
         if last - first >= len(view.slots):
-            # All slots between: a gather has one target, and leaves alone what is not wanted.
+            # A gather has one target: all slots from the first to the last. Places without a row
+            # stay as they are.
             apart = rows.new_full((last - first + 1, *rows.shape[1:]), -1)
             rows = apart.index_copy(0, view.index - first, rows)
         start = slots.layout.choice_start

@@ -59,12 +59,12 @@ class Gather:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the source, as the mover compares them."""
+        """The source's shape, since the mover compares both."""
         return self.source.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target."""
+        """The target's dtype."""
         return self.target.dtype
 
     @property
@@ -83,8 +83,8 @@ class Gather:
 
 
 def pairs(gathers: Sequence[Gather]) -> list[tuple[Tensor, Tensor]]:
-    """As `Mover.h2d` takes them: a gather stands where a target tensor does."""
-    return [(one, one.source) for one in gathers]  # type: ignore[misc]
+    """Copies for `LinkMover.h2d`, with a gather in the place of each target tensor."""
+    return [(one, one.source) for one in gathers]
 
 
 def gather_rows(target: Tensor, source: Tensor, rows: Tensor, counted: Tensor | None) -> None:
@@ -114,7 +114,7 @@ def gather_rows(target: Tensor, source: Tensor, rows: Tensor, counted: Tensor | 
     )  # fmt: skip
 
 
-def _gather(
+def _gather(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     target, source, rows, counted, heads, count,
     target_batch, target_head, target_row, rows_batch, rows_head,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Sparse decoding in an engine: which requests have a slot, and what is computed in it.
+"""Sparse decoding in an engine: which requests have a slot, and the passes over the slots.
 
 A request that may be answered approximately is computed like any other until its first token; then
 it moves into a slot, its device blocks are free for others, and it decodes sparsely. A prefix in
@@ -33,8 +33,8 @@ from kappa_engine.sparse.slots import Slot, Slots, to_device
 from kappa_engine.transfer import Event, TransferFailed
 from kappa_scheduler.work import Quote, Work
 
-# A prefix whose request does not name the plan stays in host memory only if TTFT is predicted to be
-# lower by this share.
+# Unless the request names the plan, its prefix stays in host memory only if that lowers the
+# predicted TTFT by this share.
 _LEAST_GAIN = 0.1
 
 
@@ -67,7 +67,7 @@ class SparseServing:
         self._free = list(range(slots.settings.slots))
         # Host blocks of the prefixes of requests that begin in a slot, until it is opened.
         self._unopened: dict[Sequence, list[int]] = {}
-        # Digest of the key whose codes each host block has.
+        # The key that each host block has codes of, by its digest.
         self._coded: dict[int, bytes] = {}
         persistent = tuple(tuple(heads.tolist()) for heads in slots.persistent)
         self._persistent = persistent_share(slots.config.shape, persistent)
@@ -93,7 +93,7 @@ class SparseServing:
 
     @property
     def version(self) -> int:
-        """As the block manager's, which rises when a slot is given back, too."""
+        """The block manager's version, which also rises when a slot is given back."""
         return self._blocks.version
 
     @property

@@ -199,7 +199,7 @@ class Slots:
     # -- sizes --------------------------------------------------------------------------------
 
     def host_part(self, tokens: int) -> int:
-        """Of `tokens` tokens, how many are in host blocks: whole blocks before the recent ones."""
+        """Leading tokens, of `tokens`, in host blocks: whole blocks before the recent tokens."""
         block = self.arena.block_tokens
         return max(0, tokens - self.settings.clo.recent_tokens) // block * block
 
@@ -267,7 +267,7 @@ class Slots:
         Host arithmetic is in numpy, once for all layers, and is sent to the device without waiting.
 
         Raises:
-            TransferFailed: one of them is stuck: a block of it is not in host memory.
+            TransferFailed: a slot is stuck: one of its blocks is not in host memory.
         """
         # Gathers may read blocks that have left the ring: they come after those copies. A block
         # that did not arrive costs its own slot alone, whichever slots go on first.

@@ -32,6 +32,7 @@ from kappa.keys import KeysUnreadableError, read_digests
 from kappa.protocol import MAX_TENANTS
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
+from kappa_router.api.request import Inbound, inbound_of
 from kappa_router.api.tenants import (
     Allowance,
     Lease,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Whose errors have Anthropic's shape.
+# Paths with errors in Anthropic's shape.
 MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _BODY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *MESSAGES_PATHS)
 # What makes engines work, or the decider: counted against a tenant's limits.
@@ -66,22 +67,24 @@ _SETTLED_S = 0.5
 
 @dataclass(slots=True)
 class Access:
-    """What a decider replica knows of who may ask, how much, and in what size.
-
-    replicas: so many deciders share every tenant's limits. max_outstanding_bodies: requests at a
-    time whose bodies have not arrived. limit_all: also what is only passed on is limited.
-    """
+    """Who may ask, how much, and in what size, as a decider replica is told."""
 
     tenants: Tenants = field(default_factory=Tenants)
+    # None: keys never change.
     keys_file: str | None = None
     keys_check_s: float = 2.0
     max_body_bytes: int = 4 << 20
     body_timeout_s: float = 30.0
+    # Requests at a time that wait for their bodies.
     max_outstanding_bodies: int = 512
+    # Metrics need no key.
     open_metrics: bool = True
     default_allowance: Allowance = field(default_factory=Allowance)
+    # By tenant.
     allowances: dict[str, Allowance] = field(default_factory=dict)
+    # The deciders that share every tenant's limits.
     replicas: int = 1
+    # Requests that are only passed on are limited, too.
     limit_all: bool = False
 
     def limits(self, path: str) -> bool:
@@ -91,41 +94,20 @@ class Access:
         return path.rstrip("/") in _LIMITED_PATHS
 
 
-@dataclass(slots=True)
-class Inbound:
-    """What is known of a request before its endpoint sees it.
-
-    arrived_s: by the monotonic clock. lease: what it holds of its tenant's limits, if these count
-    it.
-    """
-
-    request_id: str
-    arrived_s: float
-    tenant: Tenant = field(default_factory=Tenant)
-    lease: Lease | None = None
-    body: bytes = b""
-
-
-def inbound_of(request: Request) -> Inbound:
-    """What the middleware found out about a request."""
-    inbound: Inbound = request.scope["state"]["inbound"]
-    return inbound
-
-
 def fit_id(given: str) -> str:
     """A request's id as its client gives it, if that may be one, else a new one."""
     fit = 0 < len(given) <= _LONGEST_ID and _ID_CHARACTERS.issuperset(given)
     return given if fit else uuid.uuid4().hex
 
 
-def make_app(access: Access | None = None, door: Door | None = None) -> FastAPI:
-    """`guarded` FastAPI, with no routes yet; door: what it shares with others."""
+def make_app(door: Door) -> FastAPI:
+    """FastAPI behind a door, with no routes yet."""
     # Half a second and 7 MB that `kappa route` does without.
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
 
     app = FastAPI(title="kappa-serve", docs_url=None, redoc_url=None)
-    guard(app, access or Access(), door)
+    guard(app, door)
 
     async def on_invalid(request: Request, error: Any) -> Response:
         return _error_response(request, errors.validation_error(list(error.errors())))
@@ -134,28 +116,26 @@ def make_app(access: Access | None = None, door: Door | None = None) -> FastAPI:
     return app
 
 
-def guard(app: Starlette, access: Access, door: Door | None = None) -> None:
-    """Put our middleware and error handlers around an application; door: what it shares with
-    others. `app.state.door` is there from the first request on.
-    """
+def guard(app: Starlette, door: Door) -> None:
+    """Put our middleware and error handlers around an application."""
 
     async def on_error(request: Request, error: Any) -> Response:
         return _error_response(request, _as_api_error(request, error))
 
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(Gate, access=access, door=door)
+    app.add_middleware(Gate, door=door)
 
 
 # -- errors -----------------------------------------------------------------------------------
 
 
 def _as_api_error(request: Request, error: Exception) -> ApiError:
-    """What a client sees of anything that was raised."""
+    """The error that a client sees of anything that was raised."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        # FastAPI makes one of what is raised while it reads a body.
+        # FastAPI makes one of any error while it reads a body.
         cause = error.__cause__
         return (
             cause if isinstance(cause, ApiError) else ApiError(error.status_code, str(error.detail))
@@ -185,7 +165,7 @@ def _error_response(request: Request, error: ApiError) -> Response:
 
 
 def places_of(error: BaseException) -> list[str]:
-    """Where an error came from, innermost last, without its message, which may quote a prompt."""
+    """The places of an error, innermost last, without its message, which may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-_PLACES_LOGGED:]
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
 
@@ -194,7 +174,7 @@ def places_of(error: BaseException) -> list[str]:
 
 
 class Door:
-    """Who may ask, and how much, for whatever stands before endpoints.
+    """The check of keys and limits that stands before endpoints.
 
     keys_refused: requests that were refused for want of a known key; refused: those that were by
     their tenant's limits, by (tenant, code).
@@ -209,8 +189,9 @@ class Door:
     async def tenant(
         self, authorization: str, api_key: str, now_s: float, *, is_open: bool = False
     ) -> Tenant:
-        """Whose a request with these headers is; of an open endpoint anybody's. Raises ApiError
-        401."""
+        """The tenant of a request with these headers; an open endpoint needs no key.
+
+        Raises ApiError 401."""
         await self.keyring.refresh(now_s)
         tenants, keys = self.keyring.tenants, keys_in(authorization, api_key)
         tenant = tenants.find(keys)
@@ -235,11 +216,11 @@ class Door:
 
 
 class Gate:
-    """Lets a request through to its endpoint, or answers it with what is wrong with it."""
+    """Lets a request through to its endpoint, or answers with its fault."""
 
-    def __init__(self, app: ASGIApp, access: Access, door: Door | None = None) -> None:
-        self._app, self._access, self._door = app, access, door or Door(access)
-        self._outstanding = Places(access.max_outstanding_bodies)
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app, self._access, self._door = app, door.access, door
+        self._outstanding = Places(door.access.max_outstanding_bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its `Inbound` in its state, or refuse it."""
@@ -252,7 +233,6 @@ class Gate:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         inbound = Inbound(fit_id(given), time.monotonic())
         scope.setdefault("state", {})["inbound"] = inbound
-        scope["app"].state.door = self._door
         # Whatever is logged on the way carries the id.
         with structlog.contextvars.bound_contextvars(request_id=inbound.request_id):
             reply = _Reply(send)
@@ -298,7 +278,7 @@ class Gate:
     ) -> bytes | None:
         """The whole body; None if the client left.
 
-        Only so many are awaited at a time, shared among tenants, or among addresses where there are
+        The number awaited at a time is bounded, and shared among tenants, or addresses if there are
         no keys: each holds one of the decider's slots. Envoy ends one that does not come in time.
         Raises ApiError 413 or 429.
         """
@@ -310,7 +290,7 @@ class Gate:
                 raise errors.BODIES_OUTSTANDING(limit=self._access.max_outstanding_bodies, who=who)
         most_bytes = self._access.max_body_bytes
         if scope["path"] in (*_OPEN_PATHS, _METRICS_PATH):
-            most_bytes = 0  # Anybody may ask there, and nobody has anything to say.
+            most_bytes = 0  # All may ask there, and no question has a body.
         too_large = errors.BODY_TOO_LARGE(limit_bytes=most_bytes)
         try:
             if _declared_bytes(headers) > most_bytes:
@@ -340,7 +320,7 @@ def _declared_bytes(headers: Mapping[bytes, bytes]) -> int:
 
 
 class _Reply:
-    """Where the answer goes. status: of what has begun, 0 until then; headers: what to add."""
+    """Sends the answer on. status: of one that has begun, 0 until then; headers: to be added."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.status = send, 0

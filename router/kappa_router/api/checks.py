@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kappa_router.api.errors import UNKNOWN_FIELD, bad_field, refused_field
 
 Check = Callable[[str, Any], Any]
-"""Takes a field's place and its value, which is not None; returns what goes on of it.
+"""Takes a field's place and its value, which is not None; returns the value that goes on.
 
 Raises ApiError 400, which names the place.
 """
@@ -38,6 +38,11 @@ def whole(low: int = 0, high: int = MAX_COUNT) -> Check:
     return check
 
 
+def digits(text: str, most: int) -> int | None:
+    """The whole number that a text of at most `most` digits writes; None: it writes none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= most else None
+
+
 def real(low: float, high: float) -> Check:
     """Finite numbers."""
 
@@ -58,7 +63,7 @@ def flag(where: str, value: Any) -> Any:
 
 
 def text(most_bytes: float = math.inf) -> Check:
-    """Strings that can be encoded, of at most so many bytes."""
+    """Strings that can be encoded, of at most `most_bytes`."""
 
     def check(where: str, value: Any) -> Any:
         if not isinstance(value, str):
@@ -76,7 +81,7 @@ def text(most_bytes: float = math.inf) -> Check:
 
 
 def later(_where: str, value: Any) -> Any:
-    """As it is: what is checked together with others, by `_check_schemas`, or by the schema."""
+    """Any value; it is checked together with others, by `_check_schemas`, or by the schema."""
     return value
 
 
@@ -86,7 +91,7 @@ def either(text: Check, other: Check) -> Check:
 
 
 def many(check: Check, most: int, least: int = 0) -> Check:
-    """Lists whose entries pass a check."""
+    """Lists of entries that pass a check."""
 
     def check_all(where: str, value: Any) -> Any:
         if not isinstance(value, list) or not least <= len(value) <= most:
@@ -113,7 +118,7 @@ def fields_of(checks: Mapping[str, Check]) -> Check:
 
 
 def tagged(kinds: Kinds) -> Check:
-    """Objects whose `type` names one of several kinds."""
+    """Objects with a `type` that names one of several kinds."""
 
     def check(where: str, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -167,13 +172,14 @@ class FieldClasses(NamedTuple):
         return frozenset((*self.allowed, *self.refused))
 
     def kept(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What goes on of a body; raises ApiError 400 for what is refused, or in no class."""
+        """The fields of a body that go on, none of them null; raises ApiError 400 for one that is
+        refused, or in no class."""
         kept = {}
         for name, value in body.items():
-            if name in self.allowed:
-                kept[name] = None if value is None else self.allowed[name](name, value)
-            elif value is None or name in self.dropped:
+            if value is None or name in self.dropped:
                 continue
+            if name in self.allowed:
+                kept[name] = self.allowed[name](name, value)
             elif name not in self.refused:
                 raise UNKNOWN_FIELD(name=name[:80])
             elif value not in self.refused[name][1]:

@@ -130,7 +130,7 @@ DEADLINE_UNMEETABLE = Fault(
     "The answer would begin {needed_s:.3g} s from now, {late_s:.3g} s after the request's "
     "deadline of {allowed_s:g} s; try again later, or allow more.")
 
-# -- what is asked for ------------------------------------------------------------------------
+# -- the request ------------------------------------------------------------------------------
 
 UNKNOWN_MODEL = Fault(
     404, "model_not_found",
@@ -232,9 +232,7 @@ def bad_field(where: str, why: str) -> ApiError:
 
 def refused_field(name: str, remedy: str) -> ApiError:
     """A field that no client may set here."""
-    return ApiError(
-        400, f"{name}: is not accepted here; {remedy}.", "unsupported_parameter", name
-    )  # fmt: skip
+    return ApiError(400, f"{name}: is not accepted here; {remedy}.", "unsupported_parameter", name)
 
 
 def json_object(body: bytes, wanted: Container[str]) -> dict[str, Any]:

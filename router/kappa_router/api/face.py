@@ -14,19 +14,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kappa_router.api import errors, status
-from kappa_router.api.app import inbound_of
-from kappa_router.api.tenants import Tenants
+from kappa_router.api.app import Door
+from kappa_router.api.request import inbound_of
 from kappa_router.decision import NoWorkerError, RouteRequest
 from kappa_router.live.live_router import LiveRouter
 
 
 class Face:
-    """What both answer alike. `_live` gives the live router, `_known` are the tenants at the
-    start."""
+    """Endpoints that both answer alike. `_live` gives the live router."""
 
     _live: Callable[[], LiveRouter]
-    _known: Tenants
-    _asgi_app: Any  # as Ray Serve names it, and sets it before any scrape
+    _door: Door
 
     async def ready(self, request: Request) -> Response:
         """200 while a worker can be chosen, else 503."""
@@ -35,7 +33,6 @@ class Face:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics, of all deciders together."""
-        self._asgi_app = request.app
         answers = await self.of_all("metrics")
         text = answers[0]
         if len(answers) > 1:
@@ -48,8 +45,7 @@ class Face:
     async def tenants(self, request: Request) -> Response:
         """Every tenant with its weight, what it was charged, and its share of all charges."""
         charged = self._live().charges.totals()
-        known = status.tenants_now(request.app.state, self._known)
-        return JSONResponse({"tenants": status.shares(known, charged)})
+        return JSONResponse({"tenants": status.shares(self._door.keyring.tenants, charged)})
 
     async def decisions(self, request: Request, limit: int = 100) -> Response:
         """The last decisions with their outcomes, newest last; of other tenants to operators.
@@ -64,7 +60,7 @@ class Face:
         return JSONResponse({"decisions": records[-count:] if count else []})
 
     async def decision(self, request_id: str, request: Request) -> Response:
-        """One request: its decision, what became of it, and where its time went; or 404."""
+        """One request: its decision, its outcome, and where its time went; or 404."""
         asker = inbound_of(request).tenant
         for tenant, account in await self.of_all("decision", request_id):
             own = tenant is not None and (asker.operator or asker.name == tenant)
@@ -73,7 +69,7 @@ class Face:
         raise errors.UNKNOWN_REQUEST(request_id=request_id[:80])
 
     def explained(self, routed: RouteRequest, request: Request) -> Response:
-        """What would be decided; ApiError 503 if nobody can serve it."""
+        """The decision that would be made; ApiError 503 if no worker can serve it."""
         live = self._live()
         try:
             decision = live.explain(routed)
@@ -90,12 +86,11 @@ class Face:
         return [await self.for_deciders(what, *args)]
 
     async def for_deciders(self, what: str, *args: Any) -> Any:
-        """What this decider alone knows: its `metrics`, its last `decisions`, or one `decision`."""
+        """This decider's own answer: its `metrics`, its last `decisions`, or one `decision`."""
         live = self._live()
         match what:
             case "metrics":
-                state = self._asgi_app.state
-                return status.exposition(live, status.tenants_now(state, self._known), state)
+                return status.exposition(live, self._door)
             case "decisions":
                 return status.newest_decisions(live, *args)
             case "decision":
@@ -103,6 +98,6 @@ class Face:
         raise ValueError(f"a decider asked for {what!r}, which this one does not know")
 
     def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
-        """Whose a request is, and what became of it, as far as it is known."""
+        """The tenant of a request and its outcome; None where they are not known."""
         record = self._live().records.get(request_id)
         return (None, None) if record is None else (record.tenant, record.to_dict())

@@ -18,7 +18,7 @@ class FairQueue(Generic[T]):
     """Serves tenants by weight: start-time fair queueing, in the order of arrival within a tenant.
 
     Each tenant has a virtual time, which its work advances by cost / weight; who is least advanced
-    is next. One that had nothing waiting begins at the time of the work begun last, so nobody saves
+    is next. One that had nothing waiting begins at the time of the work begun last, so none saves
     up. P. Goyal, H. Vin, H. Cheng, "Start-time Fair Queuing", SIGCOMM 1996.
     """
 

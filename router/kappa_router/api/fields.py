@@ -1,11 +1,11 @@
-"""Which fields a request may set, and within which bounds: an allow-list for chats and completions.
+"""The allow-list of fields that chats and completions may set, with the bounds of each.
 
 A body's fields are of three classes. Allowed ones have a check here and go on to an engine. Refused
 ones would have an engine do what was not priced, or read what a client names: 400 with a remedy.
 Dropped ones are sent innocently and mean nothing here. A name in none of them is refused, as OpenAI
-does. Below the top level, what is not named is dropped, so that an engine, its chat template and
-its schedulers never see it. `null` is as good as absent. Pure: it works on the parsed JSON, before
-any schema does, so that nothing recursive or costly meets an unbounded value.
+does. Below the top level, fields that are not named are dropped, so that an engine, its chat
+template and its schedulers never see them. `null` is as good as absent. Pure: it works on the
+parsed JSON, before any schema does, so that nothing recursive or costly meets an unbounded value.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _template_options(where: str, value: Any) -> Any:
 
 
 def tool_arguments(where: str, value: Any) -> Any:
-    """A tool call's arguments, JSON in a string; what is no JSON the engine judges."""
+    """A tool call's arguments, JSON in a string; the engine judges anything else."""
     TEXT(where, value)
     if _brackets(value) > MAX_DEPTH and _arguments_shape(where, value).nesting > MAX_DEPTH:
         raise bad_field(where, TOO_DEEP)
@@ -229,8 +229,8 @@ COMPLETION: dict[str, Check] = {
     **_BOTH, "prompt": _prompt, "logprobs": whole(0, MAX_LOGPROBS), "suffix": TEXT,
 }  # fmt: skip
 
-_ROUTERS = ("the router sets it; leave it out", ())
-_OPERATORS = ("the operator sets it; leave it out", ())
+ROUTERS = ("the router sets it; leave it out", ())
+OPERATORS = ("the operator sets it; leave it out", ())
 _SHORTEN = ("shorten the prompt instead", ())
 _GUIDED = ("use structured_outputs or response_format", ())
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -238,10 +238,10 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_beam_search": ("use n with a temperature instead", (False,)),
     "best_of": ("use n", (1,)),
     "stream_interval": ("every token is streamed as it comes; leave it out", (1,)),
-    "kv_transfer_params": _ROUTERS, "ec_transfer_params": _ROUTERS,
-    "kv_cache_report_mode": _ROUTERS,
+    "kv_transfer_params": ROUTERS, "ec_transfer_params": ROUTERS,
+    "kv_cache_report_mode": ROUTERS,
     "prompt_embeds": ("give the prompt as text or token ids", ()),
-    "mm_processor_kwargs": _OPERATORS, "media_io_kwargs": _OPERATORS,
+    "mm_processor_kwargs": OPERATORS, "media_io_kwargs": OPERATORS,
     "request_id": ("send the header x-request-id instead", ()),
     "truncate_prompt_tokens": _SHORTEN, "truncation_side": _SHORTEN,
     "routed_experts_prompt_start": ("leave it out", (0,)),
@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "guided_grammar": _GUIDED, "guided_decoding_backend": _GUIDED,
     "guided_whitespace_pattern": _GUIDED,
 }  # fmt: skip
-"""What is refused: a remedy, and the values that ask for nothing."""
+"""Refused fields: a remedy, and the values that ask for nothing."""
 
 DROPPED = frozenset({
     "audio", "metadata", "modalities", "moderation", "prediction", "prompt_cache_options",

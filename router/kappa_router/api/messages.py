@@ -1,7 +1,7 @@
 """Anthropic's Messages API: what may be sent, and its bodies as chats, by which their prompts are
 known; engines answer it themselves. Pure.
 
-What of it is served, field by field: docs/api.md. https://docs.anthropic.com/en/api/messages
+The served fields, one by one: docs/api.md. https://docs.anthropic.com/en/api/messages
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kappa_router.api.checks import (
     whole,
 )
 from kappa_router.api.errors import bad_field
-from kappa_router.api.fields import CHAT, media_url
-from kappa_router.api.parts import content_of, joined, result_of
+from kappa_router.api.fields import CHAT, ROUTERS, media_url
+from kappa_router.api.parts import content_of, function_of, joined, result_of
 
 Json = dict[str, Any]
 
@@ -104,13 +104,12 @@ _FIELDS = {
         "effort": NAME, "format": tagged({"json_schema": ({"schema": json_object}, ("schema",))}),
     }),
 }  # fmt: skip
-_ROUTERS = ("the router sets it; leave it out", ())
 FIELDS = FieldClasses(
     _FIELDS,
     {
         "container": ("no code runs here; leave it out", ()),
         "mcp_servers": ("no MCP client runs here; give their tools in tools", ([],)),
-        "kv_transfer_params": _ROUTERS, "ec_transfer_params": _ROUTERS,
+        "kv_transfer_params": ROUTERS, "ec_transfer_params": ROUTERS,
     },
     frozenset({
         "betas", "cache_control", "context_management", "diagnostics", "inference_geo",
@@ -122,14 +121,16 @@ FIELDS = FieldClasses(
 # -- a body as a chat -------------------------------------------------------------------------
 
 
-def to_chat(body: Mapping[str, Any], *, counted: bool = False) -> Json:
-    """A Messages body as a chat's; `counted`: only its tokens are wanted.
-
-    Raises:
-        ApiError: 400, a field is not known, not served, missing, or out of bounds.
-    """
-    kept = {name: value for name, value in FIELDS.kept(body).items() if value is not None}
+def checked(body: Mapping[str, Any], *, counted: bool = False) -> Json:
+    """The fields of a Messages body that go on; `counted`: only its tokens are wanted. Raises
+    ApiError 400 for one that is not known, not served, missing, or out of bounds."""
+    kept = FIELDS.kept(body)
     need(kept, *("messages",) if counted else ("max_tokens", "messages"))
+    return kept
+
+
+def to_chat(kept: Json) -> Json:
+    """A body, checked, as a chat's."""
     chat = {name: kept[name] for name in _SAME if name in kept}
     chat["messages"] = _messages(kept)
     last = chat["messages"][-1]
@@ -146,23 +147,17 @@ def to_chat(body: Mapping[str, Any], *, counted: bool = False) -> Json:
 def _tools(kept: Json) -> Json:
     if not kept.get("tools"):
         return {}
-    made: Json = {"tools": []}
-    for tool in kept["tools"]:
-        function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
-        made["tools"].append(
-            {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
-        )
+    tools = [function_of(tool, parameters=tool["input_schema"]) for tool in kept["tools"]]
     chosen = kept.get("tool_choice") or {"type": "auto"}
-    named = {"type": "function", "function": {"name": chosen.get("name")}}
-    ours = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-    made["tool_choice"] = ours[chosen["type"]]
+    ours = {"auto": "auto", "any": "required", "none": "none", "tool": function_of(chosen)}
+    made: Json = {"tools": tools, "tool_choice": ours[chosen["type"]]}
     if chosen.get("disable_parallel_tool_use"):
         made["parallel_tool_calls"] = False
     return made
 
 
 def _thinking(kept: Json) -> Json:
-    """What models' templates call it; without the field a model does as it is used to."""
+    """Thinking by the names of models' templates; without the field a model follows its habit."""
     made: Json = {}
     if "thinking" in kept:
         thinks = kept["thinking"]["type"] != "disabled"

@@ -1,4 +1,4 @@
-"""What passes beside a request's body: metadata for its engine, headers for its client."""
+"""Metadata beside a request's body for its engine, and headers for its client."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Metadata = dict[str, str | int | float]
 
 
 def tenant_metadata(sent_as: str, tenant: Tenant) -> Metadata:
-    """What the engine's scheduler is sent with every request: its id there, and whose it is."""
+    """Metadata of every request for the engine's scheduler: its id there, tenant and weight."""
     return {p.REQUEST_ID_KEY: sent_as, p.TENANT_KEY: tenant.name, p.WEIGHT_KEY: tenant.weight}
 
 
 def routed_metadata(decision: Decision, elsewhere: Mapping[str, p.Charge]) -> Metadata:
-    """What it is sent of a decision: what of the prompt the chosen worker should hold, and what
-    tenants were charged elsewhere than there, to the millisecond."""
+    """A decision as the engine's scheduler is sent it: tokens that the chosen worker should hold,
+    and what tenants were charged elsewhere than there, to the millisecond."""
     chosen, sent = decision.chosen, Metadata()
     if decision.informed:
         sent[p.PROMPT_TOKENS_KEY] = decision.prompt_tokens
@@ -43,7 +43,7 @@ def routed_metadata(decision: Decision, elsewhere: Mapping[str, p.Charge]) -> Me
 
 
 def peer_params(decision: Decision, endpoint: str) -> dict[str, Any]:
-    """What the chosen worker is sent of KV that it is to take from a peer first."""
+    """Parameters of the KV that the chosen worker is to take from a peer first."""
     assert decision.fetch is not None
     counts = decision.chosen.counts
     stop = int(counts.device_tokens + counts.cached_tokens)
@@ -52,7 +52,7 @@ def peer_params(decision: Decision, endpoint: str) -> dict[str, Any]:
 
 
 def decision_headers(decision: Decision) -> dict[str, str]:
-    """What a response says of its routing."""
+    """Headers by which a response tells of its routing."""
     chosen = decision.chosen
     return {
         **({PLAN_HEADER: chosen.plan} if chosen.plan else {}),

@@ -1,4 +1,4 @@
-"""Parts of a chat's messages, as what other APIs send becomes them. Pure."""
+"""Parts of a chat, into which the bodies of other APIs are turned. Pure."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def content_of(parts: Sequence[Mapping[str, Any]]) -> str | list[Any]:
 def result_of(call_id: str, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The message with a tool's result, of which a chat takes the texts."""
     return {"role": "tool", "tool_call_id": call_id, "content": joined(parts)}
+
+
+def function_of(tool: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A tool of a chat, or the choice of one by its name."""
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {n: tool[n] for n in names if n in tool} | more}

@@ -1,4 +1,4 @@
-"""Where a request's body is read: on the event loop if that takes a moment, else on a thread."""
+"""Reads requests' bodies: on the event loop if that takes a moment, else on a thread."""
 
 from __future__ import annotations
 

@@ -14,17 +14,12 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from kappa.incremental_tokenizer import Ids
@@ -32,7 +27,8 @@ from kappa_router.api import errors
 from kappa_router.api.fair_queue import FairTurns
 from kappa_router.api.request_body import RequestBody
 from kappa_router.api.tenants import Tenant
-from kappa_router.api.tokenizer import PromptTokenizer, PromptTooLong, unpacked
+from kappa_router.api.tokenizer import PromptTokenizer, PromptTooLong
+from kappa_router.api.tokenizer_process import TokenizerProcess
 
 # What vLLM passes on of a message; a template sees nothing else.
 _KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "task")
@@ -47,39 +43,35 @@ SHORT_BYTES = 16 << 10
 """Of new text that a thread tokenizes: about 10 ms of work."""
 # Of a body that the event loop tokenizes itself: to wake a thread, and be woken, takes longer.
 _TINY_BYTES = 2 << 10
-# Of a body whose template a thread renders, and of its messages: what a model's template makes of
-# more can take seconds, and only a process can be ended.
+# The most bytes and messages that a thread renders: a model's template may take seconds over more,
+# and only a process can be ended.
 _LIGHT_BYTES, _LIGHT_MESSAGES = 1 << 20, 1024
-# Looking up what is known takes an eightieth of encoding it.
+# To look up known text takes an eightieth of encoding it.
 _LOOK_UP_SHARE = 80
 _MOST_PROCESSES = 4
-_START_S = 60.0
-# Measured, 3.9 MB of one-byte tokens: 8 s on a free core, 28 s on a busy one.
-_SHORTEST_S, _S_PER_BYTE = 5.0, 20e-6
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A request's prompt. token_ids: None for several, or one that could not be rendered.
+    """A request's prompt."""
 
-    tokens: of all its prompts together, or the most that they can come to; longest_tokens: of the
-    longest one, as far as it is certain, else 0: then only the engine can hold it to its context.
-    """
-
+    # None for several prompts, or for one that could not be rendered.
     token_ids: np.ndarray | None
+    # Of all its prompts together, or the most that they can come to.
     tokens: int
+    # Of the longest one; 0 where that is not certain: only the engine can hold it to its context.
     longest_tokens: int = 0
 
 
 class PromptRenderer:
     """Renders and tokenizes for one model."""
 
-    def __init__(self, source: str, chat_template: str | None = None) -> None:
+    def __init__(self, source: str) -> None:
         """Load the tokenizer of `source` (folder or Hugging Face name)."""
         self.source = source
-        self.tokenizer = PromptTokenizer(source, chat_template)
+        self.tokenizer = PromptTokenizer(source)
 
     def render(
         self, body: RequestBody, tokens: Callable[[dict[str, Any]], np.ndarray] | None = None
@@ -100,18 +92,15 @@ class PromptRenderer:
         return TokenizedPrompt(ids[0] if len(ids) == 1 else None, sum(lengths), max(lengths))
 
     def plain(self, body: RequestBody) -> list[list[int] | dict[str, Any] | None]:
-        """For each prompt what `PromptTokenizer.tokens` takes, of JSON's types; the tokens
-        themselves where a body holds them; None where they are not certain."""
+        """Each prompt as `PromptTokenizer.tokens` takes it, of JSON's types; the tokens themselves
+        where a body holds them; None where they are not certain."""
         if body.is_chat:
             return [self._chat(body)]
-        prompt = body.prompt
-        if not prompt:
-            return []
-        if isinstance(prompt, list) and not isinstance(prompt[0], str):
-            return [prompt] if isinstance(prompt[0], int) else prompt
-        texts = [prompt] if isinstance(prompt, str) else prompt
         special = body.fields.get("add_special_tokens", True)
-        return [{"text": text, "add_special_tokens": special} for text in texts]
+        return [
+            {"text": one, "add_special_tokens": special} if isinstance(one, str) else one
+            for one in body.prompts
+        ]
 
     def _chat(self, body: RequestBody) -> dict[str, Any] | None:
         messages, fields = [self._message(message) for message in body.messages], body.fields
@@ -179,7 +168,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}")
         except ValueError:
             arguments = {}
-    # As vLLM: what is no object counts as an empty one.
+    # As vLLM: anything but an object counts as an empty one.
     shown = {"arguments": arguments if isinstance(arguments, dict) else {}}
     if "name" in function:
         shown["name"] = function["name"]
@@ -188,13 +177,10 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bounded(body: RequestBody) -> TokenizedPrompt:
-    """A prompt that is not tokenized: at most a token for each byte of it, and so many for each
-    image, sound and video."""
+    """A bound for a prompt that is not tokenized: a token for each byte, and `_MEDIA_TOKENS` for
+    each image, sound and video."""
     if not body.is_chat:
-        prompt = body.prompt
-        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-        prompts = prompt if several else [prompt]
-        tokens = sum(len(one) if isinstance(one, list) else _bytes_in(one) for one in prompts)
+        tokens = sum(len(one) if isinstance(one, list) else _bytes_in(one) for one in body.prompts)
         return TokenizedPrompt(None, max(tokens, 1))
     tokens = _bytes_in([shown_tools(body.fields.get("tools")), body.fields.get("documents")])
     for message in body.messages:
@@ -228,7 +214,7 @@ class _MuchIsNew(Exception):  # for another lane, not a fault
 class Tokenizing:
     """Turns prompts into tokens for all requests of a decider, whichever model they ask for.
 
-    A thread renders a prompt and encodes what is new of it, if that is short. Else processes encode
+    A thread renders a prompt and encodes its new part, if that is short. Else processes encode
     it, one for each core at most; each takes one prompt at a time.
     """
 
@@ -305,9 +291,10 @@ class Tokenizing:
             token_bytes = renderer.tokenizer.longest_token_bytes
             assert token_bytes is not None
             raise errors.PROMPT_TOO_LONG(
-                limit_tokens=most_tokens, text_bytes=error.args[0],
+                limit_tokens=most_tokens,
+                text_bytes=error.args[0],
                 tokens=-(-error.args[0] // token_bytes),
-            ) from None  # fmt: skip
+            ) from None
 
     def close(self) -> None:
         """End the processes, and let the threads go."""
@@ -319,9 +306,7 @@ class Tokenizing:
 
 def _is_light(body: RequestBody, body_bytes: int) -> bool:
     """Whether a thread may render a body: one without text has nothing to render."""
-    prompt = body.prompt
-    texts = prompt[:1] if isinstance(prompt, list) else [prompt]
-    if not body.is_chat and not any(isinstance(text, str) for text in texts):
+    if not body.is_chat and not any(isinstance(one, str) for one in body.prompts[:1]):
         return True
     return body_bytes <= _LIGHT_BYTES and len(body.messages) <= _LIGHT_MESSAGES
 
@@ -346,119 +331,7 @@ class TokenizingLane:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, job: asyncio.Future[Any]) -> None:
-        # Nobody may be left to take note of what it raised.
+        # Its waiter may have left; an error that is never looked at would be logged.
         if not job.cancelled():
             job.exception()
         self._turns.leave()
-
-
-# -- the process ------------------------------------------------------------------------------
-
-
-class PromptRefused(Exception):  # the prompt's fault, as a template saw it
-    """The template or tokenizer refused the prompt; `args`: the name of its error."""
-
-
-def longest_s(prompt_bytes: int) -> float:
-    """Seconds that tokenizing so many bytes may take."""
-    return _SHORTEST_S + _S_PER_BYTE * prompt_bytes
-
-
-class TokenizerProcess:
-    """A process of its own that tokenizes one prompt at a time, from the first one on.
-
-    A prompt that takes longer than its bytes allow costs the process, and the next one starts
-    another. Blocking: call it from a thread, and not from two at once; `close` is for any.
-    """
-
-    def __init__(self, *sources: str, module: str = "kappa_router.api.tokenizer") -> None:
-        """`sources`: the tokenizers' folders or names; `module`: what is run."""
-        self._command = [sys.executable, "-m", module, *sources]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
-        self._lock, self._closed = threading.Lock(), False
-
-    def tokens(
-        self, plain: Mapping[str, Any], most_tokens: int | None = None, source: str = "",
-        tenant: str = "",
-    ) -> np.ndarray:  # fmt: skip
-        """As `PromptTokenizer.tokens`, there; `source`: by which tokenizer, empty: the first.
-
-        Raises:
-            ApiError: 400, it took too long or too much memory; 503, the process did not start.
-            PromptTooLong: it cannot fit `most_tokens`.
-            PromptRefused: the template or the tokenizer refused it.
-        """
-        prompt = {
-            "plain": plain, "most_tokens": most_tokens, "source": source, "tenant": tenant,
-        }  # fmt: skip
-        return np.frombuffer(self._ask(prompt), dtype="<i4").astype(np.int64)
-
-    def encode(self, texts: list[str], source: str = "") -> list[Ids]:
-        """As `PromptTokenizer.encode`, there; raises as `tokens` does."""
-        return unpacked(self._ask({"texts": texts, "source": source}))
-
-    def _ask(self, prompt: Mapping[str, Any]) -> memoryview:
-        """The ids in the process' answer to a question."""
-        question = msgspec.json.encode(prompt)
-        limit_s = longest_s(len(question))
-        too_much = errors.PROMPT_NOT_TOKENIZED(prompt_bytes=len(question), limit_s=limit_s)
-        pipe = self._started()
-        try:
-            pipe.send_bytes(question)
-            if not pipe.poll(limit_s):
-                raise TimeoutError
-            answer = pipe.recv_bytes()
-        except (OSError, EOFError):
-            self._end()
-            raise too_much from None
-        if answer[:1] != b"{":
-            return memoryview(answer)[1:]
-        failure = json.loads(answer)
-        if "too_long" in failure:
-            raise PromptTooLong(failure["too_long"])
-        raise too_much if failure["error"] == "MemoryError" else PromptRefused(failure["error"])
-
-    def close(self) -> None:
-        """End the process, for good."""
-        with self._lock:
-            self._closed = True
-        self._end()
-
-    def _started(self) -> Connection:
-        """The connection to a process that has loaded its tokenizer."""
-        if self._process is not None and self._pipe is not None and self._process.poll() is None:
-            return self._pipe
-        self._end()
-        pipe, its = Pipe()
-        # It imports what this process does, wherever that comes from.
-        environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        with self._lock, its:
-            if self._closed:
-                pipe.close()
-                raise errors.TOKENIZER_NOT_STARTED()
-            self._pipe = pipe
-            self._process = subprocess.Popen(
-                self._command, stdin=its.fileno(), stdout=subprocess.DEVNULL, env=environment
-            )
-        try:
-            if not pipe.poll(_START_S):
-                raise TimeoutError
-            pipe.recv_bytes()
-        except (OSError, EOFError):
-            self._end()
-            raise errors.TOKENIZER_NOT_STARTED() from None
-        return pipe
-
-    def _end(self) -> None:
-        with self._lock:
-            process, pipe = self._process, self._pipe
-            self._process = self._pipe = None
-        if process is not None:
-            process.kill()
-            process.wait()
-        if pipe is not None:
-            pipe.close()

@@ -1,4 +1,4 @@
-"""One chat or completion on its way: whose it is, what it asks for, and what it is held to.
+"""One chat or completion on its way: its tenant, what it asks for, and its bounds.
 
 What can never be served is refused before it is queued: a scheduler that packs by VRAM promises
 that every request is served only for those that fit.
@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from kappa.protocol import APPROX_HEADER, Announcement
 from kappa_router.api import errors
-from kappa_router.api.app import Inbound, inbound_of
+from kappa_router.api.checks import digits
 from kappa_router.api.metadata import (
     CONVERSATION_KEYS,
     DEADLINE_HEADER,
@@ -26,7 +26,7 @@ from kappa_router.api.metadata import (
     SESSION_HEADER,
 )
 from kappa_router.api.request_body import RequestBody
-from kappa_router.api.tenants import Tenant
+from kappa_router.api.tenants import Lease, Tenant
 from kappa_router.decision import Estimates
 from kappa_router.index.prefix_hash import salt_of
 from kappa_router.telemetry import RequestTimeline
@@ -36,15 +36,34 @@ _CLOCK_SLACK_S = 0.005
 _APPROX_VALUES = {"ok": math.inf, "no": 0.0, "": None}
 
 
+@dataclass(slots=True)
+class Inbound:
+    """A request as the middleware knows it, before its endpoint sees it."""
+
+    request_id: str
+    # By the monotonic clock.
+    arrived_s: float
+    tenant: Tenant = field(default_factory=Tenant)
+    # What it holds of its tenant's limits; None where they do not count it.
+    lease: Lease | None = None
+    body: bytes = b""
+
+
+def inbound_of(request: Request) -> Inbound:
+    """The request as the middleware knows it."""
+    inbound: Inbound = request.scope["state"]["inbound"]
+    return inbound
+
+
 @dataclass(frozen=True, slots=True)
 class EndpointModel:
-    """A model behind the endpoint: its name, where its tokenizer is, the names of its adapters, the
-    pools that serve it."""
+    """A model behind the endpoint."""
 
     name: str
+    # Folder or Hugging Face name.
     tokenizer_source: str
+    # Their names.
     adapters: tuple[str, ...] = ()
-    pools: tuple[str, ...] = ()
 
 
 def model_of(models: Sequence[EndpointModel], name: str | None) -> tuple[EndpointModel, str | None]:
@@ -63,22 +82,21 @@ def model_of(models: Sequence[EndpointModel], name: str | None) -> tuple[Endpoin
 
 @dataclass(slots=True, eq=False)
 class ApiRequest:
-    """A request from its accepted body to the end of its answer.
+    """A request from its accepted body to the end of its answer."""
 
-    request_id: its id here, unlike that of any other that is open; timeline: where its time goes;
-    on_end: called once with the end and the status, when the request is over; deadline: by when its
-    answer must have begun; headers: by names in lower case; model, adapter: what it asks for;
-    digest: names its content.
-    """
-
+    # Unlike that of any other that is open.
     request_id: str
     body: RequestBody
+    # By names in lower case.
     headers: Mapping[str, str]
     inbound: Inbound
+    # Names its content.
     digest: str = ""
+    # Where its time goes.
     timeline: RequestTimeline = field(init=False)
-    on_end: Callable[[ApiRequest, str, int], None] | None = None
+    # When its answer must have begun; None: at any time.
     deadline: Deadline | None = None
+    # It asks for this model, by an adapter's name if there is one.
     model: EndpointModel = field(init=False)
     adapter: str | None = None
 
@@ -99,12 +117,6 @@ class ApiRequest:
         self.body.priority = self.tenant.class_of(self.body.priority)
         self.deadline = deadline_of(self.headers.get(DEADLINE_HEADER, ""), self.inbound.arrived_s)
 
-    def finish(self, end: str, status: int) -> None:
-        """It is over; only the first call counts."""
-        on_end, self.on_end = self.on_end, None
-        if on_end is not None:
-            on_end(self, end, status)
-
     # -- what it asks for ---------------------------------------------------------------------
 
     @property
@@ -118,15 +130,15 @@ class ApiRequest:
 
     @property
     def salt(self) -> int:
-        """What sets its cached prefixes apart: tenant and adapter, or that it finds none at all,
-        since vLLM computes all of a prompt whose logprobs are wanted."""
+        """Sets its cached prefixes apart, by tenant and adapter; finds none at all where vLLM
+        computes the prompt whole, since its logprobs are wanted."""
         body = self.body
         own = body.cache_salt if body.reads_cache else f"{self.request_id} finds no prefix"
         return salt_of(own, self.adapter)
 
     @property
     def conversation(self) -> str:
-        """What its client calls its conversation: a header `x-session-id`, else OpenAI's
+        """The client's name for its conversation: a header `x-session-id`, else OpenAI's
         `prompt_cache_key` or `user`; else its id."""
         named = [self.headers.get(SESSION_HEADER)]
         named += [self.body.fields.get(key) for key in CONVERSATION_KEYS]
@@ -166,8 +178,8 @@ def cache_salt(tenant: Tenant, own: str | None) -> str | None:
     An engine that reuses another tenant's prefix answers sooner, which betrays what the other sent.
     So the tenant's name goes into the salt of every prefix hash, the engine's and the router's
     alike; a client's own salt divides its tenant's cache further and can never leave it. The salt
-    is the same at every start, for caches that outlive one; whoever knows it gains nothing, since
-    what a client sends is hashed in.
+    is the same at every start, for caches that outlive one; to know it gains nothing, since each
+    client's own text is hashed in.
     """
     if not tenant.own_cache:
         return own or None
@@ -182,10 +194,10 @@ def cache_salt(tenant: Tenant, own: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """By when an answer must have begun: the first token of a streamed one, all of another.
+    """The time by which an answer must have begun: a streamed one its first token, another whole.
 
-    What is predicted to miss it is refused at once; what has missed it while it waited, here or in
-    an engine's queue, is dropped.
+    A request that is predicted to miss it is refused at once; one that has missed it while it
+    waited, here or in an engine's queue, is dropped.
     """
 
     arrived_s: float
@@ -204,15 +216,14 @@ class Deadline:
 def deadline_of(header: str, arrived_s: float) -> Deadline | None:
     """The deadline that a request's header asks for; None without one; ApiError 400 if it is no
     whole number of milliseconds above 0, or more than a day."""
-    text = header.strip()
-    if not text:
+    if not header.strip():
         return None
-    readable = text.isascii() and text.isdigit() and len(text) < 12
-    if not readable or not 1 <= int(text) <= _LONGEST_DEADLINE_MS:
+    millis = digits(header.strip(), 11)
+    if millis is None or not 1 <= millis <= _LONGEST_DEADLINE_MS:
         raise errors.bad_field(
             DEADLINE_HEADER, f"give whole milliseconds from 1 to {_LONGEST_DEADLINE_MS}"
         )
-    return Deadline(arrived_s, int(text) / 1000)
+    return Deadline(arrived_s, millis / 1000)
 
 
 def late_workers(
@@ -286,9 +297,10 @@ def approx_allowed(header: str | None, field: object) -> float | None:
         return _APPROX_VALUES[value]
     if not re.fullmatch(r"[01]?\.?[0-9]{1,6}", value) or not 0.0 < float(value) <= 1.0:
         raise errors.bad_field(
-            APPROX_HEADER, "give 'ok' where the answer may be approximate, or 'no', or the most "
+            APPROX_HEADER,
+            "give 'ok' where the answer may be approximate, or 'no', or the most "
             "loss of perplexity, such as 0.05",
-        )  # fmt: skip
+        )
     return float(value)
 
 

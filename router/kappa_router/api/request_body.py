@@ -23,36 +23,32 @@ _COMPLETION_TOKENS = 16
 
 @dataclass(slots=True, eq=False)
 class RequestBody:
-    """A chat, or else a completion, as far as it goes on to an engine.
-
-    fields: those that checks kept, none of them null, by vLLM's names; shared, never changed.
-    cache_salt, priority: what its client asked for, then what the router makes of it;
-    kv_transfer_params, vllm_xargs: the router's own.
-    """
+    """A chat, or else a completion, as far as it goes on to an engine."""
 
     is_chat: bool
+    # Those that checks kept, none of them null, by vLLM's names; shared, never changed.
     fields: Mapping[str, Any]
+    # At first as the client asked, then as the router has it.
     cache_salt: str | None = None
     priority: int | None = None
+    # The router's own, as `vllm_xargs`.
     kv_transfer_params: Json | None = None
     vllm_xargs: dict[str, Any] | None = None
 
     @classmethod
     def chat(cls, kept: Mapping[str, Any]) -> RequestBody:
-        """Of what checks kept of a chat, or made into one; ApiError 400 without messages."""
+        """A chat, of the fields that checks kept; ApiError 400 without messages."""
         return cls._of(kept, "messages")
 
     @classmethod
     def completion(cls, kept: Mapping[str, Any]) -> RequestBody:
-        """Of what checks kept of a completion; ApiError 400 without a prompt."""
+        """A completion, of the fields that checks kept; ApiError 400 without a prompt."""
         return cls._of(kept, "prompt")
 
     @classmethod
     def _of(cls, kept: Mapping[str, Any], needed: str) -> RequestBody:
         need(kept, needed)
-        fields = {name: value for name, value in kept.items() if value is not None}
-        salt, priority = fields.get("cache_salt"), fields.get("priority")
-        return cls(needed == "messages", fields, salt, priority)
+        return cls(needed == "messages", kept, kept.get("cache_salt"), kept.get("priority"))
 
     @property
     def model(self) -> str | None:
@@ -64,9 +60,9 @@ class RequestBody:
         return self.fields["messages"] if self.is_chat else []
 
     @property
-    def prompt(self) -> Any:
-        """A completion's: a text, token ids, or several of one kind; of a chat none."""
-        return None if self.is_chat else self.fields["prompt"]
+    def prompts(self) -> list[Any]:
+        """A completion's, as `prompts_in`; a chat has none."""
+        return [] if self.is_chat else prompts_in(self.fields)
 
     @property
     def stream(self) -> bool:
@@ -85,13 +81,11 @@ class RequestBody:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether a cached prefix serves it: vLLM computes all of a prompt whose logprobs are
+        """Whether a cached prefix serves it: vLLM computes a prompt whole if its logprobs are
         wanted, by a chat also as its number of top logprobs, which is 0 by default."""
         fields = self.fields
         echoed = fields.get("top_logprobs", 0) if self.is_chat else fields.get("logprobs")
-        return fields.get("prompt_logprobs") is None and (
-            not fields.get("echo") or echoed is None
-        )  # fmt: skip
+        return fields.get("prompt_logprobs") is None and (not fields.get("echo") or echoed is None)
 
     @property
     def constrained(self) -> bool:
@@ -100,7 +94,7 @@ class RequestBody:
         return any(self.fields.get(name) for name in names)
 
     def sets(self) -> Json:
-        """What the router puts into it."""
+        """The fields that the router puts into it."""
         own = {
             "cache_salt": self.cache_salt, "priority": self.priority or None,
             "kv_transfer_params": self.kv_transfer_params, "vllm_xargs": self.vllm_xargs,
@@ -112,9 +106,15 @@ class RequestBody:
         return msgspec.json.encode({**self.fields, **self.sets()})
 
 
-def choices_in(body: Mapping[str, Any]) -> int:
-    """How many answers a body asks for: `n` for every prompt."""
+def prompts_in(body: Mapping[str, Any]) -> list[Any]:
+    """A completion's prompts, texts or lists of token ids; empty where its prompt is."""
     prompt = body.get("prompt")
     # A list of numbers is one prompt, in tokens.
-    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return int(body.get("n") or 1) * (len(prompt or ()) if several else 1)
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return prompt
+    return [prompt] if prompt else []
+
+
+def choices_in(body: Mapping[str, Any]) -> int:
+    """The number of answers that a body asks for: `n` for every prompt."""
+    return int(body.get("n") or 1) * max(len(prompts_in(body)), 1)

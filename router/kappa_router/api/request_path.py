@@ -1,4 +1,4 @@
-"""What a cluster's decider does with a request before and as it is decided.
+"""A request's path through a cluster's decider, up to its decision.
 
 Check, tokenize (off the loop), find who may serve it, decide, and say what its worker is sent.
 Everything that waits stands before the decision, so that a decision and its reservation are one
@@ -44,24 +44,23 @@ _FIRST_WORKER_S = 5.0
 
 @dataclass(eq=False)
 class RequestPath:
-    """What happens to a chat or completion request.
-
-    places: of requests that are only explained; live: the live router; models: that are served.
-    """
+    """The path of a chat or completion request up to its decision."""
 
     settings: RouterSettings
     tokenizing: Tokenizing
+    # Of requests that are only explained.
     places: Places
     telemetry: Telemetry
     live: Callable[[], LiveRouter]
+    # That are served.
     models: Sequence[EndpointModel]
 
     def __post_init__(self) -> None:
         self.rollout = Rollout.parse(self.settings.mode)
 
     async def to_explain(self, body: RequestBody, http: Request) -> RouteRequest:
-        """What the router would decide about, for a body that is only explained: it holds a place
-        until it is tokenized."""
+        """The router's view of a body that is only explained; it holds a place until it is
+        tokenized."""
         live, request, holder = self.live(), ApiRequest.of(http, body), object()
         request.prepare(self.models)
         if not self.places.take(holder, request.tenant, live.router.in_flight):
@@ -80,14 +79,14 @@ class RequestPath:
         request.timeline = self.telemetry.begin(
             request.request_id, request.tenant.name, time.time(), traceparent
         )
-        request.on_end = self._end
 
-    def _end(self, request: ApiRequest, end: str, status: int) -> None:
+    def end(self, request: ApiRequest, end: str, status: int) -> None:
+        """A request is over; only the first call counts."""
         self.telemetry.end(request.timeline, end, status, time.time())
 
     async def routed(self, live: LiveRouter, request: ApiRequest) -> RouteRequest:
-        """What is to be decided about a request: its prompt in tokens, and who must not serve it.
-        Raises ApiError."""
+        """The router's view of a request: its prompt in tokens, and the workers that must not serve
+        it. Raises ApiError."""
         # A decider that has only just begun may be asked before it knows of any worker.
         await live.members.first_joined(_FIRST_WORKER_S)
         prompt = await self._tokenized(live, request)
@@ -121,7 +120,7 @@ class RequestPath:
                 raise errors.DEADLINE_PASSED(allowed_s=request.deadline.allowed_s) from None
             raise errors.NOT_TOKENIZED_IN_TIME(limit_s=limit_s) from None
         except Exception as error:
-            # The engine renders too and will say what is wrong; routing only knows less.
+            # The engine renders too and will name the fault; routing only knows less.
             log.info("not_tokenized", error=type(error).__name__)
             return bounded(request.body)
         live.metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
@@ -150,7 +149,7 @@ class RequestPath:
 
 
 def engine_metadata(live: LiveRouter, decision: Decision, request: ApiRequest) -> Metadata:
-    """What the chosen worker's engine is sent with a request; ApiError 400 if it cannot do it."""
+    """Metadata for the chosen worker's engine; ApiError 400 if it cannot do as asked."""
     sent = tenant_metadata(live.records[request.request_id].sent_as, request.tenant)
     sent |= routed_metadata(decision, live.charges.elsewhere(decision.worker))
     state = live.router.workers.get(decision.worker)

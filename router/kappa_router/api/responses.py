@@ -1,8 +1,8 @@
 """OpenAI's Responses API: what may be sent, and its bodies as chats, by which their prompts are
 known; engines answer it themselves. Pure.
 
-Nothing is kept here between requests, so what refers to an earlier response is refused. What of it
-is served, field by field: docs/api.md. https://platform.openai.com/docs/api-reference/responses
+Nothing is kept here between requests, so a body that refers to an earlier response is refused. The
+served fields, one by one: docs/api.md. https://platform.openai.com/docs/api-reference/responses
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from kappa_router.api.checks import (
     whole,
 )
 from kappa_router.api.errors import bad_field, refused_field
-from kappa_router.api.fields import CHAT, media_url, tool_arguments
-from kappa_router.api.parts import content_of, joined, result_of
+from kappa_router.api.fields import CHAT, OPERATORS, ROUTERS, media_url, tool_arguments
+from kappa_router.api.parts import content_of, function_of, joined, result_of
 
 Json = dict[str, Any]
 
 # -- what may be sent -------------------------------------------------------------------------
 
 _PARTS: Kinds = {
-    "input_text": ({"text": TEXT}, ("text",)), "output_text": ({"text": TEXT}, ("text",)),
+    "input_text": ({"text": TEXT}, ("text",)),
+    "output_text": ({"text": TEXT}, ("text",)),
     "refusal": ({"refusal": TEXT}, ("refusal",)),
     "input_image": ({"image_url": media_url, "detail": NAME}, ("image_url",)),
-}  # fmt: skip
+}
 _CONTENT = either(TEXT, many(tagged(_PARTS), 1024))
 _TEXTS = many(fields_of({"text": TEXT}), 1024)
 _ITEMS: Kinds = {
@@ -109,13 +110,13 @@ _SAME = (
     "include_reasoning", "structured_outputs", "priority", "cache_salt", "chat_template_kwargs",
 )  # fmt: skip
 _FORMATS: Kinds = {
-    "text": ({}, ()), "json_object": ({}, ()),
+    "text": ({}, ()),
+    "json_object": ({}, ()),
     "json_schema": (
         {"name": NAME, "description": TEXT, "schema": json_object, "strict": flag},
         ("name", "schema"),
     ),
-}  # fmt: skip
-_ROUTERS = ("the router sets it; leave it out", ())
+}
 _NOT_KEPT = ("no response is kept here: send the whole conversation in input", ())
 FIELDS = FieldClasses(
     {
@@ -139,9 +140,9 @@ FIELDS = FieldClasses(
         "top_logprobs": ("ask for logprobs with chat completions", (0,)),
         "enable_response_messages": ("leave it out", (False,)),
         "request_id": ("send the header x-request-id instead", ()),
-        "mm_processor_kwargs": ("the operator sets it; leave it out", ()),
-        "media_io_kwargs": ("the operator sets it; leave it out", ()),
-        "kv_transfer_params": _ROUTERS, "ec_transfer_params": _ROUTERS,
+        "mm_processor_kwargs": OPERATORS,
+        "media_io_kwargs": OPERATORS,
+        "kv_transfer_params": ROUTERS, "ec_transfer_params": ROUTERS,
     },
     frozenset({
         "access_programs", "client_metadata", "context_management", "image", "max_tool_calls",
@@ -155,9 +156,9 @@ FIELDS = FieldClasses(
 
 
 def checked(body: Mapping[str, Any]) -> Json:
-    """What goes on of a Responses body; raises ApiError 400 for a field that is not known, not
+    """The fields of a Responses body that go on; raises ApiError 400 for one that is not known, not
     served, missing, or out of bounds."""
-    kept = {name: value for name, value in FIELDS.kept(body).items() if value is not None}
+    kept = FIELDS.kept(body)
     need(kept, "input")
     return kept
 
@@ -184,17 +185,10 @@ def _tools(kept: Mapping[str, Any]) -> Json:
     shown = [tool for tool in kept.get("tools") or () if tool["type"] == "function"]
     if not shown:
         return {}
-    names = ("name", "description", "parameters", "strict")
     chosen = kept.get("tool_choice") or "auto"
     if not isinstance(chosen, str):
-        chosen = {"type": "function", "function": {"name": chosen["name"]}}
-    return {
-        "tool_choice": chosen,
-        "tools": [
-            {"type": "function", "function": {n: tool[n] for n in names if n in tool}}
-            for tool in shown
-        ],
-    }
+        chosen = function_of(chosen)
+    return {"tool_choice": chosen, "tools": [function_of(tool) for tool in shown]}
 
 
 def _messages(kept: Mapping[str, Any]) -> list[Json]:

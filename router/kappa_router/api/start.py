@@ -1,9 +1,9 @@
-"""What the decider is configured with, and the start and stop of its live router.
+"""The settings of a decider, and the start and stop of its live router.
 
 `DeciderSettings` are plain values, sent with the deployment; `deploy` makes them from a cluster's
 settings, of which whole sections stand in them as they are. The live router must be made on the
 event loop that it lives on, which is the one of the first health check or request. Until Ray has
-made the router of a handle nobody posts announcements, so it is woken.
+made the router of a handle no announcements are posted, so it is woken.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings
+from kappa.settings.access import TenantSettings
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings, RouterSettings
 from kappa.slo import ServiceObjective
@@ -31,40 +31,30 @@ from kappa_router.live.membership import MembershipRule
 from kappa_router.load_plans import planner_of
 from kappa_router.policy import policy_named
 
+if TYPE_CHECKING:
+    from kappa.settings.cluster import ClusterSettings
+    from kappa.settings.front import FrontSettings
+
 _POLL_S = 0.05
 _DRAIN_MARGIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class DeciderSettings:
-    """What the decider is configured with.
+    """The settings of a decider."""
 
-    models: that it serves, in the cluster file's order. drain_s: the longest that any pool's worker
-    may take to finish its requests when it is taken away; replicas: how many deciders there are.
-    """
-
+    # That it serves, in the cluster file's order.
     models: tuple[EndpointModel, ...]
+    # Of its prefix hashes.
     secret: str
     router: RouterSettings = field(default_factory=RouterSettings)
-    tenants: Tenants = field(default_factory=Tenants)
     observing: ObservingSettings = field(default_factory=ObservingSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
     log_level: str = "WARNING"
+    # The longest that a worker may take to finish its requests when it is taken away.
     drain_s: float = 60.0
+    # The number of deciders.
     replicas: int = 1
-
-
-class FaceSettings(Protocol):
-    """The sections of a cluster's, or a front's, settings that are about its HTTP face."""
-
-    @property
-    def tenants(self) -> TenantSettings: ...
-    @property
-    def access(self) -> AccessSettings: ...
-    @property
-    def router(self) -> RouterSettings: ...
-    @property
-    def http(self) -> HttpSettings: ...
 
 
 def tenants_table(t: TenantSettings, own: Mapping[bytes, str] | None = None) -> Tenants:
@@ -74,7 +64,7 @@ def tenants_table(t: TenantSettings, own: Mapping[bytes, str] | None = None) -> 
         refuse=t.closed,
         weights=dict(t.weights),
         priorities={name: (one.own, one.may_ask) for name, one in t.priorities.items()},
-        # Without keys nobody can be distinguished from an operator.
+        # Without keys clients and operators cannot be told apart.
         operators=frozenset({*t.operators, *own.values()}) if t.digests else None,
         own_caches=bool(t.digests) and not t.share_cache,
         blind=secrets.token_bytes(32),
@@ -82,8 +72,10 @@ def tenants_table(t: TenantSettings, own: Mapping[bytes, str] | None = None) -> 
     return table.with_digests({**t.digests, **own}, t.default_name, t.fixed_digests | own.keys())
 
 
-def access_of(settings: FaceSettings, own: Mapping[bytes, str] | None = None) -> Access:
-    """What every decider replica knows of who may send requests, how many, and in what size."""
+def access_of(
+    settings: ClusterSettings | FrontSettings, own: Mapping[bytes, str] | None = None
+) -> Access:
+    """Who may send requests, how many, and in what size, for every decider replica."""
     t, a = settings.tenants, settings.access
     allowances = {name: Allowance(**limits.model_dump()) for name, limits in t.limits.items()}
     return Access(
@@ -121,7 +113,7 @@ def router_config(settings: DeciderSettings, rank: int = 0) -> RouterConfig:
 
 
 def member_rule(settings: DeciderSettings) -> MembershipRule:
-    """When a worker counts as gone."""
+    """The rule by which a worker counts as gone."""
     rule = settings.router.failover
     return MembershipRule(
         stall_after_s=rule.stall_after_s,
@@ -135,7 +127,7 @@ def member_rule(settings: DeciderSettings) -> MembershipRule:
 
 
 def record_file(settings: DeciderSettings, rank: int) -> str | None:
-    """Where the decider of this rank writes its log: each its own, where there are several."""
+    """The log file of the decider of this rank: each its own, where there are several."""
     if settings.router.record is None or settings.replicas == 1:
         return settings.router.record
     path = Path(settings.router.record)
@@ -168,7 +160,7 @@ class LiveStart:
     async def known(self, within_s: float) -> bool:
         """Wait until what the workers hold is known, at most so long; whether it is.
 
-        Nobody should be sent to a decider that has only just begun to ask.
+        A decider that has only just begun to ask should not be sent clients.
         """
         live = self()
         with contextlib.suppress(TimeoutError):

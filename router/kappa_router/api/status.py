@@ -1,4 +1,4 @@
-"""What is shown of the live router: nodes, tenants, a decision explained, and the gauges.
+"""Views of the live router: nodes, tenants, a decision explained, and the gauges.
 
 Reads only; each figure is as of the moment of asking.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from kappa import metrics as m
 from kappa.protocol import Announcement, Charge
+from kappa_router.api.app import Door
 from kappa_router.api.tenants import Tenants
 from kappa_router.decision import Decision
 from kappa_router.live.charges import credits_s
@@ -31,19 +32,12 @@ MOST_DECISIONS = 256
 _OPEN = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
 
-def exposition(live: LiveRouter, known: Tenants, state: Any) -> bytes:
-    """All metrics as they are now; `state` is the application's."""
+def exposition(live: LiveRouter, door: Door) -> bytes:
+    """All metrics as they are now."""
     refresh_gauges(live)
-    _refresh_tenants(live, known)
-    _refresh_refusals(live, state)
+    _refresh_tenants(live, door.keyring.tenants)
+    _refresh_refusals(live, door)
     return live.metrics.exposition()
-
-
-def tenants_now(state: Any, at_start: Tenants) -> Tenants:
-    """The tenants as an application's `state` knows them, or at the start before its first
-    request."""
-    door = getattr(state, "door", None)
-    return at_start if door is None else door.keyring.tenants
 
 
 def newest_decisions(live: LiveRouter, tenant: str | None, most: int) -> list[dict[str, Any]]:
@@ -117,11 +111,8 @@ def _refresh_tenants(live: LiveRouter, known: Tenants) -> None:
             live.metrics.set(m.TENANT_CREDIT, label, to=credit.get(tenant, 0.0))
 
 
-def _refresh_refusals(live: LiveRouter, state: Any) -> None:
-    """Bring in what was refused before it was a request, from the application's `state`."""
-    door = getattr(state, "door", None)
-    if door is None:  # another decider asks before any request came here
-        return
+def _refresh_refusals(live: LiveRouter, door: Door) -> None:
+    """Bring in what the door refused before it was a request."""
     live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=door.keys_refused)
     for (tenant, code), count in door.refused.items():
         label = live.metrics.tenant(tenant)
@@ -208,7 +199,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
 
 
 def tiers(announced: Announcement) -> list[dict[str, Any]]:
-    """Where a worker keeps KV behind its device: blocks, and the bytes/s at which it is read."""
+    """The tiers behind a worker's device: blocks, and the bytes/s at which KV is read."""
     node = announced.node
     host = {"tier": "host", "blocks": announced.host_blocks, "bytes_per_s": node.h2d_bytes_per_s}
     disk = {"tier": "disk", "blocks": announced.disk_blocks, "bytes_per_s": node.disk_bytes_per_s}
@@ -230,18 +221,10 @@ def explanation(decision: Decision, *, operator: bool) -> dict[str, Any]:
             "node": c.node.name,
             "worker": c.worker,
             "paced": c.node.source == "paced",
-            "device_tokens": c.counts.device_tokens,
-            "cached_tokens": c.counts.cached_tokens,
-            "disk_tokens": c.counts.disk_tokens,
-            "new_tokens": c.counts.new_tokens,
+            **c.predicted,
             "ratio": c.counts.ratio,
             "kappa_crit": c.kappa_crit,
             "bound": c.bound,
-            "queue_s": c.queue_s,
-            "load_s": c.load_s,
-            "compute_s": c.compute_s,
-            "ttft_s": c.ttft_s,
-            "ttft_sd": c.ttft_sd,
             "harm_s": c.tpot_impact_s,
             "in_flight": c.in_flight,
             "plan": c.plan or None,

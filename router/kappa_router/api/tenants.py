@@ -1,4 +1,4 @@
-"""Whose a request is, and how much that tenant may ask for: keys, token buckets, places.
+"""The tenant of a request, and how much it may ask for: keys, token buckets, places.
 
 Only digests of keys are kept, so none can be shown or logged. They are blinded by a secret of the
 process before they are looked up: how long that takes tells nothing of any key. Without keys
@@ -25,18 +25,17 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who is charged, and its share relative to others'.
-
-    operator: may see and do what concerns the whole cluster. own_cache: its cached prefixes are
-    nobody else's (`kappa_router.api.request.cache_salt`). priority: its requests' class, lower
-    first; may_ask: classes that one of them may ask for instead.
-    """
+    """A tenant, and its share relative to others'."""
 
     name: str = "default"
     weight: float = 1.0
+    # It may see and do what concerns the whole cluster.
     operator: bool = True
+    # No other tenant reads its cached prefixes (`kappa_router.api.request.cache_salt`).
     own_cache: bool = False
+    # Its requests' class; lower goes first.
     priority: int = 0
+    # Classes that one of its requests may ask for instead.
     may_ask: tuple[int, ...] = ()
 
     def class_of(self, requested: int | None) -> int:
@@ -57,20 +56,23 @@ EVERYBODY = Tenant()
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """All tenants of a cluster. refuse: whether a request without a known key is refused.
+    """All tenants of a cluster."""
 
-    by_digest: by blinded digest; blind: what blinds them, any bytes, secret. operators: who may see
-    the whole cluster; None: everybody. fixed: those that a file of keys cannot take back.
-    """
-
+    # By the blinded digests of their keys.
     by_digest: Mapping[bytes, Tenant] = field(default_factory=dict, repr=False)
+    # Of requests without a known key, unless these are refused.
     default: Tenant = EVERYBODY
     refuse: bool = False
+    # By tenant; 1 where there is none.
     weights: Mapping[str, float] = field(default_factory=dict)
+    # By tenant: its class, and those that it may ask for.
     priorities: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    # Who may see the whole cluster; None: everybody.
     operators: frozenset[str] | None = None
     own_caches: bool = False
+    # Blinded digests that a file of keys cannot take back.
     fixed: frozenset[bytes] = field(default=frozenset(), repr=False)
+    # Blinds the digests: any bytes, secret.
     blind: bytes = field(default=b"", repr=False)
 
     def with_digests(
@@ -86,7 +88,7 @@ class Tenants:
         return made.with_file(by_digest)
 
     def with_file(self, by_digest: Mapping[bytes, str]) -> Tenants:
-        """The same with these keys of the file, instead of those that were of it before."""
+        """The same with these keys of the file instead of its earlier ones."""
         table = {self._blinded(digest): self._tenant(name) for digest, name in by_digest.items()}
         table.update({d: tenant for d, tenant in self.by_digest.items() if d in self.fixed})
         return replace(self, by_digest=table)
@@ -127,7 +129,7 @@ def keys_in(authorization: str, api_key: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What one tenant may ask for; None: no limit. Tokens are prompt and generated ones."""
+    """The limits of one tenant; None: no limit. Tokens are prompt and generated ones."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -136,7 +138,7 @@ class Allowance:
 
 @dataclass(slots=True)
 class Bucket:
-    """What is left of a minute's allowance; it fills steadily, and is below zero while in debt."""
+    """The rest of a minute's allowance; it fills steadily, and is below zero while in debt."""
 
     per_minute: float
     level: float
@@ -144,7 +146,7 @@ class Bucket:
 
     @property
     def capacity(self) -> float:
-        """What a full one holds; at least one, or nothing could ever be taken."""
+        """The content of a full one; at least one, or nothing could ever be taken."""
         return max(self.per_minute, 1.0)
 
     def refill(self, now_s: float) -> None:
@@ -159,7 +161,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class _Meter:
-    """What a tenant has left here, and its open requests."""
+    """The rest of a tenant's allowance here, and its open requests."""
 
     requests: Bucket | None
     tokens: Bucket | None
@@ -169,13 +171,11 @@ class _Meter:
 
 @dataclass(slots=True)
 class Lease:
-    """One request's hold on its tenant's allowance, from its head to the end of its answer.
-
-    worked: an engine worked for it although it was not served, since its client would not wait.
-    """
+    """One request's hold on its tenant's allowance, from its head to the end of its answer."""
 
     tenant: str
     _meter: _Meter
+    # An engine worked for it although it was not served, since its client would not wait.
     worked: bool = False
     _requests: int = 0
     _reserved: float = 0.0
@@ -200,7 +200,7 @@ class Lease:
 
     def reserve(self, prompt_tokens: int, max_tokens: int, now_s: float) -> None:
         """Take what the request may come to; a second time instead of the first. Raises ApiError
-        429, the tenant has used its tokens, or 400, no minute allows so many."""
+        429, the tenant has used its tokens, or 400, no minute allows that many."""
         bucket = self._meter.tokens
         self._used = float(prompt_tokens)
         if bucket is None or not self._open:
@@ -328,11 +328,10 @@ class Places:
     share of them still gets one, above the bound: those of others run and cannot be taken back. So
     a tenant below its share is never refused for what other tenants hold. Equal tenants that come
     one after the other, each filling what it may, hold at most `limit * (1 + 1/2 + ... + 1/n)`.
-
-    shared: whether tenants can be told apart; if not, the bound is all there is.
     """
 
     limit: int
+    # Tenants can be told apart; if not, the bound is all there is.
     shared: bool = True
     _held: dict[Hashable, Tenant] = field(default_factory=dict)
 

@@ -53,14 +53,13 @@ class PromptTokenizer:
     certain.
     """
 
-    def __init__(self, source: str, chat_template: str | None = None) -> None:
+    def __init__(self, source: str) -> None:
         """Load the tokenizer of `source` (folder or Hugging Face name)."""
         # The program keeps torch away from it first.
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
-        self._template = chat_template
-        template = str(chat_template or self._tokenizer.chat_template or "")
+        template = str(self._tokenizer.chat_template or "")
         self.takes_parts = bool(_LOOKS_INTO_PARTS.search(template))
         self.takes_developers = "developer" in template
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -87,9 +86,7 @@ class PromptTokenizer:
         if "text" in plain:
             text = plain["text"]
         else:
-            chat = {**plain["chat"]}
-            chat["chat_template"] = chat.get("chat_template") or self._template
-            text = str(self._tokenizer.apply_chat_template(**chat, tokenize=False))
+            text = str(self._tokenizer.apply_chat_template(**plain["chat"], tokenize=False))
         if most_tokens is not None and self.longest_token_bytes is not None:
             text_bytes = len(text.encode(errors="replace"))
             if text_bytes > most_tokens * self.longest_token_bytes:
@@ -113,7 +110,7 @@ def longest_token_bytes(backend: Any) -> int | None:
     """Bytes of text that one token stands for, at most; None if that cannot be said for sure.
 
     It can of a byte-level vocabulary with all 256 bytes in it, before which nothing takes text away
-    but a normalizer whose worst is known. backend: a `tokenizers.Tokenizer`.
+    but a normalizer with a known worst case. backend: a `tokenizers.Tokenizer`.
     """
     if backend is None or backend.truncation is not None:
         return None
@@ -152,7 +149,7 @@ def keep_models_away() -> None:
     the linear algebra, which no loop of ours needs."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for name in ("torch", "torchvision", "scipy", "scipy.linalg", "sklearn", "pandas"):
-        # What is here already costs nothing more.
+        # A module that is here already costs nothing more.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
@@ -205,7 +202,7 @@ def packed(parts: Sequence[Ids]) -> bytes:
 
 
 def unpacked(data: bytes | memoryview) -> list[Ids]:
-    """What `packed` made."""
+    """The ids of several texts, from `packed`."""
     numbers = np.frombuffer(data, dtype="<i4")
     count = int(numbers[0])
     stops = np.cumsum(numbers[1 : 1 + count])

@@ -1,4 +1,4 @@
-"""Which paths a cluster's front door serves. Pure."""
+"""The paths that a cluster's front door serves. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ DECIDED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/respo
 
 
 def own_paths(models: Iterable[str]) -> tuple[str, ...]:
-    """What the decider answers itself, as `GatewaySpec.own` has it; models: names, adapters'
-    among them."""
+    """Paths that the decider answers itself, as `GatewaySpec.own` has them; models: names,
+    adapters' among them."""
     # A slash in a name makes it more than one segment.
     deep = (f"/v1/models/{name}" for name in models if "/" in name)
     return (

@@ -11,9 +11,10 @@ from kappa.protocol import TO_SECRET_HEADER
 
 
 class PortAnswer(NamedTuple):
-    """What a worker's port answered; headers: by their names in lower case."""
+    """The answer of a worker's port."""
 
     status: int
+    # By their names in lower case.
     headers: Mapping[str, str]
     body: bytes
 

@@ -68,11 +68,11 @@ def hands_over(
 
 @dataclass(frozen=True, slots=True)
 class PrefillElsewhere:
-    """Hands compute-bound prompts over, where there are prefill workers; `timeout_s`: to the end of
-    a prefill."""
+    """Hands compute-bound prompts over, where there are prefill workers."""
 
     ports: WorkerPorts
     network: TransferSettings
+    # To the end of a prefill.
     timeout_s: float
 
     async def __call__(
@@ -156,7 +156,7 @@ class PrefillElsewhere:
 
 
 def _end_of(answer: PortAnswer) -> str:
-    """How a prefill ended, as `LiveRouter.release` names it."""
+    """The end of a prefill, as `LiveRouter.release` names it."""
     if answer.status < 500:
         return "done" if answer.status == 200 else "refused"
     return "worker_died" if answer.headers.get(RETRY_HEADER) == RETRY_DIED else "error"

@@ -18,15 +18,16 @@ Json = dict[str, Any]
 
 
 class Changes(NamedTuple):
-    """Of a body's top-level fields: those that get another value, and those that go."""
+    """Top-level fields of a body that get another value, and those that are dropped."""
 
     sets: Mapping[str, Any]
     drops: tuple[str, ...]
 
 
 class Taken(NamedTuple):
-    """body: as a chat or a completion, whatever API it came by."""
+    """A body as it was read."""
 
+    # As a chat or a completion, whichever API it came by.
     body: RequestBody
     changes: Changes
 
@@ -40,17 +41,20 @@ def _response(kept: Json) -> RequestBody:
 
 
 class _Api(NamedTuple):
-    """fields: that are read; check: keeps what goes on of a body; make: makes a body of that."""
+    """An API's way to read a body."""
 
+    # That are read.
     fields: frozenset[str]
+    # Keeps the fields that go on.
     check: Callable[[Json], Json]
+    # Makes a body of these.
     make: Callable[[Json], RequestBody]
 
 
 _APIS: Mapping[str, _Api] = {
     "/v1/chat/completions": _Api(CHAT_FIELDS.read, checked_chat, RequestBody.chat),
     "/v1/completions": _Api(COMPLETION_FIELDS.read, checked_completion, RequestBody.completion),
-    "/v1/messages": _Api(messages.FIELDS.read, messages.FIELDS.kept, _message),
+    "/v1/messages": _Api(messages.FIELDS.read, messages.checked, _message),
     "/v1/responses": _Api(responses.FIELDS.read, responses.checked, _response),
 }
 
@@ -59,7 +63,7 @@ def taken(path: str, body: bytes) -> Taken:
     """A request for one of `DECIDED`; raises ApiError 400."""
     api = _APIS[path]
     data = errors.json_object(body, api.fields)
-    kept = {name: value for name, value in api.check(data).items() if value is not None}
+    kept = api.check(data)
     sets = {name: value for name, value in kept.items() if value != data[name]}
     return Taken(api.make(kept), Changes(sets, tuple(data.keys() - kept.keys())))
 
@@ -74,4 +78,4 @@ def either(body: bytes) -> RequestBody:
 def counted_message(body: bytes) -> RequestBody:
     """A message of which only the tokens are wanted, as a chat; raises ApiError 400."""
     data = errors.json_object(body, messages.FIELDS.read)
-    return RequestBody.chat(checked_chat(messages.to_chat(data, counted=True)))
+    return _message(messages.checked(data, counted=True))

@@ -3,46 +3,89 @@
 Envoy runs beside it (`kappa serve` starts it) and asks by Unix sockets in a folder that both know.
 Ray places this process, replaces it when it dies, and tells it of the workers; begun answers go on
 meanwhile, since none passes here. Of several each decides what Envoy asks it, and knows of the
-others' requests by the workers' reports.
+others' requests by the workers' reports. What it answers itself shows or explains, and runs
+nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+import structlog
+from fastapi import FastAPI, Request
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kappa.logging import configure
+from kappa.protocol import PROFILE_PATH
+from kappa_router.api import errors, status
 from kappa_router.api.app import Access, Door, make_app
-from kappa_router.api.reading import prepare
-from kappa_router.api.render import PromptRenderer
+from kappa_router.api.face import Face
+from kappa_router.api.reading import prepare, read
+from kappa_router.api.render import PromptRenderer, Tokenizing
 from kappa_router.api.request import model_of
-from kappa_router.api.start import DeciderSettings
+from kappa_router.api.request_path import RequestPath
+from kappa_router.api.start import DeciderSettings, LiveStart
+from kappa_router.api.tenants import Places
 from kappa_router.api.tokenizer import keep_models_away
-from kappa_router.cluster.face import FIRST_SIGHT_S, OWN, ClusterFace
 from kappa_router.cluster.paths import DECIDED
+from kappa_router.cluster.reading import counted_message, either
 from kappa_router.cluster.scene import ClusterScene
-from kappa_router.gateway.decider import Decider, DeciderRule
+from kappa_router.gateway.decider import Decider
 from kappa_router.gateway.hosting import UNHEARD_S, hosted, running
+from kappa_router.gateway.scene import DeciderRule
 from kappa_router.gateway.spec import GatewaySpec
+from kappa_router.live.deciders import Deciders
+from kappa_router.live.decision_records import DecisionRecord
 from kappa_router.page.mount import add_page
+from kappa_router.policy import policy_named
+from kappa_router.telemetry import Telemetry
 
+log = structlog.get_logger(__name__)
+
+_PROFILE_TIMEOUT_S = 90.0
+_WAKE_TIMEOUT_S = 120.0
+# Workers that start with us take longer; one that joins others knows them sooner.
+FIRST_SIGHT_S = 25.0
 _OF_WORKERS: dict[str, Any] = {
     "post": {
         "summary": "Answered by a worker",
         "requestBody": {
-            "required": True, "content": {"application/json": {"schema": {"type": "object"}}},
+            "required": True,
+            "content": {"application/json": {"schema": {"type": "object"}}},
         },
         "responses": {"200": {"description": "The answer, or its events"}},
     },
-}  # fmt: skip
+}
 
 
-class KappaDecider(ClusterFace):
+Route = Callable[[FastAPI], Any]
+"""How an endpoint is added to an application."""
+OWN: dict[str, Route] = {
+    "models": lambda a: a.get("/v1/models"),
+    "model_data": lambda a: a.get("/v1/models/{model:path}"),
+    "count_tokens": lambda a: a.post("/v1/messages/count_tokens"),
+    "nodes": lambda a: a.get("/v1/nodes"),
+    "tenants": lambda a: a.get("/v1/tenants"),
+    "profile": lambda a: a.post("/v1/nodes/profile"),
+    "route": lambda a: a.post("/v1/route"),
+    "decisions": lambda a: a.get("/v1/decisions"),
+    "decision": lambda a: a.get("/v1/decisions/{request_id:path}"),
+    "metrics": lambda a: a.get("/metrics", response_class=PlainTextResponse),
+    "ready": lambda a: a.get("/ready"),
+}
+"""Endpoints that run nothing, by the method that answers each."""
+
+
+class KappaDecider(Face):
     """Decides for one Envoy, alone or with others, and answers its own paths."""
+
+    _live: LiveStart
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits constructors
         self, pools: dict[str, Any], *, kappa: DeciderSettings, access: Access, spec: GatewaySpec,
@@ -53,34 +96,63 @@ class KappaDecider(ClusterFace):
         configure(seen.log_format, seen.log_file, kappa.log_level)
         keep_models_away()
         self._pools, self._began_s = pools, int(time.time())
-        self._wire(kappa, {m.name: PromptRenderer(m.tokenizer_source) for m in kappa.models})
+        renderers = {m.name: PromptRenderer(m.tokenizer_source) for m in kappa.models}
+        self._wire(kappa, renderers, access)
         await self._open(kappa, access, spec, secret)
         prepare()
+
+    def _wire(
+        self, settings: DeciderSettings, renderers: Mapping[str, PromptRenderer], access: Access
+    ) -> None:
+        try:
+            rank = int(serve.get_replica_context().rank.rank)
+        except RayServeException:  # outside of Ray Serve
+            rank = 0
+        self._live = LiveStart(settings, self._wake_router, rank)
+        self._checked = False
+        self._deciders = Deciders(settings.replicas, "for_deciders")
+
+        def record_of(request_id: str) -> DecisionRecord | None:
+            return self._live().records.get(request_id)
+
+        self._telemetry = Telemetry(record_of)
+        self._tracing = None
+        if settings.observing.otlp_endpoint is not None:
+            # Half a second of imports that only a collector needs.
+            from kappa_router.tracing import Tracing
+
+            self._tracing = Tracing(settings.observing, record_of)
+            self._telemetry.on_end = self._tracing.ended
+        # Without keys tenants cannot be told apart.
+        places = Places(settings.router.max_queue, shared=bool(access.tenants.by_digest))
+        self._path = RequestPath(
+            settings.router, Tokenizing(renderers), places, self._telemetry, self._live,
+            settings.models,
+        )  # fmt: skip
 
     async def _open(
         self, kappa: DeciderSettings, access: Access, spec: GatewaySpec, secret: str
     ) -> None:
         live, router = self._live(), kappa.router
-        door, scene = Door(access), ClusterScene(self._path, kappa.transfer, spec, secret)
+        scene = ClusterScene(self._path, kappa.transfer, spec, secret)
         self._ports = scene.ports
         rule = DeciderRule(
             router.max_queue, router.max_body_bytes, access.body_timeout_s,
             unheard_s=UNHEARD_S, foreign=False, late_s=router.failover.stall_after_s,
         )  # fmt: skip
-        decider = Decider(scene, door, rule)
+        self._door = Door(access)
+        decider = Decider(scene, self._door, rule)
         if spec.deciders > 1:
             # Others know more until then.
             await self._live.known(FIRST_SIGHT_S)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(scene.ports.close)
-            app = self._application(access, door)
-            await stack.enter_async_context(hosted(decider, app, spec))
-            tasks = {"servers": scene.follow, "ends": decider.flights.sweep}
-            await stack.enter_async_context(running(tasks, live.task_restarted))
+            await stack.enter_async_context(hosted(decider, self._application(), spec))
+            await stack.enter_async_context(running(decider, scene.follow, live.task_restarted))
             self._stack = stack.pop_all()
 
-    def _application(self, access: Access, door: Door) -> Any:
-        self._asgi_app = app = make_app(access, door)
+    def _application(self) -> Any:
+        app = make_app(self._door)
         add_page(app)
         for name, route in OWN.items():
             route(app)(getattr(self, name))
@@ -88,14 +160,18 @@ class KappaDecider(ClusterFace):
         app.openapi()["paths"].update(dict.fromkeys(DECIDED, _OF_WORKERS))
         return app
 
-    async def __del__(self) -> None:  # type: ignore[override]  # Ray Serve awaits it
-        """Ray Serve calls it when the replica goes."""
-        stack, live = vars(self).get("_stack"), vars(self).get("_live")
+    async def __del__(self) -> None:
+        """Ray Serve calls and awaits it when the replica goes: its threads end, the last spans are
+        sent."""
+        stack, live, path, tracing = map(vars(self).get, ("_stack", "_live", "_path", "_tracing"))
         if stack is not None:
             await stack.aclose()
         if live is not None:
             await live.close()
-        super().__del__()
+        if path is not None:
+            path.tokenizing.close()
+        if tracing is not None:
+            tracing.close()
 
     async def models(self, request: Request) -> Response:
         """Every model that is served, and its adapters."""
@@ -113,3 +189,69 @@ class KappaDecider(ClusterFace):
             "id": name, "object": "model", "created": self._began_s, "owned_by": "kappa-serve",
             "permission": [], "metadata": {"model_id": base.name},
         }  # fmt: skip
+
+    async def use_policy(self, name: str) -> None:
+        """Decide by another policy from now on: for who started the cluster, by its Serve handle;
+        no HTTP path leads here."""
+        self._live().use_policy(policy_named(name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The tokens of an Anthropic message's prompt; nothing is run or reserved."""
+        chat = await read(await request.body(), counted_message)
+        routed = await self._path.to_explain(chat, request)
+        if routed.token_ids is None:
+            raise errors.UNSUPPORTED_PROMPT()
+        return JSONResponse({"input_tokens": len(routed.token_ids)})
+
+    async def nodes(self) -> Response:
+        """Every worker with its profile, backlogs and critical ratio."""
+        return JSONResponse({"nodes": status.nodes(self._live())})
+
+    async def profile(self) -> Response:
+        """Measure every worker's machine again, one after the other, and show the nodes."""
+        for worker in list(self._live().router.workers):
+            try:
+                answer = await self._ports.ask(worker, PROFILE_PATH, _PROFILE_TIMEOUT_S, b"")
+            except (TimeoutError, OSError):
+                answer = None
+            if answer is None or answer.status != 200:
+                why = f"worker {worker} could not be measured"
+                raise errors.NO_WORKER(why=why, retry_after_s=10.0)
+        return await self.nodes()
+
+    async def route(self, request: Request) -> Response:
+        """The decision that would be made for a body; nothing is run or reserved."""
+        body = await read(await request.body(), either)
+        routed = await self._path.to_explain(body, request)
+        return self.explained(routed, request)
+
+    async def of_all(self, what: str, *args: Any) -> list[Any]:
+        """Every decider's answer, as far as they can be reached."""
+        return await self._deciders.call(self.for_deciders, what, *args)
+
+    def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
+        return self._telemetry.tenant(request_id), self._telemetry.account(request_id)
+
+    async def check_health(self) -> None:
+        """Called by Ray; the first time, before this decider is sent any request, it waits until
+        the workers' state is known here, as far as there are workers.
+
+        Raises:
+            RuntimeError: it cannot follow the workers any more; Ray replaces it.
+        """
+        if not self._checked:
+            self._checked = True
+            await self._live.known(FIRST_SIGHT_S)
+        fault = self._live().members.fault()
+        if fault:
+            raise RuntimeError(f"this decider must be replaced: {fault}")
+
+    async def _wake_router(self) -> None:
+        """Ray makes a handle's router, which posts announcements, at its first call."""
+        for handle in self._pools.values():
+            try:
+                # Any method with an answer of plain values will do: a class of Ray Serve LLM's
+                # would have this process import all of vLLM.
+                await asyncio.wait_for(handle.record_routing_stats.remote(), _WAKE_TIMEOUT_S)
+            except Exception as error:
+                log.warning("workers_not_reached", error=repr(error))

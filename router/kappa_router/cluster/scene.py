@@ -26,11 +26,10 @@ from kappa.protocol import (
 )
 from kappa.settings.engine import TransferSettings
 from kappa_router.api import errors
-from kappa_router.api.app import Inbound
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import decision_headers, peer_params
 from kappa_router.api.reading import read
-from kappa_router.api.request import ApiRequest
+from kappa_router.api.request import ApiRequest, Inbound
 from kappa_router.api.request_path import RequestPath, engine_metadata
 from kappa_router.cluster.paths import DECIDED
 from kappa_router.cluster.ports import WorkerPorts
@@ -42,7 +41,6 @@ from kappa_router.gateway.known import KnownServers
 from kappa_router.gateway.process import Gateway
 from kappa_router.gateway.scene import Asked, Reading, Used
 from kappa_router.gateway.spec import GatewaySpec, ServerEndpoint
-from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import DIED, ENGINE_DIED
 
 log = structlog.get_logger(__name__)
@@ -55,19 +53,20 @@ _json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest(RouteRequest):
-    """With what only its delivery needs. changes: of its body."""
+    """A request with the parts that only its delivery needs."""
 
     api: ApiRequest
+    # Of its body.
     changes: Changes
 
 
 @dataclass(slots=True)
 class ClusterFlight:
-    """A request at a worker. headers: what the worker's gate does to its body, and shows of the
-    decision."""
+    """A request at a worker."""
 
     decision: Decision
     api: ApiRequest
+    # By which the worker's gate changes its body and shows the decision.
     headers: Mapping[str, str]
     via: str = ""
 
@@ -82,14 +81,14 @@ class ClusterScene(KnownServers):
         self, path: RequestPath, transfer: TransferSettings, spec: GatewaySpec, secret: str
     ) -> None:
         """`path`: what a request takes; `secret`: the cluster's, which workers demand."""
-        super().__init__()
+        live = path.live()
+        super().__init__(live, live.changed)
         self._path, self._spec, self._secret = path, spec, secret
-        self.live: LiveRouter = path.live()
         self.ports = WorkerPorts(self._port, secret)
         timeout_s = path.settings.request_timeout_s
         self._prefill = PrefillElsewhere(self.ports, transfer, timeout_s)
         self._giving_up: dict[str, asyncio.Task[None]] = {}
-        self.live.members.on_hung = self._hung
+        live.members.on_hung = self._hung
 
     def _port(self, worker: str) -> str:
         state = self.live.router.workers.get(worker)
@@ -98,7 +97,7 @@ class ClusterScene(KnownServers):
     # -- requests -----------------------------------------------------------------------------
 
     async def read(self, asked: Asked) -> Reading:
-        """Its body, checked, in tokens. Raises ApiError."""
+        """Check the body and tokenize its prompt. Raises ApiError."""
         found = await read(asked.body, partial(taken, asked.path))
         inbound = Inbound(asked.request_id, time.monotonic(), asked.tenant, body=asked.body)
         api = ApiRequest(asked.request_id, found.body, asked.headers, inbound, asked.digest)
@@ -115,7 +114,7 @@ class ClusterScene(KnownServers):
                 end, status = error.code or "error", error.status
             elif isinstance(error, Exception):
                 end, status = "error", 500
-            api.finish(end, status)
+            self._path.end(api, end, status)
             raise
         away = self.live.router.workers.keys() - self.endpoints.keys()
         request = _with_delivery(routed, api, found.changes, routed.exclude | away)
@@ -143,20 +142,19 @@ class ClusterScene(KnownServers):
             live.release(request.request_id, "unsent")
             raise
         api.timeline.decided(decision, time.time())
-        api.timeline.sent(time.time())
         return flight
 
     def refused(self, request: RouteRequest, error: ApiError) -> None:
-        """Its timeline ends."""
+        """End its timeline."""
         assert isinstance(request, ClusterRequest)
-        request.api.finish(error.code or "error", error.status)
+        self._path.end(request.api, error.code or "error", error.status)
 
     def others(self, flight: ClusterFlight, request: RouteRequest) -> Sequence[str]:
         """Those that were priced."""
-        return self.by_price(flight.decision.priced.workers, self.live, flight.decision, request)
+        return self.by_price(flight.decision.priced.workers, flight.decision, request)
 
     def headers(self, flight: ClusterFlight) -> Mapping[str, str]:
-        """For the worker's gate."""
+        """Headers for the worker's gate."""
         return flight.headers
 
     def patience_s(self, flight: ClusterFlight) -> float:
@@ -168,7 +166,7 @@ class ClusterScene(KnownServers):
         """Nothing: `Flights` decides about every attempt."""
 
     def used(self, flight: ClusterFlight, tail: bytes) -> Used | None:
-        """What its worker reports; its prompt was counted before."""
+        """Tokens as its worker reports them; its prompt was counted before."""
         record = self.live.records.get(flight.decision.request_id)
         if record is None or record.generated_tokens is None:
             return None
@@ -218,7 +216,7 @@ class ClusterScene(KnownServers):
         attempts = flight.api.timeline.attempts
         if record is not None and record.ttft_s is not None and attempts:
             flight.api.timeline.first_item(attempts[-1].decided_s + record.ttft_s)
-        flight.api.finish(end, status)
+        self._path.end(flight.api, end, status)
 
     # -- for Envoy ------------------------------------------------------------------------------
 
@@ -232,9 +230,7 @@ class ClusterScene(KnownServers):
                 # Those that an earlier decider wrote down are better than none.
                 changed.clear()
                 await changed.wait()
-            await self.keep_known(
-                self._found, changed, envoy, lambda: file if turn.take() else None
-            )
+            await self.keep_known(envoy, lambda: file if turn.take() else None)
         finally:
             turn.release()
 
@@ -265,15 +261,16 @@ def _with_delivery(
 def _headers(
     decision: Decision, sets: Mapping[str, Any], drops: tuple[str, ...]
 ) -> Mapping[str, str]:
-    """What a gate sets in a body, and drops of it, and shows of the decision. ApiError 400 if the
-    former is too much."""
+    """The headers by which a gate sets and drops fields of a body, and shows the decision. ApiError
+    400 if the fields to set are too much."""
     text = _json(sets)
     if len(text) > _MOST_SET_BYTES:
         names = sorted(sets.keys() - {"vllm_xargs"}) or ["vllm_xargs"]
         raise errors.bad_field(
-            names[0], "is too long to be sent on changed: leave out what the API does not name, "
+            names[0],
+            "is too long to be sent on changed: leave out what the API does not name, "
             "or shorten it",
-        )  # fmt: skip
+        )
     dropped = {TO_DROP_HEADER: ",".join(drops)} if drops else {}
     shown = decision_headers(decision) if decision.informed else {}
     if sets["vllm_xargs"].get(APPROX_KEY):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kappa_router.api import errors, status
-from kappa_router.api.app import Door, guard, inbound_of
+from kappa_router.api.app import Door, guard
+from kappa_router.api.checks import digits
 from kappa_router.api.face import Face
-from kappa_router.api.start import access_of, tenants_table
+from kappa_router.api.request import inbound_of
 from kappa_router.front.front import DECIDED_PATHS, Front
 from kappa_router.page.mount import add_page
 
@@ -21,16 +20,16 @@ _JSON_LINES = "application/x-ndjson"
 
 def make_face_app(front: Front, door: Door) -> Starlette:
     """The application, of a front that runs; door: of the decider that stands beside."""
-    app = Starlette(routes=own_routes(front))
+    app = Starlette(routes=own_routes(front, door))
     app.router.redirect_slashes = False
     add_page(app)
-    guard(app, replace(access_of(front.settings), limit_all=True), door)
+    guard(app, door)
     return app
 
 
-def own_routes(front: Front) -> list[Route]:
+def own_routes(front: Front, door: Door) -> list[Route]:
     """Paths that are answered here."""
-    face = _Face(front)
+    face = _Face(front, door)
     return [
         Route("/health", face.health),
         Route("/ready", face.ready),
@@ -49,21 +48,20 @@ def own_routes(front: Front) -> list[Route]:
 class _Face(Face):
     """The endpoints that are answered here."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, front: Front, door: Door) -> None:
+        self._front, self._door = front, door
         self._live = lambda: front.live
-        self._known = tenants_table(front.settings.tenants)
 
     async def health(self, request: Request) -> Response:
         """200 as long as this process serves."""
         return JSONResponse({"status": "healthy"})
 
     async def listed(self, request: Request) -> Response:
-        """As `decisions`, whose parameters FastAPI reads for the decider."""
-        text = request.query_params.get("limit", "100")
-        if not text.isascii() or not text.isdigit() or len(text) > 9:
+        """As `decisions`; FastAPI reads its parameters for the decider."""
+        limit = digits(request.query_params.get("limit", "100"), 9)
+        if limit is None:
             raise errors.bad_field("limit", "give a whole number")
-        return await self.decisions(request, int(text))
+        return await self.decisions(request, limit)
 
     async def single(self, request: Request) -> Response:
         """As `decision`."""
@@ -94,7 +92,7 @@ class _Face(Face):
         return StreamingResponse(journal.parts() if journal else (), media_type=_JSON_LINES)
 
     async def route(self, request: Request) -> Response:
-        """What would be decided for a chat or completion body; nothing is sent or reserved.
+        """The decision that would be made for a body; nothing is sent or reserved.
         ApiError 400 if that is no JSON object; what else is wrong with it a server would say."""
         inbound = inbound_of(request)
         wanted = await self._front.read(DECIDED_PATHS[0], inbound.body, strict=True)

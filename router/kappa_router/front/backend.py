@@ -83,7 +83,7 @@ class Backend:
         self.down, self.refused = "not reached yet", ""
         self.load = LoadFacts()
         # As a follower of the live router's membership.
-        self.synced = self.connected = False
+        self.synced, self.connected, self.alive = False, False, True
         self.events, self._groups = Counter[str](), CacheGroups()
         self._listener: StreamListener | None = None
         self._failures = self._probes = self._unannounced = 0
@@ -96,10 +96,6 @@ class Backend:
         return self.connected and not self.refused
 
     # -- as a follower ------------------------------------------------------------------------
-
-    @property
-    def alive(self) -> bool:
-        return True
 
     def follow(self, listener: StreamListener) -> Backend:
         """Tell `listener` of this server from now on."""
@@ -321,7 +317,7 @@ class Backend:
             log.info("backend_up", url=self.settings.url, models=[m.name for m in self.models])
 
     def _announcement(self) -> Announcement:
-        """What the server is, by its profile, its model and its metrics."""
+        """The server's announcement, by its profile, its model and its metrics."""
         given, load = self.settings, self.load
         name = given.shape or next(
             (n for m in self.models for n in (m.root, m.name) if _is_shape(n)), ""

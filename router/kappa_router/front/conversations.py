@@ -1,4 +1,4 @@
-"""Which conversation a request belongs to, by its body."""
+"""Names the conversation that a request belongs to, by its body."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def opening_of(data: Mapping[str, Any]) -> str | list[int]:
 
 
 def _beginnings(opening: list[Any] | str) -> str | list[int]:
-    """Of a text or ids, by sums with random factors: a hundred digests would cost as much as the
-    whole rest of reading a short body."""
+    """Names of the beginnings of a text or ids, by sums with random factors: a hundred digests
+    would cost as much as the whole rest of reading a short body."""
     if len(opening) < _STRIDE:
         return _digest(opening)
     if not isinstance(opening, str) and any(type(one) is not int for one in opening):

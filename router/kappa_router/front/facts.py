@@ -1,4 +1,4 @@
-"""What a server tells of itself: its models, the sizes of its caches, its load. Pure.
+"""Facts that a server tells of itself: its models, the sizes of its caches, its load. Pure.
 
 Read from `/v1/models` and from `/metrics` as vLLM and SGLang write them; of any other server only
 the models are known. What cannot be read is left out, never guessed.
@@ -42,25 +42,30 @@ _LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model that a server lists. root: what was loaded, parent: of an adapter, its base."""
+    """A model that a server lists."""
 
     name: str
+    # The path or hub id that was loaded; empty: not told.
     root: str = ""
+    # Of an adapter, its base; else empty.
     parent: str = ""
+    # Its context; 0: not told.
     max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFacts:
-    """What a server's metrics tell; totals since it started. device_tokens: of its KV cache, 0: not
-    told; steps, tokens: of its engine; loads, load_bytes, load_s: from its host tier."""
+    """A server's load by its metrics; totals since it started."""
 
     block_tokens: int = 0
+    # Of its KV cache; 0: not told.
     device_tokens: int = 0
     running: int = 0
     waiting: int = 0
+    # Of its engine.
     steps: int = 0
     tokens: int = 0
+    # From its host tier.
     loads: int = 0
     load_bytes: float = 0.0
     load_s: float = 0.0
@@ -92,14 +97,15 @@ def _model(card: Mapping[str, Any]) -> ModelFacts:
     name, root, parent = (card.get(key) for key in ("id", "root", "parent"))
     longest = card.get("max_model_len")
     return ModelFacts(
-        name if isinstance(name, str) else "", root if isinstance(root, str) else "",
+        name if isinstance(name, str) else "",
+        root if isinstance(root, str) else "",
         parent if isinstance(parent, str) else "",
         longest if type(longest) is int and longest > 0 else 0,
-    )  # fmt: skip
+    )
 
 
 def load_in(exposition: str) -> LoadFacts:
-    """What a `/metrics` answer tells; what several engines of one server count is added up."""
+    """The load that a `/metrics` answer tells; counts of several engines are added up."""
     sums = dict.fromkeys(_NAMES.values(), 0.0)
     facts, blocks = LoadFacts(), 0
     for name, labels, text in _LINE.findall(exposition):
@@ -121,10 +127,11 @@ def load_in(exposition: str) -> LoadFacts:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a server says an answer took; cached_tokens: of the prompt, None: it does not say."""
+    """Tokens of an answer, as its server says."""
 
     prompt_tokens: int
     completion_tokens: int
+    # Of the prompt; None: not told.
     cached_tokens: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""What `kappa route` decides with: the live router over servers that others run.
+"""The live router of `kappa route`, over servers that others run.
 
 A request's body is read as far as routing needs it and never changed. The decision is the same
 core's as in a cluster; what a server holds is known from what was sent to it and from what its
@@ -10,30 +10,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
 import structlog
 
-from kappa.protocol import Admission, Announcement
+from kappa.protocol import Announcement
 from kappa.settings.front import FrontSettings
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.fair_queue import FairTurns
 from kappa_router.api.metadata import CONVERSATION_KEYS
 from kappa_router.api.reading import read
+from kappa_router.api.request_body import prompts_in
 from kappa_router.api.start import DeciderSettings, member_rule, router_config
 from kappa_router.api.tenants import EVERYBODY, Tenant
-from kappa_router.decision import Decision, NoWorkerError, RouteRequest
+from kappa_router.decision import RouteRequest
 from kappa_router.front.backend import TOKENIZED_FIELDS, Backend
 from kappa_router.front.conversations import Conversations, opening_of
-from kappa_router.front.facts import Usage
 from kappa_router.front.journal import Journal
 from kappa_router.index.prefix_hash import salt_of
 from kappa_router.live.kv_subscriber import StreamListener
@@ -47,7 +45,6 @@ from kappa_router.sent_prompts import (
     BLOCK_TOKENS,
     BYTES_PER_TOKEN,
     PROMPT_FIELDS,
-    Sent,
     prompt_tokens,
 )
 
@@ -88,37 +85,19 @@ class Wanted:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Wanted:
-        """What a body asks for."""
+        """The body of a request, as far as routing reads it."""
         model, salt = data.get("model"), data.get("cache_salt")
         counts = (data.get(name) for name in ("n", "best_of"))
         answers = max((one for one in counts if type(one) is int and 0 < one < 1 << 20), default=1)
-        prompt = data.get("prompt")
-        prompts = 1
-        if isinstance(prompt, list) and prompt and type(prompt[0]) is not int:
-            prompts = len(prompt)
         limit = data.get("max_completion_tokens") or data.get("max_tokens")
         return cls(
             model if isinstance(model, str) else "",
             data.get("stream") is True,
             max_tokens=limit if type(limit) is int and 0 < limit < 1 << 31 else 0,
-            answers=answers * prompts,
+            answers=answers * max(len(prompts_in(data)), 1),
             merged=data.get("stream_interval") not in (None, 1),
             salt=salt if isinstance(salt, str) else "",
         )
-
-
-@dataclass(slots=True)
-class Flying:
-    """A request at a server."""
-
-    decision: Decision
-    backend: Backend
-    # Its name, the tenant's in front.
-    conversation: str
-    # The blocks that it brings there.
-    sent: Sent | None = None
-    # The present balancer that it is sent to instead, which may choose another server.
-    via: str = ""
 
 
 class Front:
@@ -131,7 +110,7 @@ class Front:
         self.rollout = Rollout.parse(settings.router.mode, settings.present)
         self.journal: Journal | None = None
         self.backends: dict[str, Backend] = {}
-        self._registry, self._warned = ReplicaRegistry(), False
+        self._registry = ReplicaRegistry()
         self._conversations, self._turns = Conversations(), FairTurns(_TOKENIZED_AT_ONCE)
         # Events are about token ids; without them text will do.
         self._by_ids = any(one.events for one in settings.backends)
@@ -158,8 +137,9 @@ class Front:
             # uvicorn, and so vLLM, closes idle connections after 5 s.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=probe.connect_timeout_s),
-            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
-        )  # fmt: skip
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
         for one in settings.backends:
             backend = Backend(
                 one, probe, self._http, self._changed, self._block_tokens, self.changed.set
@@ -192,14 +172,15 @@ class Front:
         """A server announced itself, or something else than before; why it cannot be used."""
         why = self._unlike(backend)
         usable: dict[str, Mapping[str, Any]] = {
-            name: one.known.to_dict() for name, one in self.backends.items()
+            name: one.known.to_dict()
+            for name, one in self.backends.items()
             if one.known is not None and not (why if one is backend else one.refused)
-        }  # fmt: skip
+        }
         self._registry.publish(_DEPLOYMENT, usable)
         return why
 
     def _unlike(self, backend: Backend) -> str:
-        """What contradicts the settings, or the other servers; empty if nothing does."""
+        """The contradiction to the settings, or to other servers; empty if there is none."""
         wanted, names = backend.settings.model, [model.name for model in backend.models]
         if wanted is not None and wanted not in names:
             return (
@@ -229,9 +210,10 @@ class Front:
     def serving(self, model: str) -> frozenset[str]:
         """Servers that list the model; of no model, all."""
         return frozenset(
-            name for name, one in self.backends.items()
+            name
+            for name, one in self.backends.items()
             if not model or any(model == known.name for known in one.models)
-        )  # fmt: skip
+        )
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -255,9 +237,10 @@ class Front:
         if not self._by_ids or isinstance(data.get("prompt"), list):
             return wanted
         able = [
-            one for name, one in self.backends.items()
+            one
+            for name, one in self.backends.items()
             if name in self.serving(wanted.model) and one.settings.events and one.connected
-        ]  # fmt: skip
+        ]
         if able:
             chosen = min(able, key=lambda one: self.live.router.in_flight_on(one.worker))
             with contextlib.suppress(TimeoutError):
@@ -284,97 +267,12 @@ class Front:
             session=wanted.session,
         )  # fmt: skip
 
-    def decide(self, request: RouteRequest, tenant: str = "") -> Flying:
-        """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
-        conversation = f"{tenant} {request.session or request.request_id}"
-        present = self.rollout.other(conversation)
-        decision = self.live.route(request, tenant, present=present)
-        flying = Flying(decision, self.backends[decision.worker], conversation)
-        if present is not None:
-            # Where a real balancer is to choose, the server is a guess.
-            flying.via = self.rollout.balancer
-        if not flying.via:
-            self._holds(flying)
-        return flying
-
-    def _holds(self, flying: Flying) -> None:
-        backend, index = flying.backend, self.live.router.index
-        hashes = flying.decision.priced.prefix_hashes
-        if backend.sent is not None and index is not None and len(hashes):
-            flying.sent = backend.sent.send(index, hashes)
-
-    def answered(self, flying: Flying, request: RouteRequest, given: str) -> None:
-        """An answer through the present balancer begins; given: the server that its head names."""
-        named = given.removeprefix("http://").removeprefix("https://")
-        worker = next(
-            (name for name, one in self.backends.items()
-             if named in (name, urlsplit(one.settings.url).netloc)), "",
-        )  # fmt: skip
-        if not worker and not self._warned:
-            self._warned = True
-            log.warning(
-                "present_balancer_names_no_server", header=self.settings.present_header,
-                found=named, remedy="have it name the server's HOST:PORT; until then servers are "
-                "guessed and the report is not to be trusted",
-            )  # fmt: skip
-        if worker:
-            self.moved(flying, request, worker)
-        self._holds(flying)
-
-    def moved(self, flying: Flying, request: RouteRequest, worker: str) -> None:
-        """It is at another server than was thought. One that is not known to live is not followed:
-        the guess stands."""
-        if worker == flying.decision.worker:
-            return
-        with contextlib.suppress(NoWorkerError):
-            flying.decision = self.live.moved(request, worker)
-            if flying.sent is not None and flying.backend.sent is not None:
-                flying.backend.sent.ended(flying.sent)
-            held, flying.sent, flying.backend = flying.sent, None, self.backends[worker]
-            if held is not None:
-                self._holds(flying)
-
-    def used(self, flying: Flying, usage: Usage) -> None:
-        """An answer said what its prompt took."""
-        index, sent, decision = self.live.router.index, flying.sent, flying.decision
-        history = flying.backend.sent
-        flying.backend.answered()
-        if usage.cached_tokens is None or not usage.prompt_tokens:
-            return
-        if index is None or sent is None or history is None:
-            return
-        # Of its prompt in our tokens, which are four bytes of its text.
-        share = usage.cached_tokens / usage.prompt_tokens
-        cached = int(share * decision.prompt_tokens)
-        history.found(index, sent, cached // decision.priced.block_tokens)
-        device = min(decision.chosen.counts.device_tokens, cached)
-        record = self.live.records.get(decision.request_id)
-        if record is not None:
-            new = max(decision.prompt_tokens - cached, 1)
-            flying.backend.admitted(Admission(record.sent_as, device, cached - device, new))
-
-    def ended(self, flying: Flying, end: str) -> None:
-        """A request is over at its server (`LiveRouter.release`)."""
-        if flying.sent is not None and flying.backend.sent is not None:
-            flying.backend.sent.ended(flying.sent)
-        live, request_id = self.live, flying.decision.request_id
-        flight, record = live.router.flights.get(request_id), live.records.get(request_id)
-        live.release(request_id, end)
-        # One that another attempt has replaced has a line of its own.
-        if self.journal is None or flight is None or record is None or not record.end:
-            return
-        decision = flying.decision
-        told = {
-            **record.to_dict(), "worker": decision.worker, "end_s": time.time(),
-            "prompt_tokens": decision.prompt_tokens, "output_tokens": flight.output_tokens,
-        }  # fmt: skip
-        self.journal.ended(told, flying.conversation, decision.priced.prefix_hashes)
-
     def _caches(self) -> dict[str, CacheBlocks]:
         return {
             name: {f"{tier}_blocks": int(blocks) for tier, blocks in one.sent.size.items()}
-            for name, one in self.backends.items() if one.sent is not None
-        }  # fmt: skip
+            for name, one in self.backends.items()
+            if one.sent is not None
+        }
 
     def models(self) -> list[Mapping[str, Any]]:
         """A card of every model that somebody serves."""
@@ -419,5 +317,5 @@ def _parsed(
 
 
 def _stem(root: str) -> str:
-    """What of a model's path or hub id says which model it is."""
+    """The part of a model's path or hub id that names the model."""
     return root.rstrip("/").rsplit("/", 1)[-1].lower()

@@ -9,37 +9,40 @@ import asyncio
 import contextlib
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+from starlette.routing import Route
 
 from kappa.settings.front import FrontSettings
 from kappa_router.api.app import Door
 from kappa_router.api.reading import prepare
 from kappa_router.api.start import access_of
 from kappa_router.front.app import make_face_app, own_routes
-from kappa_router.front.front import Flying, Front
+from kappa_router.front.front import Front
 from kappa_router.front.scene import FrontScene
-from kappa_router.gateway.decider import Decider, DeciderRule
+from kappa_router.gateway.decider import Decider
 from kappa_router.gateway.hosting import UNHEARD_S, hosted, running
 from kappa_router.gateway.process import Gateway, spec_of
+from kappa_router.gateway.scene import DeciderRule
 from kappa_router.gateway.spec import GatewaySpec
 
 
 @dataclass(frozen=True, slots=True)
 class FrontGateway:
-    """One that runs; face: serves our own paths."""
+    """A front door that runs."""
 
     front: Front
     scene: FrontScene
-    decider: Decider[Flying]
     gateway: Gateway
+    # Serves our own paths.
     face: asyncio.Task[None]
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address where it listens."""
         return self.gateway.spec.url
 
 
@@ -70,21 +73,21 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-route-")))
         front = await stack.enter_async_context(Front(settings))
         scene = FrontScene(front)
-        spec = _spec_of(settings, scene, folder)
+        spec = _spec_of(settings, scene, own_routes(front, door), folder)
         decider = Decider(scene, door, _rule_of(settings))
         app = make_face_app(front, door)
         face = await stack.enter_async_context(hosted(decider, app, spec))
         gateway = await stack.enter_async_context(Gateway(spec))
-        tasks: dict[str, Callable[[], Awaitable[None]]] = {
-            "servers": partial(scene.follow, gateway), "ends": decider.flights.sweep,
-        }  # fmt: skip
-        await stack.enter_async_context(running(tasks, front.live.task_restarted))
-        yield FrontGateway(front, scene, decider, gateway, face)
+        follow = partial(scene.follow, gateway)
+        await stack.enter_async_context(running(decider, follow, front.live.task_restarted))
+        yield FrontGateway(front, scene, gateway, face)
 
 
-def _spec_of(settings: FrontSettings, scene: FrontScene, folder: Path) -> GatewaySpec:
+def _spec_of(
+    settings: FrontSettings, scene: FrontScene, routes: list[Route], folder: Path
+) -> GatewaySpec:
     """The front door that the settings ask for."""
-    own = dict.fromkeys(("/", *(one.path.partition("{")[0] for one in own_routes(scene.front))))
+    own = dict.fromkeys(("/", *(one.path.partition("{")[0] for one in routes)))
     spec = spec_of(
         settings.http, settings.access, folder=folder, own=tuple(own), foreign=True,
         max_body_bytes=settings.router.max_body_bytes,
@@ -92,9 +95,10 @@ def _spec_of(settings: FrontSettings, scene: FrontScene, folder: Path) -> Gatewa
         from_header=settings.present_header if scene.front.rollout.balancer else "",
     )  # fmt: skip
     bounds = replace(
-        spec.bounds, silent_s=settings.router.request_timeout_s,
+        spec.bounds,
+        silent_s=settings.router.request_timeout_s,
         connect_s=settings.probe.connect_timeout_s,
-    )  # fmt: skip
+    )
     return replace(
         spec, ca=settings.ca or spec.ca, bounds=bounds, decider_away=settings.http.decider_away
     )

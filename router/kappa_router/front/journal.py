@@ -33,7 +33,7 @@ class Journal(JournalWriter):
         super().__init__(*about, live.router, caches, self._file)
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """What is written now; nothing if the file could not be made."""
+        """The file as it is now; nothing if it could not be made."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

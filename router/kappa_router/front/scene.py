@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 import structlog
 
+from kappa.protocol import Admission
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import SESSION_HEADER
-from kappa_router.decision import RouteRequest
+from kappa_router.decision import Decision, NoWorkerError, RouteRequest
+from kappa_router.front.backend import Backend
 from kappa_router.front.facts import usage_in
-from kappa_router.front.front import DECIDED_PATHS, Flying, Front
+from kappa_router.front.front import DECIDED_PATHS, Front
 from kappa_router.gateway.endpoints import EndpointsFile, Resolver, shared_addresses
 from kappa_router.gateway.known import KnownServers
 from kappa_router.gateway.process import Gateway
 from kappa_router.gateway.scene import Asked, Reading, Used
 from kappa_router.gateway.spec import ServerEndpoint
-from kappa_router.live.live_router import LiveRouter
+from kappa_router.sent_prompts import Sent
 
 log = structlog.get_logger(__name__)
 
@@ -37,21 +40,36 @@ _MEDIA_TOKENS = 16_384
 _OF_IDS = re.compile(rb'"(?:prompt|input)"\s*:\s*\[[\s\[]*[0-9]')
 
 
+@dataclass(slots=True)
+class Flying:
+    """A request at a server."""
+
+    decision: Decision
+    backend: Backend
+    # Its name, the tenant's in front.
+    conversation: str
+    # The blocks that it brings there.
+    sent: Sent | None = None
+    # The present balancer that it is sent to instead, which may choose another server.
+    via: str = ""
+
+    def forget(self) -> None:
+        """It is not at its server any more."""
+        if self.sent is not None and self.backend.sent is not None:
+            self.backend.sent.ended(self.sent)
+
+
 class FrontScene(KnownServers):
     """A `Scene` over a front that runs."""
 
     def __init__(self, front: Front) -> None:
-        super().__init__()
-        self.front = front
+        super().__init__(front.live, front.changed)
+        self.front, self._resolver = front, Resolver()
         self.priced = frozenset(DECIDED_PATHS)
         self.passed = frozenset({*PASSED_PATHS, *front.settings.passed}) - self.priced
         self._workers: dict[str, str] = {}
         self._faults: set[str] = set()
-
-    @property
-    def live(self) -> LiveRouter:
-        """The front's."""
-        return self.front.live
+        self._warned = False
 
     async def read(self, asked: Asked) -> Reading:
         """As `Front.read`. Raises ApiError 404 for a model that no server has, 400 for fields that
@@ -73,13 +91,30 @@ class FrontScene(KnownServers):
         away = frozenset(front.backends) - self.endpoints.keys()
         return Reading(
             replace(request, exclude=request.exclude | away),
-            wanted.max_tokens * wanted.answers, wanted.streamed,
+            wanted.max_tokens * wanted.answers,
+            wanted.streamed,
             repeatable=asked.path in self.priced or asked.path in PASSED_PATHS,
-        )  # fmt: skip
+        )
 
     def decide(self, request: RouteRequest, tenant: str) -> Flying:
-        """As `Front.decide`."""
-        return self.front.decide(request, tenant)
+        """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
+        conversation = f"{tenant} {request.session or request.request_id}"
+        present = self.front.rollout.other(conversation)
+        decision = self.live.route(request, tenant, present=present)
+        flight = Flying(decision, self.front.backends[decision.worker], conversation)
+        if present is not None:
+            # Where a real balancer is to choose, the server is a guess.
+            flight.via = self.front.rollout.balancer
+        if not flight.via:
+            self._holds(flight)
+        return flight
+
+    def _holds(self, flight: Flying) -> None:
+        """Its server will hold its blocks, where a history of sent prompts is kept."""
+        backend, index = flight.backend, self.live.router.index
+        hashes = flight.decision.priced.prefix_hashes
+        if backend.sent is not None and index is not None and len(hashes):
+            flight.sent = backend.sent.send(index, hashes)
 
     def refused(self, request: RouteRequest, error: ApiError) -> None:
         """Nothing to forget."""
@@ -88,26 +123,71 @@ class FrontScene(KnownServers):
         """Those that are usable; none if a balancer chooses."""
         if flight.via:
             return ()
-        return self.by_price(self.front.usable(), self.live, flight.decision, request)
+        return self.by_price(self.front.usable(), flight.decision, request)
 
     def headers(self, flight: Flying) -> Mapping[str, str]:
         """None: servers know nothing of us."""
         return {}
 
     def arrived(self, flight: Flying, request: RouteRequest, at: str) -> None:
-        """As `Front.moved`, or as `Front.answered` behind the present balancer."""
+        """It is at that server; behind the present balancer at the one that the answer names."""
+        worker = self._named(at) if flight.via else self._workers.get(at, "")
+        if worker:
+            self._moved(flight, request, worker)
         if flight.via:
-            self.front.answered(flight, request, at)
-        elif (worker := self._workers.get(at)) is not None:
-            self.front.moved(flight, request, worker)
+            self._holds(flight)
+
+    def _named(self, given: str) -> str:
+        """The server that an answer through the present balancer names; empty: none."""
+        named = given.removeprefix("http://").removeprefix("https://")
+        for name, one in self.front.backends.items():
+            if named in (name, urlsplit(one.settings.url).netloc):
+                return name
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "present_balancer_names_no_server", header=self.front.settings.present_header,
+                found=named, remedy="have it name the server's HOST:PORT; until then servers are "
+                "guessed and the report is not to be trusted",
+            )  # fmt: skip
+        return ""
+
+    def _moved(self, flight: Flying, request: RouteRequest, worker: str) -> None:
+        """It is at another server than was thought. One that is not known to live is not followed:
+        the guess stands."""
+        if worker == flight.decision.worker:
+            return
+        with contextlib.suppress(NoWorkerError):
+            flight.decision = self.live.moved(request, worker)
+            flight.forget()
+            held, flight.sent, flight.backend = flight.sent, None, self.front.backends[worker]
+            if held is not None:
+                self._holds(flight)
 
     def used(self, flight: Flying, tail: bytes) -> Used | None:
         """Learn what it holds from an answer's usage."""
         usage = usage_in(tail)
         if usage is None:
             return None
-        self.front.used(flight, usage)
+        flight.backend.answered()
+        if usage.cached_tokens is not None and usage.prompt_tokens:
+            self._correct(flight, usage.cached_tokens / usage.prompt_tokens)
         return Used(usage.prompt_tokens, usage.completion_tokens)
+
+    def _correct(self, flight: Flying, share: float) -> None:
+        """The server says what share of its prompt it found in its caches."""
+        index, sent, decision = self.live.router.index, flight.sent, flight.decision
+        history = flight.backend.sent
+        if index is None or sent is None or history is None:
+            return
+        # Of its prompt in our tokens, which are four bytes of its text.
+        cached = int(share * decision.prompt_tokens)
+        history.found(index, sent, cached // decision.priced.block_tokens)
+        device = min(decision.chosen.counts.device_tokens, cached)
+        record = self.live.records.get(decision.request_id)
+        if record is not None:
+            new = max(decision.prompt_tokens - cached, 1)
+            flight.backend.admitted(Admission(record.sent_as, device, cached - device, new))
 
     def patience_s(self, flight: Flying) -> float:
         """Not known: deadlines are the servers'."""
@@ -118,8 +198,20 @@ class FrontScene(KnownServers):
         return await self.front.backends[worker].lives()
 
     def ended(self, flight: Flying, end: str) -> None:
-        """As `Front.ended`."""
-        self.front.ended(flight, end)
+        """It is over at its server (`LiveRouter.release`)."""
+        flight.forget()
+        live, decision, journal = self.live, flight.decision, self.front.journal
+        reserved = live.router.flights.get(decision.request_id)
+        record = live.records.get(decision.request_id)
+        live.release(decision.request_id, end)
+        # One that another attempt has replaced has a line of its own.
+        if journal is None or reserved is None or record is None or not record.end:
+            return
+        told = {
+            **record.to_dict(), "worker": decision.worker, "end_s": time.time(),
+            "prompt_tokens": decision.prompt_tokens, "output_tokens": reserved.output_tokens,
+        }  # fmt: skip
+        journal.ended(told, flight.conversation, decision.priced.prefix_hashes)
 
     def over(self, flight: Flying, end: str, status: int) -> None:
         """Nothing more than `ended`."""
@@ -128,29 +220,28 @@ class FrontScene(KnownServers):
 
     async def follow(self, gateway: Gateway) -> None:
         """Have Envoy know the servers as they come and go, until cancelled."""
-        file, resolver = EndpointsFile(gateway.spec.endpoints_file), Resolver()
-        await self.keep_known(
-            partial(self._found, resolver), self.front.changed, gateway, lambda: file
-        )
+        file = EndpointsFile(gateway.spec.endpoints_file)
+        await self.keep_known(gateway, lambda: file)
 
     def take(self, endpoints: dict[str, ServerEndpoint]) -> None:
         """Envoy knows these."""
         self._workers = {one.address: name for name, one in endpoints.items()}
         super().take(endpoints)
 
-    async def _found(self, resolver: Resolver) -> list[ServerEndpoint]:
+    async def _found(self) -> list[ServerEndpoint]:
         """Every server that was there, and is not refused, with an address of its own: one that is
-        down may be back before Envoy could be told of it."""
+        down may be back before Envoy could be told."""
         wanted = [
             (one.settings.worker, one.settings.url, one.settings.key or "", one.usable)
-            for one in self.front.backends.values() if one.known is not None and not one.refused
-        ]  # fmt: skip
+            for one in self.front.backends.values()
+            if one.known is not None and not one.refused
+        ]
         if balancer := self.front.rollout.balancer:
             wanted.append((balancer, balancer, "", False))
         found, faults = dict[str, ServerEndpoint](), set[str]()
         for name, url, key, usable in wanted:
             try:
-                made = await endpoint_of(name, url, key, resolver)
+                made = await endpoint_of(name, url, key, self._resolver)
             except OSError as error:
                 faults.add(str(error))
                 continue

@@ -1,4 +1,4 @@
-"""What Envoy logs of a request or an attempt, and how it is written. Pure.
+"""Envoy's log of requests and attempts, as it is written. Pure.
 
 It is Fluentd's forward protocol: messages of msgpack with a tag and entries, one after the other on
 a connection. Envoy's gRPC log says the same, and costs its reader four threads' waking for each
@@ -16,9 +16,8 @@ from kappa_router.gateway.spec import ATTEMPTS, REQUESTS
 
 RECORD: dict[str, str] = {
     "id": f"%REQ({TO_ID_HEADER})%", "status": "%RESPONSE_CODE%", "flags": "%RESPONSE_FLAGS%",
-    "sent_bytes": "%BYTES_SENT%", "duration_ms": "%DURATION%", "first_ms": "%RESPONSE_DURATION%",
-    "upstream": "%UPSTREAM_REMOTE_ADDRESS%", "attempts": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
-    "log": "%ACCESS_LOG_TYPE%",
+    "sent_bytes": "%BYTES_SENT%", "duration_ms": "%DURATION%",
+    "upstream": "%UPSTREAM_REMOTE_ADDRESS%", "log": "%ACCESS_LOG_TYPE%",
 }  # fmt: skip
 """What Envoy writes of each, in its own terms; what it does not know is null."""
 ANSWER = "kappa.answer"
@@ -38,9 +37,7 @@ class LogEntry(msgspec.Struct, rename={"told": "from"}):
     flags: str | None = None
     sent_bytes: int | None = None
     duration_ms: int | None = None
-    first_ms: int | None = None
     upstream: str | None = None
-    attempts: int | None = None
     log: str | None = None
     told: str | None = None
     events: str | None = None
@@ -56,4 +53,4 @@ Message = tuple[str, list[tuple[int, LogEntry]]]
 """A tag, and entries with their times."""
 decode = msgspec.msgpack.Decoder(Message).decode
 BEGINS = re.compile(rb"(?=\x92[\xa0-\xbf](?:%b|%b))" % (REQUESTS.encode(), ATTEMPTS.encode()))
-"""How a message begins, which nothing within one looks like: what clients choose of it is ASCII."""
+"""The beginning of a message; nothing within one looks like it, since clients' texts are ASCII."""

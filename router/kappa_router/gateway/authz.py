@@ -19,6 +19,7 @@ import structlog
 
 from kappa_router.api import errors
 from kappa_router.api.app import places_of
+from kappa_router.api.checks import digits
 from kappa_router.gateway.spec import (
     ADMIT,
     ADMITTER_HEADER,
@@ -44,24 +45,28 @@ _NOTHING: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """A request that Envoy asks about. target: path and query as the client sent them; headers: by
-    lower-case names, the first of one name; body: None before it is buffered (`ADMIT`)."""
+    """A request that Envoy asks about."""
 
     method: str
+    # Path and query as the client sent them.
     target: str
+    # By lower-case names; the first of one name.
     headers: Mapping[str, str]
+    # None before it is buffered (`ADMIT`).
     body: bytes | None
 
 
 class Go(NamedTuple):
-    """The request goes on. upstream: headers for its server; client: for the client's answer."""
+    """The request goes on."""
 
+    # Headers for its server.
     upstream: Mapping[str, str] = {}
+    # Headers for the client's answer.
     client: Mapping[str, str] = {}
 
 
 class Refuse(NamedTuple):
-    """What the client is answered instead."""
+    """The answer that the client gets instead."""
 
     status: int
     headers: Mapping[str, str]
@@ -75,7 +80,7 @@ Decide = Callable[[Inquiry], Awaitable[Verdict]]
 
 
 class Echo(Protocol):
-    """Who hears what became of a decision. told: whom an answer names as its server, if it does;
+    """Hears the outcome of a decision. told: the server that an answer names, if it does;
     `unread` follows a `Go` that Envoy has probably not taken note of."""
 
     def again(self, request_id: str, attempt: int) -> Awaitable[Verdict]: ...
@@ -87,27 +92,24 @@ class AuthzServer:
     """The socket of a slot and its connections; `async with` runs it."""
 
     def __init__(self, decide: Decide, echo: Echo, slot: DeciderSlot, max_body_bytes: int) -> None:
-        self._decide, self._echo, self._slot = decide, echo, slot
-        self._max_body_bytes = max_body_bytes
-        self._connections: set[_Connection] = set()
+        self.decide, self.echo, self.slot = decide, echo, slot
+        self.max_body_bytes = max_body_bytes
+        self.connections: set[_Connection] = set()
 
     async def __aenter__(self) -> AuthzServer:
         self._server = await asyncio.get_running_loop().create_unix_server(
-            lambda: _Connection(
-                self._decide, self._echo, self._slot, self._max_body_bytes, self._connections
-            ),
-            str(self._slot.decider_socket), backlog=_BACKLOG,
-        )  # fmt: skip
+            lambda: _Connection(self), str(self.slot.decider_socket), backlog=_BACKLOG
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.abort()
 
 
 class _MalformedError(ValueError):
-    """What came is no question of Envoy's."""
+    """The bytes are no question of Envoy's."""
 
 
 class _Head(NamedTuple):
@@ -120,15 +122,11 @@ class _Head(NamedTuple):
 class _Connection(asyncio.Protocol):
     """One connection: one question at a time, answered before the next is read."""
 
-    def __init__(
-        self, decide: Decide, echo: Echo, slot: DeciderSlot, max_body_bytes: int,
-        connections: set[_Connection],
-    ) -> None:  # fmt: skip
-        self._decide, self._echo = decide, echo
+    def __init__(self, server: AuthzServer) -> None:
+        self._server, slot = server, server.slot
         # Envoy comes back to who decided, and with a body to who has room for it.
         self._decided = {SLOT_HEADER: str(slot.number)}
         self._admitted = {ADMITTER_HEADER: str(slot.decider_socket)}
-        self._max_body_bytes, self._connections = max_body_bytes, connections
         self._transport: asyncio.Transport
         self._unread = b""  # of a head that has not come whole
         self._head: _Head | None = None
@@ -141,14 +139,14 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass.
-        self._connections.add(self)
+        self._server.connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._connections.discard(self)
+        self._server.connections.discard(self)
         if self._task is not None:
             self._task.cancel()
         elif self._last is not None and time.monotonic() - self._last_s < _UNREAD_S:
-            self._echo.unread(self._last)
+            self._server.echo.unread(self._last)
 
     def abort(self) -> None:
         self._transport.abort()
@@ -181,7 +179,7 @@ class _Connection(asyncio.Protocol):
             return b""
         self._unread, self._last = b"", None
         self._head = head = _head(data[:end])
-        if head.body_bytes > self._max_body_bytes:
+        if head.body_bytes > self._server.max_body_bytes:
             raise _MalformedError("the body is too long")
         self._missing_bytes = head.body_bytes
         return self._body(data[end + 4 :])
@@ -201,7 +199,7 @@ class _Connection(asyncio.Protocol):
         return data[len(part) :]
 
     def _ask(self, head: _Head, body: bytes) -> None:
-        echo, target = self._echo, head.target
+        echo, target = self._server.echo, head.target
         if target.startswith(FIRST):
             echo.first(target[len(FIRST) :], head.headers.get(TOLD_HEADER, ""))
             self._answer(Go(), head)
@@ -220,7 +218,7 @@ class _Connection(asyncio.Protocol):
     # -- answers ------------------------------------------------------------------------------
 
     async def _asked(self, inquiry: Inquiry) -> Verdict:
-        verdict = await self._decide(inquiry)
+        verdict = await self._server.decide(inquiry)
         if isinstance(verdict, Go):
             return verdict
         return verdict._replace(status=veiled(verdict.status))
@@ -238,9 +236,7 @@ class _Connection(asyncio.Protocol):
             verdict = await answer
         except Exception as error:
             # Its message may quote a prompt.
-            log.error(
-                "decision_crashed", error=type(error).__name__, places=places_of(error)
-            )  # fmt: skip
+            log.error("decision_crashed", error=type(error).__name__, places=places_of(error))
             verdict = refusal(errors.INTERNAL())
         if isinstance(verdict, Go) and ours:
             verdict = verdict._replace(upstream={**verdict.upstream, **ours})
@@ -282,16 +278,17 @@ def _head(text: bytes) -> _Head:
 
 
 def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 12:
+    count = digits(text, 12)
+    if count is None:
         raise _MalformedError("a count is none")
-    return int(text)
+    return count
 
 
 def _rendered(verdict: Verdict, *, without_body: bool) -> bytes:
     """An answer as it is written; a line break in a header would begin another."""
     if isinstance(verdict, Go):
         status, body = 200, b""
-        headers = {**verdict.upstream, **verdict.client}  # Envoy knows by their names whose.
+        headers = {**verdict.upstream, **verdict.client}  # Envoy tells them apart by name.
     else:
         status, body, headers = verdict.status, verdict.body, {**verdict.headers}
     lines = [f"HTTP/1.1 {status} {'OK' if status == 200 else 'Refused'}"]

@@ -266,7 +266,7 @@ def _question(spec: GatewaySpec, name: str, path: str, to_client: Json, **config
 
 
 def _elsewhere() -> Json:
-    """Of a policy of retries: each goes to one that was not tried, while there is any."""
+    """Have each retry go to a host that was not tried, while there is any."""
     kind = "extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
     return {
         "retry_host_predicate": [extension("envoy.retry_host_predicates.previous_hosts", kind)],
@@ -394,8 +394,8 @@ def _regex(pattern: str) -> Json:
 
 
 def _overload(spec: GatewaySpec) -> Json:
-    """Refuse requests before memory ends; of HTTP/2, of which one connection has many, drop those
-    that hold most of it."""
+    """Refuse requests before memory ends. An HTTP/2 connection has many: those that hold the most
+    memory are dropped."""
     heap, connections = "fixed_heap", "global_downstream_max_connections"
     monitors = [
         _monitor(heap, "FixedHeapConfig", max_heap_size_bytes=spec.bounds.heap_bytes),

@@ -25,7 +25,7 @@ TYPES = "type.googleapis.com/envoy."
 SERVERS, DECIDER, FACE, EVENTS = "servers", "decider", "face", "events"
 # Where Envoy keeps what the decider's answer says of the request, out of any server's sight.
 DECIDED = "envoy.filters.http.ext_authz"
-# Of an endpoint's metadata: what is sent to it alone, and that a request without a list may go to.
+# Of an endpoint's metadata: headers for it alone, and that requests without a list may go there.
 OF_SERVER, OPEN = "kappa", "open"
 _LEAST = "least_request", "LeastRequest"
 _HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
@@ -184,8 +184,8 @@ def _servers(spec: GatewaySpec, away: str) -> Json:
 
 
 def _until_lost(lost_s: float) -> Json:
-    """Of a machine that is gone nothing comes: its connections end when for so long none of their
-    bytes (Linux' TCP_USER_TIMEOUT), and no probe, was acknowledged."""
+    """End connections to a machine that is gone: when for `lost_s` none of their bytes (Linux'
+    TCP_USER_TIMEOUT), and no probe, was acknowledged."""
     lost_s = min(max(lost_s, _LEAST_LOST_S), _MOST_LOST_S)
     unacknowledged = {"level": 6, "name": 18, "int_value": round(1000 * lost_s)}
     probes = {

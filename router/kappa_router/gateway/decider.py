@@ -19,13 +19,14 @@ import structlog
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
 from kappa_router.api import errors
 from kappa_router.api.app import KEY_HEADERS, MESSAGES_PATHS, Door, fit_id
+from kappa_router.api.checks import digits
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import DEADLINE_HEADER, decision_headers
 from kappa_router.api.tenants import Lease, Places, Tenant
 from kappa_router.decision import NoWorkerError, OverloadedError, RouteRequest
 from kappa_router.gateway.authz import Go, Inquiry, Refuse, Verdict, refusal
 from kappa_router.gateway.flights import FULL, LATE, Aloft, Flights
-from kappa_router.gateway.scene import Asked, F, Reading, Scene
+from kappa_router.gateway.scene import Asked, DeciderRule, F, Reading, Scene
 from kappa_router.gateway.spec import RETRIES_HEADER, STATUSES_HEADER, TRY_HEADER
 
 log = structlog.get_logger(__name__)
@@ -43,26 +44,6 @@ _PART_BYTES, _BUFFERED_BYTES = 4 << 20, 256 << 20
 _LATE_S = 5.0
 # A time-out of 0 would be none.
 _LEAST_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class DeciderRule:
-    """What a decider holds requests to."""
-
-    # Requests open at a time.
-    max_queue: int = 4096
-    # Of one request's body, and until it is there.
-    max_body_bytes: int = 64 << 20
-    body_s: float = 30.0
-    # A streamed answer that has not begun by then is sought elsewhere, another within `answer_s`.
-    first_byte_s: float = 60.0
-    answer_s: float = 600.0
-    # A request is over when Envoy has said nothing about it for this long.
-    unheard_s: float = 180.0
-    # The servers tell nothing, so Envoy tells how answers end.
-    foreign: bool = True
-    # Envoy asks about an answer of our own workers that has not begun by then, which goes on.
-    late_s: float = 5.0
 
 
 @dataclass(slots=True)
@@ -83,10 +64,7 @@ class Decider(Generic[F]):
         self._buffers = Places(_BUFFERED_BYTES // _PART_BYTES, shared=self._keyed)
         self._coming: dict[str, _Coming] = {}
         self._deciding: set[str] = set()
-        self.flights = Flights(
-            scene, self._places.leave, tails=rule.foreign, unheard_s=rule.unheard_s,
-            late_s=None if rule.foreign else rule.late_s,
-        )  # fmt: skip
+        self.flights = Flights(scene, self._places.leave, rule)
 
     # -- questions ----------------------------------------------------------------------------
 
@@ -143,8 +121,8 @@ class Decider(Generic[F]):
 
     def _admit(self, inquiry: Inquiry, request_id: str, tenant: Tenant, now_s: float) -> Go:
         """Let a large body come, if there is room; none of its bytes have been read yet."""
-        most, text = self._rule.max_body_bytes, inquiry.headers.get("content-length", "")
-        declared = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+        most = self._rule.max_body_bytes
+        declared = digits(inquiry.headers.get("content-length", ""), 19)
         if declared is not None and declared > most:
             raise errors.BODY_TOO_LARGE(limit_bytes=most)
         with self._door.counting(tenant):
@@ -235,7 +213,7 @@ class Decider(Generic[F]):
         )  # fmt: skip
 
     def _go(self, asked: Asked, aloft: Aloft[F]) -> Go:
-        """Where it may go, by what rules, and what its client is shown."""
+        """The answer to Envoy: where it may go, by which rules, and headers for its client."""
         rule, flight, name = self._rule, aloft.flight, asked.request_id
         addresses = map(self._scene.address, aloft.servers)
         allowed_s = rule.first_byte_s if aloft.streamed else rule.answer_s
@@ -257,9 +235,10 @@ class Decider(Generic[F]):
             upstream[RETRIES_HEADER] = "0"
         if self._keyed:  # No server needs the keys that are ours, or may log one.
             upstream[_REMOVED_HEADER] = ",".join(KEY_HEADERS)
-        client = {"x-request-id": name, **self._door.limits.headers(
-            asked.tenant.name, time.monotonic()
-        )}  # fmt: skip
+        client = {
+            "x-request-id": name,
+            **self._door.limits.headers(asked.tenant.name, time.monotonic()),
+        }
         if rule.foreign and flight.decision.informed:
             client |= decision_headers(flight.decision)
         return Go(upstream, client)

@@ -35,13 +35,12 @@ def shared_addresses(endpoints: Iterable[ServerEndpoint]) -> list[str]:
 
 
 def rendered(endpoints: Iterable[ServerEndpoint]) -> Json:
-    """The file's content; of several with one address the first. Servers that drain are left out:
-    begun answers go on, and what names one in a list goes to the next (marked as draining, Envoy
-    would still send it what a list names)."""
+    """The file's content; of several servers with one address it has the first. One that drains
+    must not be among them: begun answers go on, and what names it in a list goes to the next
+    (marked as draining, Envoy would still send it what a list names)."""
     distinct: dict[str, ServerEndpoint] = {}
     for one in endpoints:
-        if not one.draining:
-            distinct.setdefault(one.address, one)
+        distinct.setdefault(one.address, one)
     hosts = [_host(distinct[address]) for address in sorted(distinct)]
     assignment = {"@type": _KIND, "cluster_name": SERVERS, "endpoints": [{"lb_endpoints": hosts}]}
     return {"resources": [assignment]}

@@ -8,10 +8,9 @@ hold `TO_ID_HEADER`, without which no decider saw the request, and it is of no i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 import structlog
@@ -37,7 +36,7 @@ class _Flagged:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """How a request ended, or one attempt at a server."""
+    """The end of a request, or of one attempt at a server."""
 
     request_id: str
     # 0 if no answer began.
@@ -47,14 +46,10 @@ class StreamEnd:
     # Of the answer's body.
     sent_bytes: int = 0
     duration_s: float = 0.0
-    # From the request to the first byte of the last server's answer; None if there was none.
-    first_s: float | None = None
     # Address of the last server; empty if none was tried.
     upstream: str = ""
-    # Servers tried.
-    attempts: int = 1
-    # Of a foreign server's answer that came to its end: whom it names as its server, the events
-    # that it had, and its last bytes.
+    # Of a foreign server's answer that came to its end: the server that it names, its events, and
+    # its last bytes.
     told: str = ""
     events: int = 0
     tail: bytes | None = None
@@ -68,47 +63,50 @@ class StreamEnd:
     client_gone = _Flagged("DC DR DPE")
 
 
-class Ends:
-    """The socket to which Envoy logs; `async with` listens there.
+class EndListener(Protocol):
+    """Hears how requests end, how attempts failed, and which requests Envoy still has in flight.
 
-    Args:
-        ended, failed: called with every request's end, and every failed attempt's.
-        goes_on: called with the id of a request that Envoy reports to be still in flight.
-        cut: called when a connection of requests' ends itself ends, as all do when Envoy is killed.
+    cut: a connection of requests' ends itself ended, as all do when Envoy is killed.
     """
 
-    def __init__(
-        self, socket: Path, ended: Callable[[StreamEnd], None],
-        failed: Callable[[StreamEnd], None], goes_on: Callable[[str], None],
-        cut: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._socket, self._cut = socket, cut
-        self._heard = {REQUESTS: ended, ATTEMPTS: failed}
-        self._goes_on = goes_on
-        self._connections: set[_LogConnection] = set()
+    def ended(self, end: StreamEnd) -> None: ...
+    def failed(self, failure: StreamEnd) -> None: ...
+    def goes_on(self, request_id: str) -> None: ...
+    def cut(self) -> None: ...
+
+
+class Ends:
+    """The socket to which Envoy logs; `async with` listens there."""
+
+    def __init__(self, socket: Path, listener: EndListener) -> None:
+        self._socket, self._listener = socket, listener
+        self._heard = {REQUESTS: listener.ended, ATTEMPTS: listener.failed}
+        self.connections: set[_LogConnection] = set()
 
     async def __aenter__(self) -> Ends:
         self._server = await asyncio.get_running_loop().create_unix_server(
-            lambda: _LogConnection(self._take, self._connections, self._over), str(self._socket)
+            lambda: _LogConnection(self), str(self._socket)
         )
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.transport.abort()
 
-    def _over(self, name: str) -> None:
+    def over(self, name: str) -> None:
+        """A connection of that log ended."""
         if name == REQUESTS:
-            self._cut()
+            self._listener.cut()
 
-    def _take(self, name: str, entry: LogEntry) -> None:
+    def take(self, name: str, entry: LogEntry) -> None:
+        """Hear an entry of that log."""
         heard = self._heard.get(name)
         if heard is None or not entry.id:
             return
         try:
             if entry.goes_on:
-                self._goes_on(entry.id)
+                self._listener.goes_on(entry.id)
             else:
                 heard(end_of(entry.id, entry))
         except Exception as error:
@@ -121,21 +119,17 @@ class _LogConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(
-        self, take: Callable[[str, LogEntry], None], connections: set[_LogConnection],
-        over: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self._take, self._connections, self._over = take, connections, over
-        self._name = ""
+    def __init__(self, ends: Ends) -> None:
+        self._ends, self._name = ends, ""
         self._rest = b""  # of a message that has not come whole
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass.
-        self._connections.add(self)
+        self._ends.connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._connections.discard(self)
-        self._over(self._name)
+        self._ends.connections.discard(self)
+        self._ends.over(self._name)
 
     def data_received(self, data: bytes) -> None:
         *whole, last = BEGINS.split(self._rest + data)
@@ -154,16 +148,15 @@ class _LogConnection(asyncio.Protocol):
         except msgspec.DecodeError:
             return False
         for _, entry in entries:
-            self._take(self._name, entry)
+            self._ends.take(self._name, entry)
         return True
 
 
 def end_of(request_id: str, entry: LogEntry) -> StreamEnd:
-    """What an entry of the log says."""
+    """The end that an entry of the log tells."""
     return StreamEnd(
         request_id, entry.status or 0, frozenset((entry.flags or "").split(",")) - {"", "-"},
         entry.sent_bytes or 0, (entry.duration_ms or 0) / 1e3,
-        None if entry.first_ms is None else entry.first_ms / 1e3,
-        entry.upstream or "", max(entry.attempts or 1, 1), entry.told or "",
-        int(entry.events or 0), None if entry.tail is None else entry.tail.encode(),
+        entry.upstream or "", entry.told or "", int(entry.events or 0),
+        None if entry.tail is None else entry.tail.encode(),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from kappa_router.api.tenants import Lease, Tenant
 from kappa_router.decision import NoWorkerError, RouteRequest
 from kappa_router.gateway.authz import Go, Verdict, refusal
 from kappa_router.gateway.events import StreamEnd
-from kappa_router.gateway.scene import F, Scene, Used
+from kappa_router.gateway.scene import DeciderRule, F, Scene, Used
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import DIED, SILENT, STALLED
 
@@ -80,7 +80,7 @@ class Aloft(Generic[F]):
     end: StreamEnd | None = None
     ended_as: str = ""
     untold: asyncio.TimerHandle | None = None
-    """Ends it where nobody tells what it took."""
+    """Ends it if no count of its tokens comes."""
     failures: list[StreamEnd] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -90,7 +90,7 @@ class Aloft(Generic[F]):
         self._failed.set()
 
     async def failure(self, attempt: int, within_s: float | None) -> StreamEnd | None:
-        """How that attempt failed, the first being 1; None: Envoy does not say so in time."""
+        """The failure of that attempt, the first being 1; None: Envoy does not tell it in time."""
         try:
             async with asyncio.timeout(within_s):
                 while len(self.failures) < attempt:
@@ -101,7 +101,7 @@ class Aloft(Generic[F]):
         return self.failures[attempt - 1]
 
     def outcome(self, end: StreamEnd | None) -> str:
-        """How it ended, or an attempt at it, as `LiveRouter.release` names it.
+        """The outcome of it, or of an attempt at it, as `LiveRouter.release` names it.
 
         A request that never reached a server, or failed at the present balancer, is not its fault.
         Failures of paths that are only passed say nothing of a server: a tenant chooses them.
@@ -142,23 +142,14 @@ class Aloft(Generic[F]):
 class Flights(Generic[F]):
     """All that are in flight, by the decider's id: the `Echo` of their decisions.
 
-    Args:
-        left: called with the id of each that has ended.
-        tails: whether Envoy tells how answers end, which foreign servers do not.
-        unheard_s: one of which Envoy says nothing for so long is over.
-        late_s: one without a first byte for so long Envoy asks about, while its server goes on;
-            None: it gives that up.
+    left: called with the id of each that has ended.
     """
 
-    def __init__(
-        self, scene: Scene[F], left: Callable[[str], None], *, tails: bool, unheard_s: float,
-        late_s: float | None = None,
-    ) -> None:  # fmt: skip
-        self._scene, self._live, self._left = scene, scene.live, left
-        self._tails, self._unheard_s, self._late_s = tails, unheard_s, late_s
+    def __init__(self, scene: Scene[F], left: Callable[[str], None], rule: DeciderRule) -> None:
+        self._scene, self._live, self._left, self._rule = scene, scene.live, left, rule
         self._aloft: dict[str, Aloft[F]] = {}
         self._asking: set[asyncio.Task[None]] = set()
-        if not tails:
+        if not rule.foreign:
             self._live.finished = self._reported
 
     def __len__(self) -> int:
@@ -204,11 +195,11 @@ class Flights(Generic[F]):
         return Go(self._scene.headers(aloft.flight))
 
     async def _fate(self, aloft: Aloft[F], attempt: int) -> tuple[StreamEnd | None, str]:
-        """What became of an attempt that was asked about: how it failed, or why it is not waited
-        for any more, in one word. Envoy cancels this where it answers after all."""
+        """The fate of an attempt that was asked about: its failure, or why it is not waited for any
+        more, in one word. Envoy cancels this where it answers after all."""
         live, worker = self._live, aloft.flight.decision.worker
         left_s = self._scene.patience_s(aloft.flight)
-        late_s = math.inf if self._late_s is None else min(self._late_s, left_s)
+        late_s = math.inf if self._rule.foreign else min(self._rule.late_s, left_s)
         late = time.monotonic() - aloft.sent_s >= late_s
         failure = await aloft.failure(attempt, _FAILURE_S)
         if failure is not None or not late:
@@ -288,13 +279,13 @@ class Flights(Generic[F]):
         if aloft is None or aloft.end is not None:
             return
         aloft.end = end
-        if end.status == _NOT_SERVED and end.upstream and not self._tails:
+        if end.status == _NOT_SERVED and end.upstream and not self._rule.foreign:
             self._asking.add(asked := asyncio.create_task(self._after_death(aloft)))
             asked.add_done_callback(self._asking.discard)
             return
         if end.tail is not None and not aloft.begun:
             self._told(aloft, end.told)
-        told = end.broken or end.late or self._tails
+        told = end.broken or end.late or self._rule.foreign
         if told or self._used(aloft) is not None or end.status >= 400 or not end.upstream:
             self._end(end.request_id)
         else:
@@ -305,19 +296,19 @@ class Flights(Generic[F]):
     def _used(self, aloft: Aloft[F]) -> Used | None:
         """What it took, as far as it has been told."""
         tail = aloft.end.tail if aloft.end is not None else None
-        if self._tails and tail is None:
+        if self._rule.foreign and tail is None:
             return None
         return self._scene.used(aloft.flight, tail or b"")
 
     def _reported(self, request_id: str) -> None:
-        """Its worker said what it took: exact, where the log was sooner."""
+        """Its worker reported its tokens: exact, where the log was sooner."""
         aloft = self._aloft.get(request_id)
         if aloft is not None and aloft.end is not None and not aloft.end.status >= 400:
             self._end(request_id)
 
     async def _after_death(self, aloft: Aloft[F]) -> None:
         """A worker of ours did not serve it, and it was tried at no other: it ends once it is known
-        whether the engine died of it."""
+        whether it killed the engine."""
         try:
             if not await self._scene.lives(aloft.flight.decision.worker):
                 aloft.ended_as = "worker_died"
@@ -327,8 +318,8 @@ class Flights(Generic[F]):
     async def sweep(self) -> None:
         """End requests that Envoy says nothing about any more, until cancelled."""
         while True:
-            await asyncio.sleep(min(_SWEEP_S, self._unheard_s / 2))
-            self._unheard_since(time.monotonic() - self._unheard_s)
+            await asyncio.sleep(min(_SWEEP_S, self._rule.unheard_s / 2))
+            self._unheard_since(time.monotonic() - self._rule.unheard_s)
 
     def cut(self) -> None:
         """Envoy was killed: what it had in flight has no end that could be heard. Of what its other

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import uvicorn
 from starlette.types import ASGIApp
 
 from kappa.host import Lock
 from kappa_router.gateway.authz import AuthzServer
 from kappa_router.gateway.decider import Decider
 from kappa_router.gateway.events import Ends
-from kappa_router.gateway.face import faced
 from kappa_router.gateway.spec import GOES_ON_S, DeciderSlot, GatewaySpec
 from kappa_router.live.supervised import supervised
 
@@ -23,6 +23,7 @@ UNHEARD_S = 4 * GOES_ON_S
 """A request of which Envoy says nothing for so long is over."""
 # Ray ends one that it replaces within so long.
 _SLOT_S, _SLOT_POLL_S = 60.0, 0.1
+_END_S = 5
 
 
 @contextlib.asynccontextmanager
@@ -34,14 +35,33 @@ async def hosted(
     flights = decider.flights
     async with contextlib.AsyncExitStack() as stack:
         slot = await stack.enter_async_context(free_slot(spec))
-        events = Ends(
-            slot.events_socket, flights.ended, flights.failed, flights.goes_on, flights.cut
-        )
-        await stack.enter_async_context(events)
+        await stack.enter_async_context(Ends(slot.events_socket, flights))
         await stack.enter_async_context(
             AuthzServer(decider.decide, flights, slot, spec.bounds.body_bytes)
         )
         yield await stack.enter_async_context(faced(app, slot))
+
+
+@contextlib.asynccontextmanager
+async def faced(app: ASGIApp, slot: DeciderSlot) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve it as a face of a front door; the task ends where that fails."""
+    # A `log_config` closes all handlers, Ray's among them, which then recovers no replica.
+    config = uvicorn.Config(
+        app, uds=str(slot.face_socket), lifespan="off", log_config=None, access_log=False,
+        server_header=False, date_header=False, proxy_headers=False, ws="none",
+        timeout_graceful_shutdown=_END_S,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    # Signals are the decider's.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    try:
+        yield serving
+    finally:
+        server.should_exit = True
+        await serving
 
 
 @contextlib.asynccontextmanager
@@ -74,9 +94,11 @@ def _taken(spec: GatewaySpec) -> tuple[DeciderSlot, Lock] | None:
 
 @contextlib.asynccontextmanager
 async def running(
-    tasks: Mapping[str, Callable[[], Awaitable[None]]], restarted: Callable[[str], None]
+    decider: Decider[Any], follow: Callable[[], Awaitable[None]], restarted: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Run tasks, by name, again where they fail; `restarted` is told their names."""
+    """Follow the servers, and end requests that are lost; `restarted` is told the name of a task
+    that failed and runs again."""
+    tasks = {"servers": follow, "ends": decider.flights.sweep}
     started = [
         asyncio.create_task(supervised(name, task, restarted, "")) for name, task in tasks.items()
     ]

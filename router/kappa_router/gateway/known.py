@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 
 from kappa_router.decision import Decision, RouteRequest
 from kappa_router.gateway.endpoints import EndpointsFile
@@ -19,28 +19,36 @@ _LOOK_S, _LOOK_AGAIN_S = 10.0, 1.0
 
 
 class KnownServers:
-    """For a `Scene`. endpoints: of the servers that Envoy knows, by name."""
+    """The part of a `Scene` that tracks which servers Envoy knows.
 
-    def __init__(self) -> None:
+    endpoints: of these, by name. changed: set when there may be other servers.
+    """
+
+    def __init__(self, live: LiveRouter, changed: asyncio.Event) -> None:
+        self.live, self._changed = live, changed
         self.endpoints: dict[str, ServerEndpoint] = {}
         self._known = asyncio.Event()
 
+    async def _found(self) -> list[ServerEndpoint]:
+        """The servers that are there."""
+        raise NotImplementedError
+
     def address(self, name: str) -> str:
-        """Of a server that Envoy knows; else empty."""
+        """The address of a server; empty if Envoy does not know it."""
         endpoint = self.endpoints.get(name)
         return endpoint.address if endpoint is not None else ""
 
     def by_price(
-        self, able: Collection[str], live: LiveRouter, decision: Decision, request: RouteRequest
+        self, able: Collection[str], decision: Decision, request: RouteRequest
     ) -> list[str]:
-        """Which of the servers `able` may serve a request instead of its own, by their price; those
-        that seem to fail come last, behind those without a price."""
-        blocked, priced = live.members.blocked(), decision.priced
+        """The servers among `able` that may serve a request instead of its own, by their price;
+        those that seem to fail come last, behind those without a price."""
+        blocked, priced = self.live.members.blocked(), decision.priced
         ttfts_s = dict(zip(priced.workers, priced.ttft_s.tolist(), strict=True))
 
         def order(worker: str) -> tuple[bool, float, int]:
             ttft_s = ttfts_s.get(worker, math.inf)
-            return worker in blocked.failing, ttft_s, live.router.in_flight_on(worker)
+            return worker in blocked.failing, ttft_s, self.live.router.in_flight_on(worker)
 
         known = self.endpoints.keys() & set(able)
         return sorted(known - request.exclude - blocked.gone, key=order)
@@ -58,19 +66,12 @@ class KnownServers:
                         self._known.clear()
                         await self._known.wait()
 
-    async def keep_known(
-        self,
-        find: Callable[[], Awaitable[list[ServerEndpoint]]],
-        changed: asyncio.Event,
-        envoy: Gateway,
-        writer: Callable[[], EndpointsFile | None],
-    ) -> None:
-        """Have Envoy know the servers as they come and go, until cancelled. find: gives those that
-        are there; changed: set when they may be others; writer: None where another decider writes
-        them down."""
+    async def keep_known(self, envoy: Gateway, writer: Callable[[], EndpointsFile | None]) -> None:
+        """Have Envoy know the servers as they come and go, until cancelled. writer: None where
+        another decider writes them down."""
         while True:
-            changed.clear()
-            found = {one.worker: one for one in await find()}
+            self._changed.clear()
+            found = {one.worker: one for one in await self._found()}
             addresses = {name: one.address for name, one in found.items()}
             self.take(
                 {n: one for n, one in self.endpoints.items() if addresses.get(n) == one.address}
@@ -83,7 +84,7 @@ class KnownServers:
             with contextlib.suppress(TimeoutError):
                 missing = found.keys() - self.endpoints.keys()
                 async with asyncio.timeout(_LOOK_AGAIN_S if missing else _LOOK_S):
-                    await changed.wait()
+                    await self._changed.wait()
 
     def take(self, endpoints: dict[str, ServerEndpoint]) -> None:
         """Envoy knows these."""

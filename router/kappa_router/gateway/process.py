@@ -1,8 +1,8 @@
 """Envoy as a child of this process: found, started, watched, started again, and stopped in order.
 
 It reads only what stands in the front door's folder. It ends with the thread that started it,
-however that ends. What it says goes to our log. Whoever serves owns one `Gateway`; when it cannot
-be kept alive, `died` says why, and the owner should end.
+however that ends. Its messages go to our log. A process that serves owns one `Gateway`; when it
+cannot be kept alive, `died` says why, and the owner should end.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def find_envoy() -> Path:
 
 
 async def check_version(binary: Path) -> None:
-    """Raises EnvoyError unless the program is an Envoy that knows what is configured here."""
+    """Raises EnvoyError unless the program is an Envoy that takes this configuration."""
     remedy = f"{BINARY_ENV} must name Envoy {_OLDEST[0]}.{_OLDEST[1]} or later"
     try:
         asked = await asyncio.create_subprocess_exec(
@@ -206,7 +206,7 @@ class Gateway:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now, if one does."""
+        """The id of the process that runs now, if one does."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -319,7 +319,7 @@ class Gateway:
         (log.warning if found[1] == "warning" else log.error)("envoy_said", text=found[2])
 
     async def _reason(self) -> str:
-        """Why it ended, as it said itself."""
+        """The reason of its end, by its own words."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await asyncio.shield(self._reader)
@@ -365,7 +365,7 @@ class Gateway:
                 self.restarts += 1
 
     async def _ask(self, method: str, target: str) -> str:
-        """Of its administration interface; raises EnvoyError unless it answers 200."""
+        """Ask its administration interface; raises EnvoyError unless it answers 200."""
         path = str(self.spec.admin_socket)
         try:
             async with (

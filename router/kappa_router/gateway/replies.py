@@ -1,4 +1,4 @@
-"""What Envoy itself answers, in the shape that the client of a path expects. Pure.
+"""Envoy's own answers, in the shape that the client of a path expects. Pure.
 
 Answers of the decider pass as they are. Everything else that Envoy makes up, from malformed HTTP to
 servers that are gone, becomes one of the faults of `kappa_router.api.errors`.
@@ -11,7 +11,7 @@ from kappa_router.api.errors import ApiError
 from kappa_router.gateway.clusters import Json, extension
 from kappa_router.gateway.spec import Bounds, veiled
 
-# Whose errors have Anthropic's shape.
+# Paths with errors in Anthropic's shape.
 _MESSAGES = 'request.path.startsWith("/v1/messages")'
 _PASSED = 'response.code_details in ["ext_authz_denied", "lua_response"]'
 # With which it refuses requests that are not the client's fault.
@@ -64,8 +64,9 @@ def _mapper(condition: str, fault: ApiError, body: Json) -> Json:
 
 def _unveiled(status: int) -> Json:
     return {
-        "filter": where(f"{_PASSED} && response.code == {veiled(status)}"), "status_code": status,
-    }  # fmt: skip
+        "filter": where(f"{_PASSED} && response.code == {veiled(status)}"),
+        "status_code": status,
+    }
 
 
 def where(condition: str) -> Json:

@@ -1,4 +1,4 @@
-"""What a front door is made from: where it listens, whom it lets in how far, and its servers.
+"""The specification of a front door: its address, its bounds for clients, and its servers.
 
 `bootstrap` and `endpoints` render it for Envoy, the decider speaks to Envoy by the sockets and
 paths that are named here, `kappa serve` and `kappa route` fill it in.
@@ -14,11 +14,10 @@ from typing import Literal
 # body, and about a whole request, each followed by the client's own path and query; and whether a
 # request that a server has failed may go to the next of its list, followed by its id.
 ADMIT, DECIDE, AGAIN = "/admit", "/decide", "/again/"
-# Paths under which the first bytes and the last of a foreign server's answer come, with its id.
-FIRST = "/first/"
+# The path under which the first bytes of a foreign server's answer come, with its id, and the
+# header with the server that the answer names. Its last bytes come in Envoy's log.
+FIRST, TOLD_HEADER = "/first/", "x-kappa-from"
 TAIL_BYTES = 4096
-# With both: how many events there were so far as they were counted, and whom the answer names.
-TOLD_HEADER = "x-kappa-from"
 # Of Envoy's own, by which the decider says how often, for how long at a server, and after which
 # answers besides the usual ones a request is tried.
 RETRIES_HEADER = "x-envoy-max-retries"
@@ -51,7 +50,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a client may cost; a header is a name and its value."""
+    """The bounds for a client; a header is a name and its value."""
 
     headers: int = 100
     header_bytes: int = 32 << 10
@@ -62,7 +61,7 @@ class Bounds:
     idle_s: float = 60.0
     silent_s: float = 600.0
     connect_s: float = 2.0
-    # A connection to a server whose machine acknowledges nothing.
+    # A connection to a server on a machine that acknowledges nothing.
     lost_s: float = 10.0
     # The decider's own bound ends its waiting sooner; this one is for a decider that hangs.
     decide_s: float = 60.0
@@ -83,10 +82,11 @@ class _Inside:
 
 @dataclass(frozen=True, slots=True)
 class DeciderSlot:
-    """Where one of a front door's deciders is reached: a place that a process takes for as long as
-    it lives, and the next after it. number: from 0 on."""
+    """The place of one of a front door's deciders: a process takes it for as long as it lives, and
+    the next one after it."""
 
     folder: Path
+    # From 0 on.
     number: int
 
     # The decider's: `authz` over HTTP/1.1, first bytes and tails.
@@ -138,12 +138,12 @@ class GatewaySpec:
 
     @property
     def scheme(self) -> str:
-        """By which clients reach it."""
+        """The scheme by which clients reach it."""
         return "http" if self.tls is None else "https"
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address where it listens."""
         return f"{self.scheme}://{self.host}:{self.port}"
 
     @property
@@ -167,8 +167,6 @@ class ServerEndpoint:
     # The host's name, in `host`, SNI and certificate; empty: `host`.
     name: str = ""
     tls: bool = False
-    # It gets no new request; begun answers go on.
-    draining: bool = False
     # Requests may go there while no decider can be asked (`decider_away`).
     open: bool = True
     # Of one of our own workers.
@@ -179,6 +177,6 @@ class ServerEndpoint:
 
     @property
     def address(self) -> str:
-        """By which the decider's list names it (`ENDPOINT_HEADER`)."""
+        """Its name in the decider's list (`ENDPOINT_HEADER`)."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"

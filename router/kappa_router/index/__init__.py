@@ -1,1 +1,1 @@
-"""Who holds which prefix: the prefix index, its store and hashes, the events that feed it."""
+"""The prefix index: who holds which prefix, its store and hashes, the events that feed it."""

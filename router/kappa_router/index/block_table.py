@@ -5,7 +5,7 @@ are allocated in order, so blocks that come together get neighbouring ones. Rows
 hash table of keys (`router/kappa_router/index/hash_table.py`).
 
 Bound: when rows run out the oldest few per cent go at once, by when a block was last stored or
-looked up: those that nobody holds first, and of blocks used together the deepest first. That may
+looked up: unheld ones first, and of blocks used together the deepest first. That may
 leave holes, never a claim that is not true.
 """
 
@@ -22,12 +22,10 @@ from kappa_router.index.hash_table import HashTable, Int32s, UInt64s, plain, sea
 Int64s = NDArray[np.int64]
 
 NO_ROW = 0
-NOBODY = 0
+UNHELD = 0
 NO_ROWS: Int32s = np.empty(0, dtype=np.int32)
 
-_ROW = np.dtype(
-    [("key", "u8"), ("salt", "u8"), ("holders", "i4"), ("depth", "u4"), ("used", "u4")]
-)  # fmt: skip
+_ROW = np.dtype([("key", "u8"), ("salt", "u8"), ("holders", "i4"), ("depth", "u4"), ("used", "u4")])
 _MAX_LOAD = 0.4
 _PREPARED = 1 << 20
 _EVICTED_SHARE = 64
@@ -42,7 +40,7 @@ _FEW_SETS = 32
 
 
 class HolderSets:
-    """Sets of workers by number, with the count of blocks that refer to each; set 0 is nobody's.
+    """Sets of workers by number, with the count of blocks that refer to each; set 0 is empty.
 
     A set is one integer with three bits a worker (3i on the device, 3i+1 in host, 3i+2 on disk):
     intersecting two of a thousand workers takes 50 ns.
@@ -51,7 +49,7 @@ class HolderSets:
     def __init__(self) -> None:
         self.bits: list[int] = [0]
         self.blocks: list[int] = [0]
-        self._number: dict[int, int] = {0: NOBODY}
+        self._number: dict[int, int] = {0: UNHELD}
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -99,7 +97,7 @@ class HolderSets:
 class BlockTable:
     """Rows by prefix hash: who holds each, how deep it is, its salt, and when it was last used.
 
-    Row 0 is no row. Columns are views of the rows, to be taken anew after rows were added.
+    Row 0 is no row. Columns are views of the rows, and invalid after rows were added.
 
     Args:
         max_rows: the bound.
@@ -127,8 +125,8 @@ class BlockTable:
 
     @property
     def unheld(self) -> int:
-        """Rows that nobody holds."""
-        return self.sets.blocks[NOBODY]
+        """Rows without a holder."""
+        return self.sets.blocks[UNHELD]
 
     def nbytes(self) -> int:
         """Bytes of everything here."""
@@ -142,7 +140,7 @@ class BlockTable:
         return self._by_key.find(keys)
 
     def walk(self, keys: UInt64s) -> tuple[list[tuple[int, int]], int, bool]:
-        """Who holds leading keys that have rows, which count as used now.
+        """The holders of leading keys that have rows, which count as used now.
 
         Returns (place, set of holders from there on) of every change, how many keys that covers,
         and whether the next one may have a row.
@@ -165,8 +163,8 @@ class BlockTable:
         return np.isin(numbers, having) if having else np.zeros(len(rows), dtype=bool)
 
     def unheld_rows(self) -> Int32s:
-        """Rows that nobody holds."""
-        empty = (self.keys[: self._next] != 0) & (self.holders[: self._next] == NOBODY)
+        """Rows without a holder, shape (rows,)."""
+        empty = (self.keys[: self._next] != 0) & (self.holders[: self._next] == UNHELD)
         return np.flatnonzero(empty).astype(np.int32)
 
     # ---- change
@@ -176,7 +174,7 @@ class BlockTable:
         self._used[rows] = self.tick
 
     def next_tick(self) -> None:
-        """Time moves on: what is touched from here on is younger."""
+        """Time moves on: rows touched from here on are younger."""
         if self.tick == _LAST_TICK:
             self._used[self._used != _FREE] >>= np.uint32(1)
             self.tick >>= 1
@@ -192,8 +190,8 @@ class BlockTable:
         self.depth[place] = depths
         self.salt[place] = salt
         self._used[place] = self.tick
-        self.holders[place] = self.sets.move(NOBODY, bits, len(rows))
-        self.sets.blocks[NOBODY] += len(rows)
+        self.holders[place] = self.sets.move(UNHELD, bits, len(rows))
+        self.sets.blocks[UNHELD] += len(rows)
         now = self._by_key.add(keys, rows)
         spare = rows[now != rows]
         if spare.size:
@@ -237,7 +235,7 @@ class BlockTable:
         self.holders[: self._next] = new[self.holders[: self._next]]
 
     def remove(self, rows: Int32s) -> None:
-        """Forget rows, whoever holds them."""
+        """Forget rows, with or without holders."""
         numbers, counts = np.unique(self.holders[rows], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             self.sets.leave(number, count)
@@ -247,7 +245,7 @@ class BlockTable:
     # ---- eviction
 
     def room_after_eviction(self, more: int) -> tuple[int, Int32s]:
-        """How many of `more` rows there is room for, and the rows to `remove` for that.
+        """The number of `more` rows that there is room for, and the rows to `remove` for that.
 
         Rows touched in this tick stay.
         """
@@ -267,10 +265,10 @@ class BlockTable:
             sample = np.sort(used[:: len(used) // _SAMPLE])
             last = _SAMPLE // 32 + 2 * _SAMPLE * count // len(used)
             old = used <= sample[min(len(sample) - 1, last)]
-            few = np.flatnonzero((old | (holders == NOBODY)) & may_go)
+            few = np.flatnonzero((old | (holders == UNHELD)) & may_go)
             places = few if len(few) >= count else places
         age = used[places].astype(np.uint64)
-        age[holders[places] == NOBODY] = 0
+        age[holders[places] == UNHELD] = 0
         age <<= np.uint64(32)
         rows = places + 1
         age |= np.uint64(_LAST_TICK) - self.depth[rows]
@@ -314,7 +312,7 @@ class BlockTable:
 
     def _release(self, rows: Int32s) -> None:
         self.keys[rows] = 0
-        self.holders[rows] = NOBODY
+        self.holders[rows] = UNHELD
         self._used[rows] = _FREE
         # In order, so that blocks that come together get neighbouring rows again.
         self._free = np.sort(np.concatenate([self._free, rows]))
@@ -352,7 +350,7 @@ def _walk(
 
 @compiled
 def _tally(holders: Int32s, rows: Int32s, numbers: Int32s, counts: Int64s) -> int:
-    """Which sets hold these rows, and how many each: fills in as many as there are, if they fit.
+    """Count the sets that hold these rows: fills in as many sets as there are, if they fit.
 
     Returns how many there are; -1: more than fit.
     """

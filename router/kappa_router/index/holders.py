@@ -1,4 +1,4 @@
-"""Who holds blocks: the cache of each worker's data-parallel rank, and the further cache groups of
+"""Holders of blocks: the cache of each worker's data-parallel rank, and the further cache groups of
 a hybrid model in it.
 
 A hit of such a model ends where all its groups have what they need: the first one the whole prefix,
@@ -58,7 +58,7 @@ class Holder:
         self.names = HashTable(0, _NAMES_LOAD)
 
     def need(self, last_tokens: int | None, group_block: int, block: int) -> None:
-        """Of a further group: what a hit needs of it, by the tokens of its blocks and of ours."""
+        """Of a further group: the blocks that a hit needs, by the tokens of its and our blocks."""
         if last_tokens is None:
             self.needed, self.stride = _ALL_BLOCKS, 1
         elif last_tokens == 1:
@@ -124,7 +124,7 @@ class Holders:
             self._free(cache)
 
     def bit(self, holder: Holder, tier: Tier) -> int:
-        """Its bit of a tier in which it is about to hold blocks."""
+        """The bit of a holder for a tier in which it is about to hold blocks."""
         if tier == "disk":
             self.disk_users |= holder.bits("device")
         return holder.bits(tier)
@@ -173,7 +173,7 @@ class Holders:
 
 
 def longest_end(limit: int, groups: Iterable[tuple[NDArray[np.bool_], int, int]]) -> int:
-    """The most blocks, up to a limit, at whose end a hit finds what it needs of every group.
+    """The longest hit, in blocks up to a limit, that ends where no group lacks a block.
 
     groups: of each, which blocks it has, how many it needs and how far apart (`Holder`). Where a
     hit begins within what it needs, all blocks before its end do.

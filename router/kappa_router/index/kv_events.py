@@ -4,8 +4,8 @@ The simulator makes the typed events directly; `PrefixIndex.handle` is their onl
 hashes are opaque: whatever the engine calls a block, unique per worker and data-parallel rank until
 it resets; the cache groups of a hybrid model share them.
 
-A batch of vLLM's is a msgpack array `[ts, events, data_parallel_rank]`; each event is a map whose
-"type" names it (vLLM 0.29). One `StreamCursor` per worker and rank detects lost events; the caller
+A batch of vLLM's is a msgpack array `[ts, events, data_parallel_rank]`; each event is a map with
+a "type" (vLLM 0.29). One `StreamCursor` per worker and rank detects lost events; the caller
 then replays from `expected`, or resets them in the index and calls `resume`. Pure.
 """
 
@@ -31,28 +31,26 @@ _TIERS: dict[str, Tier] = {"GPU": "device", "CPU": "host", "STORAGE": "disk"}
 # eq=False: token arrays have no single truth value, so generated equality would raise.
 @dataclass(frozen=True, slots=True, eq=False)
 class BlocksStored:
-    """A run of consecutive blocks became available in a tier.
-
-    engine_hashes: the engine's names, in order.
-    parent_engine_hash: the block before the first one; None at the start of a sequence.
-    token_ids: all blocks' tokens, block_tokens each; empty when the engine only names them.
-    block_tokens: tokens in a block (ignored without tokens).
-    salt: what sets this sequence apart (`prefix_hash.salt_of`, 0 for nothing); None when the event
-    does not say, and the parent or the engine hash must.
-    rank: the data-parallel rank of the worker that holds them, which has a cache of its own.
-    group: the cache group of a hybrid model; 0 is the one that a hit needs from its beginning.
-    last_tokens: how many tokens before its end a hit needs of a further group; None: all.
-    """
+    """A run of consecutive blocks became available in a tier."""
 
     worker: str
     tier: Tier
+    # The engine's names, in order.
     engine_hashes: tuple[EngineHash, ...]
+    # The block before the first one; None at the start of a sequence.
     parent_engine_hash: EngineHash | None
+    # All blocks' tokens, `block_tokens` each; empty when the engine only names the blocks.
     token_ids: NDArray[np.integer] | tuple[int, ...]
+    # Ignored without tokens.
     block_tokens: int
+    # Sets this sequence apart (`prefix_hash.salt_of`, 0 for nothing); None when the event does not
+    # say, and the parent or the engine hash must.
     salt: int | None
+    # The data-parallel rank of the worker that holds them, which has a cache of its own.
     rank: int = 0
+    # The cache group of a hybrid model; 0 is the one that a hit needs from its beginning.
     group: int = 0
+    # Tokens before its end that a hit needs of a further group; None: all.
     last_tokens: int | None = None
 
 
@@ -78,11 +76,10 @@ class TierCleared:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReset:
-    """What is known of the worker is invalid (restart, or events were lost); it lives on.
-
-    rank: the only one that this is about; None: all of them."""
+    """The worker's known state is invalid (restart, or events were lost); it lives on."""
 
     worker: str
+    # The only one that this is about; None: all of them.
     rank: int | None = None
 
 
@@ -103,7 +100,7 @@ class StreamCursor:
         self.expected = 0
 
     def advance(self, seq: int) -> Literal["ok", "duplicate", "gap"]:
-        """What to do with a batch: apply ("ok") or skip it ("duplicate"), or resync ("gap").
+        """Take a batch's number: apply it ("ok"), skip it ("duplicate"), or resync ("gap").
 
         Moves on "ok" only, so after a gap the missing numbers are [expected, seq).
 
@@ -184,11 +181,13 @@ _STATES = frozenset(("mamba",))
 
 
 class CacheGroup(NamedTuple):
-    """A cache group of a rank. kind: as the engine calls it; number, last_tokens: `group` and
-    `last_tokens` of its events; number None: its blocks are left out, and hits do not need them."""
+    """A cache group of a rank."""
 
+    # As the engine calls it; None: not told.
     kind: str | None
+    # `group` of its events; None: its blocks are left out, and hits do not need them.
     number: int | None
+    # As of its events.
     last_tokens: int | None = None
 
 
@@ -253,7 +252,7 @@ class CacheGroups:
 
 
 class Batch(NamedTuple):
-    """What one message told, and the data-parallel rank that it is from."""
+    """The events of one message, and the data-parallel rank that it is from."""
 
     rank: int
     events: list[KVEvent]
@@ -272,7 +271,7 @@ def decode(payload: bytes, worker: str, counts: Counter[str], groups: CacheGroup
         counts: counts events left out, by reason: an unknown type ("type:..."),
             another medium ("medium:..."), "remote", "other_group" (a cache group of a kind not
             told so far), "unpriced_..." (one of another kind than are priced), "sparse" (tokens do
-            not line up with blocks), "multimodal" (blocks whose content is more than tokens, with
+            not line up with blocks), "multimodal" (blocks with more content than tokens, with
             those after them in the event). Also counts the groups met that are priced, each
             once, by kind ("priced_...").
         groups: what earlier batches of the stream told of its cache groups; learns from this one.

@@ -1,7 +1,7 @@
-"""What a prompt's prefix hits in the index, worker by worker. No state: a table goes in.
+"""The hits of a prompt in the index, worker by worker. No state: a table goes in.
 
 One compiled loop goes along a prompt's rows and finds where their holders change; the sets of
-holders are looked at only there, and nothing where nobody is left. So holes need no care: they
+holders are looked at only there, and no further once no worker is left. So holes need no care: they
 are where a worker is missing from a set. A binary search would need every worker's contiguous run
 to be maintained block by block on each change, and 13 look-ups a worker and tier; one walk answers
 for all at once.
@@ -102,12 +102,12 @@ def compile_loops() -> None:
 def _matches(
     table: BlockTable, holders: Holders, prefix_hashes: UInt64s
 ) -> list[tuple[int, Match]]:
-    """What workers hold, in groups that hold the same; a group is a set of device bits."""
+    """The hits of workers, in groups with the same; a group is a set of device bits."""
     device, disk_users = holders.device_bits, holders.disk_users
     bits = table.sets.bits
     answer: list[tuple[int, Match]] = []
-    # Workers whose device run goes on, and those whose run behind it does, by where it began
-    # and how much of it they have on disk alone; those who have the last blocks so.
+    # Of the workers with a run that goes on behind the device: where it began, and how much of it
+    # is on disk alone; `disk_only`: those that have the last blocks so.
     hosts = list[tuple[int, int, int]]()
     disk_only, since = 0, 0
     at, total, batch, more = 0, len(prefix_hashes), _BATCH, True
@@ -146,8 +146,7 @@ def _matches(
 def _with_disk(
     runs: list[tuple[int, int, int]], disk_only: int, blocks: int
 ) -> list[tuple[int, int, int]]:
-    """Groups of workers by run, once those among them in `disk_only` have so many blocks more on
-    disk alone."""
+    """Groups of workers by run, once those in `disk_only` have `blocks` more on disk alone."""
     if not disk_only:
         return runs
     parts = [(g & disk_only, begin, disk + blocks) for g, begin, disk in runs]
@@ -165,7 +164,7 @@ def _bytes_of(workers: int) -> NDArray[np.uint8]:
 def _spread(
     bits: NDArray[np.uint8], width: int, device: int, host: int, disk: int, blocks: Int64s
 ) -> None:
-    """Fill in what those have whose device bit is set: rows as of a `Match`, a column each.
+    """Fill in a `Match` for each worker with its device bit set, a column each.
     width: bits of a worker."""
     for worker in range(blocks.shape[1]):
         place = width * worker

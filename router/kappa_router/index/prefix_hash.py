@@ -33,13 +33,11 @@ _UNMIX_A, _UNMIX_B = pow(int(_MIX_A), -1, 1 << 64), pow(int(_MIX_B), -1, 1 << 64
 
 
 class HashState(NamedTuple):
-    """State at a block boundary: enough to hash what follows without the tokens before it.
+    """State at a block boundary: enough to hash what follows without the tokens before it."""
 
-    `raw_sum` is the unfinalised sum modulo 2^64: keep it inside the process, since raw sums
-    reveal the secret weights. `blocks` is how many blocks it covers.
-    """
-
+    # The unfinalised sum modulo 2^64: it must stay in the process, since it reveals the weights.
     raw_sum: int
+    # The number of blocks that it covers.
     blocks: int
 
 
@@ -57,7 +55,7 @@ def salt_of(cache_salt: str | None, lora_name: str | None = None) -> int:
 
     Args:
         cache_salt: the isolation salt of the request (per tenant), or None.
-        lora_name: the adapter whose weights made the KV, or None.
+        lora_name: the adapter that made the KV, or None.
     """
     if not cache_salt and not lora_name:
         return 0
@@ -125,7 +123,7 @@ class PrefixHasher:
         return hashes
 
     def running(self, prefix_hash: int, blocks: int, salt: int = 0) -> HashState:
-        """The state behind a prefix hash of so many blocks: the finaliser can be undone."""
+        """The state behind the hash of a prefix of `blocks` blocks: the finaliser can be undone."""
         mixed = _unmix(_unmix(prefix_hash) ^ self._salted(salt))
         return HashState((mixed - blocks * _GOLDEN) & _MASK, blocks)
 
@@ -133,8 +131,8 @@ class PrefixHasher:
         return (self._key + salt * _SALT_FACTOR) & _MASK
 
     def _weights_for(self, tokens: int) -> UInt64s:
-        """At least so many weights. The caller uses what is returned: calls may come from several
-        threads, and a shorter array may be kept after a longer one.
+        """Weights for at least `tokens`. The caller uses the returned array: calls may come from
+        several threads, and a shorter array may be kept after a longer one.
         """
         weights = self._weights
         if len(weights) < tokens:
@@ -185,7 +183,7 @@ def _hash_blocks(
 
 
 def _unmix(value: int) -> int:
-    """What `_mix` made a value of."""
+    """The inverse of `_mix`."""
     value ^= value >> 31 ^ value >> 62
     value = value * _UNMIX_B & _MASK
     value ^= value >> 27 ^ value >> 54

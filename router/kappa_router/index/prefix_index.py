@@ -1,4 +1,4 @@
-"""Who holds which prefix, in which tier: fed by typed KV events, looked up once per request.
+"""The index of held prefixes by worker and tier: fed by KV events, looked up once per request.
 
 Placing: a block is found by the engine's name for it, or by our own hash of its tokens below a
 parent that is known, never by guess; what cannot be placed is counted.
@@ -107,7 +107,7 @@ class PrefixIndex:
         return blocks
 
     def column(self, worker: str) -> int:
-        """Where `match_columns` answers for a worker, from now until it is gone."""
+        """The column of a worker in `match_columns`, from now until it is gone."""
         return self._holders.made(worker, 0).bit
 
     def workers(self) -> tuple[str, ...]:
@@ -325,8 +325,8 @@ class PrefixIndex:
     def _anchor(
         self, holder: Holder, event: BlocksStored, rows: Int32s
     ) -> tuple[int, HashState, int] | None:
-        """What the unknown blocks of a run hang below: the first of them, the state before it and
-        the salt; None: that is unknown, too."""
+        """The place of a run's unknown blocks: the first of them, the state before it and the salt;
+        None: that is unknown, too."""
         first, parent = 0, NO_ROW
         if event.parent_engine_hash is not None:
             parent = int(holder.names.find(_keys_of((event.parent_engine_hash,)))[0][0])
@@ -346,7 +346,7 @@ class PrefixIndex:
         return first, running, salt
 
     def _unambiguous(self, holder: Holder, unknown: Int64s, found: Int32s) -> Int64s:
-        """Which unknown blocks may be named: not those that the worker holds under another name,
+        """The unknown blocks that may be named: not those that the worker holds under another name,
         nor those that follow one without a known block between."""
         doubled = self._table.held_with(found, holder.bits(None))
         if not doubled.any():
@@ -393,7 +393,7 @@ class PrefixIndex:
     # ---- bounds
 
     def _trim(self) -> None:
-        """Keep what nobody holds, the names and the sets within their shares of the bound."""
+        """Keep unheld rows, names and sets within their shares of the bound."""
         table, most = self._table, self._max_blocks
         most_unheld = most // _UNHELD_SHARE
         if table.unheld > most_unheld:
@@ -428,7 +428,7 @@ class PrefixIndex:
         self._table.remove(rows)
 
     def _unreferenced_rows(self) -> Int32s:
-        """Rows that nobody holds and no engine has named."""
+        """Rows without a holder and without an engine's name."""
         rows = self._table.unheld_rows()
         named = np.zeros(len(self._table.keys), dtype=bool)
         for holder in self._holders if rows.size else ():

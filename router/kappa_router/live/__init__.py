@@ -1,1 +1,1 @@
-"""The router in a running cluster: who is there, what is reported, what is shown."""
+"""The router in a running cluster: its members, their reports, and views of both."""

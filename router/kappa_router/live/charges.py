@@ -1,4 +1,4 @@
-"""What every tenant was charged in the whole cluster, added up from the workers' own counters.
+"""Charges of every tenant in the whole cluster, added up from the workers' own counters.
 
 Workers charge alone; a decider sends each, with its requests, what the others charged: else a
 tenant would multiply its share by spreading. If one worker keeps the weighted charges of two
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kappa.protocol import MAX_TENANTS, Charge, TenantCharge
 
-# So many tenants, the most recently active, are sent to a worker.
+# Tenants that are sent to a worker: the most recently active.
 SENT_TENANTS = 64
 
 _NS = 1e9
@@ -37,9 +37,10 @@ class _Worker:
 
 @dataclass(slots=True)
 class _TenantAccount:
-    """A tenant's charges by all workers ever; active_s: when one of them last grew."""
+    """A tenant's charges by all workers ever."""
 
     charged: _Ns = _ZERO
+    # When one of them last grew.
     active_s: float = float("-inf")
 
 
@@ -96,7 +97,7 @@ class Charges:
                 self._gone.popitem(last=False)
 
     def elsewhere(self, worker: str, limit: int = SENT_TENANTS) -> dict[str, Charge]:
-        """What all others charged, earlier lives of `worker` included: by tenant, the most
+        """Charges by all others, earlier lives of `worker` included: by tenant, the most
         recently active first, at most `limit` of them; those charged nothing are left out."""
         here = self._workers.get(worker, _Worker()).charged
         found = {}
@@ -107,7 +108,7 @@ class Charges:
         return found
 
     def totals(self) -> dict[str, Charge]:
-        """What all workers charged each tenant, by name."""
+        """Charges of each tenant by all workers, by name."""
         return {name: _seconds(a.charged) for name, a in sorted(self._accounts.items())}
 
     def _activity(self, tenant: str) -> tuple[float, str]:

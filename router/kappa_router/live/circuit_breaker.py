@@ -16,17 +16,18 @@ PROBE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class BreakerRule:
-    """failures: so many in a row open it; pause_s: before the first probe, doubled each time up to
-    longest_pause_s."""
+    """The rule by which a breaker opens, and for how long."""
 
+    # In a row, that open it.
     failures: int = 5
+    # Before the first probe; doubled each time, up to the longest.
     pause_s: float = 1.0
     longest_pause_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerState:
-    """What is shown of a worker's breaker: state, why it last opened, how often it did."""
+    """The view of a worker's breaker: state, why it last opened, how often it did."""
 
     standing: Literal["closed", "open", "half_open"] = "closed"
     why: str = ""
@@ -36,29 +37,32 @@ class BreakerState:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Workers that must not be chosen. gone: no sign of life; failing: they answer, but fail. Where
-    nobody else is left, one that is failing is better than nobody; one that is gone is not."""
+    """Workers that must not be chosen. Where no other is left, one that is failing is better than
+    none; one that is gone is not."""
 
+    # Without a sign of life.
     gone: frozenset[str] = frozenset()
+    # They answer, but fail.
     failing: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
 class _Open:
-    """Why and until when nothing is sent; silent: not before a sign of life. probes: when each was
-    sent."""
+    """An open breaker."""
 
     why: str
+    # Nothing is sent until then, nor, if it is silent, before a sign of life.
     until_s: float
     pause_s: float
     silent: bool
+    # When each was sent, by request.
     probes: dict[str, float] = field(default_factory=dict)
 
     def paused(self, now_s: float) -> bool:
         return self.silent or now_s < self.until_s
 
 
-_NOBODY = Blocked()
+_NONE = Blocked()
 
 
 class Breakers:
@@ -76,7 +80,7 @@ class Breakers:
             self._open[worker].probes[request_id] = now_s
 
     def succeeded(self, worker: str, request_id: str) -> bool:
-        """A request of it was answered; True if that closed its breaker. One sent before the
+        """The worker answered a request; True if that closed its breaker. One sent before the
         breaker opened proves nothing about the worker since."""
         state = self._open.get(worker)
         if state is not None and request_id not in state.probes:
@@ -85,7 +89,7 @@ class Breakers:
         return self._open.pop(worker, None) is not None
 
     def failed(self, worker: str, request_id: str, now_s: float) -> bool:
-        """The worker failed a request; True if that opened its breaker, or opened it anew."""
+        """The worker failed a request; True if that opened its breaker, or opened it again."""
         state, pause_s = self._open.get(worker), self.rule.pause_s
         if state is not None:
             if request_id not in state.probes:
@@ -130,7 +134,7 @@ class Breakers:
 
     def blocked(self, now_s: float) -> Blocked:
         if not self._open:
-            return _NOBODY
+            return _NONE
         gone, failing = set(), set()
         for worker, state in self._open.items():
             state.probes = {r: at_s for r, at_s in state.probes.items() if now_s - at_s <= PROBE_S}

@@ -1,6 +1,6 @@
-"""What all deciders know together. Ray sends a client to any of them, but decisions and counters
-are kept by the one that decided: whoever is asked calls all. One that does not answer in time costs
-its share of the answer, not the answer."""
+"""The common knowledge of all deciders. Ray sends a client to any of them, but decisions and
+counters are kept by the one that decided: the one that is asked calls all. One that does not answer
+in time costs its share of the answer, not the answer."""
 
 from __future__ import annotations
 

@@ -20,28 +20,35 @@ SENT_MARK = "~"
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """A decision and what became of it; seconds are real ones. attempt: 1 if another worker had
-    failed the request before. avoided: passed over because their breaker was open or they were
-    leaving. steered: by whose rule; shadow: what ours would have done. sent_as: the id by which its
-    worker knows it. generated_tokens: of its answers, once its worker reports that it is over;
-    engine_failed: while it answered.
-    soonest_other: node and predicted TTFT of the soonest worker besides the chosen one."""
+    """A decision and its outcome; seconds are real ones."""
 
     decision: Decision
+    # Since the epoch.
     time_s: float
+    # The share of workers that had something to do.
     load: float
     tenant: str = ""
+    # None until the first token.
     ttft_s: float | None = None
+    # As its worker reports, None until then: tokens found, and seconds spent.
     admitted: Admission | None = None
     spent: Spent | None = None
+    # Of its answers; None until its worker reports its end.
     generated_tokens: int | None = None
+    # Its engine failed while it answered.
     engine_failed: bool = False
+    # As `LiveRouter.release` names it; empty while it is open.
     end: str = ""
+    # 1 if another worker had failed the request before.
     attempt: int = 0
+    # Workers passed over because their breaker was open or they were leaving.
     avoided: tuple[str, ...] = ()
+    # The rule that steered it, and our decision where another did.
     steered: Arm = "kappa"
     shadow: ShadowDecision | None = None
+    # The id by which its worker knows it.
     sent_as: str = ""
+    # Node and predicted TTFT of the soonest worker besides the chosen one.
     soonest_other: tuple[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,18 +71,7 @@ class DecisionRecord:
             "bound": chosen.bound,
             "ratio": chosen.counts.ratio,
             "kappa_crit": chosen.kappa_crit,
-            "predicted": {
-                "device_tokens": chosen.counts.device_tokens,
-                "cached_tokens": chosen.counts.cached_tokens,
-                "disk_tokens": chosen.counts.disk_tokens,
-                "new_tokens": chosen.counts.new_tokens,
-                "recomputed_tokens": chosen.recomputed_tokens,
-                "queue_s": chosen.queue_s,
-                "load_s": chosen.load_s,
-                "compute_s": chosen.compute_s,
-                "ttft_s": chosen.ttft_s,
-                "ttft_sd": chosen.ttft_sd,
-            },
+            "predicted": {"recomputed_tokens": chosen.recomputed_tokens, **chosen.predicted},
             "actual": {
                 "device_tokens": actual.device_tokens if actual else None,
                 "cached_tokens": actual.host_tokens if actual else None,
@@ -114,7 +110,7 @@ class DecisionRecord:
 
 
 class Records(OrderedDict[str, DecisionRecord]):
-    """Records by request id, the oldest first; at most so many. The oldest that are over go."""
+    """Records by request id, at most `memory`, the oldest first. The oldest that are over go."""
 
     def __init__(self, memory: int = MEMORY) -> None:
         super().__init__()
@@ -137,7 +133,7 @@ class Records(OrderedDict[str, DecisionRecord]):
         return request_id if record is not None and record.sent_as == sent_as else sent_as
 
     def of(self, request_id: str, worker: str) -> DecisionRecord | None:
-        """The record of a request if it is on that worker: what another reports of it is late."""
+        """The record of a request if it is on that worker; the report of another is late."""
         record = self.get(request_id)
         return record if record is not None and record.decision.worker == worker else None
 

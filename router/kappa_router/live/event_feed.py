@@ -1,9 +1,9 @@
 """The events of one publisher, read so that nothing else has to wait for them.
 
 A worker of ours publishes, or a server that others run, which may send as fast as its link carries.
-Other tasks get turns while messages come, a frame is bounded, and what is large is decoded on a
-thread. What comes faster than it is followed is dropped: the connection is cut for a while, and
-the reader, who gets a `FloodError`, begins again as after a gap.
+Other tasks get turns while messages come, a frame is bounded, and a large one is decoded on a
+thread. Events that come faster than they are followed are dropped: the connection is cut for a
+while, and the reader, who gets a `FloodError`, begins again as after a gap.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ log = structlog.get_logger(__name__)
 _MOST_FRAME_BYTES = 64 << 20
 # What waits further back waits at the publisher.
 _MOST_WAITING = 16
-# Other tasks get a turn after so many messages, or lots of events, or so long.
+# Other tasks get a turn after these numbers of messages or lots of events, or that time.
 _TURN_MESSAGES, _LOT_EVENTS, _TURN_S = 64, 8, 0.005
 _LARGE_BYTES = 256 << 10
-# An event takes 5 to 40 us of the loop, and as long where its tokens have so many bytes.
+# An event takes 5 to 40 us of the loop, and as long again for each `_BYTES_PER_EVENT` of tokens.
 _EVENTS_PER_S, _BYTES_PER_EVENT = 10_000.0, 2048
 _CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-# libzmq connects again by itself, in a tenth of this, but not to who sent what is no message.
+# libzmq connects again by itself, in a tenth of this, but not to a peer that sent no message.
 _RECONNECT_S = 1.0
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 # A publisher that was followed for so long is paused as if for the first time.

@@ -25,7 +25,7 @@ _report = msgspec.msgpack.Decoder(WorkerReport).decode
 
 
 class StreamListener(Protocol):
-    """What a subscriber calls, on its event loop. A task is `feed` or `line`."""
+    """Hears a subscriber, on its event loop. A task is `feed` or `line`."""
 
     def blocks(self, events: list[KVEvent]) -> None: ...
     def reported(self, report: WorkerReport) -> None: ...
@@ -102,7 +102,7 @@ class KVSubscriber:
             self.synced = False
 
     async def _receive(self, kind: bytes, seq: int, payload: bytes) -> bool:
-        """Pass a message on; whether what is known of the worker still holds."""
+        """Pass a message on; whether the worker's known state still holds."""
         if self._broken:
             # Its blocks were forgotten when the connection broke, so that even no gap is one.
             return False
@@ -126,7 +126,7 @@ class KVSubscriber:
         except FloodError:
             raise
         except Exception as error:
-            # A fault of ours must not end the stream; what it left half done is made anew.
+            # A fault of ours must not end the stream; a resync repairs what it left half done.
             log.error("worker_message_failed", worker=self._worker, error=repr(error))
             return False
         return True
@@ -148,7 +148,7 @@ class KVSubscriber:
                 # Not wait_for: Python 3.11's swallows a cancellation that meets the answer.
                 async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
                     seq, batches = await self._snapshot()
-                # The events begin with a reset: what a failure leaves half done is made anew.
+                # The events begin with a reset, which repairs what a failure left half done.
                 events: list[KVEvent] = [WorkerReset(self._worker)]
                 for payload in batches:
                     batch = await self._feed.decoded(payload, self.events)

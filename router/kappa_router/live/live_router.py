@@ -44,16 +44,17 @@ _NO_WORKER_RETRY_S = 5.0
 
 
 class Explained(NamedTuple):
-    """What was decided about a request, as it was asked, and when; avoided: who was left out."""
+    """A decision about a request, as it was asked, and when."""
 
     request: RouteRequest
     decision: Decision
+    # Workers left out.
     avoided: Blocked
     now_s: float
 
 
 class LiveRouter:
-    """What the decider talks to."""
+    """The router that a decider talks to."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class LiveRouter:
         """Called with each request of ours that a worker reports to be over, after its tokens."""
         # By worker: prompt tokens by where they came from, since it joined.
         self.prompt_tokens: dict[str, Counter[str]] = {}
-        # The machine's clock may be set while we run; what is expected must not jump with it.
+        # The machine's clock may be set while we run; predictions must not jump with it.
         self._epoch_s = time.time() - time.monotonic()
         rule = rule or MembershipRule()
         self.members = Membership(
@@ -122,7 +123,7 @@ class LiveRouter:
         explained: Explained | None = None,
         present: Present | None = None,
     ) -> Decision:
-        """Decide, reserve, count. explained: what `priced` said of it just now. present: the rule
+        """Decide, reserve, count. explained: by `priced`, a moment ago. present: the rule
         that steers instead of ours, which is written down beside it. Raises `NoWorkerError`."""
         if present is not None:
             return self._shadowed(request, tenant, explained, present)
@@ -203,7 +204,7 @@ class LiveRouter:
         return decision
 
     def explain(self, request: RouteRequest) -> Decision:
-        """What `route` would decide; nothing is reserved. Raises `NoWorkerError`."""
+        """The decision that `route` would make; nothing is reserved. Raises `NoWorkerError`."""
         return self.priced(request).decision
 
     def priced(self, request: RouteRequest) -> Explained:
@@ -288,8 +289,8 @@ class LiveRouter:
         self.metrics.inc(m.TENANT_REQUESTS, self.metrics.tenant(tenant), outcome)
 
     def retry_after_s(self, model: str = "") -> float:
-        """When it makes sense to come back: the least backlog of any worker, of `model` if that is
-        given, or its next trial."""
+        """Seconds until it makes sense to come back: the least backlog of any worker, of `model` if
+        that is given, or its next trial."""
         now_s, gone = self.now_s(), self.members.blocked().gone
         backlogs = self.router.backlogs_s(now_s).items()
         able = {announced.worker for announced in self.announcements(model)}
@@ -305,7 +306,7 @@ class LiveRouter:
     # -- workers ------------------------------------------------------------------------------
 
     def announcements(self, model: str = "") -> list[Announcement]:
-        """Of the workers that serve `model`, of all if none is given."""
+        """Announcements of the workers that serve `model`, of all if none is given."""
         known = (state.announcement for state in self.router.workers.values())
         return [announced for announced in known if model in ("", announced.model)]
 
@@ -357,7 +358,7 @@ class LiveRouter:
         report, worker = report.renamed(self.records.own), report.worker
         self.router.report(report, self.now_s())
         if any(request_id not in self.router for request_id in report.finished):
-            # Not ours in flight, whose ends `release` brings too.
+            # Others' requests; the ends of ours `release` brings, too.
             self.suspects.ended(worker, self.now_s())
         node = state.announcement.node
         host = "lmcache" if state.announcement.tier == "lmcache" else "host"

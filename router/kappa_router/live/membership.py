@@ -1,4 +1,4 @@
-"""Which workers are in the cluster: they join, drain, leave, fall silent, stall, fail, come back.
+"""The workers of the cluster: they join, drain, leave, fall silent, stall, fail, come back.
 
 One that seems gone, by its connection or its reports, is not chosen (its breaker is open), what
 waited for it is tried elsewhere, what it reported is invalid. One that Ray took off the registry
@@ -34,7 +34,7 @@ _CHECK_EVERY_S = 0.25
 # An event loop that turns no sooner stands still, and reads no report meanwhile.
 _LONGEST_TURN_S = 2 * _CHECK_EVERY_S
 _UNREADABLE_S = 60.0
-# A request or a step may take so many times as long as was expected before its engine stalls.
+# The multiple of the expected seconds that a request or a step may take before its engine stalls.
 _PATIENCE = 4.0
 
 Progress = tuple[float, ...]
@@ -45,16 +45,19 @@ progress_of: Callable[[WorkerReport], Progress] = attrgetter(
 
 
 class Follower(Protocol):
-    """Follows one worker, and calls a `StreamListener`. synced: its state is known; connected: it
-    answers; alive: it is still followed; events: blocks stored, by tier, and events left out, by
-    why."""
+    """Follows one worker, and calls a `StreamListener`."""
 
+    # Its state is known.
     synced: bool
+    # It answers.
     connected: bool
+    # Blocks stored, by tier, and events left out, by why.
     events: Counter[str]
 
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """Whether it is still followed."""
+
     async def close(self) -> None: ...
 
 
@@ -63,7 +66,7 @@ Follow = Callable[[Announcement, StreamListener], Follower]
 
 @dataclass(frozen=True, slots=True)
 class MembershipRule:
-    """How long a worker may give no sign."""
+    """The times for which a worker may give no sign."""
 
     stall_after_s: float = 5.0
     """A worker without a report, or an engine with work and without progress, for so long counts as
@@ -93,9 +96,9 @@ class AwakeClock:
 
 
 class MembershipListener(Protocol):
-    """What is called after the router knows of a change, on the event loop. worker_left: with the
-    ids of its requests in flight. worker_died: while they are still in flight. node_renamed: nobody
-    has the name any more."""
+    """Hears of a change after the router does, on the event loop. worker_left: with the ids of its
+    requests in flight. worker_died: while they are still in flight. node_renamed: no worker has the
+    name any more."""
 
     def worker_joined(self, announcement: Announcement) -> None: ...
     def worker_left(self, worker: str, node: str, lost: list[str]) -> None: ...
@@ -110,15 +113,19 @@ class MembershipListener(Protocol):
 
 @dataclass(slots=True)
 class Member:
-    """One worker, beside what the router knows of it. reported_s, moved_s: by the `AwakeClock`."""
+    """One worker, as membership follows it."""
 
     deployment: str
     announced: Mapping[str, Any]
     subscriber: Follower
+    # Its last report, by the `AwakeClock`; None before the first.
     reported_s: float | None = None
+    # The latest end of its draining; None: it does not drain.
     leaves_by_s: float | None = None
+    # Its engine's last known progress, and when that moved, by the `AwakeClock`.
     progress: Progress | None = None
     moved_s: float = 0.0
+    # The progress at which it stalled; None: it moves.
     stalled_at: Progress | None = None
 
     @property
@@ -131,7 +138,7 @@ class Member:
         return str(self.announced["node"]["name"])
 
     def stalled_s(self, progress: Progress, *, busy: bool, now_s: float) -> float:
-        """For how long its engine has had work and made no progress; an idle one never stalls."""
+        """Seconds for which its engine had work and made no progress; an idle one never stalls."""
         if not busy or progress != self.progress:
             self.progress, self.moved_s = progress, now_s
         return now_s - self.moved_s
@@ -152,8 +159,8 @@ class Membership:
         self.rule = rule
         self.breakers = Breakers(rule.breaker)
         self.waits = Waits()
-        # Called at every check with a worker whose engine has stalled for so long that the streams
-        # which it began should end.
+        # Called at every check with each worker that has stalled for so long that the streams which
+        # its engine began should end.
         self.on_hung: Callable[[str], None] = lambda worker: None
         self.refused: dict[str, str] = {}
         self._router, self._registry, self._clock = router, registry, clock
@@ -187,7 +194,7 @@ class Membership:
         return bool(self._members) and all(m.subscriber.synced for m in self._members.values())
 
     def fault(self) -> str:
-        """Why this decider can follow the workers no more and should be replaced; empty: it can. A
+        """The reason why this decider cannot follow workers and should be replaced; empty: none. A
         single worker that cannot be read is that worker's fault as likely as ours; if no connected
         one can, it is ours."""
         if self._watch.done():
@@ -201,7 +208,7 @@ class Membership:
         return ""
 
     def blocked(self) -> Blocked:
-        """Who must not be chosen now: those that drain count as gone."""
+        """The workers that must not be chosen now: those that drain count as gone."""
         blocked = self.breakers.blocked(self._clock())
         draining = [worker for worker, m in self._members.items() if m.leaves_by_s is not None]
         return Blocked(blocked.gone.union(draining), blocked.failing) if draining else blocked
@@ -227,7 +234,7 @@ class Membership:
     # -- of requests --------------------------------------------------------------------------
 
     def failed(self, worker: str, why: str) -> None:
-        """A request's answer names what is wrong with its worker, in one word."""
+        """A request's answer names its worker's fault, in one word."""
         if why in (DIED, ENGINE_DIED):
             self._note_death(worker)
         if why == ENGINE_DIED:  # Its replica will end itself.
@@ -271,7 +278,7 @@ class Membership:
             if self.refused.get(worker) != str(error):
                 self.refused[worker] = str(error)
                 log.error("worker_refused", worker=worker, reason=str(error))
-            # What it was is not what it announces now: nothing of it may be used.
+            # It is no longer what it was: nothing that is known of it may be used.
             self._leave(worker, "mismatch")
             return
         self.refused.pop(worker, None)
@@ -395,7 +402,7 @@ class Membership:
                 self.on_hung(worker)
 
     def _note_death(self, worker: str) -> None:
-        """The end of one that drains is nobody's fault."""
+        """A worker died; the end of one that drains is no fault."""
         member = self._members.get(worker)
         if member is not None and not member.draining:
             self._listener.worker_died(worker)

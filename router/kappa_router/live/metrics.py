@@ -11,9 +11,9 @@ from kappa import metrics as m
 from kappa.metrics import Metric
 from kappa.protocol import WorkerReport
 
-# So many tenants have labels of their own; all further ones share one.
+# Tenants with labels of their own; all further ones share one.
 _TENANT_LABELS = 256
-# Workers that left whose totals are remembered: one that comes back must not count twice.
+# Totals of workers that left are remembered: one that comes back must not count twice.
 _MAX_GONE = 64
 
 ENGINE_STATES = ("waiting", "loading", "running")
@@ -70,7 +70,7 @@ class RouterMetrics:
             self._child(metric, labels).observe(value)
 
     def total(self, metric: Metric, *labels: str, to: float, source: str = "") -> None:
-        """Bring a counter up to a total that `source` counts; a fall means that it started anew."""
+        """Bring a counter up to a total that `source` counts; a fall means that it restarted."""
         key, totals = (metric.name, labels), self._totals.setdefault(source, {})
         known = totals.get(key)
         if self._counting and known != to:

@@ -1,4 +1,4 @@
-"""Which replicas exist: Ray Serve announces them to its request router, on a thread of its own,
+"""The replicas that exist: Ray Serve announces them to its request router, on a thread of its own,
 which publishes them here; the decider reads them on its own loop. Plain data under a lock."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ Listener = Callable[[str, Announcements, frozenset[str]], None]
 
 class ReplicaRegistry:
     """Announcements by deployment and replica id; an empty one means not ready yet. A listener is
-    called with the deployment, all that is published of it, and which of its replicas are known to
-    have died. One that is missing otherwise may be finishing its requests."""
+    called with the deployment, all its announcements, and which of its replicas are known to have
+    died. One that is missing otherwise may be finishing its requests."""
 
     def __init__(self) -> None:
         # Held while listeners run, so that each sees all changes in their order.
@@ -25,7 +25,7 @@ class ReplicaRegistry:
     def publish(
         self, deployment: str, announcements: Announcements, died: frozenset[str] = frozenset()
     ) -> None:
-        """Replace what is known of a deployment's replicas; listeners run here: none may wait."""
+        """Replace a deployment's announcements; listeners run here: none may wait."""
         with self._lock:
             self._published[deployment] = dict(announcements)
             for listener in list(self._listeners):

@@ -1,5 +1,5 @@
 """Tasks that must not end: one that fails is started again, later and later, and it is counted. An
-exception in a task that nobody awaits would end it silently."""
+exception in a task that is not awaited would end it silently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def supervised(
     task: str, run: Callable[[], Awaitable[None]], on_restart: Callable[[str], None], worker: str
 ) -> None:
     """Run `run` again and again until cancelled; `on_restart(task)` is called before each restart.
-    worker: whom it follows, for the log; empty: nobody."""
+    worker: whom it follows, for the log; empty: none."""
     attempt = 0
     while True:
         begun_s, error = time.monotonic(), "it returned"

@@ -1,6 +1,6 @@
-"""Which requests may have killed an engine, and what follows for them. Pure.
+"""Requests that may have killed an engine, and the consequences for them. Pure.
 
-What is known of a death is who was in the engine: a request that was alone there is not passed on;
+A death is known by the requests in the engine: one that was alone there is not passed on;
 among several each may be innocent, and is passed on once. A content that two dead engines had in
 them, and none served in between, is refused. See docs/adr/0008-a-request-that-kills-engines.md."""
 
@@ -13,7 +13,7 @@ from typing import Literal
 Blame = Literal["retry", "alone", "killer"]
 
 DEATHS = 2
-"""So many engines died of a content that is refused from then on."""
+"""Deaths of engines by one content, which is refused from then on."""
 
 MEMORY = 1024
 KEPT_S = 600.0
@@ -21,7 +21,7 @@ KEPT_S = 600.0
 _RECENT_S = 10.0
 # All who were in an engine learn of its death within this.
 _DEATH_S = 10.0
-# A machine whose idle engine died so recently is what is wrong.
+# An idle engine that died within this blames its machine.
 _IDLE_DEATH_S = 60.0
 
 
@@ -58,8 +58,8 @@ class Suspects:
         self._ended_s[worker] = now_s
 
     def died(self, worker: str, node: str, in_flight: int, now_s: float) -> None:
-        """A worker's engine died, or its process, with `in_flight` requests there; first of all
-        signs of it."""
+        """A worker's engine died, or its process, with `in_flight` requests there; only the first
+        sign counts."""
         known = self._deaths.get(worker)
         if known is not None and now_s - known.at_s <= _DEATH_S:
             return
@@ -72,7 +72,7 @@ class Suspects:
         self._forget(now_s)
 
     def left(self, worker: str) -> None:
-        """A worker is gone; of its death those learn that were in it, and nobody later."""
+        """A worker is gone; only requests that were in it learn of its death."""
         self._ended_s.pop(worker, None)
 
     def blame(self, worker: str, digest: str, now_s: float) -> Blame:

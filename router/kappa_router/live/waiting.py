@@ -62,7 +62,7 @@ class Wait:
 
 
 class Waits:
-    """Who waits for which worker."""
+    """The requests that wait for each worker."""
 
     def __init__(self) -> None:
         self._by_worker: defaultdict[str, set[Wait]] = defaultdict(set)

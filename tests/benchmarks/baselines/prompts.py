@@ -26,3 +26,9 @@ def offer(in_flight, prompt="", session="", workers=None, **arrays) -> Estimates
         *rows, names=workers, block_tokens=BLOCK, prompt_tokens=BLOCK * len(prompt),
         prefix_hashes=chain(prompt), session=session,
     )  # fmt: skip
+
+
+def chosen(policy, *args, **arrays) -> tuple[int, str]:
+    """The row that a policy picks of an offer, and why."""
+    choice = policy.choose(offer(*args, **arrays))
+    return choice.index, choice.reason

@@ -9,7 +9,7 @@ from kappa_benchmarks.baselines.routing.catalogue import BASELINES, baseline_nam
 from kappa_benchmarks.baselines.routing.dynamo import Dynamo
 from kappa_benchmarks.baselines.routing.llm_d import LlmD
 from kappa_router.policy import policy_named
-from tests.benchmarks.baselines.prompts import BLOCK, offer
+from tests.benchmarks.baselines.prompts import BLOCK, chosen, offer
 
 NUMBERS = count()
 EVERY = [
@@ -165,11 +165,10 @@ def test_ray_follows_the_longest_prefix_whatever_the_queue():
     policy = made("ray_prefix")
     route(policy, offer([0, 0, 0], "aaaa"), row=1)
     route(policy, offer([0, 0, 0], "aaaabbbb"), row=2)
-    choice = policy.choose(offer([0, 0, 50], "aaaabbbbcc"))
-    assert (choice.index, choice.reason) == (2, "prefix_match")
+    assert chosen(policy, [0, 0, 50], "aaaabbbbcc") == (2, "prefix_match")
     # Both were sent the first half of this one: the lower queue.
     assert policy.choose(offer([0, 3, 50], "aaaacccc")).index == 1
-    # A match within a run counts for whoever was sent the run.
+    # A match within a run counts for the worker that was sent the run.
     assert policy.choose(offer([0, 3, 50], "aaaabb")).index == 2
 
 
@@ -178,8 +177,7 @@ def test_ray_sends_strangers_to_the_smallest_tree():
     route(policy, offer([0, 0, 0], "aaaa"), row=0)
     route(policy, offer([0, 0, 0], "bb"), row=1)
     route(policy, offer([0, 0, 0], "ccc"), row=2)
-    choice = policy.choose(offer([0, 9, 0], "dddd"))
-    assert (choice.index, choice.reason) == (1, "smallest_tree")
+    assert chosen(policy, [0, 9, 0], "dddd") == (1, "smallest_tree")
     route(policy, offer([0, 0, 0], "bbb"), row=1)
     assert policy.choose(offer([0, 9, 0], "dddd")).index == 2
 
@@ -198,8 +196,7 @@ def test_sglang_needs_more_than_the_threshold():
     policy = made("sglang_cache_aware")
     route(policy, offer([0, 0], "abc"), row=1)
     assert policy.choose(offer([0, 5], "abc1234567")).reason == "shortest_queue"
-    choice = policy.choose(offer([0, 5], "abc123456"))
-    assert (choice.index, choice.reason) == (1, "prefix_match")
+    assert chosen(policy, [0, 5], "abc123456") == (1, "prefix_match")
 
 
 def test_sglang_is_imbalanced_only_if_both_tests_say_so():
@@ -229,15 +226,21 @@ def test_sglang_sends_lone_strangers_to_the_first_worker():
 def test_sglang_takes_the_first_worker_without_its_match():
     policy = made("sglang_cache_aware")
     route(policy, offer([0, 0, 0], "abcd"), row=1)
-    choice = policy.choose(offer([5, 0], "abcd", workers=["w0", "w2"]))
-    assert (choice.index, choice.reason) == (0, "match_not_on_offer")
+    assert chosen(policy, [5, 0], "abcd", workers=["w0", "w2"]) == (0, "match_not_on_offer")
 
 
-def test_sglang_bounds_its_tree():
-    policy = made("sglang_cache_aware:max_tree_tokens=160")
+@pytest.mark.parametrize(
+    ("spec", "forgotten"),
+    [
+        ("sglang_cache_aware:max_tree_tokens=160", "shortest_queue"),
+        ("aibrix:max_blocks=10", "fewest_requests"),
+    ],
+)
+def test_bounded_memory_forgets_the_oldest_prompt(spec, forgotten):
+    policy = made(spec)
     route(policy, offer([0, 0], "abcdefgh"), row=1)
     route(policy, offer([0, 0], "stuvwxyz"), row=1)
-    assert policy.choose(offer([0, 0], "abcdefgh")).reason == "shortest_queue"
+    assert policy.choose(offer([0, 0], "abcdefgh")).reason == forgotten
     assert policy.choose(offer([0, 0], "stuvwxyz")).reason == "prefix_match"
 
 
@@ -321,7 +324,7 @@ def test_llm_d_takes_turns_among_equals():
     level = offer([0, 0], "ab", waiting=[3, 3], resident_tokens=[10, 0])
     best = policy.choose(level)
     assert (best.index, best.reason) == (1, "highest_score")
-    assert policy.choose(estimates).index == 0, "a choice that was no tie took nobody's turn"
+    assert policy.choose(estimates).index == 0, "a choice that was no tie took no turn"
     assert policy.score(level).tolist() == pytest.approx([1.99, 2.0])
 
 
@@ -335,8 +338,7 @@ def test_aibrix_takes_the_longest_match_that_is_not_too_busy():
     # mean 2.25, sample sigma 0.5: worker 0 may have up to 2.75 requests.
     assert policy.choose(offer([2, 3, 2, 2], "abcdefgh")).index == 0
     # mean 1.25, sigma 0.5: the best match has 2 requests, the next 1.
-    choice = policy.choose(offer([2, 1, 1, 1], "abcdefgh"))
-    assert (choice.index, choice.reason) == (1, "prefix_match")
+    assert chosen(policy, [2, 1, 1, 1], "abcdefgh") == (1, "prefix_match")
     wide = made("aibrix:sigmas=3")
     route(wide, offer([0] * 4, "abcdefgh"), row=0)
     assert wide.choose(offer([2, 1, 1, 1], "abcdefgh")).index == 0
@@ -359,23 +361,13 @@ def test_aibrix_gate_leaves_only_the_idlest_to_match():
     policy = made("aibrix:sigmas=9")
     route(policy, offer([0] * 4, "abcd"), row=0)
     # max 8 > 2 · (2 + 1), gap 8: worker 0 may not match.
-    choice = policy.choose(offer([8, 0, 0, 0], "abcd"))
-    assert choice.index != 0
-    assert choice.reason == "fewest_requests"
+    index, reason = chosen(policy, [8, 0, 0, 0], "abcd")
+    assert (index != 0, reason) == (True, "fewest_requests")
     assert policy.choose(offer([7, 0, 0, 0], "abcd")).index == 0
     # 8 > 2 · (2.75 + 1), but the gap is 7.
     assert policy.choose(offer([8, 1, 1, 1], "abcd")).index == 0
     route(policy, offer([0] * 4, "ab"), row=2)
-    choice = policy.choose(offer([8, 0, 0, 0], "abcd"))
-    assert (choice.index, choice.reason) == (2, "prefix_match")
-
-
-def test_aibrix_bounds_its_blocks():
-    policy = made("aibrix:max_blocks=10")
-    route(policy, offer([0, 0], "abcdef"), row=0)
-    route(policy, offer([0, 0], "uvwxyz"), row=1)
-    assert policy.choose(offer([0, 0], "abcdef")).reason == "fewest_requests"
-    assert policy.choose(offer([0, 0], "uvwxyz")).reason == "prefix_match"
+    assert chosen(policy, [8, 0, 0, 0], "abcd") == (2, "prefix_match")
 
 
 # -- production-stack -----------------------------------------------------------------------------

@@ -8,13 +8,7 @@ import pytest
 from kappa_benchmarks.baselines.routing.catalogue import baseline_named as made
 from kappa_benchmarks.baselines.routing.dynamo import DynamoJsew
 from kappa_benchmarks.baselines.routing.learner import Ridge, features
-from tests.benchmarks.baselines.prompts import offer
-
-
-def chosen(policy, *args, **arrays):
-    choice = policy.choose(offer(*args, **arrays))
-    return choice.index, choice.reason
-
+from tests.benchmarks.baselines.prompts import chosen, offer
 
 # -- LMetric ---------------------------------------------------------------------------------------
 
@@ -40,7 +34,7 @@ def test_lmetric_leaves_out_the_holder_of_a_hot_prefix():
     # All of the window is of this class, one of four holds it: 1 * 3 > 0 * 1.
     found = [chosen(policy, [2, 1, 1, 1], "a" * 10, **held) for _ in range(2)]
     assert found == [(0, "least_product"), (1, "hot_spot")]
-    # Of another class, held by nobody.
+    # Of another class, which no worker holds.
     assert chosen(policy, [2, 1, 1, 1], "b" * 10)[1] == "least_product"
 
 

@@ -1,4 +1,4 @@
-"""The live fuzz against a real HTTP server that misbehaves: what is complained of, and that
+"""The live fuzz against a real HTTP server that misbehaves: its complaints, and that
 a worker's death is found with the requests that were open then."""
 
 import json
@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kappa_benchmarks.faults import fuzz as fuzzing
 from kappa_benchmarks.faults.bodies import CHAT
@@ -37,7 +38,7 @@ class Endpoint:
 
 
 class FakeTarget:
-    """A target whose only worker is a process of ours."""
+    """A target with one worker, which is a process of ours."""
 
     model = "m"
 
@@ -81,17 +82,10 @@ def quick(monkeypatch):
 async def fuzzed(hostile, process, count=60, left=0):
     app = web.Application(client_max_size=1 << 24)
     app.router.add_route("*", "/{path:.*}", Endpoint(hostile).answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    target = FakeTarget(f"http://127.0.0.1:{runner.addresses[0][1]}", process.pid)
-    target.left = left
-    try:
-        plan = FuzzPlan(count, 5, SCHEMAS, at_once=4, bound_s=10.0)
-        return await fuzz(target, plan)
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as server:
+        target = FakeTarget(str(server.make_url("")).rstrip("/"), process.pid)
+        target.left = left
+        return await fuzz(target, FuzzPlan(count, 5, SCHEMAS, at_once=4, bound_s=10.0))
 
 
 def refuse(_request):

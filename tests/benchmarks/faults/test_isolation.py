@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kappa_benchmarks.faults import isolation as isolating
 from kappa_benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE
@@ -34,16 +35,10 @@ async def test_every_kind_of_traffic_sends_what_it_says(name, monkeypatch):
 
     app = web.Application(client_max_size=1 << 24)
     app.router.add_route("*", "/{path:.*}", endpoint)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     monkeypatch.setattr(isolating, "_SLOW_S", 0.0)
-    try:
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        loop = asyncio.get_running_loop()
-        statuses = await loop.run_in_executor(None, attack, url, "m", name, 1.0)
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        statuses = await asyncio.to_thread(attack, url, "m", name, 1.0)
     assert set(statuses) == {"429"}
     method, path, body = got[0]
     if name == "decisions":

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kappa_benchmarks.faults.cluster import FaultsError
 from kappa_benchmarks.faults.storm import KillPlan, kill_workers, open_streams
@@ -51,14 +52,9 @@ async def served():
     endpoint = Endpoint()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", endpoint.chat)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]
-    yield endpoint, f"http://127.0.0.1:{port}"
-    endpoint.gate.set()
-    await runner.cleanup()
+    async with TestServer(app) as server:
+        yield endpoint, str(server.make_url("")).rstrip("/")
+        endpoint.gate.set()
 
 
 QUIET = Mix(clients=0, documents=4, words=20)

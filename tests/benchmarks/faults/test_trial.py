@@ -92,7 +92,7 @@ def test_what_a_fault_may_refuse_is_no_loss_once_it_is_done():
 
 
 class Cluster:
-    """A target that reports `found` of each request, and so many reservations."""
+    """A target that reports `found` of each request, and this number of reservations."""
 
     def __init__(self, found=(), reservations=0):
         self.found, self.held, self.family = found, reservations, self
@@ -131,7 +131,9 @@ async def test_predictions_are_compared_with_what_was_found(monkeypatch, device,
     assert all(wrong in complaint for complaint in after.complaints)
 
 
-@pytest.mark.parametrize(("reservations", "word"), [(0, None), (2, "2 reser"), (-1, "nobody rep")])
+@pytest.mark.parametrize(
+    ("reservations", "word"), [(0, None), (2, "2 reser"), (-1, "does not report")]
+)
 async def test_reservations_that_nobody_reports_are_no_kept_promise(reservations, word):
     fault, cluster = fault_named("controller_killed"), Cluster(reservations=reservations)
     after = await settled(cluster, fault, cluster, True, None)

@@ -1,4 +1,4 @@
-"""The ladder's processes, their times, and what is written."""
+"""The ladder's processes, their times, and the files that they write."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def writing(rows, *command):
     return argv
 
 
-def test_a_rung_out_of_time_is_ended_and_keeps_what_it_measured(tmp_path):
-    row = run_rung("rates", writing([COPY], "sleep", "600"), tmp_path, 0.5)
-    assert row["status"] == "out of time" and row["rows"] == [COPY]
-    assert row["why"] == ["ended after 0 s"]
-
-
-def test_a_rung_that_dies_says_how_and_keeps_what_it_measured(tmp_path):
-    argv = writing([COPY], "sh", "-c", "echo CUDA error: no memory >&2; exit 3")
-    row = run_rung("rates", argv, tmp_path, 60)
-    assert row["status"] == "failed" and row["rows"] == [COPY]
-    assert row["why"] == ["its process ended with 3:\nCUDA error: no memory"]
+@pytest.mark.parametrize(
+    ("command", "limit_s", "status", "why"),
+    [
+        (("sleep", "600"), 0.5, "out of time", "ended after 0 s"),
+        (("sh", "-c", "echo CUDA error: no memory >&2; exit 3"), 60, "failed",
+         "its process ended with 3:\nCUDA error: no memory"),
+    ],
+)  # fmt: skip
+def test_rung_that_ends_badly_keeps_what_it_measured(tmp_path, command, limit_s, status, why):
+    row = run_rung("rates", writing([COPY], *command), tmp_path, limit_s)
+    assert (row["status"], row["rows"], row["why"]) == (status, [COPY], [why])
 
 
 def test_a_rung_that_ends_well_tells_what_it_found(tmp_path, capfd):

@@ -11,7 +11,7 @@ COPY = {"kind": "copy", "way": "to the device, pageable", "layout": "whole", "by
 
 
 def cells(token_s, load_token_s, *, share=1.0, wait_s=0.0):
-    """Of an engine with these constants, whose TTFT has a wait that no constant explains."""
+    """Of an engine with these constants; its TTFT has a wait that no constant explains."""
     rows = [{"kind": "engine", "arm": "vllm", "kv_bytes": 1000.0, "serial_share": share,
              "tier": "own"}]  # fmt: skip
     for cached in (1_000, 2_000, 4_000):
@@ -62,8 +62,8 @@ def test_every_kind_of_row_is_told_and_drawn():
     assert told == [
         "to the device, pageable, whole: 2 GB/s",
         "product of 16 tokens: 3 TFLOP/s",
-        "torch (tier own): equal; 64 of 72 tokens found; log-probabilities moved by 0 (computed "
-        "anew 1e-06, another prompt 2)",
+        "torch (tier own): equal; 64 of 72 tokens found; log-probabilities moved by 0 (recomputed "
+        "1e-06, another prompt 2)",
         "vllm: κ_crit 100, loads at 1 GB/s, TTFT predicted within 0% (median), 0% (most)",
         "eager, batch 4: step 4 ms, between tokens 5 ms",
         "vllm, loads none: TTFT 250 ms (longest 500 ms), step unknown (longest unknown)",

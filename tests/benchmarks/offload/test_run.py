@@ -177,7 +177,7 @@ def test_sparse_answers_stand_beside_exact_attention(result):
     half = found["clo 1/2"]
     assert abs(half["perplexity_loss"]) > 1e-4
     assert half["perplexity_loss_low"] < half["perplexity_loss"] < half["perplexity_loss_high"]
-    # Nobody hides numbers in random tokens.
+    # Random tokens hide no numbers.
     assert half["found"] is None
 
 
@@ -204,7 +204,7 @@ def test_trained_model_not_fetched_leaves_its_cells_out(monkeypatch, tmp_path):
     assert "smollm2-135m is not here" in done["left_out"][0]["why"] and not done["rows"]
 
 
-# -- what is refused or left out ------------------------------------------------------------------
+# -- refused or left out --------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_table_and_json_alone():

@@ -1,4 +1,4 @@
-"""`kappa bench capacity`: the search, its intervals, and a node whose capacity is known."""
+"""`kappa bench capacity`: the search, its intervals, and a node of known capacity."""
 
 import json
 import math
@@ -113,8 +113,8 @@ def test_our_rule_is_compared_on_like_nodes_and_on_stock_ones():
 
 
 def share_in_time(use, services=4):
-    """P(wait <= so many services) in a queue with Poisson arrivals and equal service times (Erlang
-    1909), of `use` in service times a unit of time."""
+    """P(wait <= `services` services) in a queue with Poisson arrivals and equal service times
+    (Erlang 1909), of `use` in service times a unit of time."""
     parts = [
         (-use * (services - k)) ** k / math.factorial(k) * math.exp(use * (services - k))
         for k in range(services + 1)

@@ -1,4 +1,4 @@
-"""`kappa bench regret`: the search finds what trying every plan finds, and counts what is left."""
+"""`kappa bench regret`: the search finds the same as trying every plan, and counts the rest."""
 
 import json
 import random

@@ -127,18 +127,18 @@ def test_a_cell_is_evaluated_by_its_whole_interval(ours, peer, verdict):
     assert facts["counts"]["p99"] == {w: int(w == verdict) for w in ("held", "open", "lost")}
 
 
-def test_the_best_peer_is_no_policy_of_ours_and_has_all_seeds():
-    rows = cell_rows([2.0, 2.0], [3.0, 3.0])
-    rows += [row("ttft", s, 0.1) for s in range(2)] + [row("llm_d", 0, 0.1)]
+@pytest.mark.parametrize(
+    "others",
+    [
+        [row("ttft", s, 0.1) for s in range(2)],  # a policy of ours
+        [row("llm_d", 0, 0.1)],  # not of all seeds
+        [row("llm_d", s, None, p50=None) for s in range(2)],  # it serves nothing
+    ],
+)
+def test_best_peer_is_a_foreign_one_that_serves_at_all_seeds(others):
+    rows = [*cell_rows([2.0, 2.0], [3.0, 3.0]), *others]
     verdicts = report.summary(rows, "priced", grid.OURS)["verdicts"]
     assert {v["peer"] for v in verdicts} == {"dynamo"}
-
-
-def test_a_peer_that_serves_nothing_is_never_the_best():
-    rows = cell_rows([2.0, 2.0], [3.0, 3.0])
-    rows += [row("llm_d", s, None, p50=None) for s in range(2)]
-    found = report.summary(rows, "priced", grid.OURS)
-    assert {v["peer"] for v in found["verdicts"]} == {"dynamo"}
 
 
 def test_faults_are_compared_with_the_same_policy_without():

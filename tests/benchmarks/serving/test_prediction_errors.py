@@ -103,7 +103,7 @@ def test_a_baseline_may_know_prompts_by_their_length():
 
 
 def known(actual_s):
-    """A warm-up whose median, by ratio and by length, is this."""
+    """A warm-up with this median, by ratio and by length."""
     return [outcome(f"w{i}", -20.0, took=(0.0, actual_s)) for i in range(3)]
 
 

@@ -272,7 +272,7 @@ def test_unpaced_nodes_are_mirrored_as_measured():
     assert [each.worker for each in mirror.announcements] == ["whole", "half"]
 
 
-# -- what is made of it -----------------------------------------------------------------------
+# -- rows and rankings ------------------------------------------------------------------------
 
 
 def cell(policy, real, sim, load=0.8):

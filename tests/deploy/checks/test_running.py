@@ -68,7 +68,7 @@ def checked(name, **changes):
 
 
 def node(**changes):
-    """A node with changes; `totals__x=1` changes what is inside."""
+    """A node with changes; `totals__x=1` changes x inside totals."""
     made = copy.deepcopy(NODE)
     for place, value in changes.items():
         *outer, last = place.split("__")
@@ -85,7 +85,7 @@ def test_every_check_passes_where_all_is_well():
     assert all(row.what for row in rows)
 
 
-# Of each check: what is not well, what it says of it.
+# Of each check: a bad state, and the words for it.
 ON_NODES = [
     ("workers", {"breaker__state": "open", "breaker__why": "stalled"}, "fail", "a open (stalled)"),
     ("workers", {"seen_s_ago": 11.0}, "fail", "a silent for 11 s"),
@@ -195,7 +195,7 @@ def test_every_check_has_a_case_in_which_it_does_not_pass():
 # -- the command
 
 
-def test_of_this_machine_alone_the_rest_is_skipped_and_says_how_it_is_checked():
+def test_doctor_without_a_url_skips_the_cluster_and_says_how():
     done = CliRunner().invoke(app, ["doctor", "--json"])
     found = json.loads(done.stdout)
     rows = {row["check"]: row for row in found["checks"]}
@@ -218,7 +218,7 @@ def test_where_nobody_answers_the_command_says_so():
 
 
 def decider(expected, found, told=True):
-    """A decider that expects and finds so many tokens, and knows of the prompt if `told`."""
+    """A decider that expects and finds these tokens, and knows of the prompt if `told`."""
     sent, ids = [], []
 
     def answer(request):

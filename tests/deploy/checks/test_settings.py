@@ -25,7 +25,13 @@ FETCHING = {"router": {"policy": "priced_fetch"}}
 STOCK = {"host_tier": "stock"}
 STOCK_CLUSTER = {"engine": STOCK, "scheduler": {"name": "stock"}}
 DISK = {"disk_dir": "/data", "disk_bytes": 1 << 30}
+A_POOL = [{"name": "a"}]
 A_GPU_POOL = [{"name": "a", "placement": {"gpus": 1}}]
+PACED = [{"name": "a", "paced": True}]
+PREFILL = [{"name": "a", "role": "prefill"}, {"name": "b"}]
+LMCACHE = {"host_tier": "lmcache"}
+LAYERS = {"load": "layers"}
+FIFO = {"scheduler": {"link_order": "fifo"}}
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_ray_starts")]
 
@@ -59,99 +65,48 @@ def test_keys_in_the_clear_are_warned_of_by_number_not_by_name():
 @pytest.mark.parametrize(
     ("pools", "more", "message"),
     [
-        ([{"name": "a", "paced": True}], {"engine": "torch"}, "cannot be paced, but nodes a are"),
-        ([{"name": "a"}], {"engine": "emulated"}, "no speed but its pace, and nodes a are"),
-        (
-            [{"name": "a"}],
-            {"engine": "torch", "scheduler": {"name": "stock"}},
-            "scheduler.name is stock",
-        ),
-        ([{"name": "a", "paced": True, "placement": {"gpus": 1}}], {}, "has its own speed"),
-        (
-            [{"name": "a", "placement": {"gpus": 1}}, {"name": "b"}],
-            {"engine": {"dtype": "bfloat16"}},
-            "none could use another's blocks: give engine.block_tokens",
-        ),
-        (
-            [{"name": "a", "placement": {"gpus": 1}}],
-            {"engine": {"host_tier": "lmcache"}},
-            "lmcache must know the size of blocks",
-        ),
-        (
-            [{"name": "a", "placement": {"gpus": 2}}],
-            {"engine": "torch"},
-            "engine.kind torch runs on one GPU, and placement.gpus is 2",
-        ),
-        (
-            [{"name": "a", "placement": {"gpus": 4}}],
-            {"engine": {"extra": {"tensor_parallel_size": 2}}},
-            "among 2 ranks (tensor_parallel_size 2, pipeline_parallel_size 1)",
-        ),
-        (
-            [{"name": "a", "role": "prefill", "engine": {"host_bytes": 0}}, {"name": "b"}],
-            {},
-            "pool a's engine.host_bytes is 0: make every pool's role both, or change the pool",
-        ),
-        (
-            [{"name": "a", "role": "prefill"}, {"name": "b"}],
-            {"transfer": {"connector": "nixl"}},
-            "pool a has no GPU",
-        ),
-        (
-            [{"name": "a", "role": "prefill"}, {"name": "b"}],
-            {"engine": {"host_tier": "lmcache"}},
-            "transfer.connector peers has workers read each other's host tiers, which host_tier "
-            "auto can, and pool a's host tier is lmcache",
-        ),
-        (
-            A_GPU_POOL,
-            {"engine": {"host_tier": "own"}},
-            "host_tier own copies between tensors of a CPU",
-        ),
-        ([{"name": "a"}], {"engine": {"host_tier": "native"}}, "native needs a GPU, and placement"),
-        (A_GPU_POOL, {"engine": {"load": "layers"}}, "placement.gpus is 1, scheduler.name fair"),
-        (
-            [{"name": "a"}],
-            {"engine": {"load": "layers"}, "scheduler": {"name": "stock"}},
-            "placement.gpus is 0, scheduler.name stock: say ahead",
-        ),
+        (PACED, {"engine": "torch"}, "cannot be paced, but nodes a are"),
+        (A_POOL, {"engine": "emulated"}, "no speed but its pace, and nodes a are"),
+        (A_POOL, {"engine": "torch", "scheduler": {"name": "stock"}}, "scheduler.name is stock"),
+        ([{**PACED[0], "placement": {"gpus": 1}}], {}, "has its own speed"),
+        ([*A_GPU_POOL, {"name": "b"}], {"engine": {"dtype": "bfloat16"}},
+         "none could use another's blocks: give engine.block_tokens"),
+        (A_GPU_POOL, {"engine": LMCACHE}, "lmcache must know the size of blocks"),
+        ([{"name": "a", "placement": {"gpus": 2}}], {"engine": "torch"},
+         "engine.kind torch runs on one GPU, and placement.gpus is 2"),
+        ([{"name": "a", "placement": {"gpus": 4}}],
+         {"engine": {"extra": {"tensor_parallel_size": 2}}},
+         "among 2 ranks (tensor_parallel_size 2, pipeline_parallel_size 1)"),
+        ([{**PREFILL[0], "engine": {"host_bytes": 0}}, {"name": "b"}], {},
+         "pool a's engine.host_bytes is 0: make every pool's role both, or change the pool"),
+        (PREFILL, {"transfer": {"connector": "nixl"}}, "pool a has no GPU"),
+        (PREFILL, {"engine": LMCACHE},
+         "transfer.connector peers has workers read each other's host tiers, which host_tier "
+         "auto can, and pool a's host tier is lmcache"),
+        (A_GPU_POOL, {"engine": {"host_tier": "own"}}, "own copies between tensors of a CPU"),
+        (A_POOL, {"engine": {"host_tier": "native"}}, "native needs a GPU, and placement"),
+        (A_GPU_POOL, {"engine": LAYERS}, "placement.gpus is 1, scheduler.name fair"),
+        (A_POOL, {"engine": LAYERS, "scheduler": {"name": "stock"}},
+         "placement.gpus is 0, scheduler.name stock: say ahead"),
         (A_GPU_POOL, {"scheduler": {"duplex": "half"}}, "scheduler.duplex is half: say full"),
         (A_GPU_POOL, {"engine": STOCK}, "scheduler.name is fair: say stock, too"),
-        ([{"name": "a", "paced": True}], STOCK_CLUSTER, "cannot be paced: say 'paced: false'"),
-        ([{"name": "a"}], STOCK_CLUSTER, "copies need a GPU, and placement.gpus is 0"),
-        (
-            [*A_GPU_POOL, {"name": "b", "role": "decode", "placement": {"gpus": 1}}],
-            STOCK_CLUSTER,
-            "hands nothing over, and the pool's role is decode",
-        ),
-        (
-            [{"name": "a", "role": "prefill"}, {"name": "b"}],
-            {"engine": DISK},
-            "read host memory alone, and pool a has engine.disk_bytes: leave it out, or make",
-        ),
+        (PACED, STOCK_CLUSTER, "cannot be paced: say 'paced: false'"),
+        (A_POOL, STOCK_CLUSTER, "copies need a GPU, and placement.gpus is 0"),
+        ([*A_GPU_POOL, {**A_GPU_POOL[0], "name": "b", "role": "decode"}], STOCK_CLUSTER,
+         "hands nothing over, and the pool's role is decode"),
+        (PREFILL, {"engine": DISK},
+         "read host memory alone, and pool a has engine.disk_bytes: leave it out, or make"),
         (A_GPU_POOL, {"engine": DISK}, "leave disk_bytes and disk_dir out for pools with GPUs"),
-        (
-            [{"name": "a"}],
-            {"engine": DISK, "scheduler": {"link_order": "fifo"}},
-            "disk_bytes needs scheduler.link_order loads_first",
-        ),
-        (
-            [{"name": "a", "profile": "pcie", "paced": True}],
-            {"engine": DISK},
-            "disk_bytes is a real disk, and the pool is paced",
-        ),
-        (
-            [{"name": "a"}],
-            {**FETCHING, "engine": {"host_tier": "lmcache"}},
-            "host tier is lmcache: name policy priced",
-        ),
-        ([{"name": "a", "paced": True}], {**FETCHING, "engine": "emulated"}, "engine.kind is em"),
-        ([{"name": "a"}], {**FETCHING, "engine": {"host_bytes": 0}}, "engine.host_bytes is 0"),
-        ([{"name": "a"}], {**FETCHING, "engine": DISK}, "pool a has engine.disk_bytes: leave it"),
-        ([{"name": "a"}], {**FETCHING, "scheduler": {"link_order": "fifo"}}, "own manager of host"),
+        (A_POOL, {"engine": DISK, **FIFO}, "disk_bytes needs scheduler.link_order loads_first"),
+        (PACED, {"engine": DISK}, "disk_bytes is a real disk, and the pool is paced"),
+        (A_POOL, {**FETCHING, "engine": LMCACHE}, "host tier is lmcache: name policy priced"),
+        (PACED, {**FETCHING, "engine": "emulated"}, "engine.kind is em"),
+        (A_POOL, {**FETCHING, "engine": {"host_bytes": 0}}, "engine.host_bytes is 0"),
+        (A_POOL, {**FETCHING, "engine": DISK}, "pool a has engine.disk_bytes: leave it"),
+        (A_POOL, {**FETCHING, **FIFO}, "own manager of host"),
     ],
-)
-def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, message):
+)  # fmt: skip
+def test_contradictions_say_what_to_change(pools, more, message):
     assert any(message in fault for fault in contradictions(cluster(*pools, **more)))
 
 
@@ -161,12 +116,14 @@ def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, 
         (None, {}),
         (A_GPU_POOL, {}),
         (A_GPU_POOL, FETCHING),
-        (A_GPU_POOL, {"scheduler": {"link_order": "fifo"}}),
+        (A_GPU_POOL, FIFO),
         (A_GPU_POOL, {"engine": {"host_tier": "own", "host_bytes": 0}}),
         ([*A_GPU_POOL, {"name": "b"}], {"engine": {"block_tokens": 32, "dtype": "bfloat16"}}),
-        ([{"name": "a"}], {"scheduler": {"duplex": "half"}}),
+        (A_POOL, {"scheduler": {"duplex": "half"}}),
         ([{"name": "a", "engine": DISK}, {"name": "b"}], {}),
         ([{**A_GPU_POOL[0], "role": "prefill"}, {**A_GPU_POOL[0], "name": "b"}], {}),
+        ([{"name": "a", "role": "prefill"}, {"name": "b", "role": "decode"}], {}),
+        ([*A_GPU_POOL, {"name": "b", "model": {"id": "n"}}], {}),
     ],
 )  # fmt: skip
 def test_a_sound_cluster_has_no_contradiction(pools, more):
@@ -177,11 +134,9 @@ def test_a_plan_names_the_host_tier_that_a_pools_workers_run():
     settings = cluster(*A_GPU_POOL, {"name": "b"})
     plans = [worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools]
     assert [plan.tier.kind for plan in plans] == ["native", "own"]
-    sound = cluster({"name": "a", "role": "prefill"}, {"name": "b", "role": "decode"})
-    assert contradictions(sound) == []
 
 
-def test_before_anything_starts_all_that_is_known_to_be_wrong_is_reported():
+def test_cluster_reports_every_known_fault_before_ray_starts():
     settings = cluster(
         {"name": "a", "placement": {"resources": {"pool-a": 1}}},
         {"name": "b", "placement": {"labels": {"zone": "x"}}},
@@ -216,7 +171,7 @@ MIXED = [machine("gpu", CPU=2, GPU=1), machine("cpu", CPU=2)]
 ROOMY = [machine("gpu", CPU=8, GPU=1), machine("cpu", CPU=8)]
 
 
-def test_ranks_of_one_worker_on_two_machines_are_refused_with_the_reason():
+def test_misfits_refuse_a_worker_spread_over_machines_with_why():
     pair = [machine("one", CPU=8, GPU=2), machine("two", CPU=8, GPU=2)]
     fault = misfits([pool(placement={"gpus": 4})], pair)["a"]
     assert "one has GPU 2 of 4" in fault
@@ -271,23 +226,17 @@ def test_what_fits_is_not_mentioned(pools, machines):
 @pytest.mark.parametrize(
     ("pools", "machines", "fault"),
     [
-        (
-            # With its place in the settings, and the nearest machines first.
-            [pool(), pool("b", placement=GPU)],
-            [machine("cpu", CPU=8), machine("gpu", CPU=8, GPU=1)],
-            "pools.1.placement: pool b fits none of 2 machine(s): gpu has pool-gh200 0 of 1; "
-            "cpu has GPU 0 of 1, pool-gh200 0 of 1",
-        ),
-        (
-            [LABELLED],
-            [machine(labels={"ray.io/node-group": "h100"}, CPU=8)],
-            "label ray.io/node-group=h100, not gh200",
-        ),
+        # With its place in the settings, and the nearest machines first.
+        ([pool(), pool("b", placement=GPU)], [machine("cpu", CPU=8), machine("gpu", CPU=8, GPU=1)],
+         "pools.1.placement: pool b fits none of 2 machine(s): gpu has pool-gh200 0 of 1; "
+         "cpu has GPU 0 of 1, pool-gh200 0 of 1"),
+        ([LABELLED], [machine(labels={"ray.io/node-group": "h100"}, CPU=8)],
+         "label ray.io/node-group=h100, not gh200"),
         ([pool()], [], "fits none of 0 machine(s): there is none"),
         ([pool(replicas=3)], [machine(CPU=4)], "pool a: room for 2 of 3 workers"),
         ([pool(replicas=6, placement={"cpus": 0.2})], [machine(CPU=6)], "room for 5 of 6"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_reported_with_what_is_missing(pools, machines, fault):
     (found,) = misfits(pools, machines).values()
     assert fault in found
@@ -300,20 +249,9 @@ def test_every_pool_at_fault_is_reported_at_once():
 
 def test_adapters_need_an_engine_and_a_tier_that_keep_them_apart():
     model = {"id": "m", "adapters": {"f": "/a"}}
-    (found,) = contradictions(cluster({"name": "a", "placement": {"gpus": 1}}, model=model,
-                                      engine="torch"))  # fmt: skip
+    (found,) = contradictions(cluster(*A_GPU_POOL, model=model, engine="torch"))
     assert "model m has adapters, which engine.kind torch does not serve: say vllm" in found
-    lmcache = {"host_tier": "lmcache"}
-    pool = {"name": "a", "engine": lmcache}
-    (found,) = contradictions(cluster(pool, model=model))
+    (found,) = contradictions(cluster({"name": "a", "engine": LMCACHE}, model=model))
     assert "LMCache's keys do not know" in found and "pool a" in found
-    other = {"name": "b", "model": {"id": "n"}, "engine": {"host_tier": "lmcache"}}
+    other = {"name": "b", "model": {"id": "n"}, "engine": LMCACHE}
     assert contradictions(cluster({"name": "a"}, other, model=model)) == []
-
-
-def test_pools_of_different_models_may_be_on_gpus_and_cpus_without_one_block_size():
-    pools = {"name": "a", "placement": {"gpus": 1}}, {"name": "b"}
-    assert any(
-        "none could use another's blocks" in each for each in contradictions(cluster(*pools))
-    )
-    assert contradictions(cluster(pools[0], {**pools[1], "model": {"id": "n"}})) == []

@@ -1,4 +1,4 @@
-"""What is wrong before a start: one sentence a fault, with the figures and the remedy."""
+"""Faults found before a start: one sentence each, with the figures and the remedy."""
 
 import json
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_a_pool_that_suits_its_machine_has_no_problem():
     assert all_problems(load_settings(), [LLAMA_8B], [machine(gpus=0, engine_build="cpu")]) == {}
 
 
-def test_weights_and_one_sequence_are_held_against_the_gpus_share_of_memory():
+def test_check_fits_weights_and_one_sequence_in_the_gpus_share():
     # 70.6e9 parameters of 2 bytes; 80 layers x 8 heads x 128 x 2 x 2 bytes = 327,680 a token.
     (fault,) = found(cluster(max_context_tokens=8192), LLAMA_70B)
     assert "weights of 141.1 GB and KV of one sequence of 8192 tokens, 2.684 GB" in fault
@@ -96,7 +96,7 @@ def test_a_dtype_that_vllm_does_not_know_is_refused(name, value):
     assert fault.startswith(f"pool a: engine.extra.{name} is {value!r}, which vLLM does not know")
 
 
-def test_an_unknown_dtype_of_the_section_is_refused_with_those_that_vllm_knows():
+def test_engine_dtype_is_refused_with_those_that_vllm_knows():
     from vllm.config.model import ModelDType
 
     assert get_args(DtypeName) == get_args(ModelDType)
@@ -104,7 +104,7 @@ def test_an_unknown_dtype_of_the_section_is_refused_with_those_that_vllm_knows()
         cluster(dtype="float8")
 
 
-def test_a_gpu_whose_memory_ray_does_not_tell_is_taken_as_in_the_profile():
+def test_gpu_of_unknown_memory_is_taken_as_in_the_profile():
     unknown = machine(gpu=GpuFacts("H100"))
     (fault,) = found(cluster(max_context_tokens=8192), LLAMA_70B, unknown)
     assert "a GPU as in profile h100-pcie5, of whose 80 GB" in fault
@@ -126,7 +126,7 @@ def test_a_driver_older_than_the_locks_cuda_is_refused(driver, is_old):
     )
 
 
-def test_the_cuda_of_the_lock_is_the_one_that_drivers_are_held_to():
+def test_locks_have_the_cuda_that_drivers_are_checked_against():
     locks = [ROOT / f"requirements-gpu{of}.lock" for of in ("", "-aarch64")]
     assert all(f"\ncuda-toolkit=={CUDA}." in lock.read_text() for lock in locks)
 
@@ -151,7 +151,7 @@ def test_a_tier_that_vllm_maps_must_fit_dev_shm():
     assert found(on_a_cpu, LLAMA_8B, replace(machine(0), shm_bytes=0)) == []
 
 
-def test_host_tiers_of_all_workers_of_the_only_machine_are_added_up():
+def test_check_adds_up_host_tiers_when_there_is_one_machine():
     """Each of two fits, both do not: 1,000 GB of memory and 200 GiB of shared memory."""
     pools = [
         {"name": name, "profile": "h100-pcie5", "placement": {"gpus": 1}, "replicas": 2}
@@ -168,7 +168,7 @@ def test_host_tiers_of_all_workers_of_the_only_machine_are_added_up():
     assert "together, and the machine has 200 GiB left" in fault
 
 
-def test_a_cpu_engine_takes_weights_and_device_cache_from_the_same_memory():
+def test_check_counts_a_cpu_engines_weights_and_cache_as_memory():
     pools = [{"name": "a", "profile": "pcie"}]
     settings = load_settings(None, pools=pools, engine={"host_bytes": 1 << 30})
     # 16.06 GB of weights, 264 blocks of 32 tokens of 131,072 bytes: 1.107 GB.
@@ -237,7 +237,7 @@ def test_of_several_machines_one_that_suits_is_enough():
 
 
 def h100s(count, fault=""):
-    """NVML's module where there are so many."""
+    """NVML's module on a machine with `count` H100s."""
     nvml = FakeNvml([700.0] * count, [[100.0]] * count, fault)
     nvml.nvmlDeviceGetName = lambda _: "NVIDIA H100 80GB HBM3"
     return nvml
@@ -300,13 +300,13 @@ def test_without_a_file_the_cuda_build_serves_one_worker_a_gpu(name, profile):
     assert all_problems(load_settings(**settings_without_file(where)), [None], [where]) == {}
 
 
-def test_without_a_file_the_cuda_build_is_refused_if_there_is_no_gpu():
+def test_default_settings_refuse_the_cuda_build_without_a_gpu():
     bare = replace(machine(gpus=0, engine_build="cuda"), no_gpus="NVML: no driver")
     with pytest.raises(ValueError, match=r"has no GPU \(NVML: no driver\).*KAPPA_EXTRA=cpu"):
         settings_without_file(bare)
 
 
-def test_without_a_file_the_cpu_build_serves_a_real_model_on_memory_and_on_disk(tmp_path):
+def test_default_settings_of_the_cpu_build_serve_a_real_model(tmp_path):
     bare = machine(gpus=0, engine_build="cpu")
     settings = load_settings(**settings_without_file(bare, tmp_path))
     assert settings.model.source == settings.model.id == "smollm2-135m"
@@ -333,7 +333,7 @@ def test_without_room_on_disk_both_host_tiers_are_in_memory():
 
 
 @pytest.mark.ray
-def test_an_argument_that_vllm_does_not_have_is_named_with_the_nearest():
+def test_check_names_an_unknown_vllm_argument_with_the_nearest():
     (fault,) = found(cluster(extra={"max_num_seq": 8, "gpu_memory_utilization": 0.9}), LLAMA_8B)
     assert "engine.extra.max_num_seq is no argument" in fault
     assert fault.endswith("did you mean max_num_seqs?")
@@ -353,7 +353,7 @@ def test_a_disk_tier_needs_a_folder_with_room(monkeypatch):
     assert "has 0 GB that this user may write: lower it, or name another folder" in fault
 
 
-def test_what_this_machine_has_in_a_folder_is_read_and_nothing_where_it_cannot_write(tmp_path):
+def test_folder_bytes_are_zero_when_the_folder_is_not_writable(tmp_path):
     folder_bytes = read_machine(nvml=h100s(0)).folder_bytes
     assert folder_bytes(str(tmp_path)) > 0
     assert folder_bytes(str(tmp_path / "nowhere")) == folder_bytes("/proc/self/stat") == 0

@@ -1,4 +1,4 @@
-"""Runs the GPU's gather under Triton's interpreter on CPU tensors; prints what came of it."""
+"""Runs the GPU's gather under Triton's interpreter on CPU tensors; prints the results."""
 
 import json
 

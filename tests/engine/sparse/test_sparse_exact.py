@@ -131,7 +131,7 @@ def test_some_heads_persistent_and_none_of_the_first_layer():
         assert r.agrees(got, want)
 
 
-def test_ahead_it_chooses_by_the_query_that_the_layer_before_predicts():
+def test_prefetch_chooses_by_the_previous_layers_predicted_query():
     # W_Q of layer l on the normed input of layer l-1, rotated, on Hugging Face's own modules.
     model = hf.reference("llama")
     inputs: dict[int, torch.Tensor] = {}
@@ -168,7 +168,7 @@ def test_ahead_it_chooses_by_the_query_that_the_layer_before_predicts():
 
 
 @pytest.mark.parametrize("persistent", [None, ((), (0,), ())])
-def test_what_leaves_the_recent_tokens_is_in_host_memory_with_its_code(persistent):
+def test_tokens_no_longer_recent_are_in_host_with_their_codes(persistent):
     # At a share of 1 its KV is the model's, as a prefill of the same tokens makes it.
     whole = CloConfig(share=1.0, sink_tokens=3, recent_tokens=8, code_bits=64)
     with rig("llama", blocks=200) as r:
@@ -223,7 +223,7 @@ def test_only_what_missed_crosses_the_link():
     # 36 look-ups, of which the first four miss in any case.
     choice = SMALL.chosen_tokens(60) * 2 * 8 * 8
     assert moved[1.0] == 4 * choice
-    # Who chooses anew keeps what is chosen again.
+    # A second choice keeps the tokens that it chooses again.
     assert 4 * choice < moved[0.75] < moved[0.0] < 36 * choice
 
 
@@ -248,7 +248,7 @@ def test_of_what_is_chosen_anew_only_what_was_not_there_crosses():
         decoder.close()
 
 
-def test_injected_hits_are_as_many_as_asked_and_the_same_on_every_run():
+def test_injected_hits_keep_the_requested_rate_and_repeat():
     draws = [InjectedHits(0.79, 5) for _ in range(2)]
     seen = [torch.stack([d.draw(4, 7, torch.device("cpu")) for _ in range(50)]) for d in draws]
     assert torch.equal(*seen)

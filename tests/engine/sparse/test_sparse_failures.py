@@ -8,7 +8,7 @@ import torch
 from kappa.plans.clo import CloConfig, SparseSettings
 from kappa_engine.sparse.gather_kernel import Gather
 from kappa_engine.transfer import TransferFailed
-from tests.engine.engines import engine, evict_device, finish, generate, link_of, submit
+from tests.engine.engines import engine, finish, generate_in_host, link_of, submit
 from tests.engine.engines import prompt as tokens_of
 from tests.engine.rig import prompt, rig
 from tests.engine.sparse.sparse_decoder import SparseDecoder
@@ -21,7 +21,7 @@ def slots(**changes):
     return SparseSettings(WHOLE, **values)
 
 
-def test_a_block_that_does_not_arrive_costs_its_own_slot_whoever_goes_on_first():
+def test_block_that_does_not_arrive_fails_only_its_own_slot():
     with rig("llama", blocks=200) as r:
         decoder = SparseDecoder(r.forward, slots())
         decoder.prefill([prompt(31), prompt(18)])
@@ -51,8 +51,7 @@ def test_a_block_that_does_not_arrive_costs_its_own_slot_whoever_goes_on_first()
 @pytest.mark.parametrize("retriever", ["hash", "oracle"])
 def test_no_gather_begins_before_it_is_known_which_rows_it_takes(retriever):
     with engine(sparse=slots(retriever=retriever)) as made:
-        generate(made, tokens_of(48, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, tokens_of(48, 1), count=1)
         start, gathers = made.mover._start, []
 
         def noted(direction, copies, after):

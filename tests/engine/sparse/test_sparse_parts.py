@@ -79,7 +79,7 @@ def test_look_ups_follow_the_plain_formulas():
     assert got[:, 2].all() and 0 < got[:, :2].sum() < got[:, :2].size
 
 
-def test_cosines_do_not_depend_on_length_and_nothing_is_like_nothing():
+def test_cosines_ignore_length_and_are_zero_for_zero_vectors():
     q = randn(6, 8)
     assert cosines(q, 7 * q) == pytest.approx(np.ones(6))
     assert cosines(q, -q) == pytest.approx(-np.ones(6))
@@ -122,7 +122,7 @@ def test_without_triton_a_gpu_is_refused_with_the_remedy(monkeypatch):
         gather_module.gather_rows(store[:, :, 5:11], source, rows, None)
 
 
-def test_new_tokens_take_the_places_of_those_that_are_not_chosen_again():
+def test_replaced_puts_new_tokens_in_the_places_of_unchosen_ones():
     # Of two slots, the second with two places: heads that keep 4 and 9; have nothing yet; hit.
     held = torch.tensor([[[4, 7, 9, 2], [1, 2, 3, 4]], [[9, 9, 9, 9], [0, 3, 9, 9]]])
     best = torch.tensor([[[8, 5, 4, 6], [5, 6, 7, 8]], [[6, 3, 8, 1], [3, 0, 1, 2]]])

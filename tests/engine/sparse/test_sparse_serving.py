@@ -15,12 +15,12 @@ from tests.engine.engines import (
     BLOCK,
     SIZE,
     engine,
-    evict_device,
     expected,
     finish,
-    generate,
+    generate_in_host,
     link_of,
     prompt,
+    step_until,
     submit,
 )
 from tests.engine.rig import DEVICES, weights
@@ -39,7 +39,7 @@ def answer(request):
 
 
 def go_sparse(made, *requests, tokens=1):
-    """Until each has so many approximate tokens; nobody waits for a slow copy."""
+    """Until each has this number of approximate tokens; none waits for a slow copy."""
     for _ in range(60):
         if all(r.account.approximate_tokens >= tokens for r in requests):
             return
@@ -50,7 +50,7 @@ def go_sparse(made, *requests, tokens=1):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", hf.FAMILIES)
-def test_a_request_moves_into_a_slot_and_its_device_blocks_are_free(family, device):
+def test_request_moves_into_a_slot_and_frees_its_device_blocks(family, device):
     with engine(family, sparse=slots(), device=device) as made:
         request = submit(made, prompt(45, 1), 16, approx=True)
         go_sparse(made, request, tokens=3)
@@ -70,8 +70,7 @@ def test_a_request_moves_into_a_slot_and_its_device_blocks_are_free(family, devi
 @pytest.mark.parametrize("retriever", ["hash", "oracle"])
 def test_a_prefix_in_host_memory_need_not_be_loaded(retriever, device):
     with engine(sparse=slots(retriever=retriever), device=device) as made:
-        generate(made, prompt(48, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1), count=1)
         asked = prompt(48, 1) + prompt(13, 2)
         request = submit(made, asked, 9, approx=True, planner="sparse")
         finish(made)
@@ -86,8 +85,7 @@ def test_a_prefix_that_is_not_loaded_moves_fewer_bytes():
     moved = []
     for planner in ("kv", "sparse"):
         with engine(sparse=slots(FEW)) as made:
-            generate(made, prompt(96, 1), count=1)
-            evict_device(made)
+            generate_in_host(made, prompt(96, 1), count=1)
             request = submit(made, prompt(96, 1) + prompt(5, 2), 1, approx=True, planner=planner)
             finish(made)
             moved.append(request.account.load_bytes)
@@ -124,7 +122,7 @@ def test_without_a_free_slot_it_is_computed_exactly():
         assert approximate[0] == 0 and approximate[-1] > 0
 
 
-def test_short_contexts_too_long_ones_and_those_that_do_not_ask_stay_exact():
+def test_request_stays_exact_when_short_too_long_or_not_asked():
     with engine(sparse=slots(max_tokens=70)) as made:
         requests = [
             submit(made, prompt(9, 1), 3, approx=True),
@@ -136,7 +134,7 @@ def test_short_contexts_too_long_ones_and_those_that_do_not_ask_stay_exact():
         assert made.stats().sparse["moved"] == 0
 
 
-def test_an_engine_without_slots_refuses_and_the_plan_needs_leave():
+def test_engine_refuses_approx_without_slots_and_a_sparse_plan():
     with (
         engine() as made,
         pytest.raises(ValueError, match=r"without slots for them: set engine\.approx"),
@@ -169,8 +167,7 @@ def test_a_link_that_fails_costs_the_slot_and_no_token(when):
 
 def test_a_prefix_that_cannot_be_brought_is_computed():
     with engine(sparse=slots()) as made:
-        generate(made, prompt(48, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1), count=1)
         link_of(made).breaks = lambda way, copies: way == "h2d"
         request = submit(made, prompt(48, 1) + prompt(6, 2), 5, approx=True, planner="sparse")
         finish(made)
@@ -179,7 +176,7 @@ def test_a_prefix_that_cannot_be_brought_is_computed():
         assert stats.failed_loads >= 1 and request.account.approximate_tokens == 0
 
 
-def test_without_host_blocks_for_what_gets_old_it_goes_on_exactly():
+def test_request_goes_on_exactly_when_host_blocks_run_out():
     size = ArenaSize(48, 12, block_tokens=BLOCK)
     with engine(sparse=slots(), size=size) as made:
         request = submit(made, prompt(44, 1), 60, approx=True)
@@ -192,8 +189,7 @@ def test_without_host_blocks_for_what_gets_old_it_goes_on_exactly():
 
 def test_who_leaves_early_leaves_nothing():
     with engine(sparse=slots()) as made:
-        generate(made, prompt(48, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1), count=1)
         decoding = submit(made, prompt(40, 3), 60, approx=True)
         go_sparse(made, decoding)
         waiting = submit(made, prompt(48, 1) + prompt(3, 2), 5, approx=True, planner="sparse")
@@ -208,8 +204,7 @@ def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():
     slow = rates_from_law(hf_shape(), node_profile("pcie"))
     for rates, sparse in ((slow, False), (paced(slow), True)):
         with engine(sparse=slots(FEW), rates=rates, size=SIZE) as made:
-            generate(made, prompt(96, 1), count=1)
-            evict_device(made)
+            generate_in_host(made, prompt(96, 1), count=1)
             request = submit(made, prompt(96, 1) + prompt(5, 2), 2, approx=True)
             exact = submit(made, prompt(96, 1) + prompt(6, 3), 2)
             finish(made)
@@ -217,14 +212,12 @@ def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():
             assert exact.account.plan != "sparse" and exact.account.approximate_tokens == 0
 
 
-def test_a_prefix_stays_where_it_is_beside_others_however_small_an_iteration_is():
+def test_prefix_stays_in_host_beside_others_in_small_iterations():
     rates = paced(rates_from_law(hf_shape(), node_profile("pcie")))
     with engine(sparse=slots(FEW), rates=rates, size=SIZE, budget_tokens=8) as made:
-        generate(made, prompt(96, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(96, 1), count=1)
         other = submit(made, prompt(9, 7), 30)
-        while not other.output_tokens:
-            made.step()
+        step_until(made, other)
         request = submit(made, prompt(96, 1) + prompt(5, 2), 2, approx=True)
         finish(made)
         account = request.account
@@ -238,11 +231,9 @@ def test_a_prefix_stays_where_it_is_beside_others_however_small_an_iteration_is(
 
 def test_who_leaves_a_slot_does_not_make_others_load_twice():
     with engine(sparse=slots()) as made:
-        generate(made, prompt(48, 1), count=1)
-        evict_device(made)
+        generate_in_host(made, prompt(48, 1), count=1)
         busy = submit(made, prompt(5, 7), 60)
-        while not busy.output_tokens:
-            made.step()
+        step_until(made, busy)
         link_of(made).open.clear()
         asked = [prompt(48, 1) + prompt(3, seed) for seed in (2, 3, 4)]
         first = submit(made, asked[0], 2, planner="kv")
@@ -253,7 +244,7 @@ def test_who_leaves_a_slot_does_not_make_others_load_twice():
         made.abort(begins.request_id)
         last = submit(made, asked[2], 2, planner="kv")
         made.step()
-        # It waits for what is on its way for the first.
+        # It waits for the blocks that are on their way for the first.
         assert first.load is not None and last.load is None
         link_of(made).open.set()
         finish(made)
@@ -266,7 +257,7 @@ def hf_shape():
 
 
 def paced(rates):
-    """The same node behind a link a million times slower, and no gpu to compute it anew on."""
+    """The same node behind a link a million times slower, without a GPU to recompute on."""
     load = replace(rates.load, per_token_s=1e-3)
     step = replace(rates.step, token_s=2e-3)
     return replace(rates, load=load, step=step)

@@ -78,10 +78,14 @@ def random_cases(count: int, seed: int, most_blocks: int = 64) -> Iterator[Case]
         )
 
 
-def opt_rates() -> PlanRates:
-    """OPT-6.7B on an H200: 524,288 bytes of KV per token, half of it activations."""
-    node = NodeProfile(
-        name="h200", gpu="H200", link_name="PCIe 5", h2d_bytes_per_s=50e9, flops_per_s=600e12,
-        hbm_bytes_per_s=4.8e12,
+def node(gigabytes_per_s: float, teraflops: float = 600, **more: float) -> NodeProfile:
+    """A node with an H200's memory."""
+    return NodeProfile(
+        name="h200", gpu="H200", link_name="PCIe 5", h2d_bytes_per_s=gigabytes_per_s * 1e9,
+        flops_per_s=teraflops * 1e12, hbm_bytes_per_s=4.8e12, **more,
     )  # fmt: skip
-    return rates_from_law(SHAPES["opt-6.7b"], node)
+
+
+def opt_rates() -> PlanRates:
+    """OPT-6.7B on an H200: 524,288 bytes of KV per token, and half as many of activations."""
+    return rates_from_law(SHAPES["opt-6.7b"], node(50))

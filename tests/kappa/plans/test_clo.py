@@ -124,7 +124,7 @@ FIRST = (tuple(range(8)), *[()] * 31)
     [("A40", 25e9, 696e9, 2.3), ("H200", 50e9, 4.8e12, 0.8)],
 )
 def test_prefetchable_heads_of_llama_at_128k(name, link, hbm, expected):
-    # A decoding step of one sequence reads each layer's weights, and what is resident.
+    # A decoding step of one sequence reads each layer's weights, and the resident tokens.
     weights = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     resident = 8 * head_bytes(LLAMA, CLO.chosen_tokens(131_072) + 68)
     got = prefetchable_heads(LLAMA, CLO, 131_072, (weights + resident) / hbm, link)
@@ -166,11 +166,11 @@ def test_with_less_memory_the_first_layer_then_the_hardest_stay():
         before = fewer
 
 
-def test_without_measured_similarities_no_head_is_known_to_be_hard():
+def test_persistent_heads_are_the_first_without_similarities():
     assert persistent_heads(LLAMA, CLO, equal_heads(LLAMA), 0.0) == FIRST
 
 
-def test_the_choice_is_a_share_rounded_up_and_never_more_than_there_is():
+def test_chosen_tokens_are_a_share_rounded_up_and_bounded():
     assert CLO.chosen_tokens(100) == 10 and CLO.chosen_tokens(101) == 11
     whole = replace(CLO, share=1.0)
     assert whole.chosen_tokens(50) == 46 and whole.chosen_tokens(3) == 0
@@ -189,7 +189,7 @@ def test_a_sparse_plan_moves_less_and_is_not_exact():
     assert one.load_s < plan.load_s
 
 
-def test_layer_seconds_are_those_of_a_step_that_sees_the_resident_tokens():
+def test_layer_seconds_grow_with_the_resident_tokens():
     rates = rates_from_law(LLAMA, node_profile("h100-pcie5"))
     short = layer_seconds(rates, CLO, 4, 10_000)
     assert short < layer_seconds(rates, replace(CLO, share=1.0), 4, 10_000)

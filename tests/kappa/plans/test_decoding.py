@@ -24,7 +24,7 @@ from kappa.plans.decoding import (
 )
 from kappa.plans.rates import ComputeGrid, LineFit, PlanRates, rates_from_law
 from kappa.shapes import SHAPES
-from tests.kappa.plans.profiles import log_uniform, maybe, random_rates
+from tests.kappa.plans.profiles import log_uniform, maybe, node, random_rates
 
 OPT_30B = shape_from_config(
     {
@@ -34,13 +34,6 @@ OPT_30B = shape_from_config(
     },
     "opt-30b",
 )  # fmt: skip
-
-
-def node(gigabytes_per_s: float, teraflops: float) -> NodeProfile:
-    return NodeProfile(
-        name="node", gpu="gpu", link_name="PCIe", h2d_bytes_per_s=gigabytes_per_s * 1e9,
-        flops_per_s=teraflops * 1e12, hbm_bytes_per_s=4.8e12,
-    )  # fmt: skip
 
 
 H200 = node(50, 600)
@@ -171,7 +164,7 @@ def attending(rng: Generator, *, plain: bool = False) -> PlanRates:
     return replace(changed, decode=ComputeGrid(batches, contexts, seconds))
 
 
-def test_the_context_is_split_as_well_as_by_trying_every_block_on_300_nodes() -> None:
+def test_split_context_equals_trying_every_block_on_300_nodes() -> None:
     rng = default_rng(5)
     inside = 0
     for _ in range(300):

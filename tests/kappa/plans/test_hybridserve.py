@@ -145,9 +145,7 @@ def test_the_correction_counts_what_the_paper_forgets() -> None:
     assert corrected.blocks_per_s >= really.blocks_per_s
 
 
-def test_the_share_that_is_planned_is_the_allocations_and_none_where_activations_are_larger() -> (
-    None
-):
+def test_planned_share_is_zero_when_activations_exceed_kv() -> None:
     rates = opt_rates(4096, 32, 600e12, 50e9)
     assert planned_share(rates, 16, 100e9, 64) == pytest.approx(1.0, abs=1e-4)
     assert 0.3 < planned_share(rates, 16, 100e9, 64, allocate_paper) < 0.9
@@ -216,7 +214,7 @@ def test_unlike_requests_are_paired() -> None:
     assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
 
 
-def test_a_request_that_was_passed_is_tried_again_when_others_have_joined() -> None:
+def test_pack_tries_a_passed_request_again_after_others_joined() -> None:
     requests = [Blocks(1, 4), Blocks(6, 0), Blocks(1, 4)]
     assert pack(requests, Blocks(99, 99), PROJECT, LOAD) == [[0, 2, 1]]
 

@@ -33,7 +33,7 @@ def test_reads_that_no_step_shows_change_no_step() -> None:
     assert [found.parts(w).step_s for w in WORKS] == pytest.approx(seconds_by(law))
 
 
-def test_a_few_steps_that_were_disturbed_hardly_change_the_constants() -> None:
+def test_fit_steps_barely_moves_with_a_few_disturbed_steps() -> None:
     seconds = seconds_by(LAW)
     for index in (2, 9, 17):
         seconds[index] *= 3.0
@@ -72,7 +72,7 @@ def test_steps_that_say_too_little_are_refused(works, seconds, why) -> None:
         fit_steps(works, seconds)
 
 
-def test_a_relative_line_is_as_near_at_small_sizes_as_at_large_ones() -> None:
+def test_fit_line_relative_is_as_near_at_small_sizes_as_at_large() -> None:
     # The largest size is a tenth slower than the line 1 + n of the others.
     sizes, seconds = [1.0, 8.0, 64.0, 256.0, 4096.0], [2.0, 9.0, 65.0, 257.0, 4506.7]
     near, far = (fit_line("load", sizes, seconds, relative=way) for way in (True, False))

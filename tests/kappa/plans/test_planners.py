@@ -25,15 +25,13 @@ from kappa.plans.planners import (
 from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 from kappa.plans.split import Costs
 from kappa.shapes import SHAPES, model_shape
+from tests.kappa.plans import profiles
 from tests.kappa.plans.profiles import random_cases, random_rates
 
 
 def node(gigabytes_per_s: float) -> NodeProfile:
     """The node that the predictions of docs/load-plans.md assume."""
-    return NodeProfile(
-        name="h200", gpu="H200", link_name="PCIe 5", h2d_bytes_per_s=gigabytes_per_s * 1e9,
-        flops_per_s=600e12, attention_flops_per_s=400e12, hbm_bytes_per_s=4.8e12,
-    )  # fmt: skip
+    return profiles.node(gigabytes_per_s, attention_flops_per_s=400e12)
 
 
 def law(model: str, gigabytes_per_s: float) -> PlanRates:
@@ -135,14 +133,14 @@ def test_effective_ratio_of_loading_is_that_of_the_router(overlap: float) -> Non
                 assert kappa_eff(rates, "load", new) == pytest.approx(expected, rel=1e-6)
 
 
-def test_at_the_effective_ratio_the_first_token_takes_twice_its_computing() -> None:
+def test_kappa_eff_is_where_ttft_is_twice_the_compute_time() -> None:
     rates = law("llama-3.1-8b", 50)
     loaded = kappa_eff(rates, "load", 128) * 128
     ttft_s = policy_ttft_s(Costs(rates, loaded, 128), "load")
     assert ttft_s == pytest.approx(2 * rates.prefill_s(128, loaded), rel=1e-6)
 
 
-def test_where_computing_outgrows_loading_nothing_is_memory_bound() -> None:
+def test_kappa_eff_is_infinite_when_computing_outgrows_loading() -> None:
     rates = law("qwen3-30b-a3b", 400)
     assert kappa_eff(rates, "load", 100_000) == math.inf
 
@@ -265,7 +263,7 @@ def test_activations_are_planned_only_as_far_as_they_are_held(opt: Planning) -> 
     assert [kinds(refused, name)[1] for name in refused.names] == [0] * len(refused.names)
 
 
-def test_the_cpu_is_planned_for_only_where_the_engine_can_attend_there() -> None:
+def test_planning_offers_cpu_only_if_the_engine_attends_there() -> None:
     plain = ("auto", "kv", "hybrid", "recompute", "tail")
     assert Planning(BLOCK).names == plain and not Planning(BLOCK).cpu
     assert Planning(BLOCK, cpu=True).names == (*plain, "cpu")
@@ -273,7 +271,7 @@ def test_the_cpu_is_planned_for_only_where_the_engine_can_attend_there() -> None
         Planning(BLOCK).named("cpu")
 
 
-def test_the_chosen_one_is_the_best_of_those_priced_on_random_nodes() -> None:
+def test_auto_is_the_best_priced_plan_on_random_nodes() -> None:
     rng = default_rng(11)
     for _ in range(200):
         rates = random_rates(rng)

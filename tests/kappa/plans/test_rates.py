@@ -38,7 +38,7 @@ def test_activations_over_kv_by_model(model: str, ratio: float) -> None:
     assert rates_from_law(SHAPES[model], NODE).activation_ratio == pytest.approx(ratio, rel=0.01)
 
 
-def test_activations_have_the_dtype_of_the_kv_unless_that_is_smaller() -> None:
+def test_activation_bytes_follow_the_kv_dtype_unless_smaller() -> None:
     assert activation_bytes_per_token(OPT) == 32 * 4096 * 2
     assert activation_bytes_per_token(replace(OPT, kv_dtype_bytes=4.0)) == 32 * 4096 * 4
     eight_bits = rates_from_law(model_shape("opt-6.7b", kv_dtype="fp8"), NODE)
@@ -58,7 +58,7 @@ def test_the_law_gives_the_router_its_own_seconds(model: str) -> None:
     assert rates.serial_share == 1 / shape.layers
 
 
-def test_projection_is_kvprs_four_h_squared_for_one_kv_head_per_query_head() -> None:
+def test_projection_flops_are_kvprs_4_h_squared_for_mha() -> None:
     assert projection_flops(OPT) == 32 * 4 * 4096**2
     # Projecting costs a sixth of computing a token from its id, more or less.
     assert 5.5 < 2 * OPT.params_active / projection_flops(OPT) < 6.5
@@ -75,7 +75,7 @@ def test_rates_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
         replace(rates_from_law(OPT, NODE), **changes)
 
 
-def test_attention_on_the_cpu_and_loads_slow_each_other_down_once() -> None:
+def test_attending_slows_loads_and_cpu_attention_only_once() -> None:
     rates = replace(
         random_rates(default_rng(3)), h2d_attending=0.4,
         attend=LineFit("CPU attention", 1e-6), attend_loading=0.8,
@@ -102,7 +102,7 @@ def test_what_was_not_measured_slows_nothing_down() -> None:
     assert rates.prefill_s(0, 500) == 1e-3 and rates.prefill_s(10, 500) == pytest.approx(1e-2)
 
 
-def test_a_step_lasts_the_longer_of_computing_and_reading_and_the_fixed_cost() -> None:
+def test_step_is_the_longer_of_compute_and_read_plus_fixed_cost() -> None:
     step = StepModel(token_s=2.0, pair_s=0.5, weights_s=30.0, context_token_s=0.25, fixed_s=7.0)
     rates = replace(random_rates(default_rng(1)), step=step, experts_s=0.0, grid=None)
     # 4 new behind 8: pairs 4·(8 + 2) = 40, so 4·2 + 40·0.5 = 28; reads 30 + 12·0.25 = 33.
@@ -118,7 +118,7 @@ def test_a_step_lasts_the_longer_of_computing_and_reading_and_the_fixed_cost() -
 # -- lines and grids ---------------------------------------------------------------------------
 
 
-def test_a_line_has_a_fixed_cost_for_anything_and_none_for_nothing() -> None:
+def test_line_has_no_fixed_cost_for_zero_tokens() -> None:
     line = LineFit("load", 2.0, 5.0, 0.995)
     assert [line.seconds(n) for n in (0, 1, 10)] == [0.0, 7.0, 25.0]
     assert line.scaled(4.0) == LineFit("load", 8.0, 5.0, 0.995)
@@ -138,7 +138,7 @@ def test_a_fit_is_planned_with_from_the_least_quality_on() -> None:
         LineFit("load", 1.0, r2=LEAST_R2 - 1e-6).require()
 
 
-def test_a_grid_is_exact_at_its_points_linear_between_and_flat_beyond() -> None:
+def test_grid_is_exact_at_points_linear_between_and_flat_beyond() -> None:
     grid = ComputeGrid((1.0, 3.0), (0.0, 10.0), ((1.0, 2.0), (3.0, 8.0)))
     points = {(1, 0): 1.0, (3, 10): 8.0, (2, 0): 2.0, (2, 5): 3.5, (9, 99): 8.0, (0, 0): 1.0}
     assert {point: grid.seconds_at(*point) for point in points} == points
@@ -163,7 +163,7 @@ def test_grids_that_cannot_be_are_refused(
 # -- decoding steps ----------------------------------------------------------------------------
 
 
-def test_a_decoding_step_loads_what_does_not_come_from_activations() -> None:
+def test_decode_s_loads_only_tokens_not_made_from_activations() -> None:
     rates = opt_rates()
     link_s, gpu_s = rates.decode_s(4, 1_000, 400)
     assert link_s == pytest.approx(4 * (600 * 524_288 + 400 * 262_144) / 50e9)
@@ -171,7 +171,7 @@ def test_a_decoding_step_loads_what_does_not_come_from_activations() -> None:
     assert rates.decode_s(4, 1_000)[1] == pytest.approx(rates.step.step_s([(1, 1_000)] * 4))
 
 
-def test_measured_decoding_steps_overrule_the_law_inside_their_grid_and_correct_it_beyond() -> None:
+def test_decode_grid_replaces_the_law_inside_and_adds_beyond() -> None:
     rates = opt_rates()
     sequences, resident = (1.0, 8.0), (0.0, 4_000.0)
     law = [[rates.decode_gpu_s(b, r / b) for r in resident] for b in (1, 8)]
@@ -238,7 +238,7 @@ def test_the_law_is_recovered_from_its_own_grid(step: StepModel) -> None:
     assert min(fitted.values()) >= 0.0
 
 
-def test_the_law_is_in_seconds_of_the_steps_that_compute_longer_than_they_read() -> None:
+def test_fit_grid_reads_compute_seconds_from_compute_bound_steps() -> None:
     # The row of one token reads: 8 + 0.001·(context + 1). The others compute 0.25 s a token + 1 s.
     new, context = (1.0, 100.0, 200.0, 400.0), (0.0, 1000.0)
     reads = tuple(8.0 + 0.001 * (s + 1.0) for s in context)
@@ -282,7 +282,7 @@ def test_measured_rates_are_those_of_all_layers(tmp_path: Path) -> None:
     assert rates_from_measured(path) == rates
 
 
-def test_the_grid_overrides_the_law_inside_and_carries_on_outside() -> None:
+def test_prefill_grid_overrides_the_law_inside_and_extends_it() -> None:
     rates = rates_from_measured(measured())
     assert rates.prefill_s(64, 1024) == pytest.approx(4e-3 + 3e-5 * 64 + 1e-9 * 64 * 1024)
     inside, edge = rates.prefill_s(1024, 8192), rates.prefill_s(2048, 8192)
@@ -315,7 +315,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         rates_from_measured(tmp_path / "none.json")
 
 
-def test_a_law_in_the_form_of_a_measurement_is_read_back_as_the_law() -> None:
+def test_law_written_as_a_measurement_is_read_back_as_the_law() -> None:
     law = rates_from_law(model_shape("llama-3.1-8b"), NODE)
     again = rates_from_measured(json.loads(json.dumps(as_measured(law, "m", "d"))))
     assert again.load_token_s == pytest.approx(law.load_token_s)

@@ -197,7 +197,7 @@ def test_a_few_tokens_of_a_mixture_read_few_experts() -> None:
     one, some, many = (Costs(rates, 1_000, new).plain_s for new in (1, 10, 400))
     assert one == pytest.approx((500 - 480 * 15 / 16) * rates.token_s)
     assert one < some < many == pytest.approx(500 * rates.token_s)
-    # What is recomputed touches the experts that one new token leaves alone.
+    # Recomputed tokens touch the experts that one new token leaves alone.
     costs = Costs(rates, 1_000, 1)
     assert costs.compute_s(Split(399)) == many
     best = best_prefix(costs, 16)
@@ -214,7 +214,7 @@ def test_a_fixed_load_cost_can_make_loading_nothing_best() -> None:
     assert best_prefix(Costs(rates, 20, 1), 4).split.recompute == 20
 
 
-def test_activations_are_refused_with_the_ratio_or_the_exchange_rate() -> None:
+def test_activations_refused_names_the_ratio_or_exchange_rate() -> None:
     rates = replace(
         random_rates(default_rng(0), plain=True),
         activation_bytes=1.0,
@@ -276,7 +276,7 @@ def test_segments_that_cannot_be_priced_are_refused() -> None:
         predict(costs, layout(64))
 
 
-def test_what_stays_in_host_memory_crosses_once_for_the_first_token() -> None:
+def test_predict_lets_a_prefix_that_stays_in_host_cross_once() -> None:
     costs = Costs(opt_rates(), 96, 10)
     stays, loaded = (predict(costs, from_runs([(kind, 96)])) for kind in ("C", "K"))
     assert replace(stays, segments=()) == replace(loaded, segments=())

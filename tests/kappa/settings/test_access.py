@@ -1,11 +1,12 @@
 """Tenants, keys, limits, and where the endpoint may listen."""
 
 import pytest
+import yaml
 
-from kappa.keys import digest_of, hashed
+from kappa.keys import hashed
 from kappa.settings.access import HttpSettings
-from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
+from tests.kappa.settings.faults import fault, named
 
 ALICE = {"by_key": {"sk-alice-0123456": "alice"}}
 
@@ -16,64 +17,36 @@ HUSH = "sk-hush-01234567"
 CLOSED = {**ALICE, "unknown": "refuse"}
 
 
-def fault(**sections):
-    with pytest.raises(SettingsError) as caught:
-        load_settings(None, **sections)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
-    ("sections", "key", "says"),
+    ("text", "key", "says"),
     [
-        ({"access": {"body_timeout_s": float("nan")}}, "access.body_timeout_s", "finite"),
-        ({"access": {"open": True}}, "access.open", "not permitted"),
-        ({"access": {"allow_open": "perhaps"}}, "access.allow_open", "boolean"),
-        (
-            {"tenants": {"default_limits": {"tokens_per_minute": float("inf")}}},
-            "tenants.default_limits.tokens_per_minute", "finite",
-        ),
-        (
-            {"tenants": {"default_limits": {"rps": 1}}},
-            "tenants.default_limits.rps", "not permitted",
-        ),
-        (
-            {"tenants": {**ALICE, "limits": {"alcie": {"concurrent": 1}}}},
-            "tenants", "limits names ['alcie'], who have no key",
-        ),
-        (
-            {"tenants": {**ALICE, "priorities": {"bob": {"own": 1}}}},
-            "tenants", "priorities names ['bob'], who have no key",
-        ),
-        (
-            {"tenants": {**ALICE, "priorities": {"alice": {"own": 10}}}},
-            "tenants.priorities.alice.own", "less than or equal to 9",
-        ),
-        (
-            {"tenants": {**ALICE, "priorities": {"alice": {"may_ask": [-1]}}}},
-            "tenants.priorities.alice.may_ask.0", "greater than or equal to 0",
-        ),
-        (
-            {"tenants": {**ALICE, "operators": ["bob"]}},
-            "tenants", "operators names ['bob'], who have no key",
-        ),
-        (
-            {"tenants": {"by_key": {"sha256:hush": "alice"}}},
-            "tenants.by_key", "a key of 'alice' is no digest",
-        ),
-        (
-            {"tenants": {"by_key": {HUSH: "alice", hashed(HUSH): "bob"}}},
-            "tenants.by_key", "given to two tenants",
-        ),
-        (
-            {"tenants": {"by_key": {HUSH[:15]: "alice"}}},
-            "tenants.by_key", "a key of 'alice' has 15 characters, so it could be guessed",
-        ),
+        ("access: {body_timeout_s: .nan}", "access.body_timeout_s", "finite"),
+        ("access: {open: true}", "access.open", "not permitted"),
+        ("access: {allow_open: perhaps}", "access.allow_open", "boolean"),
+        ("tenants: {default_limits: {tokens_per_minute: .inf}}",
+         "tenants.default_limits.tokens_per_minute", "finite"),
+        ("tenants: {default_limits: {rps: 1}}", "tenants.default_limits.rps", "not permitted"),
+        ("tenants: {limits: {alcie: {concurrent: 1}}, $alice}", "tenants",
+         "limits names ['alcie'], who have no key"),
+        ("tenants: {priorities: {bob: {own: 1}}, $alice}", "tenants",
+         "priorities names ['bob'], who have no key"),
+        ("tenants: {priorities: {alice: {own: 10}}, $alice}", "tenants.priorities.alice.own",
+         "less than or equal to 9"),
+        ("tenants: {priorities: {alice: {may_ask: [-1]}}, $alice}",
+         "tenants.priorities.alice.may_ask.0", "greater than or equal to 0"),
+        ("tenants: {operators: [bob], $alice}", "tenants", "operators names ['bob'], who have no"),
+        ("tenants: {by_key: {'sha256:hush': alice}}", "tenants.by_key",
+         "a key of 'alice' is no digest"),
+        (f"tenants: {{by_key: {{{HUSH}: alice, '{hashed(HUSH)}': bob}}}}", "tenants.by_key",
+         "given to two tenants"),
+        (f"tenants: {{by_key: {{{HUSH[:15]}: alice}}}}", "tenants.by_key",
+         "a key of 'alice' has 15 characters, so it could be guessed"),
     ],
 )  # fmt: skip
-def test_each_fault_is_named_with_key_and_reason(sections, key, says):
-    message = fault(**sections)
-    line = next(line for line in message.splitlines() if line.startswith(f"  {key}: "))
-    assert says in line and "hush" not in message
+def test_each_fault_is_named_with_key_and_reason(text, key, says):
+    alice = "by_key: {sk-alice-0123456: alice}"
+    message = fault(**yaml.safe_load(text.replace("$alice", alice)))
+    assert named(message, key, says) and "hush" not in message
 
 
 @pytest.mark.parametrize(
@@ -91,7 +64,7 @@ def test_what_only_this_machine_can_reach(host, loopback):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "my-host"])
 @pytest.mark.parametrize("tenants", [{}, ALICE])
-def test_beyond_loopback_nobody_is_served_without_a_key_unless_set_so(host, tenants):
+def test_settings_require_keys_beyond_loopback_unless_allow_open(host, tenants):
     message = fault(http={"host": host}, tenants=tenants)
     assert f"http.host listens on {host}" in message and "access.allow_open: true" in message
     load_settings(None, http={"host": host}, tenants=tenants, access={"allow_open": True})
@@ -102,32 +75,10 @@ def test_a_cluster_never_does_without_its_routers():
     assert "http.decider_away" in fault(http={"decider_away": "least_request"})
 
 
-def test_on_loopback_no_keys_are_needed():
-    assert not load_settings().tenants.closed
-
-
-def test_keys_of_the_settings_are_told_from_those_of_the_file(tmp_path):
-    path = tmp_path / "keys.yaml"
-    path.write_text(f"sk-alice-0123456: alice\n{hashed('sk-bob-012345678')}: bob\n")
-    tenants = load_settings(None, tenants={**CLOSED, "keys_file": str(path)}).tenants
-    assert tenants.digests == {
-        digest_of("sk-alice-0123456"): "alice",
-        digest_of("sk-bob-012345678"): "bob",
-    }
-    assert tenants.fixed_digests == {digest_of("sk-alice-0123456")}
-    assert tenants.keys_in_clear == 1
-    assert load_settings().tenants.fixed_digests == frozenset()
-
-
 def test_limits_of_a_tenant_replace_those_of_everybody():
-    tenants = load_settings(
-        None,
-        tenants={
-            **ALICE,
-            "default_limits": {"concurrent": 4},
-            "limits": {"alice": {"tokens_per_minute": 1000}},
-        },
-    ).tenants
+    limits = {"alice": {"tokens_per_minute": 1000}}
+    given = {**ALICE, "default_limits": {"concurrent": 4}, "limits": limits}
+    tenants = load_settings(tenants=given).tenants
     assert tenants.default_limits.concurrent == 4
     assert tenants.limits["alice"].concurrent is None
     assert tenants.limits["alice"].tokens_per_minute == 1000

@@ -21,15 +21,6 @@ def test_host_planners_take_contexts_beyond_the_device():
         engine(planner="kv", max_context_tokens=8192, dtype="float32", **given)
 
 
-def test_by_default_the_host_tier_follows_the_device_and_no_answer_is_approximate():
-    found = load_settings().engine
-    assert (found.host_tier, found.planner, found.lmcache.server) == ("auto", "auto", None)
-    s = found.sparse
-    assert (found.approx, s.share, s.sink_tokens, s.recent_tokens) == ("never", 0.1, 4, 64)
-    assert (s.eta, s.power) == (0.8, 3.0)
-    assert (s.code_bits, s.retriever, s.prefetch, s.max_age) == (256, "hash", True, 0)
-
-
 def test_a_shared_lmcache_server_with_its_bounds():
     lmcache = {"server": "tcp://cache.example:5555", "timeout_s": 0.2, "retry_s": 1}
     found = engine(host_tier="lmcache", planner="tail", lmcache=lmcache).lmcache
@@ -52,7 +43,7 @@ def test_which_host_tier_a_worker_has(section, on_a_cpu, on_a_gpu):
     assert (found.tier_on(0), found.tier_on(1), found.tier_on(4)) == (on_a_cpu, on_a_gpu, on_a_gpu)
 
 
-def test_a_host_tier_of_no_given_size_is_small_on_cpus_and_a_share_on_gpus():
+def test_host_tier_defaults_to_64_mib_on_cpus_a_share_on_gpus():
     found = engine()
     assert (found.on(0).host_bytes, found.on(1).host_bytes) == (64 << 20, None)
     assert engine(kind="torch").on(1).host_bytes == 64 << 20
@@ -63,12 +54,6 @@ def test_a_host_tier_of_no_given_size_is_small_on_cpus_and_a_share_on_gpus():
         2 * 10**11,
         *[4 * 10**11] * 2,
     ]
-
-
-def test_threads_and_room_are_read_and_a_kind_may_stand_alone():
-    found = engine(kind="torch", planner="cpu", cpu_threads=2, cpu_room_share=0.25)
-    assert (found.planner, found.cpu_threads, found.cpu_room_share) == ("cpu", 2, 0.25)
-    assert load_settings(engine="torch").engine.cpu_threads == 0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +127,7 @@ def test_what_cannot_be_is_refused_with_its_place_and_reason(section, reason):
     assert "  engine" in str(caught.value)
 
 
-def test_limits_are_chosen_by_vllm_on_gpus_and_are_figures_elsewhere():
+def test_limits_are_left_to_vllm_on_gpus_and_figures_elsewhere():
     given = engine(max_sequences=8)
     on_gpu, on_cpu = given.on(gpus=2), given.on(gpus=0)
     assert (on_gpu.max_sequences, on_cpu.max_sequences) == (8, 8)
@@ -157,7 +142,7 @@ def test_what_extra_gives_is_given_by_nobody_else():
     assert on_cpu.device_blocks == 264
 
 
-def test_a_context_is_held_to_the_figures_of_the_machines_that_it_is_for():
+def test_context_bound_applies_only_to_pools_without_gpus():
     pool = {"name": "a", "profile": "pcie"}
     section = {"max_context_tokens": 100_000}
     on_gpu = {**pool, "placement": {"gpus": 1}}

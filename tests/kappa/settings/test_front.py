@@ -21,7 +21,7 @@ def test_a_server_s_address_is_its_root():
     assert load({**A, "url": "https://h/llm/v1"}).backends[0].url == "https://h/llm"
 
 
-def test_a_server_is_called_by_its_host_and_port_unless_it_is_named():
+def test_backend_is_called_by_host_and_port_unless_named():
     made = load(A, {**B, "name": "grace"})
     assert [one.worker for one in made.backends] == ["a:8000", "grace"]
 

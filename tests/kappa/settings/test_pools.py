@@ -5,15 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import PoolSettings, ScalingSettings
-
-
-def fault(**data):
-    with pytest.raises(SettingsError) as caught:
-        load_settings(None, **data)
-    return str(caught.value)
+from tests.kappa.settings.faults import fault, named
 
 
 def pool(**changes):
@@ -43,7 +37,7 @@ def test_a_pool_that_scales_starts_with_its_least():
     assert (one.least, one.most, scaled.workers, len(one.node_names)) == (2, 5, 2, 5)
 
 
-def test_a_pool_changes_what_it_names_of_the_engine_and_nothing_else():
+def test_pool_overrides_only_the_engine_settings_that_it_names():
     settings = load_settings(
         None,
         engine={"device_blocks": 400, "max_sequences": 32},
@@ -66,41 +60,31 @@ def test_one_worker_of_a_cluster_is_a_cluster():
 
 
 @pytest.mark.parametrize(
+    ("changes", "key", "says"),
+    [
+        ({"replica": 2}, ".0.replica", "not permitted"),
+        ({"name": "a b"}, ".0.name", "pattern"),
+        ({"profile": "warp"}, ".0.profile", "warp"),
+        ({"role": "draft"}, ".0.role", "prefill"),
+        ({"role": "prefill"}, "", "nobody would decode"),
+        ({"role": "decode"}, "", "nobody hands over"),
+        ({"replicas": 1, "autoscaling": {"max_replicas": 2}}, ".0", "and autoscaling are both"),
+        ({"autoscaling": {"min_replicas": 3, "max_replicas": 2}}, ".0.autoscaling", "replicas 3"),
+        ({"placement": {"resources": {"x": 0}}}, ".0.placement.resources.x", "greater than 0"),
+        ({"engine": {"block_tokens": 64}}, ".0.engine.block_tokens", "the same in all pools"),
+        ({"engine": {"blocks": 64}}, ".0.engine.blocks", "not permitted"),
+        ({"engine": {"device_blocks": 8}}, ".0.engine", "device_blocks * block_tokens"),
+    ],
+)
+def test_each_fault_of_a_pool_is_named_with_its_place(changes, key, says):
+    message = fault(pools=[pool(**changes)])
+    assert named(message, f"pools{key}", says), message
+
+
+@pytest.mark.parametrize(
     ("data", "key", "says"),
     [
-        ({"pools": [pool(replica=2)]}, "pools.0.replica", "not permitted"),
-        ({"pools": [pool(name="a b")]}, "pools.0.name", "pattern"),
-        ({"pools": [pool(profile="warp")]}, "pools.0.profile", "warp"),
         ({"pools": [pool(), pool()]}, "pools.1.name", "pool 0 is called 'a', too"),
-        ({"pools": [pool(role="draft")]}, "pools.0.role", "prefill"),
-        ({"pools": [pool(role="prefill")]}, "pools", "nobody would decode"),
-        ({"pools": [pool(role="decode")]}, "pools", "nobody hands over"),
-        (
-            {"pools": [pool(replicas=1, autoscaling={"max_replicas": 2})]},
-            "pools.0",
-            "replicas and autoscaling are both given",
-        ),
-        (
-            {"pools": [pool(autoscaling={"min_replicas": 3, "max_replicas": 2})]},
-            "pools.0.autoscaling",
-            "less than min_replicas 3",
-        ),
-        (
-            {"pools": [pool(placement={"resources": {"x": 0}})]},
-            "pools.0.placement.resources.x",
-            "greater than 0",
-        ),
-        (
-            {"pools": [pool(engine={"block_tokens": 64})]},
-            "pools.0.engine.block_tokens",
-            "the same in all pools",
-        ),
-        ({"pools": [pool(engine={"blocks": 64})]}, "pools.0.engine.blocks", "not permitted"),
-        (
-            {"pools": [pool(engine={"device_blocks": 8})]},
-            "pools.0.engine",
-            "device_blocks * block_tokens",
-        ),
         ({"pools": [pool()], "nodes": [{"name": "x", "profile": "pcie"}]}, "nodes", "drop one"),
         ({"nodes": []}, "nodes", "at least one node, or pools"),
         ({"nodes": [{"name": "a/b", "profile": "pcie"}]}, "nodes.0.name", "pattern"),
@@ -108,33 +92,33 @@ def test_one_worker_of_a_cluster_is_a_cluster():
     ],
 )
 def test_each_fault_is_named_with_its_place(data, key, says):
-    lines = fault(**data).splitlines()
-    assert any(line.startswith(f"  {key}: ") and says in line for line in lines), lines
+    message = fault(**data)
+    assert named(message, key, says), message
 
 
-def test_all_faults_of_values_are_named_at_once_and_then_all_between_sections():
+def test_settings_name_all_value_faults_then_those_of_sections():
     message = fault(
         pools=[pool(replicas=-1), pool(name="b", wieght=1)],
         tenants={"keys_file": "/nowhere/keys.yaml"},
         router={"max_queue": 0},
         scedular={},
     )
-    for named in (
+    for said in (
         "pools.0.replicas: ", "pools.1.wieght: ", "/nowhere/keys.yaml: cannot be read",
         "router.max_queue: ", "scedular: ",
     ):  # fmt: skip
-        assert named in message, (named, message)
+        assert said in message, (said, message)
     assert "5 fault(s)" in message
     message = fault(
         pools=[pool(), pool(), pool(name="b", engine={"dtype": "float16", "max_sequences": 0})],
         nodes=[{"name": "x", "profile": "pcie"}],
         http={"host": "0.0.0.0"},
     )
-    for named in (
+    for said in (
         "pools.1.name: ", "pools.2.engine.dtype: ", "pools.2.engine.max_sequences: ", "nodes: ",
         "(file): http.host listens on 0.0.0.0",
     ):  # fmt: skip
-        assert named in message, (named, message)
+        assert said in message, (said, message)
     assert "5 fault(s)" in message
 
 
@@ -145,7 +129,7 @@ def test_an_unreadable_secret_brings_no_faults_of_its_own_making():
     assert "1 fault(s)" in message and "cannot be read" in message
 
 
-def test_a_fault_of_the_shared_engine_is_named_once_and_at_its_place():
+def test_fault_of_the_shared_engine_is_named_once_at_its_place():
     message = fault(engine={"max_sequences": 0}, pools=[pool(engine={"device_blocks": 300})])
     assert "1 fault(s)" in message and "  engine.max_sequences: " in message
 
@@ -174,7 +158,7 @@ def test_the_documented_file_is_sound(tmp_path):
 OTHER = {"id": "other", "source": "/models/other"}
 
 
-def test_pools_without_a_model_serve_the_clusters_and_models_stand_by_themselves():
+def test_by_model_gives_pools_without_a_model_the_clusters():
     settings = load_settings(
         None,
         model={"id": "m", "adapters": {"fine": "/adapters/fine"}},
@@ -191,57 +175,33 @@ def test_pools_without_a_model_serve_the_clusters_and_models_stand_by_themselves
     assert load_settings().by_model() == (load_settings(),)
 
 
+def adapted(name):
+    return {**OTHER, "adapters": {name: "/a"}}
+
+
 @pytest.mark.parametrize(
-    ("pools", "where", "why"),
+    ("first", "second", "where", "why"),
     [
-        (
-            [pool(model=OTHER), pool(name="b", model={**OTHER, "source": "/elsewhere"})],
-            "pools.1.model.source",
-            "pool 0 calls its model 'other', too, and there source is '/models/other', here "
-            "'/elsewhere'",
-        ),
-        (
-            [pool(), pool(name="b", model={"id": "m", "seed": 3})],
-            "pools.1.model.seed",
-            "pool 0 calls its model 'm', too",
-        ),
-        (
-            [pool(model={**OTHER, "adapters": {"other": "/a"}})],
-            "pools.0.model",
-            "adapter 'other' has the name of its model",
-        ),
-        (
-            [pool(), pool(name="b", model={**OTHER, "adapters": {"m": "/a"}})],
-            "pools.1.model.adapters",
-            "adapter 'm' has the name of model 'm'",
-        ),
-        (
-            [
-                pool(model={"id": "x", "adapters": {"f": "/a"}}),
-                pool(name="b", model={**OTHER, "adapters": {"f": "/a"}}),
-            ],
-            "pools.1.model.adapters",
-            "adapter 'f' has the name of an adapter of model 'x'",
-        ),
-        (
-            [pool(), pool(name="b", model=OTHER, role="prefill")],
-            "pools",
-            "every pool's role of model other is prefill",
-        ),
-        (
-            [pool(), pool(name="b", model=OTHER, role="decode")],
-            "pools",
-            "every pool's role of model other is decode",
-        ),
+        ({"model": OTHER}, {"model": {**OTHER, "source": "/elsewhere"}}, ".1.model.source",
+         "pool 0 calls its model 'other', too, and there source is '/models/other', here "
+         "'/elsewhere'"),
+        ({}, {"model": {"id": "m", "seed": 3}}, ".1.model.seed", "pool 0 calls its model 'm', too"),
+        ({"model": adapted("other")}, None, ".0.model", "'other' has the name of its model"),
+        ({}, {"model": adapted("m")}, ".1.model.adapters", "'m' has the name of model 'm'"),
+        ({"model": {"id": "x", "adapters": {"f": "/a"}}}, {"model": adapted("f")},
+         ".1.model.adapters", "adapter 'f' has the name of an adapter of model 'x'"),
+        ({}, {"model": OTHER, "role": "prefill"}, "", "role of model other is prefill"),
+        ({}, {"model": OTHER, "role": "decode"}, "", "role of model other is decode"),
     ],
-)
-def test_what_does_not_go_together_among_models_is_one_clear_message(pools, where, why):
+)  # fmt: skip
+def test_settings_refuse_conflicting_models_in_one_message(first, second, where, why):
+    pools = [pool(**first)] if second is None else [pool(**first), pool(name="b", **second)]
     found = fault(model={"id": "m"}, pools=pools)
-    assert f"{where}: " in found and why in found
+    assert f"pools{where}: " in found and why in found
     assert found.count("\n") == 1, found
 
 
-def test_blocks_may_differ_between_models_and_not_between_pools_of_one():
+def test_block_tokens_may_differ_between_models_not_within_one():
     own = {"engine": {"block_tokens": 64, "dtype": "bfloat16"}}
     pools = [pool(), pool(name="b", model=OTHER, **own), pool(name="c", model=OTHER, **own)]
     settings = load_settings(None, pools=pools)

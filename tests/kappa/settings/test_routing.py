@@ -6,18 +6,6 @@ from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
 
 
-def test_by_default_there_is_one_decider_a_breaker_and_nothing_leaves_the_machine():
-    settings = load_settings()
-    failover, observing = settings.router.failover, settings.observing
-    assert settings.http.replicas == 1
-    assert failover.model_dump() == {
-        "stall_after_s": 5.0, "failures": 5, "pause_s": 1.0, "longest_pause_s": 30.0,
-    }  # fmt: skip
-    seen = (observing.log_format, observing.log_file, observing.otlp_endpoint)
-    assert seen == ("console", None, None)
-    assert observing.metrics and observing.request_log
-
-
 def test_all_of_failover_can_be_set():
     failover = {"stall_after_s": 2, "failures": 3, "pause_s": 0.5, "longest_pause_s": 8}
     assert load_settings(router={"failover": failover}).router.failover.model_dump() == failover

@@ -129,7 +129,7 @@ async def clustered(renderer, monkeypatch, *nodes, access=None, bounds=None, dec
     registry = ReplicaRegistry()
     monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
     access = access or Access(max_body_bytes=1 << 20)
-    settings = replace(settings_of_decider(), tenants=access.tenants, **changes)
+    settings = replace(settings_of_decider(), **changes)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-test-")))
         spec = GatewaySpec(

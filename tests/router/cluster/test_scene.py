@@ -24,8 +24,9 @@ from kappa_router.api.app import Access, Door
 from kappa_router.api.metadata import PLAN_HEADER
 from kappa_router.cluster.scene import ClusterScene
 from kappa_router.gateway.authz import Go, Inquiry, Refuse
-from kappa_router.gateway.decider import Decider, DeciderRule
+from kappa_router.gateway.decider import Decider
 from kappa_router.gateway.events import StreamEnd
+from kappa_router.gateway.scene import DeciderRule
 from kappa_router.gateway.spec import GatewaySpec
 from tests.router.gateway.door import Scripted
 from tests.router.patience import until

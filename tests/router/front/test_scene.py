@@ -39,6 +39,7 @@ async def followed(folder, *backends, balancer=""):
     front = SimpleNamespace(
         backends={one.settings.worker: one for one in backends}, changed=asyncio.Event(),
         rollout=SimpleNamespace(balancer=balancer), settings=SimpleNamespace(passed=()),
+        live=None,
     )  # fmt: skip
     scene = FrontScene(front)
     following = asyncio.create_task(scene.follow(TakingGateway(folder)))

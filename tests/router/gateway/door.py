@@ -7,11 +7,13 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kappa.host import free_port
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
 from kappa_router.gateway.endpoints import EndpointsFile
+from kappa_router.gateway.events import Ends
 from kappa_router.gateway.process import Gateway, known_of
 from kappa_router.gateway.spec import AGAIN, SLOT_HEADER, Bounds, GatewaySpec, ServerEndpoint
 from tests.router.envoys import lent
@@ -307,6 +309,11 @@ async def open_door(
         door = Door(spec, gateway, deciders, faces, made, file, ends)
         door.send_to(0)
         yield door
+
+
+def ends_heard(socket, ended=print, failed=print, goes_on=print, cut=int):
+    """Envoy's log at a socket, heard by these."""
+    return Ends(socket, SimpleNamespace(ended=ended, failed=failed, goes_on=goes_on, cut=cut))
 
 
 __all__ = ["AGAIN", "CHAT", "Answer", "Door", "Got", "Heard", "Scripted", "open_door", "replace"]

@@ -13,9 +13,9 @@ from kappa_router.api.app import Access, Door
 from kappa_router.config import RouterConfig
 from kappa_router.decision import RouteRequest
 from kappa_router.gateway.authz import Inquiry
-from kappa_router.gateway.decider import Decider, DeciderRule
+from kappa_router.gateway.decider import Decider
 from kappa_router.gateway.events import StreamEnd
-from kappa_router.gateway.scene import Reading, Used
+from kappa_router.gateway.scene import DeciderRule, Reading, Used
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import MembershipRule
 from kappa_router.live.replica_registry import ReplicaRegistry

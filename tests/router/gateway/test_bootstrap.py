@@ -13,11 +13,10 @@ import pytest
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
 from kappa_router.gateway.bootstrap import bootstrap, certificate
 from kappa_router.gateway.endpoints import EndpointsFile, write_private
-from kappa_router.gateway.events import Ends
 from kappa_router.gateway.process import find_envoy
 from kappa_router.gateway.spec import ADMIT, DECIDE, Bounds, GatewaySpec, veiled
 from tests.router.gateway.certificates import pair
-from tests.router.gateway.door import CHAT, Answer, never, open_door
+from tests.router.gateway.door import CHAT, Answer, ends_heard, never, open_door
 from tests.router.gateway.http2 import post
 from tests.router.patience import until
 
@@ -326,7 +325,7 @@ async def test_servers_share_without_a_decider_if_that_is_wanted():
         assert [len(one.heard) for one in door.servers] == [0, 4]
         await door.decider.close()
         # A draining server gets none, one that is gone is stepped over.
-        door.file.write([replace(door.endpoints[0]), replace(door.endpoints[1], draining=True)])
+        door.file.write([door.endpoints[0]])
         await door.until(lambda got: got.status != 200 or door.servers[0].heard)
         seen = len(door.servers[1].heard)
         for _ in range(4):
@@ -345,14 +344,14 @@ async def test_ends_and_failed_attempts_are_told():
 
     async with (
         open_door((lambda heard: Answer(cut=True), None), own=True) as door,
-        Ends(door.spec.slots[0].events_socket, ended.put_nowait, failed.put_nowait, print, int),
+        ends_heard(door.spec.slots[0].events_socket, ended.put_nowait, failed.put_nowait),
         asyncio.timeout(20),
     ):
         door.send_to(0, 1)
         await door.ask("/v1/nodes")
         await door.ask(body=b"{}")
         end, failure = await ended.get(), await failed.get()
-        assert (end.request_id, end.status, end.attempts, end.sent_bytes) == ("id-1", 200, 2, 2)
+        assert (end.request_id, end.status, end.sent_bytes) == ("id-1", 200, 2)
         assert end.upstream == door.addresses(1) and end.duration_s > 0 and not end.flags
         assert (failure.request_id, failure.upstream) == ("id-1", door.addresses(0))
         assert failure.broken and not failure.unreached
@@ -383,9 +382,7 @@ async def test_ends_wait_for_a_decider_that_is_away():
         door.send_to(0)
         await door.ask()
         await asyncio.sleep(1.0)  # Envoy fails to connect, again and again.
-        async with Ends(
-            door.spec.slots[0].events_socket, ended.put_nowait, print, print, int
-        ):  # fmt: skip
+        async with ends_heard(door.spec.slots[0].events_socket, ended.put_nowait):
             assert (await ended.get()).status == 200
 
 
@@ -399,7 +396,7 @@ async def test_stream_that_goes_on_is_told(monkeypatch):
 
     async with (
         open_door((lambda heard: Answer(chunks=slow()),), own=True) as door,
-        Ends(door.spec.slots[0].events_socket, ended.put_nowait, print, going.put_nowait, int),
+        ends_heard(door.spec.slots[0].events_socket, ended.put_nowait, print, going.put_nowait),
         asyncio.timeout(20),
     ):
         asking = asyncio.create_task(door.ask())

@@ -393,7 +393,7 @@ async def test_request_that_a_server_did_not_take_goes_to_the_next():
         assert here.live.records["r"].decision.worker == second
         assert here.live.router.in_flight_on(first) == 0
         at = here.scene.address(second)
-        here.flights.ended(end("r", upstream=at, attempts=2, events=1, tail=b""))
+        here.flights.ended(end("r", upstream=at, events=1, tail=b""))
         assert here.scene.ends[1:] == [(second, "done")] and idle(here)
         assert not here.live.members.blocked().failing
 

@@ -3,9 +3,8 @@
 import asyncio
 
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
-from kappa_router.gateway.events import Ends
 from kappa_router.gateway.spec import ADMIT, ADMITTER_HEADER, AGAIN, DECIDE
-from tests.router.gateway.door import CHAT, Answer, in_two, never, open_door
+from tests.router.gateway.door import CHAT, Answer, ends_heard, in_two, never, open_door
 from tests.router.patience import until
 
 LARGE = b"x" * 150_000
@@ -139,7 +138,7 @@ async def test_decider_hears_the_ends_of_its_own_requests():
             more = {ENDPOINT_HEADER: door.addresses(0, 1), TO_ID_HEADER: f"id-{at}"}
             decider.script = lambda heard, more=more: Answer(headers=more)
         heard = [
-            Ends(slot.events_socket, ended[at].append, failed[at].append, print, int)
+            ends_heard(slot.events_socket, ended[at].append, failed[at].append)
             for at, slot in enumerate(door.spec.slots)
         ]
         async with heard[0], heard[1], asyncio.timeout(20):

@@ -33,15 +33,6 @@ def test_ipv6_address_stands_in_brackets_in_lists():
     assert ServerEndpoint("w", "2001:db8::7", 8000).address == "[2001:db8::7]:8000"
 
 
-def test_draining_servers_are_left_out():
-    servers = [
-        ServerEndpoint("a", "10.0.0.7", 1, draining=True),
-        ServerEndpoint("b", "10.0.0.8", 1),
-    ]
-    (host,) = hosts(rendered(servers))
-    assert host["endpoint"]["address"]["socket_address"]["address"] == "10.0.0.8"
-
-
 def test_first_of_servers_with_one_address_is_reached():
     servers = [ServerEndpoint("a", "10.0.0.7", 1, prefix="/a"), ServerEndpoint("b", "10.0.0.7", 1)]
     (host,) = hosts(rendered(servers))

@@ -16,7 +16,6 @@ from kappa.protocol import (
     TO_ID_HEADER,
     TO_SECRET_HEADER,
 )
-from kappa_router.gateway.events import Ends
 from kappa_router.gateway.spec import (
     AGAIN,
     DECIDE,
@@ -28,7 +27,7 @@ from kappa_router.gateway.spec import (
     ServerEndpoint,
 )
 from tests.router.gateway.certificates import pair
-from tests.router.gateway.door import CHAT, Answer, in_two, never, open_door
+from tests.router.gateway.door import CHAT, Answer, ends_heard, in_two, never, open_door
 from tests.router.patience import until
 
 ELSEWHERE = Answer(503, {RETRY_HEADER: "elsewhere"}, b'{"error": "draining"}')
@@ -328,7 +327,7 @@ async def foreign_door(*servers, **given):
     ended = asyncio.Queue()
     async with (
         open_door(servers or (None,), foreign=True, own=True, **given) as door,
-        Ends(door.spec.slots[0].events_socket, ended.put_nowait, print, print, int),
+        ends_heard(door.spec.slots[0].events_socket, ended.put_nowait),
         asyncio.timeout(20),
     ):
         yield door, ended
@@ -427,7 +426,7 @@ async def test_draining_server_ends_its_answers_and_gets_no_more():
         begun = asyncio.create_task(door.ask())
         await until(lambda: door.servers[0].heard)
         door.servers[0].script = named(b"a")
-        door.file.write([replace(door.endpoints[0], draining=True), door.endpoints[1]])
+        door.file.write([door.endpoints[1]])
         door.send_to(0, 1)
         await door.until(lambda got: got.body == b"b")
         going_on.set()

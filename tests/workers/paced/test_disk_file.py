@@ -58,7 +58,7 @@ def test_a_row_takes_whole_pages_and_the_file_no_name(file, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is left of a process that is killed"
 
 
-def test_a_row_that_was_changed_cut_short_or_never_written_does_not_come(file):
+def test_read_refuses_rows_changed_cut_short_or_never_written(file):
     source, got = blocks(), empty()
     assert file.write(source, np.arange(12), np.arange(12))
     with behind(file) as raw:
@@ -104,7 +104,7 @@ def test_a_read_that_fails_is_a_row_that_does_not_come(file, monkeypatch):
     assert not file.read(np.arange(4), empty(), np.arange(4)).any()
 
 
-def test_a_folder_that_is_not_there_or_has_no_room_is_refused_with_the_remedy(tmp_path):
+def test_file_names_the_remedy_for_a_missing_or_full_folder(tmp_path):
     with pytest.raises(DiskError, match=r"nowhere: No such file .* or lower engine.disk_bytes"):
         DiskFile(tmp_path / "nowhere", BLOCKS, WIDTHS)
     with pytest.raises(DiskError, match=r"for 9,007,199,254,740,992 bytes"):

@@ -47,7 +47,7 @@ class Scene:
         self.reported = []
         self.manager = kind(
             **{"num_blocks": HOST, **rows}, cache_policy="lru",
-            enable_events=True, pace=LinkPace(), block_tokens=TOKENS, backlog_s=1e9,
+            enable_events=True, block_tokens=TOKENS, backlog_s=1e9,
             report=self.reported.append,
         )  # fmt: skip
 
@@ -96,7 +96,7 @@ def test_nothing_is_written_before_half_of_host_memory_is_in_use(scene):
     assert not scene.manager.has_pending_work()
 
 
-def test_what_host_memory_evicts_is_found_on_disk_and_loaded_from_its_rows(scene):
+def test_manager_loads_from_disk_what_host_memory_evicted(scene):
     scene.store(0, 1, 2, 3, 4, 5)
     (write,) = scene.write_all()
     scene.events()
@@ -111,11 +111,11 @@ def test_what_host_memory_evicts_is_found_on_disk_and_loaded_from_its_rows(scene
     assert not scene.reported
 
 
-def test_a_block_that_was_loaded_from_disk_is_stored_in_host_memory_again(scene):
+def test_manager_stores_a_block_in_host_again_after_a_disk_load(scene):
     scene.store(0, 1, 2, 3, 4, 5)
     scene.write_all()
     scene.store(10, 11, 12, 13)
-    assert scene.store(0).keys_to_store == [], "on disk, and nobody loaded it"
+    assert scene.store(0).keys_to_store == [], "on disk, and not loaded"
     scene.load(0)
     scene.manager.complete_load(keys(0), CONTEXT)
     assert scene.store(0, 1).keys_to_store == keys(0)
@@ -125,12 +125,12 @@ def test_a_block_that_was_loaded_from_disk_is_stored_in_host_memory_again(scene)
     assert len(scene.write_all()[0].rows) == 4, "10 to 13; the other is on disk already"
 
 
-def test_blocks_evicted_before_they_were_written_are_lost_and_counted(scene):
+def test_manager_counts_blocks_evicted_before_they_were_written(scene):
     scene.store(*range(8))
     scene.store(10, 11)
     assert scene.found(0, 1, 2) == [MISS, MISS, HIT]
     assert scene.reported == [{"kind": "store_dropped", "why": "disk", "blocks": 2}]
-    # What is being written stays until it is.
+    # A block that is being written stays until the write ends.
     write = scene.manager.take_work()
     assert len(write.rows) == 8
     assert scene.manager.prepare_store(keys(20), CONTEXT) is None
@@ -139,7 +139,7 @@ def test_blocks_evicted_before_they_were_written_are_lost_and_counted(scene):
     assert len(scene.reported) == 1 and scene.found(2) == [HIT]
 
 
-def test_the_disk_evicts_what_was_used_least_recently_but_nothing_under_load(scene):
+def test_disk_evicts_the_least_recently_used_but_none_in_a_load(scene):
     for start in (0, 6, 12):
         scene.store(*range(start, start + 6))
         scene.write_all()
@@ -177,7 +177,7 @@ def test_rows_that_could_not_be_read_are_forgotten_and_announced(scene):
     assert scene.store(1).keys_to_store == keys(1)
 
 
-def test_a_reset_empties_both_tiers_and_ignores_a_write_from_before(scene):
+def test_reset_empties_both_tiers_and_ignores_an_earlier_write(scene):
     scene.store(*range(6))
     scene.write_all()
     scene.store(*range(10, 12))
@@ -203,6 +203,9 @@ class Bench:
         self.reported, self.file = [], DiskFile(folder, 6, [64, 192])
         self.route = DiskRoute(self.host, self.device, self.file, loading, self.reported.append)
 
+    def close(self):
+        self.route.close()
+
     def written(self, *writes):
         for write in writes:
             self.route.submit(write)
@@ -211,16 +214,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path):
-    made = []
-
-    def make(**options):
-        made.append(Bench(tmp_path, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.route.close()
+def bench(tmp_path, closing):
+    return lambda **options: closing(Bench(tmp_path, **options))
 
 
 def test_one_load_brings_blocks_of_host_memory_and_of_the_disk(bench):
@@ -236,7 +231,7 @@ def test_one_load_brings_blocks_of_host_memory_and_of_the_disk(bench):
     assert not here.route.take_lost() and not here.reported
 
 
-def test_a_block_that_the_disk_does_not_bring_is_named_and_the_others_come(bench):
+def test_route_copies_the_rest_when_one_disk_block_is_missing(bench):
     here = bench()
     here.written(DiskWrite(1, [0], [2]))
     here.route.copy(np.array([6, 7, 1]), np.array([5, 8, 9]))  # row 3 was never written
@@ -264,7 +259,7 @@ def test_a_write_that_fails_is_reported(bench, monkeypatch):
 # -- between the two ------------------------------------------------------------------------------
 
 
-def test_the_connector_carries_a_write_to_the_worker_and_back_what_became_of_it(tmp_path, scene):
+def test_connector_carries_writes_to_the_worker_and_news_back(tmp_path, scene):
     device = [torch.ones((10, 64), dtype=torch.int8)]
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(device[0], 64)], [])
     size = TierSize(HOST, TOKENS, str(tmp_path), DISK)

@@ -53,9 +53,13 @@ class Bench:
 
     def told(self, kind):
         while not any(m["kind"] == kind for m in self.messages):
-            assert self.stats.poll(PATIENCE_MS), f"no {kind} was told"
-            self.messages.append(msgspec.msgpack.decode(self.stats.recv()))
+            self.hear(f"no {kind} was told")
         return [m for m in self.messages if m["kind"] == kind]
+
+    def hear(self, why="nothing more was told"):
+        """Take one message more."""
+        assert self.stats.poll(PATIENCE_MS), why
+        self.messages.append(msgspec.msgpack.decode(self.stats.recv()))
 
     def drain_kv(self):
         while self.kv.poll(500):
@@ -81,7 +85,7 @@ def cached(answer):
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-async def test_an_answer_has_as_many_tokens_as_requested_and_names_the_engine(bench):
+async def test_answer_has_the_requested_tokens_and_names_the_engine(bench):
     answer = await bench.complete(range(10))
     assert answer["choices"][0]["text"] == WORD * 3 and answer["system_fingerprint"] == "emulated"
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (10, 3)
@@ -137,7 +141,7 @@ async def test_a_repeated_prompt_is_found_and_reported_by_source(bench):
     assert cached(again) == 16
     bench.told("step")
     while len(bench.told("admit")) < 2:
-        bench.messages.append(msgspec.msgpack.decode(bench.stats.recv()))
+        bench.hear()
     first, second = bench.told("admit")
     assert (first["device_tokens"], first["new_tokens"]) == (0, 18)
     assert (second["device_tokens"], second["new_tokens"]) == (16, 2)
@@ -146,8 +150,7 @@ async def test_a_repeated_prompt_is_found_and_reported_by_source(bench):
 async def test_totals_leave_when_the_engine_falls_idle(bench):
     await bench.complete(range(10))
     while bench.told("iterations")[-1]["iterations"] < 3:
-        assert bench.stats.poll(PATIENCE_MS), "the last iterations were not told"
-        bench.messages.append(msgspec.msgpack.decode(bench.stats.recv()))
+        bench.hear("the last iterations were not told")
 
 
 async def test_what_the_device_evicts_is_loaded_from_the_host(bench):
@@ -157,7 +160,7 @@ async def test_what_the_device_evicts_is_loaded_from_the_host(bench):
     assert bench.told("load")[0]["tokens"] > 0
 
 
-async def test_what_it_cannot_do_is_refused_by_name_before_a_stream_begins(bench):
+async def test_engine_names_unsupported_fields_before_a_stream_begins(bench):
     for path, fields, named in (
         ("completions", {"prompt": "a", "logprobs": 3}, "logprobs"),
         ("chat/completions", {"messages": SAID, "response_format": {"type": "json_object"}},
@@ -220,7 +223,7 @@ async def test_loads_that_fail_are_counted_and_computed(bench, tmp_path):
         if any(m["kind"] == "faults" for m in bench.messages):
             break
         while bench.stats.poll(50):
-            bench.messages.append(msgspec.msgpack.decode(bench.stats.recv()))
+            bench.hear()
     assert bench.told("faults")[0]["failed_loads"] >= 1
 
 

@@ -5,18 +5,14 @@ import time
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_offload.base import (
-    BlockIDsLoadStoreSpec,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 
 from kappa_scheduler.link_order import FULL, HALF
 from kappa_workers.paced.host_tier import HostTierWorker, TierSize
 from kappa_workers.stats_channel import StatsSender
 from kappa_workers.vllm.load_sources import LOAD_SOURCES
 from kappa_workers.vllm.options import LinkPace, LinkRules
+from tests.workers.vllm.emulated_cuda import on_gpu, on_host
 
 pytestmark = pytest.mark.vllm
 
@@ -39,16 +35,10 @@ class Copies:
         self.worker = HostTierWorker(caches, size, pace, StatsSender(endpoint), rules)
 
     def store(self, job, device_ids, host_ids):
-        source = GPULoadStoreSpec(
-            list(device_ids), group_sizes=(len(device_ids),), block_indices=(0,)
-        )
-        assert self.worker.submit_store(job, source, BlockIDsLoadStoreSpec(host_ids))
+        assert self.worker.submit_store(job, on_gpu(device_ids), on_host(host_ids))
 
     def load(self, job, host_ids, device_ids):
-        target = GPULoadStoreSpec(
-            list(device_ids), group_sizes=(len(device_ids),), block_indices=(0,)
-        )
-        assert self.worker.submit_load(job, BlockIDsLoadStoreSpec(host_ids), target)
+        assert self.worker.submit_load(job, on_host(host_ids), on_gpu(device_ids))
 
     def finished(self, *jobs):
         """Wait for jobs; what has finished, by job."""
@@ -96,8 +86,7 @@ def test_a_transfer_is_reported_once_with_its_bytes_and_tokens(tier, stats):
     report, waited = sorted((stats[1](), stats[1]()), key=lambda message: message["kind"])
     assert (report["kind"], waited["kind"]) == ("store", "wait")
     assert (report["tokens"], report["bytes"]) == (3 * BLOCK_TOKENS, 3 * sum(WIDTHS))
-    assert report["took_s"] >= report["copy_s"] >= 0
-    assert report["pace_s"] == 0 and waited["took_s"] >= 0
+    assert report["took_s"] >= 0 and waited["took_s"] >= 0
 
 
 def test_loads_end_in_the_order_they_were_asked_for(tier):
@@ -128,15 +117,12 @@ def test_a_paced_load_lasts_at_least_its_pace(tier, stats):
     messages = [stats[1]() for _ in range(4)]
     loads = [m for m in messages if m["kind"] == "load"]
     (store,) = (m for m in messages if m["kind"] == "store")
-    assert [m["pace_s"] for m in loads] == pytest.approx([0.01 + 48e-3, 0.01 + 16e-3])
-    assert store["pace_s"] == pytest.approx(0.01 + 16 * 5e-4)
-    for message in (*loads, store):
-        assert message["took_s"] >= message["pace_s"] * (1 - 1e-9)
-    # The second load could start only when the first had ended.
-    assert loads[1]["queued_s"] <= loads[0]["took_s"]
+    paces_s = 0.01 + 48e-3, 0.01 + 16e-3, 0.01 + 16 * 5e-4
+    for message, pace_s in zip((*loads, store), paces_s, strict=True):
+        assert message["took_s"] >= pace_s * (1 - 1e-9)
 
 
-def test_waiting_for_what_is_not_there_returns_and_for_a_load_ends_with_it(tier):
+def test_wait_for_load_ends_with_the_load_or_at_once_without_one(tier):
     copies = tier(LinkPace(token_s=1e-3))
     assert copies.finished(99) == {} and copies.worker.wait_for_load(60.0) is False
     copies.load(1, [0], [0])
@@ -146,7 +132,7 @@ def test_waiting_for_what_is_not_there_returns_and_for_a_load_ends_with_it(tier)
     assert [d.job_id for d in done] == [1]
 
 
-def test_an_engine_that_only_stores_naps_but_learns_that_no_load_is_there(tier):
+def test_wait_for_load_says_no_load_when_only_a_store_runs(tier):
     copies = tier(LinkPace(token_s=1e-3, store_token_s=1e-3))
     copies.store(1, [0], [0])
     assert copies.worker.wait_for_load(60.0) is False
@@ -162,7 +148,7 @@ def test_a_load_that_cannot_be_made_is_reported_with_its_blocks(tier, stats):
     assert failed["why"] == "load"
 
 
-def test_what_a_load_by_layers_adds_to_its_step_is_what_its_request_waited(tier):
+def test_load_by_layers_charges_its_wait_to_the_request(tier):
     copies = tier(LinkPace(token_s=1e-5))
     before = [tensor.clone() for tensor in copies.device]
     copies.store(1, [0, 1], [5, 6])

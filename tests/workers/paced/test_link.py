@@ -18,7 +18,7 @@ PATIENCE_S = 20
 
 
 class Bench:
-    """A link whose paced pieces last until they are let go, one `step()` each."""
+    """A link with paced pieces that last until they are let go, one `step()` each."""
 
     def __init__(self, order=LOADS_FIRST, late_wait_s=0.0, paced=True, layers=1):
         generator = torch.Generator().manual_seed(1)
@@ -75,16 +75,8 @@ class Bench:
 
 
 @pytest.fixture
-def make():
-    made = []
-
-    def bench(*args, **kwargs):
-        made.append(Bench(*args, **kwargs))
-        return made[-1]
-
-    yield bench
-    for one in made:
-        one.close()
+def make(closing):
+    return lambda *args, **options: closing(Bench(*args, **options))
 
 
 def test_a_load_overtakes_queued_stores_on_a_shared_link(make):
@@ -98,25 +90,7 @@ def test_a_load_overtakes_queued_stores_on_a_shared_link(make):
     assert [r["kind"] for r in bench.reports] == ["store", "load", "store"]
 
 
-def test_a_load_waits_for_one_piece_of_a_long_store(make):
-    bench = make()
-    bench.submit(STORE, 1, *range(6))
-    bench.busy()
-    bench.submit(LOAD, 2, 9)
-    bench.step(2)
-    assert bench.finished(1) == [(2, True)]
-
-
-def test_first_come_first_served_lets_a_load_wait_behind_stores(make):
-    bench = make(FIFO)
-    for job, direction in ((1, STORE), (2, STORE), (3, LOAD)):
-        bench.submit(direction, job, *range(job))
-    bench.busy()
-    bench.step(3)
-    assert bench.finished(3) == [(1, True), (2, True), (3, True)]
-
-
-def test_waiting_for_a_queued_store_drops_it_when_there_is_no_time(make):
+def test_wait_drops_a_queued_store_when_there_is_no_time(make):
     bench = make()
     bench.submit(LOAD, 1, 0)
     bench.busy()
@@ -143,7 +117,7 @@ def test_waiting_for_a_store_under_way_ends_with_its_piece(make):
     assert not bench.host[1:].any()
 
 
-def test_waiting_for_a_store_for_which_there_is_time_keeps_it_and_puts_it_first(make):
+def test_wait_puts_a_queued_store_first_when_there_is_time(make):
     bench = make(late_wait_s=1e9)
     bench.submit(LOAD, 1, 0)
     bench.busy()
@@ -181,7 +155,7 @@ def test_sources_and_targets_must_pair_up(make):
     assert not bench.link.has_unfinished(LOAD)
 
 
-def test_who_waits_for_a_layer_goes_on_when_it_is_there_and_the_rest_is_not(make):
+def test_wait_layer_returns_before_later_layers_have_landed(make):
     bench = make(layers=3)
     bench.submit(LOAD, 1, 0, 1, by_layer=True)
     bench.busy()
@@ -202,7 +176,7 @@ def test_who_waits_for_a_layer_goes_on_when_it_is_there_and_the_rest_is_not(make
     assert len(landed_s) == 3 and bench.link.take_layered() == []
 
 
-def test_who_waits_for_a_layer_that_cannot_come_goes_on_and_learns_it(make):
+def test_wait_layer_returns_and_reports_when_the_load_fails(make):
     bench = make(paced=False, layers=2)
     bench.submit(LOAD, 1, 0, 400, by_layer=True)
     bench.link.wait_layer(1)
@@ -220,9 +194,7 @@ def test_nobody_waits_for_a_layer_for_ever(make, monkeypatch):
 
 
 @pytest.mark.parametrize(("order", "dropped"), [(LOADS_FIRST, {2}), (FIFO, set())])
-def test_a_load_that_cannot_be_made_is_lost_and_a_store_is_dropped_where_vllm_learns_it(
-    make, order, dropped
-):
+def test_link_reports_failed_loads_as_lost_and_stores_as_dropped(make, order, dropped):
     bench = make(order, paced=False)
     bench.submit(LOAD, 1, 400)
     bench.submit(STORE, 2, 400)

@@ -1,4 +1,4 @@
-"""How long a step lasts on a CPU, paced or not, and what of it is reported."""
+"""How long a step lasts on a CPU, paced or not, and what is reported."""
 
 from types import SimpleNamespace
 

@@ -26,7 +26,7 @@ print(dict(counters))
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "uni"), (2, "mp")])
-def test_an_engine_of_one_rank_runs_in_the_process_that_schedules(monkeypatch, ranks, backend):
+def test_engine_of_one_rank_runs_in_the_process_that_schedules(monkeypatch, ranks, backend):
     started = []
     monkeypatch.setattr(
         VLLMEngine, "_start_async_llm_engine", lambda _, *given: started.append(given) or "client"
@@ -55,7 +55,7 @@ one_process.setproctitle("ray::replica")
 
 def engine(loads):
     assert "vllm" in sys.modules, "not forked"
-    assert gc.get_freeze_count() > 10_000, "the collector would mark what is shared"
+    assert gc.get_freeze_count() > 10_000, "the collector would mark shared pages"
     try:
         is_open = stat.S_ISSOCK(os.fstat(here.fileno()).st_mode)  # its number may be taken again
     except OSError:
@@ -82,7 +82,7 @@ print([child.exitcode for child in children])
 """
 
 
-def test_a_fork_closes_its_replicas_connections_and_ends_unless_it_loads_its_model_in_time():
+def test_fork_closes_its_sockets_and_ends_when_loading_is_slow():
     done = subprocess.run(
         [sys.executable, "-c", _FORK], env={**os.environ, **CPU_ENV}, check=True,
         capture_output=True, text=True, timeout=300,

@@ -12,7 +12,12 @@ import time
 from types import SimpleNamespace
 
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
 from vllm.v1.kv_offload.cpu import gpu_worker, spec
 
 from kappa_workers.vllm.native_tier import NativeTierSpec
@@ -25,7 +30,7 @@ class OnDevice(torch.Tensor):
 
 
 class Torch(SimpleNamespace):
-    """The module `torch` but for what is given."""
+    """The module `torch` with these attributes in place of its own."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
@@ -62,7 +67,7 @@ class Event:
 
 
 class Cuda:
-    """A device whose link moves so many bytes a second.
+    """A device behind a link of `bytes_per_s`.
 
     now_s, sleep: its clock. number: of the GPU. copied: (bytes, whether the source may be read in
     any order) by call.
@@ -109,6 +114,16 @@ def on_device(kv_caches):
         for t in kv_caches.tensors
     ]
     return CanonicalKVCaches(tensors, kv_caches.group_data_refs)
+
+
+def on_gpu(ids, sizes=None):
+    """Blocks of the device, in cache groups of these sizes."""
+    sizes = sizes or (len(ids),)
+    return GPULoadStoreSpec(list(ids), group_sizes=sizes, block_indices=(0,) * len(sizes))
+
+
+def on_host(ids):
+    return BlockIDsLoadStoreSpec(list(ids))
 
 
 class EmulatedCudaSpec(NativeTierSpec):

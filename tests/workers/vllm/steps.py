@@ -1,4 +1,4 @@
-"""Steps of a vLLM worker without vLLM's own parts: what is scheduled, and who is told of it."""
+"""Steps of a vLLM worker without vLLM's own parts: what is to be computed, and who is told."""
 
 import threading
 

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from kappa.hardware import node_profile
 from kappa.settings.engine import (
     NOT_IN_EXTRA,
     VLLM_LIMITS,
@@ -23,15 +22,11 @@ from kappa_workers.vllm.arguments import (
     transfer_config,
 )
 from kappa_workers.vllm.options import LinkRules, SchedulerOptions
+from tests.workers.plans import LIMITS, paced
 
-LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 ENDPOINTS = Endpoints("ipc://s", "ipc://k")
 RATES = {"format": "f"}
 SERVER = "tcp://127.0.0.1:1234"
-
-
-def paced(name, dilation=30.0):
-    return dataclasses.replace(node_profile(name), source="paced", dilation=dilation)
 
 
 def extra(config):
@@ -69,7 +64,7 @@ def test_without_a_pace_or_a_host_tier_nothing_is_emulated():
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 30])
-def test_a_stock_engine_has_nothing_of_ours_in_it_and_publishes_its_events(host_bytes):
+def test_stock_engine_publishes_events_without_classes_of_ours(host_bytes):
     limits = dataclasses.replace(LIMITS, host_bytes=host_bytes)
     tier = EngineTier(TierChoice("stock"), rates=RATES)
     given = engine_kwargs(limits, ENDPOINTS, None, SchedulerOptions("stock"), tier, gpus=1)
@@ -95,7 +90,7 @@ def test_an_engine_schedules_by_a_rule_or_by_its_own():
     assert options["tenant_required"] is False, "only a replica behind our decider demands one"
 
 
-def test_a_paced_engine_knows_what_its_loads_take_in_its_own_seconds():
+def test_paced_engines_link_is_in_dilated_seconds():
     node = paced("pcie", dilation=30.0)
     pace = Pace(model_shape("llama-3.1-8b"), node)
     given = engine_kwargs(LIMITS, ENDPOINTS, pace, SchedulerOptions("fair"))
@@ -104,7 +99,7 @@ def test_a_paced_engine_knows_what_its_loads_take_in_its_own_seconds():
     assert set(link) == {"token_s", "fixed_s"}
 
 
-def test_every_rank_writes_a_log_of_its_own_and_orders_its_link_as_configured():
+def test_each_rank_has_its_own_log_and_the_configured_link_order():
     scheduler = SchedulerOptions("fair", log="/logs/iterations.jsonl")
     tier = EngineTier(link=LinkRules("half"))
     given = engine_kwargs(LIMITS, ENDPOINTS, None, scheduler.for_rank(2), tier)
@@ -114,7 +109,7 @@ def test_every_rank_writes_a_log_of_its_own_and_orders_its_link_as_configured():
 
 
 @pytest.mark.parametrize("kind", ["own", "lmcache", "native"])
-def test_every_tier_reports_plans_and_computes_what_fails_to_load(kind):
+def test_every_tier_plans_reports_and_recomputes_failed_loads(kind):
     made = tier_config(kind)
     assert made["kv_role"] == "kv_both"
     assert made["kv_load_failure_policy"] == "recompute"
@@ -172,7 +167,7 @@ LIMIT_NAMES = {
 
 
 def vllm_arguments(engine, gpus, **given):
-    """vLLM's own record of what a worker asks of it, and how it is without any of that."""
+    """vLLM's own record of a worker's requests, and its state without any."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     limits = EngineLimits.of(EngineSettings(**engine).on(gpus))
@@ -219,7 +214,7 @@ def test_every_argument_that_settings_name_is_one_of_vllms():
     assert set(engine_kwargs(LIMITS, ENDPOINTS, None, SchedulerOptions("fair"))) <= known
 
 
-def test_limits_in_extra_are_known_before_the_start_and_vllms_own_choices_are_not():
+def test_limits_take_figures_from_extra_but_not_vllms_choices():
     extra = {
         "block_size": 64, "max_model_len": -1, "max_num_seqs": "many", "dtype": "auto",
         "kv_cache_dtype": "fp8_e5m2",

@@ -1,6 +1,6 @@
-"""vLLM's own scheduler with our connector among peers: what is handed over, and what may be sent.
+"""vLLM's own scheduler with our connector among peers: what is passed on, and what may be sent.
 
-The scheduler and the connector's side of it are real; the model's steps are played.
+The scheduler and the connector's side are real; the model's steps are played.
 """
 
 import os
@@ -14,12 +14,7 @@ from kappa.host import free_port
 from kappa.protocol import PEER_PARAM, PLAN_KEY
 from kappa.settings.engine import TransferSettings
 from kappa_workers.tiny_model import make_tiny_model
-from kappa_workers.vllm.arguments import (
-    CPU_ENV,
-    EngineTier,
-    meet_peers,
-    transfer_config,
-)
+from kappa_workers.vllm.arguments import CPU_ENV, EngineTier, meet_peers, transfer_config
 from kappa_workers.vllm.options import SCHEDULER_KEY, STOCK, PeerOptions, SchedulerOptions
 
 pytestmark = pytest.mark.vllm
@@ -54,6 +49,18 @@ def config(tmp_path_factory):
     os.environ.update(before)
 
 
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+
+
+def cache_of(spec):
+    """A cache of one layer with that spec."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+    page = spec.page_size_bytes
+    layer = KVCacheTensor(page * BLOCKS, ["layer"], page * BLOCKS, page)
+    return KVCacheConfig(BLOCKS, [layer], [KVCacheGroupSpec(["layer"], spec)])
+
+
 class Played:
     """vLLM's scheduler, or ours inside it, with an engine that samples the same token each step."""
 
@@ -61,12 +68,7 @@ class Played:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import (
-            FullAttentionSpec,
-            KVCacheConfig,
-            KVCacheGroupSpec,
-            KVCacheTensor,
-        )
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
         from kappa_workers.vllm.scheduler import FairScheduler
@@ -78,12 +80,7 @@ class Played:
         extra["kappa_peers"] = {**extra["kappa_peers"], "port": self.port}
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32
-        )
-        page = spec.page_size_bytes
-        layer = KVCacheTensor(page * BLOCKS, ["layer"], page * BLOCKS, page)
-        cache = KVCacheConfig(BLOCKS, [layer], [KVCacheGroupSpec(["layer"], spec)])
+        cache = cache_of(FullAttentionSpec(**SHAPE))
         scheduler = Scheduler if rule == STOCK else FairScheduler
         self.scheduler = scheduler(config, cache, StructuredOutputManager(config), BLOCK)
 
@@ -145,15 +142,15 @@ def test_a_prefill_is_answered_with_where_its_blocks_will_be(engine):
     assert len(job.src_spec.block_ids) == WHOLE // BLOCK, "stored in the step that computes them"
 
 
-@pytest.mark.parametrize("params", [None, {"do_remote_decode": False}, {PEER_PARAM: {}}])
-def test_a_prompt_that_nobody_wants_is_answered_without_a_place(engine, params):
-    engine.add("p", params, count=1)
-    (answer,) = engine.step()[2]
-    assert answer.kv_transfer_params is None
-
-
-def test_a_prompt_shorter_than_a_block_is_not_handed_over(engine):
-    engine.add("p", HAND_OVER, tokens=BLOCK - 1, count=1)
+@pytest.mark.parametrize(
+    ("params", "tokens"),
+    [
+        *((params, PROMPT) for params in (None, {"do_remote_decode": False}, {PEER_PARAM: {}})),
+        (HAND_OVER, BLOCK - 1),  # shorter than a block
+    ],
+)
+def test_prompt_that_is_not_handed_over_is_answered_unplaced(engine, params, tokens):
+    engine.add("p", params, tokens=tokens, count=1)
     (answer,) = engine.step()[2]
     assert answer.kv_transfer_params is None
 
@@ -202,8 +199,8 @@ HINT_VALUES = [
 
 
 @pytest.mark.parametrize("key", HINTS)
-def test_what_the_decider_sends_along_may_be_anything_without_harm(engine, key):
-    """Hints: without them a request is priced by what is measured, and charged to nobody else."""
+def test_engine_answers_whatever_values_the_hints_have(engine, key):
+    """Hints: without them a request is priced by measurement, and charged to no other tenant."""
     for i, value in enumerate(HINT_VALUES):
         engine.add(f"r{i}", tokens=BLOCK + 1, count=1, first=1000 * i, **{key: value})
         answers = engine.step()[2]
@@ -222,32 +219,32 @@ def refusing(config):
 
 
 @pytest.mark.parametrize("tenant", [None, "", 7, ["a"], {"a": 1}, float("nan")], ids=repr)
-def test_a_request_without_a_tenant_is_ended_with_an_error_and_alone(refusing, tenant):
+def test_request_without_a_tenant_ends_alone_with_an_error(refusing, tenant):
     from vllm.v1.engine import FinishReason
 
     scheduler, free = refusing.scheduler, refusing.free_blocks
-    refusing.add("nobody's", **({} if tenant is None else {"kappa_tenant": tenant}))
+    refusing.add("unowned", **({} if tenant is None else {"kappa_tenant": tenant}))
     refusing.add("alice's", tokens=BLOCK, count=1, kappa_tenant="alice")
     tokens, _, answers = refusing.step()
     assert tokens == {"alice's": BLOCK}, "it is never scheduled"
     reasons = {answer.request_id: answer.finish_reason for answer in answers}
-    assert reasons == {"nobody's": FinishReason.ERROR, "alice's": FinishReason.LENGTH}
+    assert reasons == {"unowned": FinishReason.ERROR, "alice's": FinishReason.LENGTH}
     assert refusing.free_blocks == free and not scheduler.requests
     assert not scheduler._works and "default" not in scheduler._rule.charges()
 
 
-def test_a_refused_request_alone_keeps_the_engine_stepping_until_it_is_answered(refusing):
-    refusing.add("nobody's")
+def test_engine_steps_until_a_lone_refused_request_is_answered(refusing):
+    refusing.add("unowned")
     assert refusing.scheduler.has_requests()
     (answer,) = refusing.step()[2]
-    assert (answer.request_id, str(answer.finish_reason)) == ("nobody's", "error")
+    assert (answer.request_id, str(answer.finish_reason)) == ("unowned", "error")
     refusing.step()
     assert not refusing.scheduler.has_requests()
 
 
 def test_a_refused_request_whose_client_leaves_is_gone(refusing):
-    refusing.add("nobody's")
-    refusing.abort("nobody's")
+    refusing.add("unowned")
+    refusing.abort("unowned")
     assert refusing.step()[2] == [] and not refusing.scheduler.requests
     assert not refusing.scheduler._works
 
@@ -262,23 +259,12 @@ def test_of_a_sliding_window_all_of_a_hit_is_loaded(config, monkeypatch, window,
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
         OffloadingConnector,
     )
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-        SlidingWindowSpec,
-    )
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     from kappa_workers.vllm.connector import HostTierConnector
 
-    shape = dict(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-    spec = (
-        SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
-    )
-    page = spec.page_size_bytes
-    layer = KVCacheTensor(page * BLOCKS, ["layer"], page * BLOCKS, page)
-    cache = KVCacheConfig(BLOCKS, [layer], [KVCacheGroupSpec(["layer"], spec)])
+    windowed = SlidingWindowSpec(**SHAPE, sliding_window=window) if window else None
+    cache = cache_of(windowed or FullAttentionSpec(**SHAPE))
     extra = config.kv_transfer_config.kv_connector_extra_config
     monkeypatch.delitem(extra, "kappa_peers")  # which give blocks of full attention alone
     connector = HostTierConnector(config, KVConnectorRole.SCHEDULER, cache)

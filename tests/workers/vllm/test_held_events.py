@@ -20,7 +20,7 @@ def batch(*events):
     return SimpleNamespace(events=list(events))
 
 
-def test_a_batch_leaves_after_a_pause_when_the_engine_falls_idle_and_at_the_end():
+def test_batch_leaves_after_a_pause_when_idle_and_at_shutdown():
     publisher = Publisher()
     held = HeldEvents(publisher)
     assert held.config == "zmq"

@@ -1,4 +1,4 @@
-"""What is made of a prompt equals what vLLM makes of it, and costs what is new."""
+"""A prompt's tokens equal vLLM's, and only its new text is encoded."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ async def test_a_tenant_does_not_profit_of_what_another_sent(renderer, encoded):
 
 
 async def test_a_request_without_a_tenant_goes_vllms_own_way(renderer, encoded):
-    assert await ids_of(renderer, "nobody's", "") and not encoded
+    assert await ids_of(renderer, "unowned", "") and not encoded
 
 
-async def test_a_long_text_is_encoded_off_the_loop_with_the_same_tokens(renderer):
+async def test_long_text_encoded_off_the_loop_has_the_same_tokens(renderer):
     text = "<|user|>Hello world\n" * 1500 + "end"
     params = TokenizeParams(max_total_tokens=None)
     theirs = renderer._tokenize_prompt({"prompt": text}, params)["prompt_token_ids"]
@@ -162,7 +162,7 @@ def trained(pre_tokenizer, decoder, kind=TokenizersBackend):
     return kind(tokenizer_object=made)
 
 
-def test_a_tokenizer_whose_cuts_cannot_be_proved_is_left_as_it_is(renderer):
+def test_install_leaves_a_tokenizer_whose_cuts_are_unproved(renderer):
     first = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     other = copy.copy(renderer)
     other.tokenizer, other._tokenize_prompt_async = trained(first, decoders.Metaspace()), None
@@ -180,7 +180,7 @@ def test_a_model_without_a_tokenizer_is_left_as_it_is():
     assert not incremental_prompts.install(SimpleNamespace(tokenizer=None))
 
 
-# -- what is decoded ------------------------------------------------------------------------------
+# -- decoding -------------------------------------------------------------------------------------
 
 DECODED = {
     "byte_level": trained(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),

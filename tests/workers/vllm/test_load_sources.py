@@ -20,7 +20,7 @@ def test_seconds_of_a_requests_loads_add_up_and_are_read_once(source):
     assert [source.take_load_s(name) for name in ("a", "b", "a", "c")] == [0.75, 1.0, 0.0, 0.0]
 
 
-def test_of_requests_whose_seconds_nobody_reads_the_oldest_are_forgotten(source, monkeypatch):
+def test_source_forgets_the_oldest_unread_load_seconds(source, monkeypatch):
     monkeypatch.setattr("kappa_workers.vllm.load_sources._REMEMBERED", 2)
     for name in "abc":
         source.add_load_s(name, 1.0)

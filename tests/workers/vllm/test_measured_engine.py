@@ -1,4 +1,4 @@
-"""An engine measures its own steps and copies: which, for how long, and what comes of it."""
+"""An engine measures its own steps and copies: which, for how long, and the result."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Worker:
         return StepTimer(self.execute, self.sample, LIMITS, clock=self.clock)
 
 
-def test_steps_that_an_engine_may_be_given_are_measured_and_its_law_comes_back():
+def test_step_timer_finds_the_law_from_steps_within_the_limits():
     worker = Worker()
     prior = StepModel(3e-4, 2e-8, 5e-3, 4e-7)
     found = worker.timer().measure(prior, 1e9)
@@ -153,7 +153,7 @@ def test_all_ranks_run_the_steps_that_the_first_has_time_for():
     assert other.steps == first.steps and next(heard, None) is None
 
 
-def test_a_step_on_a_gpu_lasts_until_its_tokens_are_there_and_the_device_is_done(monkeypatch):
+def test_step_timer_waits_for_the_tokens_and_the_gpu(monkeypatch):
     ended, worker = [], Worker()
 
     class Later:
@@ -243,7 +243,7 @@ class Tier:
         return done
 
 
-def test_the_link_is_a_line_each_way_and_the_tier_holds_what_it_held():
+def test_link_timer_finds_a_line_each_way_and_restores_the_tier():
     tier = Tier()
     found = LinkTimer(tier, TierRoom(80, 100, 2), lambda: None).measure(60.0)
     assert [row["blocks"] for row in found["h2d"]] == [1, 2, 4, 8, 16, 64, 79]
@@ -262,7 +262,7 @@ def test_the_link_is_a_line_each_way_and_the_tier_holds_what_it_held():
     assert max(job for job, _ in tier.jobs) < 0
 
 
-def test_a_load_is_timed_as_the_first_after_a_rest_and_one_beside_compute_is_not(monkeypatch):
+def test_link_timer_rests_before_a_load_but_not_beside_compute(monkeypatch):
     class Tiring(Tier):
         """Takes another 1 ms for what comes to a tier at rest."""
 
@@ -299,7 +299,7 @@ def test_blocks_that_there_is_no_time_to_write_are_not_timed():
     assert len(tier.unwritten) == 36
 
 
-def test_a_transfer_that_fails_or_a_tier_too_small_is_said_and_the_rest_measured(monkeypatch):
+def test_measure_engine_names_what_failed_and_measures_the_rest(monkeypatch):
     worker = Worker()
 
     def execute(output):  # a twentieth of the law's seconds, for real

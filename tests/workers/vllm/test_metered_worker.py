@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 
 class Meter(StepMeter):
-    """One whose steps come one at a time: the last one is that which took so long."""
+    """One with steps one at a time: the last one is that which took so long."""
 
     def work(self, scheduled):
         self.last = super().work(scheduled)
@@ -39,7 +39,7 @@ def meter():
         (66, 64, 2, ["ours-a"]),  # cached tokens are context, not work
     ],
 )
-def test_a_prompt_is_finished_by_the_step_that_computes_the_last_of_it(
+def test_meter_ends_a_prompt_with_the_step_of_its_last_token(
     meter, prompt, context, tokens, prefilled
 ):
     step = scheduled({"a": tokens}, new("a", prompt, context))
@@ -52,7 +52,7 @@ def test_a_prompt_in_chunks_is_finished_by_the_last_one(meter):
     assert meter.work(scheduled({"a": 1}, cached=[("a", 10)])) == ([(1, 10)], [])
 
 
-def test_a_prompt_has_taken_the_steps_that_computed_it_and_no_others(meter):
+def test_meter_sums_only_the_steps_that_computed_a_prompt(meter):
     meter.work(scheduled({"a": 6, "b": 2}, new("a", 10), new("b", 2)))
     assert meter.took(0.5) == [("b", "ours-b", 0.5)]
     meter.work(scheduled({"a": 4, "b": 1}, cached=[("a", 6), ("b", 2)]))
@@ -94,7 +94,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_step_that_is_handed_out_early_lasts_from_the_end_of_the_one_before(clock):
+def test_step_handed_out_early_lasts_from_the_previous_ones_end(clock):
     worker = metered(Metered, stats=Reports())
     worker._kappa_begin(scheduled({"a": 8}, new("a", 8)))
     first = worker._kappa_end(Later())
@@ -141,9 +141,7 @@ class Event:
         return end.at_ms - self.at_ms
 
 
-def test_on_a_gpu_a_step_lasts_as_the_device_says_and_without_its_word_as_the_clock_does(
-    clock, monkeypatch
-):
+def test_gpu_step_is_timed_by_device_events_else_by_the_clock(clock, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     Event.reached = [0.0, 40.0, 40.0, None]
     worker = metered(MeteredGPUWorker, stats=Reports())
@@ -170,7 +168,7 @@ def test_of_several_ranks_one_reports_each_step():
     ("rank", "world", "tp", "reports"),
     [(0, 1, 1, True), (0, 4, 4, True), (1, 4, 4, False), (0, 4, 2, False), (2, 4, 2, True)],
 )
-def test_the_rank_whose_outputs_vllm_takes_is_the_one_that_reports(rank, world, tp, reports):
+def test_worker_reports_on_the_rank_whose_outputs_vllm_takes(rank, world, tp, reports):
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     parallel = SimpleNamespace(

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from vllm.v1.kv_offload.base import (
-    BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
     LookupResult,
     ReqContext,
 )
@@ -32,7 +30,7 @@ from kappa_workers.vllm.load_sources import LOAD_SOURCES
 from kappa_workers.vllm.native_tier import NativeTierSpec
 from kappa_workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkPace
 from kappa_workers.vllm.peer_server import mapped_rows
-from tests.workers.vllm.emulated_cuda import Cuda, on_device
+from tests.workers.vllm.emulated_cuda import Cuda, on_device, on_gpu, on_host
 
 pytestmark = pytest.mark.vllm
 
@@ -92,15 +90,6 @@ def caches(groups=1):
     return CanonicalKVCaches([CanonicalKVCacheTensor(t, PAGE) for t in tensors], [refs] * groups)
 
 
-def on_gpu(ids, sizes=None):
-    sizes = sizes or (len(ids),)
-    return GPULoadStoreSpec(list(ids), group_sizes=sizes, block_indices=(0,) * len(sizes))
-
-
-def on_host(ids):
-    return BlockIDsLoadStoreSpec(list(ids))
-
-
 @pytest.fixture
 def tier(cuda, stats):
     """A function that makes a worker, and the device's tensors."""
@@ -120,7 +109,7 @@ def tier(cuda, stats):
     assert not list(Path("/dev/shm").glob("vllm_offload_kappa-test-*"))
 
 
-def test_what_vllms_own_worker_stores_can_be_read_and_written_by_peers(tier, cuda, tmp_path):
+def test_peers_read_and_write_what_vllms_worker_stores(tier, cuda, tmp_path):
     layout = tmp_path / "peers" / "layout"
     worker, device = tier(**{PEERS_KEY: {"layout": str(layout)}})
     worker.submit_store(1, on_gpu([5, 2]), on_host([7, 0]))
@@ -149,11 +138,11 @@ def test_blocks_come_back_byte_for_byte_through_vllms_own_worker(tier, cuda):
     assert [done.success for done in worker.get_finished()] == [True]
     for tensor, old in zip(device, before, strict=True):
         assert torch.equal(tensor[[20, 1]], old[[9, 5]]) and not tensor[[0, 2, 9]].any()
-    # What is loaded may be read in any order: nobody writes to it meanwhile. What is stored may.
+    # Sources of loads may be read in any order: they do not change meanwhile. Those of stores may.
     assert cuda.copied == [(3 * BLOCK_BYTES, False), (2 * BLOCK_BYTES, True)]
 
 
-def test_a_load_is_reported_with_the_seconds_between_the_devices_events(tier, stats, clock):
+def test_load_report_has_the_seconds_between_device_events(tier, stats, clock):
     worker, _ = tier()
     worker.loading(4, "a")
     worker.loading(5, "a")
@@ -185,7 +174,7 @@ def test_messages_are_those_of_our_own_link(tier, stats):
     own.shutdown()
     ours = min((stats[1](), stats[1]()), key=lambda message: message["kind"] == "wait")
     assert stored.keys() == ours.keys()
-    same = ("kind", "blocks", "tokens", "bytes", "pace_s")
+    same = ("kind", "blocks", "tokens", "bytes")
     assert [stored[name] for name in same] == [ours[name] for name in same]
 
 
@@ -217,7 +206,7 @@ def test_layers_with_a_window_hold_the_same_tokens_once(tier, stats):
     assert (message["blocks"], message["tokens"]) == (6, 4 * BLOCK_TOKENS)
 
 
-def test_whoever_has_nothing_to_compute_naps_and_knows_whether_a_load_is_under_way(tier):
+def test_wait_for_load_tells_whether_a_load_is_under_way(tier):
     worker, _ = tier()
     assert worker.wait_for_load(60.0) is False
     worker.submit_store(1, on_gpu([0]), on_host([0]))
@@ -229,7 +218,7 @@ def test_whoever_has_nothing_to_compute_naps_and_knows_whether_a_load_is_under_w
     assert worker.wait_for_load(60.0) is False
 
 
-def test_stores_are_refused_that_the_measured_link_has_no_time_for(tier, stats):
+def test_manager_refuses_stores_beyond_the_measured_backlog(tier, stats):
     """A block takes a second: three seconds of stores may wait, a fourth block may not."""
     worker, _ = tier()
     rules = {"store_backlog_s": 3.0}
@@ -258,7 +247,7 @@ def test_with_vllms_own_order_nothing_is_refused():
 
 
 def test_the_mapped_region_is_no_larger_than_asked_for(cuda, monkeypatch):
-    """What is checked against /dev/shm before a start is what vLLM then takes of it."""
+    """vLLM takes as much of /dev/shm as was checked before the start."""
     sizes = []
     region = gpu_worker.SharedOffloadRegion
 
@@ -306,7 +295,7 @@ def test_blocks_of_several_to_a_chunk_are_refused_by_both():
 # -- why `own` is refused on GPUs -----------------------------------------------------------------
 
 
-def test_our_own_copy_refuses_tensors_beyond_the_processors_memory():
+def test_route_refuses_tensors_outside_the_processors_memory():
     """Before any load or store comes to fail; torch's meta device stands for a GPU."""
     gpu = [torch.empty((BLOCKS, 64), dtype=torch.int8, device="meta")]
     host = [torch.zeros((BLOCKS, 64), dtype=torch.int8)]

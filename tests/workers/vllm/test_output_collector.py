@@ -1,4 +1,4 @@
-"""Tokens are counted as vLLM generates them, however it merges what is not taken in time."""
+"""Tokens are counted as vLLM generates them, however it merges outputs not taken in time."""
 
 from __future__ import annotations
 

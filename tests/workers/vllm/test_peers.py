@@ -1,4 +1,4 @@
-"""Blocks between host tiers over real sockets: what is given and taken, and what goes wrong."""
+"""Blocks between host tiers over real sockets: given, taken, and every way to fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kappa.host import free_port
 from kappa.protocol import PEER_PARAM
 from kappa_workers.vllm import peer_server
 from kappa_workers.vllm.host_tier_manager import HostTierManager
-from kappa_workers.vllm.options import LinkPace, PeerOptions
+from kappa_workers.vllm.options import PeerOptions
 from kappa_workers.vllm.peer_fetch import HostTierFetches
 from kappa_workers.vllm.peer_server import (
     LENGTH,
@@ -48,7 +48,7 @@ class Tier:
     def __init__(self, blocks=BLOCKS, widths=WIDTHS, **options):
         self.reported, self.recorded = [], []
         self.manager = HostTierManager(
-            num_blocks=blocks, cache_policy="lru", enable_events=True, pace=LinkPace(),
+            num_blocks=blocks, cache_policy="lru", enable_events=True,
             block_tokens=TOKENS, backlog_s=1e9, report=self.reported.append,
         )  # fmt: skip
         self.tensors = [np.zeros((blocks, width), dtype=np.uint8) for width in widths]
@@ -104,19 +104,11 @@ class Tier:
 
 
 @pytest.fixture
-def tier():
-    made = []
-
-    def make(**options):
-        made.append(Tier(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def tier(closing):
+    return lambda **options: closing(Tier(**options))
 
 
-def test_what_a_peer_holds_arrives_whole_and_is_announced_before_it_counts(tier):
+def test_fetch_brings_a_peers_blocks_whole_and_announces_them(tier):
     giver, taker = tier(), tier()
     giver.store(1, 2, 3)
     assert taker.fetch(giver.endpoint, [1, 2, 3])
@@ -185,9 +177,7 @@ def test_what_was_overwritten_while_it_was_sent_is_thrown_away(tier):
         ("nonsense", "its address is none"),
     ],
 )
-def test_a_peer_that_gives_nothing_costs_the_prompt_its_computing_alone(
-    tier, caplog, endpoint, why
-):
+def test_fetch_from_a_failing_peer_leaves_the_room_free(tier, caplog, endpoint, why):
     giver, taker = tier(), tier()
     giver.store(1, 2)
     taker.fetch(endpoint.format(closed=free_port(HOST), open=giver.options.port), [1, 2])
@@ -240,7 +230,7 @@ def test_a_peer_of_another_shape_gives_nothing(tier):
     assert taker.found(1) == [MISS]
 
 
-def test_copies_make_room_for_copies_and_never_for_less_than_themselves(tier):
+def test_copies_displace_only_older_copies(tier):
     giver, taker = tier(), tier()
     giver.store(1, 2, 3, 4, 5)
     taker.store(20, 21, 22, 23, 24)
@@ -271,7 +261,7 @@ def test_a_tier_full_of_its_own_fetches_nothing(tier):
     assert not taker.fetches.under_way("r") and taker.found(20, 21) == [HIT, HIT]
 
 
-def test_a_prompt_that_is_handed_over_goes_before_what_the_tier_holds_and_stays(tier):
+def test_handed_over_prompt_displaces_held_blocks_and_stays(tier):
     giver, taker = tier(), tier(blocks=2)
     giver.store(1, 2, 3)
     taker.store(20, 21)
@@ -282,7 +272,7 @@ def test_a_prompt_that_is_handed_over_goes_before_what_the_tier_holds_and_stays(
     assert taker.found(1, 2, 3) == [HIT, HIT, MISS]
 
 
-def test_a_prompt_that_is_handed_over_is_waited_for_until_it_is_stored(tier):
+def test_handed_over_prompt_is_waited_for_until_stored(tier):
     giver, taker = tier(), tier()
     giver.store(1)
     output = giver.manager.prepare_store([key(2)], CONTEXT)
@@ -293,10 +283,10 @@ def test_a_prompt_that_is_handed_over_is_waited_for_until_it_is_stored(tier):
     while taker.fetches.under_way("r"):
         taker.fetches.wait(1.0)
     taker.fetches.settle()
-    assert taker.found(1, 2, 3) == [HIT, HIT, MISS], "what nobody stores is not waited for"
+    assert taker.found(1, 2, 3) == [HIT, HIT, MISS], "a block that no one stores is not waited for"
 
 
-def test_a_store_that_never_ends_is_waited_for_no_longer_than_a_silent_peer(tier):
+def test_fetch_gives_up_on_a_store_that_never_ends(tier):
     giver, taker = tier(wait_s=0.2), tier()
     giver.store(1)
     giver.manager.prepare_store([key(2)], CONTEXT)
@@ -304,7 +294,7 @@ def test_a_store_that_never_ends_is_waited_for_no_longer_than_a_silent_peer(tier
     assert taker.found(1, 2) == [HIT, MISS]
 
 
-def test_room_for_a_request_that_ended_is_freed_or_filled_when_its_blocks_came(tier):
+def test_fetch_of_an_ended_request_still_settles_its_room(tier):
     giver, taker = tier(), tier()
     giver.store(1)
     with giver.server._card:
@@ -358,7 +348,7 @@ def test_parameters_that_say_nothing_of_a_peer_are_ignored(tier, params):
     assert not taker.fetches.under_way("r") and taker.manager.free_blocks == BLOCKS
 
 
-def test_a_paced_transfer_holds_both_cards_for_as_long_as_the_named_network(tier):
+def test_paced_fetch_takes_as_long_as_the_named_network(tier):
     giver, taker = tier(), tier(fixed_s=0.02, token_s=0.01)
     giver.store(1, 2)
     taker.fetch(giver.endpoint, [1, 2])
@@ -408,7 +398,7 @@ def test_no_keys_are_read_of_who_does_not_know_the_token(tier, monkeypatch):
         assert is_ended(connection), "the rest was waited for"
 
 
-def test_a_question_that_trickles_is_ended_though_its_token_is_right(tier, monkeypatch):
+def test_server_ends_a_trickling_question_with_the_right_token(tier, monkeypatch):
     monkeypatch.setattr(peer_server, "_QUESTION_S", 0.2)
     giver = tier()
     begin = msgspec.msgpack.encode({"token": giver.options.token, "keys": []})

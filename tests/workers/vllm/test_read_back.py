@@ -27,7 +27,7 @@ PAGE = 16 * 2 * 8 * 128 * 2
 
 
 def engine(groups, blocks=1000, cache_dtype="auto", context=4096, dcp=1):
-    """A configuration, and a cache of so many blocks: [(layers, spec of each)]."""
+    """A configuration, and a cache of `blocks` blocks: [(layers, spec of each)]."""
     config = SimpleNamespace(
         cache_config=SimpleNamespace(
             cache_dtype=cache_dtype, enable_prefix_caching=True, prefix_match_unit=None,
@@ -84,7 +84,7 @@ def test_a_latent_is_one_vector_a_layer():
     assert (facts["block_tokens"], facts["kv_token_bytes"]) == (64, 61 * 576 * 2)
 
 
-def test_of_windows_and_full_attention_the_latter_grows_with_a_sequence():
+def test_engine_facts_count_kv_per_token_of_full_attention_only():
     window = SlidingWindowSpec(block_size=16, sliding_window=128, **HEADS)
     facts = engine_facts(*engine([(18, full()), (18, window)], blocks=2000))
     assert facts["kv_token_bytes"] == 18 * PAGE / 16

@@ -53,7 +53,7 @@ class Rule:
 
 
 def guarded(*failing, works=0):
-    """A guard with so many waiting requests, them, the rules it made, what it reported."""
+    """A guard with waiting requests, those, the rules it made, what it reported."""
     made, reports = [], []
 
     def make():
@@ -72,7 +72,7 @@ def room(running=1, free=10):
     return Room(SimpleNamespace(capacity_blocks=10, available=lambda: free), 100, 4, running)
 
 
-def test_a_sound_rule_learns_of_everything_once_and_in_its_own_words():
+def test_guard_tells_a_sound_rule_each_event_once():
     guard, (a, b, c), (rule,), reports = guarded(works=3)
     guard.add(a, 0.0)  # a second time is none
     assert guard.agrees(3)
@@ -94,7 +94,7 @@ def test_a_sound_rule_learns_of_everything_once_and_in_its_own_words():
     assert (guard.errors_total, reports, len(guard)) == (0, [], 1)
 
 
-def test_after_an_error_a_new_rule_is_given_all_that_waits_and_nothing_else():
+def test_guard_gives_a_new_rule_only_what_waits_after_an_error():
     guard, (a, b), made, reports = guarded("landed", works=2)
     guard.plan(room(), 0.0)
     guard.landed(a, 1.0)
@@ -107,7 +107,7 @@ def test_after_an_error_a_new_rule_is_given_all_that_waits_and_nothing_else():
     assert (guard.errors_total, reports) == (1, [("landed", RuntimeError)])
 
 
-def test_what_was_admitted_before_the_error_waits_like_new_when_it_is_preempted():
+def test_guard_readds_a_preempted_request_from_before_the_error():
     guard, (a,), made, _ = guarded("landed", works=1)
     guard.plan(room(), 0.0)
     guard.landed(a, 1.0)
@@ -118,7 +118,7 @@ def test_what_was_admitted_before_the_error_waits_like_new_when_it_is_preempted(
     assert made[1].events == [("add", a), ("plan", None)]
 
 
-def test_three_errors_without_a_plan_between_them_and_the_rule_is_given_up():
+def test_guard_gives_the_rule_up_after_three_errors_in_a_row():
     guard, (work,), made, reports = guarded("plan", works=1)
     for _ in range(5):
         assert guard.plan(room(), 0.0) is None
@@ -138,9 +138,9 @@ def test_a_rule_that_fails_now_and_then_is_kept():
     assert (guard.given_up, guard.errors_total, len(made)) == (False, 10, 11)
 
 
-def test_a_plan_that_admits_what_does_not_wait_or_one_twice_is_an_error():
+def test_guard_rejects_plans_that_admit_strangers_or_one_twice():
     guard, _, (rule,), reports = guarded()
-    rule.waiting.append(Work(1, 0.0))  # nobody gave it that
+    rule.waiting.append(Work(1, 0.0))  # it was never given that
     assert guard.plan(room(), 0.0) is None
     guard, (work,), (rule,), again = guarded(works=1)
     rule.plan = lambda room, now_s: Plan(admitted=[(work, QUOTE), (work, QUOTE)])
@@ -154,7 +154,7 @@ def test_a_rule_that_lost_count_is_an_error():
     assert reports == [("agrees", RuntimeError)]
 
 
-def test_an_idle_engine_that_is_given_nothing_for_long_is_an_error():
+def test_guard_fails_a_rule_that_leaves_an_idle_engine_unfed():
     guard, _, (rule,), reports = guarded(works=1)
     rule.plan = lambda room, now_s: Plan()
     assert guard.plan(room(running=0), 0.0) is not None

@@ -1,4 +1,4 @@
-"""Rules inside a real engine: same answers, nobody stuck, nothing left behind.
+"""Rules inside a real engine: same answers, no request stuck, nothing left behind.
 
 One tiny engine in this process for the whole file, with a host tier; a test puts its rule into it.
 """
@@ -105,7 +105,7 @@ class Fifo:
 
 
 class Engine:
-    """The engine, and what a test needs of it."""
+    """The engine, and what a test needs."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -154,7 +154,7 @@ class Engine:
         raise AssertionError(f"stuck: {self.scheduler._counts()} wait, load, run")
 
     def settle(self):
-        """Let transfers end that nobody waits for."""
+        """Let transfers end for which no request waits."""
         for _ in range(MOST_STEPS):
             if not self.core.scheduler.has_requests():
                 return
@@ -302,7 +302,7 @@ def test_aborts_leave_nothing_behind_wherever_the_request_is(engine):
         engine.forget(host=False)
 
 
-def test_what_the_host_tier_holds_is_loaded_and_gives_the_same_tokens(engine):
+def test_engine_gives_the_same_tokens_from_the_host_tier(engine):
     rule = engine.use(Fifo)
     texts = [prompt(60 + i, 480 + i) for i in range(3)]
     for i, text in enumerate(texts):
@@ -373,7 +373,7 @@ def test_each_layer_is_waited_for_and_the_tokens_are_the_same(layered, monkeypat
     assert answer.num_cached_tokens == cached
 
 
-def test_a_layer_that_does_not_come_is_computed_and_nobody_finds_it_before(layered, monkeypatch):
+def test_missing_layer_is_recomputed_before_blocks_are_shared(layered, monkeypatch):
     text = prompt(62, 560)  # more than two steps compute
     cold, copy, failures = layered.known(text), layered.copy, []
 
@@ -398,7 +398,7 @@ def test_a_layer_that_does_not_come_is_computed_and_nobody_finds_it_before(layer
     assert tokens_of(layered.run()) == {"again": cold}
 
 
-def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(layered, monkeypatch):
+def test_request_aborted_while_it_loads_leaves_nothing_behind(layered, monkeypatch):
     text = prompt(63, 500)
     cold, wait = layered.known(text), layered.tier.wait_for_layer
 
@@ -474,7 +474,7 @@ def test_no_newcomer_starts_while_a_loaded_request_lacks_blocks(engine, monkeypa
     assert [answers[f"held{i}"].num_cached_tokens for i in range(3)] == [384] * 3
 
 
-def test_an_engine_measures_itself_and_its_host_tier_holds_what_it_held(engine):
+def test_engine_measures_itself_and_keeps_its_host_tier(engine):
     text = prompt(70, 500)
     engine.add("cold", text)
     cold = tokens_of(engine.run())
@@ -505,9 +505,7 @@ def test_an_engine_measures_itself_and_its_host_tier_holds_what_it_held(engine):
     assert tokens_of(answers)["warm"] == cold["cold"]
 
 
-def test_the_rates_of_loads_are_read_once_the_engine_has_measured_them(engine, tmp_path):
-    from kappa_workers.vllm.options import SchedulerOptions
-
+def test_scheduler_reads_load_rates_once_they_are_measured(engine, tmp_path):
     scheduler, profile = engine.scheduler, tmp_path / "profile.json"
     options = SchedulerOptions("fair", profile=str(profile))
     before = scheduler._options, scheduler._rule
@@ -523,7 +521,7 @@ def test_the_rates_of_loads_are_read_once_the_engine_has_measured_them(engine, t
     scheduler._options, scheduler._rule = before
 
 
-def test_a_long_prompt_is_computed_in_parts_while_somebody_decodes(engine, monkeypatch, tmp_path):
+def test_long_prompt_is_computed_in_parts_beside_a_decode(engine, monkeypatch, tmp_path):
     # A token 1 ms, one request alone 60 ms: 150 ms, with one that decodes 149 tokens: 150, a tile.
     step, scheduler = StepModel(1e-3, 0.0, 60e-3, 0.0, 0.0), engine.scheduler
     profile = tmp_path / "profile.json"
@@ -558,7 +556,7 @@ def test_a_long_prompt_is_computed_in_parts_while_somebody_decodes(engine, monke
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"load_token_s": -1, "load_fixed_s": 0}'])
-def test_a_profile_that_says_nothing_of_loads_leaves_their_rates_unknown(tmp_path, text):
+def test_measured_link_is_unknown_without_loads_in_the_profile(tmp_path, text):
     from kappa_workers.vllm.options import measured_link
 
     path = tmp_path / "profile.json"
@@ -573,7 +571,7 @@ def test_a_wrong_estimate_of_the_host_tier_does_no_harm(engine):
     (cold,) = tokens_of(engine.run()).values()
     assert "landed" in rule.events
     engine.forget(host=False)
-    engine.add("warm", text)  # nobody expects it there
+    engine.add("warm", text)  # it is not expected there
     answers = engine.run()
     assert tokens_of(answers)["warm"] == cold
     assert answers["warm"].num_cached_tokens == 288
@@ -594,7 +592,7 @@ def test_two_that_want_the_same_blocks_load_them_once(engine):
 
 
 @pytest.mark.parametrize("rule", ["fair", Fifo])
-def test_a_preempted_request_comes_back_and_gives_the_same_tokens(engine, rule):
+def test_preempted_request_returns_and_gives_the_same_tokens(engine, rule):
     def answers():
         for i in range(8):
             engine.add(f"p{i}", prompt(20 + i, 130), max_tokens=120)
@@ -685,7 +683,7 @@ def test_a_rule_that_admits_what_does_not_fit_is_corrected(engine):
     assert engine.scheduler._rule.errors_total == 0
 
 
-def test_the_rule_receives_charges_and_weight_that_the_decider_sent(engine):
+def test_rule_receives_charges_and_weights_of_the_decider(engine):
     received = []
 
     class Receiving(Fifo):
@@ -701,7 +699,7 @@ def test_the_rule_receives_charges_and_weight_that_the_decider_sent(engine):
     assert received == [({"y": (1.0, 2.0, 3.0)}, {"x": 2.5}), ({}, {})]
 
 
-def test_malformed_metadata_ends_no_engine_and_changes_nobodys_answer(engine, reference):
+def test_malformed_metadata_changes_no_answer(engine, reference):
     """By way of vLLM's own front end, as a client's words come: no rule fails, all are answered."""
     engine.use("fair")
     for i, value in enumerate(["x", 7, [1, 2], -1.5, float("nan"), 2**62, '{"a": [1, 2]}']):
@@ -713,7 +711,7 @@ def test_malformed_metadata_ends_no_engine_and_changes_nobodys_answer(engine, re
     assert engine.scheduler._rule.errors_total == 0
 
 
-def test_a_request_without_a_tenant_is_refused_only_behind_a_decider(engine, monkeypatch):
+def test_request_without_a_tenant_fails_only_behind_a_decider(engine, monkeypatch):
     engine.use("fair")
     engine.add("without", prompt(1, 40), tenant=None)
     assert len(tokens_of(engine.run())["without"]) == 8, "it is the default tenant's"
@@ -742,24 +740,16 @@ def test_charges_and_fills_reach_the_stats_channel(engine):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("given", "policy", "reason"),
     [
-        ({"rule": "nobody"}, "unknown scheduler 'nobody'.*fair"),
-        ({"rules": "fair"}, "kappa_scheduler: .*unknown field `rules`"),
-        ({"config": {"window": 0}}, "window is 0: give a finite number above zero"),
-        ({"config": {"windows": 1}}, "windows"),
-        ({"link": {"token_s": -1.0}}, "token_s is -1"),
+        ({"rule": "no-such"}, "fcfs", "unknown scheduler 'no-such'.*fair"),
+        ({"rules": "fair"}, "fcfs", "kappa_scheduler: .*unknown field `rules`"),
+        ({"config": {"window": 0}}, "fcfs", "window is 0: give a finite number above zero"),
+        ({"config": {"windows": 1}}, "fcfs", "windows"),
+        ({"link": {"token_s": -1.0}}, "fcfs", "token_s is -1"),
+        (None, "priority", r"scheduling_policy is 'priority'.*leave it at 'fcfs'"),
     ],
 )
-def test_a_wrong_option_is_refused_when_the_engine_starts(given, reason):
-    from kappa_workers.vllm.options import SchedulerOptions
-
+def test_options_are_refused_when_wrong_or_beside_priorities(given, policy, reason):
     with pytest.raises(ValueError, match=reason):
-        SchedulerOptions.read({"kappa_scheduler": given}, "fcfs")
-
-
-def test_vllms_own_priorities_are_refused():
-    from kappa_workers.vllm.options import SchedulerOptions
-
-    with pytest.raises(ValueError, match=r"scheduling_policy is 'priority'.*leave it at 'fcfs'"):
-        SchedulerOptions.read({}, "priority")
+        SchedulerOptions.read({"kappa_scheduler": given} if given else {}, policy)

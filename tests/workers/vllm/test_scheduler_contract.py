@@ -76,7 +76,7 @@ def test_the_class_can_be_named_and_is_an_async_scheduler():
     assert issubclass(ours, AsyncScheduler)
 
 
-def test_requests_come_go_and_lose_their_blocks_only_through_those_methods():
+def test_vllm_moves_requests_only_through_the_wrapped_methods():
     source = inspect.getsource(Scheduler)
     added = inspect.getsource(Scheduler.add_request)
     assert "self._enqueue_waiting_request(request)" in added
@@ -88,7 +88,7 @@ def test_requests_come_go_and_lose_their_blocks_only_through_those_methods():
     assert "preempted_req = self.running.pop()" in source
 
 
-def test_a_blocked_request_is_ended_with_an_error_as_one_whose_grammar_does_not_compile():
+def test_vllm_ends_a_blocked_request_without_grammar_in_error():
     assert Scheduler._is_blocked_waiting_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
     promote = inspect.getsource(Scheduler._try_promote_blocked_waiting_request)
     assert "if not structured_output_req or structured_output_req.grammar is None" in promote

@@ -27,7 +27,7 @@ def tail(critical, planner="tail", layers=0):
     return TailRecompute(TailOptions(planner, tail_rates(SHAPE, node(critical), layers)), BLOCK)
 
 
-def test_what_reading_the_weights_hides_is_computed_rather_than_loaded():
+def test_tail_computes_the_tokens_that_reading_weights_hides():
     rates = rates_from_law(SHAPE, node(1.0), overlap=0.0)
     free_tokens = rates.step.weights_s / rates.step.token_s
     computed = 512 - tail(1.0).loaded_tokens(0, 512, 16)
@@ -49,7 +49,7 @@ def test_a_fast_link_loads_all_and_a_slow_one_nothing(critical, hit, new, loaded
 
 @pytest.mark.parametrize("critical", [0.2, 0.5, 1.0, 3.0, 10.0, 100.0])
 @pytest.mark.parametrize("device", [0, 320])
-def test_answers_are_whole_blocks_of_the_hit_and_never_predicted_later(critical, device):
+def test_tail_loads_whole_blocks_and_is_never_later_than_kv(critical, device):
     planning = Planning(
         BLOCK, rates_from_law(SHAPE, node(critical), overlap=0.0), activations=False
     )
@@ -96,13 +96,13 @@ def test_without_rates_and_for_those_who_ask_so_all_is_loaded():
         ("1e2", 640), ("many", 640),
     ],
 )  # fmt: skip
-def test_an_experiment_may_say_how_much_to_load_and_nonsense_loads_all(count, loaded):
+def test_tail_obeys_a_named_load_and_loads_all_for_nonsense(count, loaded):
     assert (
         TailRecompute(TailOptions("kv"), BLOCK).loaded_tokens(0, 640, 5, f"load={count}") == loaded
     )
 
 
-def test_the_rates_of_the_announcement_mean_the_same_to_both_who_read_them():
+def test_announced_rates_give_router_and_engine_the_same_plan():
     read = rates_from_measured(tail_rates(SHAPE, node(1.0)))
     assert read.overlap == 0.0  # vLLM loads first and computes then
     made = rates_from_law(SHAPE, node(1.0), overlap=0.0)

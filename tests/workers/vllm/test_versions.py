@@ -84,7 +84,7 @@ def test_every_import_names_what_the_module_has(version):
         for path, module, name in our_imports(number)
         if names.get(module) is None or name not in names[module]["names"]
     ]
-    assert not missing, "new imports? write the names of the newest release anew: vllm_names.py"
+    assert not missing, "new imports? write the names of the newest release again: vllm_names.py"
 
 
 @pytest.mark.parametrize("which", ["shared", "of the version"])
@@ -136,6 +136,6 @@ def test_each_known_version_has_its_module(number, module):
 
 
 @pytest.mark.parametrize("number", ["0.28.1", "0.30.0", "0.34.0", "1.0", ""])
-def test_a_version_that_we_do_not_know_is_refused_with_the_remedy(number):
+def test_series_refuses_an_unknown_vllm_version_with_the_remedy(number):
     with pytest.raises(ImportError, match=r"know 0\.29, 0\.31.*scheduler\.name: stock"):
         series(number)

@@ -115,7 +115,7 @@ ALSO = {
     f"{_OFFLOADING}.events": {"OffloadingEventsTracker"},
     "vllm.v1.kv_offload.cpu.policies.base": {"CachePolicy"},
 }
-"""Modules, and classes of theirs, whose private names we use through what we import."""
+"""Modules, and classes of theirs with private names that we use through our imports."""
 
 
 if __name__ == "__main__":

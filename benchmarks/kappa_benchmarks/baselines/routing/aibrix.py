@@ -8,20 +8,20 @@ from typing import ClassVar
 
 import numpy as np
 
-from kappa_benchmarks.baselines.routing.base import Baseline, random_least
-from kappa_benchmarks.baselines.routing.history import RouteHistory
+from kappa_benchmarks.baselines.routing.base import random_least
+from kappa_benchmarks.baselines.routing.history import ByHistory
 from kappa_benchmarks.baselines.routing.run_tree import Run, longest_of_each
 from kappa_router.decision import Choice, Estimates, Floats
 
 
 @dataclass(eq=False)
-class Aibrix(Baseline):
+class Aibrix(ByHistory):
     """Longest prefix among pods that are not too busy. Reimplemented.
 
     Gate: if max > imbalance_factor · (mean + 1) requests and max − min ≥ imbalance_gap, only the
     pods with the fewest requests may match. Then by whole percents of the prompt matched, most
     first; equal ones by requests, then at random: the first with requests ≤ mean + sigmas · σ (of
-    the sample). Nobody: a random one of those with the fewest requests.
+    the sample). Without any: a random one of those with the fewest requests.
 
     The original hashes blocks of 4 characters and keeps 200,000 of them for 20 minutes, least
     recently used first; here they are blocks of tokens, kept as long as they fit (max_blocks), the
@@ -42,7 +42,6 @@ class Aibrix(Baseline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._history = RouteHistory()
         self._recent: OrderedDict[Run, None] = OrderedDict()
 
     def choose(self, estimates: Estimates) -> Choice:
@@ -66,7 +65,7 @@ class Aibrix(Baseline):
                 tree.unmark(run, bit)
 
     def left(self, worker: str) -> None:
-        self._history.left(worker)
+        super().left(worker)
         self._recent = OrderedDict((run, None) for run in self._recent if run.marks)
 
     def _matched(self, estimates: Estimates, mean: float) -> int | None:

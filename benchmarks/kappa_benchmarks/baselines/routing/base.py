@@ -1,4 +1,4 @@
-"""What the reimplemented policies share: a seeded generator and two ways to break ties."""
+"""The base of the reimplemented policies: a seeded generator, and ways to break ties."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def power_of_two(rng: Random, queue: Floats) -> int:
 
 
 def first_least(rows: Sequence[int], queue: Floats) -> int:
-    """The first of `rows` whose queue is shortest."""
+    """The first of `rows` with the shortest queue."""
     return rows[0] if len(rows) == 1 else rows[int(queue[list(rows)].argmin())]
 
 

@@ -33,7 +33,7 @@ BASELINES: dict[str, tuple[type[base.Baseline], str]] = {
 def baseline_named(spec: str, seed: int = 0) -> Policy:
     """The baseline of `name` or `name:key=value,...`, its name the whole spec.
 
-    What each entry point of `kappa.routing_policies` in pyproject.toml calls.
+    Each entry point of `kappa.routing_policies` in pyproject.toml calls it.
 
     Raises:
         ValueError: a parameter is unknown, twice there, malformed or out of range.

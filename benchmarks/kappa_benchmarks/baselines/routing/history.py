@@ -1,11 +1,14 @@
-"""What was routed where, as the routers without KV events keep it: their only idea of the caches.
+"""The history of routed prefixes, which routers without KV events take for the caches' content.
 
-The originals hold text (characters or chunks of it); this one holds token blocks, so a match ends
-at a block boundary. Otherwise it is exact: no sampling.
+The originals hold text, as characters or chunks; this one holds token blocks, so a match ends at a
+block boundary. Otherwise it is exact: no sampling.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from kappa_benchmarks.baselines.routing.base import Baseline
 from kappa_benchmarks.baselines.routing.run_tree import Path, Roster, Run, RunTree
 from kappa_router.decision import Estimates
 
@@ -19,7 +22,7 @@ class RouteHistory:
         self._tick = 0
 
     def match(self, estimates: Estimates) -> Path:
-        """Known runs along the request, whoever was sent them."""
+        """Known runs along the request, sent to any worker."""
         self.roster.read(estimates)
         return self.tree.walk(estimates.prefix_hashes)
 
@@ -69,3 +72,18 @@ class RouteHistory:
         bit = self.roster.left(worker)
         if bit is not None:
             self.tree.forget(bit)
+
+
+@dataclass(eq=False)
+class ByHistory(Baseline):
+    """A policy that knows the caches by its own history alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._history = RouteHistory()
+
+    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
+        self._history.routed(estimates, index)
+
+    def left(self, worker: str) -> None:
+        self._history.left(worker)

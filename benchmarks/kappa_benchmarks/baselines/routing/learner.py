@@ -1,4 +1,4 @@
-"""Routers that learn what a first token takes from those they sent: Lodestar, and llm-d's."""
+"""Routers that learn TTFT from their own requests: Lodestar, and llm-d's predicted latency."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Ridge:
 
 
 def features(estimates: Estimates) -> Floats:
-    """What a router can know without a model of the nodes: of the request here, and of the queue.
+    """Facts of the request and of the queue that need no model of the nodes.
 
     Returns:
         Shape (workers, 8): 1; thousands of tokens to compute, to load, held on the device, queued,
@@ -74,7 +74,7 @@ def features(estimates: Estimates) -> Floats:
 
 @dataclass(eq=False)
 class Learner(Baseline):
-    """What both share: of requests in flight their features, and models that see their TTFT.
+    """The base of both: the features of requests in flight, and models that see their TTFT.
 
     memory: samples after which one counts 1/e. warm_up: samples before a model is asked.
     """
@@ -98,9 +98,8 @@ class Learner(Baseline):
     def ttft_s(self, estimates: Estimates) -> Floats:
         rows = features(estimates)
         parts = [
-            self.model_of(worker).seconds(rows[row])
-            for row, worker in enumerate(estimates.workers)
-        ]  # fmt: skip
+            self.model_of(worker).seconds(rows[row]) for row, worker in enumerate(estimates.workers)
+        ]
         return np.array(parts, dtype=np.float64)
 
     def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
@@ -186,7 +185,7 @@ class LlmDLatency(Learner):
 def sticky(
     rows: NDArray[np.intp], holds: NDArray[np.bool_], wait_s: Floats, max_penalty_s: float
 ) -> NDArray[np.intp]:
-    """Of `rows` those that hold the prompt; all, if none does or they are too late."""
+    """Those of `rows` that hold the prompt; all rows if none does, or if they are too late."""
     with_it, without = rows[holds[rows]], rows[~holds[rows]]
     if not len(with_it):
         return rows

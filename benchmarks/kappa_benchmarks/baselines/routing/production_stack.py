@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kappa_benchmarks.baselines.routing.base import Baseline
-from kappa_benchmarks.baselines.routing.history import RouteHistory
+from kappa_benchmarks.baselines.routing.history import ByHistory
 from kappa_router.decision import Choice, Estimates
 
 
 @dataclass(eq=False)
-class ProductionStack(Baseline):
-    """Where the longest prefix was sent. Reimplemented.
+class ProductionStack(ByHistory):
+    """The worker that was sent the longest prefix. Reimplemented.
 
     A trie of what was routed where; from the root on only endpoints that were sent every piece
     stay; a random one of those that stay longest (of all, if none was sent the first piece). No
@@ -23,10 +22,6 @@ class ProductionStack(Baseline):
         "vllm-project/production-stack: src/vllm_router/routers/routing_logic.py and "
         "prefix/hashtrie.py (commit 008a23b)"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._history = RouteHistory()
 
     def choose(self, estimates: Estimates) -> Choice:
         path = self._history.match(estimates)
@@ -40,9 +35,3 @@ class ProductionStack(Baseline):
         if staying == roster.mask:
             return Choice(self.rng.randrange(len(estimates)), "any")
         return Choice(self.rng.choice(roster.rows(staying)), "prefix_match")
-
-    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
-        self._history.routed(estimates, index)
-
-    def left(self, worker: str) -> None:
-        self._history.left(worker)

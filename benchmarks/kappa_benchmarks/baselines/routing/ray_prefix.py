@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kappa_benchmarks.baselines.routing.base import Baseline, first_least
-from kappa_benchmarks.baselines.routing.history import RouteHistory
+from kappa_benchmarks.baselines.routing.base import first_least
+from kappa_benchmarks.baselines.routing.history import ByHistory
 from kappa_router.decision import Choice, Estimates
 
 
 @dataclass(eq=False)
-class RayPrefix(Baseline):
+class RayPrefix(ByHistory):
     """Longest prefix in a tree of what was routed where. Reimplemented.
 
     The longest prefix that any replica was sent; if it is under match_rate_threshold of the prompt,
@@ -26,10 +26,6 @@ class RayPrefix(Baseline):
     )
 
     match_rate_threshold: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._history = RouteHistory()
 
     def choose(self, estimates: Estimates) -> Choice:
         """Affinity, then the smallest tree."""
@@ -49,9 +45,3 @@ class RayPrefix(Baseline):
         sizes = [self._history.size(bit) for bit in roster.bits]
         rows = [row for row, size in enumerate(sizes) if size == min(sizes)]
         return Choice(first_least(rows, queue), "smallest_tree")
-
-    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
-        self._history.routed(estimates, index)
-
-    def left(self, worker: str) -> None:
-        self._history.left(worker)

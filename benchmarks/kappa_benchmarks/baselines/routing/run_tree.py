@@ -17,8 +17,8 @@ from kappa_router.index.prefix_hash import UInt64s
 class Run:
     """Blocks [start, end) that all requests through here share.
 
-    marks: a number for each worker that was sent the whole run; mask: the same workers as a set.
-    Whoever has a mark on a run has one on every run above it. first: who was sent it first.
+    marks: a number for each worker that was sent the whole run, and so every run above it; mask:
+    the same workers as a set. first: the worker that was sent it first.
     """
 
     __slots__ = ("children", "first", "hashes", "marks", "mask", "parent", "start")
@@ -122,7 +122,7 @@ class RunTree:
 
 
 def _agreement(run: UInt64s, hashes: UInt64s, depth: int) -> int:
-    """How many blocks of `run` the request has from `depth` on, knowing it has the first."""
+    """Blocks of `run` that the request has from `depth` on; it has the first."""
     known, asked = run.item, hashes.item
     count = min(len(run), len(hashes) - depth)
     if known(count - 1) == asked(depth + count - 1):
@@ -138,7 +138,7 @@ def _agreement(run: UInt64s, hashes: UInt64s, depth: int) -> int:
 
 
 def longest_of_each(path: Path, among: int) -> Iterator[tuple[int, int]]:
-    """(workers, blocks), shallowest first: whose own longest prefix along `path` ends there.
+    """(workers, blocks), shallowest first: workers that have exactly `blocks` blocks of `path`.
 
     Args:
         path: as from `RunTree.walk`.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kappa_benchmarks.baselines.routing.base import Baseline
-from kappa_benchmarks.baselines.routing.history import RouteHistory
+from kappa_benchmarks.baselines.routing.history import ByHistory
 from kappa_router.decision import Choice, Estimates
 
 _SLACK = 1.1
 
 
 @dataclass(eq=False)
-class SglangCacheAware(Baseline):
+class SglangCacheAware(ByHistory):
     """Longest prefix in a tree of the request history, unless the load is lopsided. Reimplemented.
 
     Imbalanced if max − min load > balance_abs and max > balance_rel · min: the shortest queue. Else
@@ -39,10 +38,6 @@ class SglangCacheAware(Baseline):
     max_tree_tokens: float = 2.0**24
     least: ClassVar = {"max_tree_tokens": 1.0}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._history = RouteHistory()
-
     def choose(self, estimates: Estimates) -> Choice:
         """Balance, then affinity, then the shortest queue."""
         load = estimates.in_flight
@@ -59,11 +54,8 @@ class SglangCacheAware(Baseline):
         return Choice(int(load.argmin()), "shortest_queue")
 
     def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
-        self._history.routed(estimates, index)
+        super().routed(estimates, index, request_id)
         bit = self._history.bit(estimates, index)
         most = self.max_tree_tokens / estimates.block_tokens
         if self._history.size(bit) > _SLACK * most:
             self._history.trim(bit, most)
-
-    def left(self, worker: str) -> None:
-        self._history.left(worker)

@@ -49,7 +49,7 @@ class Sticky(Baseline):
     """
 
     name = "sticky"
-    source = "affinity alone, on the prefix index: a reference point, nobody's default"
+    source = "affinity alone, on the prefix index: a reference point, no router's default"
 
     def choose(self, estimates: Estimates) -> Choice:
         held = estimates.device_tokens + estimates.cached_tokens

@@ -1,4 +1,4 @@
-"""What the baselines share: a queue in order of arrival, and one pass over it in each one's order.
+"""The part that all baselines share: a queue, and one pass over it in each rule's order.
 
 A request takes blocks for its whole prompt when it is admitted, loads included; the iteration's
 budget is charged for what it computes; nothing is admitted to an empty budget. Skips are counted
@@ -43,7 +43,7 @@ class Queue:
     # -- what a rule defines -------------------------------------------------------------------
 
     def _order(self, memory: Memory, now_s: float) -> Iterable[Work]:
-        """Those to look at, first come first; taken one by one, admissions in between."""
+        """The requests to look at, in order; admissions happen between them."""
         return list(islice(self._waiting, self.config.window))
 
     def _capped(self, work: Work, quote: Quote) -> bool:
@@ -118,11 +118,11 @@ class Queue:
         self._stuck_version = -1
 
     def landed(self, work: Work, now_s: float) -> None:
-        """Those that waited for it may go."""
+        """Look again: other requests may have waited for this load."""
         self._stuck_version = -1
 
     def preempted(self, work: Work, now_s: float) -> None:
-        """First in the queue; it waits anew."""
+        """First in the queue; its waiting begins again."""
         work.arrival_s = now_s
         self.returned(work, now_s)
 

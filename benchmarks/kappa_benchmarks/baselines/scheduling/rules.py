@@ -1,7 +1,7 @@
-"""The rules that others use, to compare with: who waits goes in their order, and what does not fit.
+"""Scheduling rules of other systems: the order of their queues, and their handling of misfits.
 
-Each class says what is its own, and where it is from; `kappa_benchmarks.baselines.scheduling.queue`
-has what they share. vLLM's "fcfs" is the product's (`scheduler.fcfs`).
+Each class names its own part and its origin; `kappa_benchmarks.baselines.scheduling.queue` holds
+the common part. vLLM's "fcfs" is the product's (`kappa_scheduler.fcfs`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Priority(Queue):
         return sorted(self._waiting, key=_rank)
 
     def victim(self, running: Sequence[Work]) -> Work:
-        """Of the highest number, the latest to arrive."""
+        """The running request of the highest number, the latest to arrive."""
         return max(running, key=_rank)
 
 
@@ -54,12 +54,12 @@ class Hrrn(Queue):
         self._began: dict[Work, int | None] = {}
 
     def add(self, work: Work, now_s: float) -> bool:
-        """Its waiting begins with the next iteration."""
+        """Queue it; its waiting begins with the next iteration."""
         self._began[work] = None
         return super().add(work, now_s)
 
     def returned(self, work: Work, now_s: float) -> None:
-        """Its waiting begins anew."""
+        """Queue it again; its waiting begins again."""
         self._began[work] = None
         super().returned(work, now_s)
 

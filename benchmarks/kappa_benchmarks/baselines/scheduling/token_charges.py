@@ -18,8 +18,8 @@ _INPUT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0
 
 
 class TokenCharged(Queue):
-    """What both share. balances: of tenants, in tokens over their weights; a charge adds to it, or
-    takes from it where `sign` is below zero."""
+    """The part that all share. balances: of tenants, in tokens over their weights; a charge adds to
+    it, or takes from it where `sign` is below zero."""
 
     timed = True
     sign = 1.0
@@ -35,7 +35,7 @@ class TokenCharged(Queue):
         self.balances[tenant] = self.balances.get(tenant, 0.0) + self.sign * tokens / weight
 
     def _prepay(self, work: Work, quote: Quote) -> int:
-        """Note the tokens that it will compute, whose charge is not the output's; how many."""
+        """Note the tokens that it will compute, which are not charged as output; returns them."""
         new = work.total_tokens - quote.device_tokens - quote.host_tokens
         self._prepaid[work.tenant] = self._prepaid.get(work.tenant, 0) + new
         return new
@@ -169,8 +169,8 @@ class Equinox(Vtc):
 class Dlpm(TokenCharged):
     """Deficit longest prefix match (Cao et al., Locality-aware Fair Scheduling, 2501.14312).
 
-    The longest cached prefix first, among tenants whose deficit counter q_i is above zero; stops at
-    a misfit. When admitted, q_i -= w_e * tokens to compute / weight_i; per token generated,
+    The longest cached prefix first, among tenants with a deficit counter q_i above zero; stops at a
+    misfit. When admitted, q_i -= w_e * tokens to compute / weight_i; per token generated,
     q_i -= w_q / weight_i; cached tokens are free. When no tenant that waits is above zero, each of
     them gets a quantum (assumed: 4096 tokens; w_e = 1, w_q = 2).
     """

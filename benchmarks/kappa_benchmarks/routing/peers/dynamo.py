@@ -41,7 +41,6 @@ from kappa_benchmarks.harness import (
     rows_table,
     usage_errors,
 )
-from kappa_benchmarks.routing.peers.dynamo_aiperf import AIPERF, aiperf, trace_of
 from kappa_benchmarks.routing.peers.dynamo_cluster import (
     BLOCK_TOKENS,
     BUDGET_TOKENS,
@@ -54,7 +53,7 @@ from kappa_benchmarks.routing.peers.dynamo_cluster import (
     Mocker,
     dynamo,
     step_of,
-)  # fmt: skip
+)
 from kappa_benchmarks.routing.peers.dynamo_rows import (
     FIGURES,
     TUNED,
@@ -65,12 +64,11 @@ from kappa_benchmarks.routing.peers.dynamo_rows import (
     figures,
     summary,
     tuned,
-)  # fmt: skip
+)
 from kappa_benchmarks.routing.peers.routers import (
-    DYNAMO,
     DYNAMO_VERSION,
     PeerError,
-    python_of,
+    dynamo_python,
     started,
 )
 from kappa_workload.catalogue import workload_named
@@ -93,20 +91,23 @@ Bodies = dict[tuple[str, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class HarnessLoad:
-    """What is sent, the same to every arm. rate: requests per wall second while sessions begin;
-    turns: a session's least and most; output: tokens an answer; pause: longest between turns, wall
-    seconds; longest: tokens of a prompt, at which a session ends."""
+    """The requests of a run, the same for every arm."""
 
     trace: str
     requests: int
+    # Requests per wall second while sessions begin.
     rate: float
+    # Of a session, least and most.
     turns: tuple[int, int] = (3, 10)
+    # Tokens of each answer.
     output: int = 16
+    # Longest between turns, in wall seconds.
     pause: float = 1.0
+    # Tokens; a session ends before a longer prompt.
     longest: int = 24_000
 
     def sessions(self, seed: int) -> list[ReplaySession]:
-        """Interleaved sessions with at least so many requests together."""
+        """Interleaved sessions with at least `requests` requests together."""
         found = workload_named(self.trace)
         long = tuple(s for s in found.sessions if len(s.turns) >= self.turns[0])
         options = ReplayOptions(
@@ -137,7 +138,7 @@ def _turns(workload: Workload, options: ReplayOptions) -> float:
 
 
 def frontend_options(arm: str, folder: Path) -> list[str]:
-    """What makes Dynamo's frontend an arm: `kv` with options, as in `kv:host-cache-hit-weight=1`;
+    """The frontend's options for an arm: `kv` with options, as in `kv:host-cache-hit-weight=1`;
     `two-tier`; `ours`, which chooses itself; or a mode of Dynamo's.
 
     Raises:
@@ -160,10 +161,9 @@ def frontend_options(arm: str, folder: Path) -> list[str]:
 
 
 def announcement(node: Mocker, instance: int, emulation: Emulation, wrong: float) -> Announcement:
-    """What our router starts from for a node: the catalogue's figures at the bench's dilation.
+    """A node as our router is told: the catalogue's figures at the bench's dilation.
 
-    wrong: what its steps' and its link's seconds are multiplied by, first to last in turns of it
-    and its inverse.
+    wrong: multiplies the link's seconds and each constant of a step, in turn with its inverse.
     """
     step, dilation = step_of(node.profile, emulation.dilation), emulation.dilation
     sign = itertools.cycle((wrong, 1 / wrong))
@@ -182,8 +182,8 @@ def announcement(node: Mocker, instance: int, emulation: Emulation, wrong: float
 
 
 def _ours(arm: str, found: Harness, emulation: Emulation, seed: int) -> Row | None:
-    """What the hop gets where it decides: `ours` or `ours-wrong`, and a policy's name behind a
-    colon."""
+    """Settings of the hop's router in `ours` and `ours-wrong`, where a policy other than `priced`
+    stands behind a colon; None in other arms."""
     name, _, policy = arm.partition(":")
     if not name.startswith("ours"):
         return None
@@ -215,7 +215,7 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 async def send(
     http: aiohttp.ClientSession, url: str, one: Sent, body: bytes, now: Callable[[], float]
 ) -> None:
-    """One request; what goes wrong is its error."""
+    """Send one request; a failure becomes its error."""
     one.sent_s, error = now(), ""
     headers = {"content-type": "application/json", "x-request-id": one.request}
     try:
@@ -242,7 +242,7 @@ async def send(
 
 
 def bodies_of(sessions: Sequence[ReplaySession], output: int) -> Bodies:
-    """What is sent, by session and turn; output: tokens an answer."""
+    """Bodies by session and turn; output: tokens of each answer."""
     bodies = {}
     for session in sessions:
         for turn in session.requests:
@@ -259,8 +259,8 @@ def bodies_of(sessions: Sequence[ReplaySession], output: int) -> Bodies:
 async def play(
     url: str, sessions: Sequence[ReplaySession], bodies: Bodies, pause_s: float, limit_s: float
 ) -> list[Sent]:
-    """Send all, each turn a pause after its predecessor's end; what is not through after `limit_s`
-    is unfinished."""
+    """Send all, each turn a pause after its predecessor's end; requests that have not ended after
+    `limit_s` are unfinished."""
     sent: list[Sent] = []
     begun_s = time.monotonic() + _WIRE_S
 
@@ -292,9 +292,7 @@ async def play(
     return sent
 
 
-async def run(
-    arm: str, load: HarnessLoad, emulation: Emulation, seed: int, model: Path, client: str
-) -> Row:
+async def run(arm: str, load: HarnessLoad, emulation: Emulation, seed: int, model: Path) -> Row:
     """One arm, one seed, with all processes its own."""
     sessions = load.sessions(seed)
     bodies = bodies_of(sessions, load.output)
@@ -311,11 +309,7 @@ async def run(
             command = [sys.executable, "-m", _PROXY]
             async with started(f"hop of {arm}", command, hello) as ask:
                 url = f"http://{HOST}:{port}"
-                if client == "aiperf":
-                    trace = trace_of(sessions, bodies, load.pause)
-                    sent = await asyncio.to_thread(aiperf, url, trace, model, folder, limit_s)
-                else:
-                    sent = await play(url, sessions, bodies, load.pause, limit_s)
+                sent = await play(url, sessions, bodies, load.pause, limit_s)
                 decided = await ask({})
     nodes = {instance: node for node, instance in found.instances.items()}
     return {
@@ -337,9 +331,8 @@ def dynamo_bench(
     seed: Annotated[int, typer.Option(help="The first one.")] = 1,
     requests: Annotated[int, typer.Option(min=20, help="Of a run.")] = 300,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests a wall second.")] = 15.0,
-    client: Annotated[str, typer.Option(help="Of ours, aiperf (NVIDIA's).")] = "ours",
     dilation: Annotated[float, typer.Option(min=0.1, help="Wall seconds an emulated one.")] = 5.0,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Begin no run after so many.")] = 1e6,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Begin no run after this time.")] = 1e6,
     out: Annotated[Path, typer.Option(help="Rows are appended, and go on from.")] = Path(
         "dynamo.jsonl"
     ),
@@ -353,13 +346,11 @@ def dynamo_bench(
             chosen = [arm.strip() for arm in arms.split(",")]
         load, emulation = HarnessLoad(trace, requests, rate), Emulation(nodes, dilation)
         load.sessions(seed)
-        client = names(client, ("ours", "aiperf"), "--client")[0]
-        rows = [row for row in read_lines(out) if row.get("client", "ours") == client]
+        rows = read_lines(out)
     done = {(r["trace"], r["cluster"], r["arm"], r["seed"]) for r in rows}
     until_s, model = time.monotonic() + 60 * minutes, _tokenizer()
-    for made in (DYNAMO, AIPERF) if client == "aiperf" else (DYNAMO,):
-        python_of(made)
-    # What drifts hits all arms.
+    dynamo_python()
+    # In turns, so that drift hits all arms.
     turns = [
         (arm, each)
         for number, each in enumerate(range(seed, seed + seeds))
@@ -371,11 +362,11 @@ def dynamo_bench(
             continue
         try:
             spec = tuned(rows, trace, cluster) if arm == TUNED else arm
-            found = asyncio.run(run(spec, load, emulation, each, model, client))
+            found = asyncio.run(run(spec, load, emulation, each, model))
         except PeerError as error:
             note(f"{arm} seed {each}: not run: {error}")
             continue
-        row = {"cluster": cluster, **found, "arm": arm, "spec": spec, "client": client}
+        row = {"cluster": cluster, **found, "arm": arm, "spec": spec}
         append_line(out, row)
         rows.append(row)
         note(_line(row))

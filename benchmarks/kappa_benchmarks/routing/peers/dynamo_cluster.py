@@ -32,7 +32,7 @@ from kappa.hardware import node_profile
 from kappa.host import die_with_parent, free_port
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
-from kappa_benchmarks.routing.peers.routers import DYNAMO, OUR_VARIABLES, PeerError, python_of
+from kappa_benchmarks.routing.peers.routers import OUR_VARIABLES, PeerError, dynamo_python
 
 HOST = "127.0.0.1"
 MODEL = "tiny"
@@ -46,10 +46,12 @@ _START_S, _TERM_S = 60.0, 2.0
 
 
 class Mocker(NamedTuple):
-    """A node: its name, the catalogue's node whose steps it has, and its link."""
+    """A node of Dynamo's."""
 
     name: str
+    # The catalogue's node that its steps are those of.
     profile: str
+    # Of its host link.
     h2d_bytes_per_s: float
 
 
@@ -71,9 +73,10 @@ CLUSTERS: Mapping[str, tuple[Mocker, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """What all mockers have in common. dilation: wall seconds per emulated one."""
+    """Settings that all mockers share."""
 
     nodes: tuple[Mocker, ...]
+    # Wall seconds per emulated one.
     dilation: float = 1.0
     device_blocks: int = 6_000
     host_blocks: int = 60_000
@@ -97,16 +100,19 @@ def step_tables(step: StepModel) -> dict[str, np.ndarray]:
     return {
         "prefill_isl": new,
         "prefill_ttft_ms": 1e3 * (np.maximum(compute_s, step.weights_s) + step.fixed_s),
-        "decode_active_kv_tokens": held, "decode_context_length": context,
+        "decode_active_kv_tokens": held,
+        "decode_context_length": context,
         "decode_itl": 1e3 * decode_s,
-    }  # fmt: skip
+    }
 
 
 class Harness(NamedTuple):
-    """What runs. instances: Dynamo's ids by a node's name; events: addresses of KV events."""
+    """A running frontend with its mockers."""
 
     url: str
+    # Dynamo's ids by node.
     instances: dict[str, int]
+    # Addresses of KV events.
     events: list[str]
 
 
@@ -114,12 +120,12 @@ class Harness(NamedTuple):
 async def dynamo(
     emulation: Emulation, router: Sequence[str], model: Path, folder: Path
 ) -> AsyncIterator[Harness]:
-    """Fresh mockers and a frontend whose router has these options; all ended on the way out.
+    """Fresh mockers, and a frontend with these options of its router; all ended on the way out.
 
     Raises:
         PeerError: they were not ready in time; with the last words of a log.
     """
-    python, store = python_of(DYNAMO), folder / "discovery"
+    python, store = dynamo_python(), folder / "discovery"
     store.mkdir()
     environment = _environment(store)
     running: list[asyncio.subprocess.Process] = []

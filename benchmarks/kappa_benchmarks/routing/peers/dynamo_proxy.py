@@ -1,11 +1,11 @@
-"""The hop before Dynamo's frontend, the same for all arms; in ours, `router.router` decides in it.
+"""The hop before Dynamo's frontend, the same for all arms; our arm's router decides in it.
 
     python -m kappa_benchmarks.routing.peers.dynamo_proxy
 
-First line of stdin: {"port", "upstream", "ours": None or what `Ours` takes}. Requests go on as
-they came, in our arm with the header that `--router-mode direct` obeys. Any further line is
-answered with what our router expected and what came; it ends with its standard input. What nodes
-hold it learns from Dynamo's own KV events; how fast they are, from when first tokens come.
+First line of stdin: {"port", "upstream", "ours": None or the arguments of `Ours`}. Requests go on
+as they came, in our arm with the header that `--router-mode direct` obeys. Each further line is
+answered with the decisions so far, predicted and actual; the hop ends with its standard input. Our
+router learns the nodes' caches from Dynamo's own KV events, their speed from first tokens.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def tier_events(frame: bytes) -> list[_TierEvent]:
 
 
 def apply(index: PrefixIndex, events: Iterable[_TierEvent]) -> int:
-    """Bring the index up to date, whose hashes are Dynamo's; returns how many blocks changed."""
+    """Apply events to an index of Dynamo's hashes; returns how many blocks changed."""
     blocks = 0
     for each in events:
         worker, tier = str(each.worker_id), _TIERS.get(each.storage_tier)
         data = each.event.data
         if tier is None or isinstance(data, str):
-            continue  # a tier of the cluster's, or all was cleared: nobody clears here
+            continue  # a tier of the whole cluster, or "cleared", which no arm does
         if data.stored is not None:
             names = np.array([b.block_hash for b in data.stored.blocks], dtype=np.uint64)
             index.hold(worker, tier, names)
@@ -133,9 +133,11 @@ def apply(index: PrefixIndex, events: Iterable[_TierEvent]) -> int:
 
 
 class Ours:
-    """`router.router` before Dynamo's workers.
+    """Our router before Dynamo's workers.
 
-    announcements: what each is said to be, by its instance id; events: addresses to follow.
+    Args:
+        announcements: of the workers, named by their instance ids.
+        events: addresses of KV events.
     """
 
     def __init__(
@@ -190,19 +192,19 @@ class Ours:
         return decision.worker
 
     def first(self, request: str) -> None:
-        """Its first token came."""
+        """Note that a first token came."""
         now_s = time.monotonic()
         row = self.decisions[request]
         row["ttft_s"] = now_s - row.pop("sent_s")
         self._router.first_token(request, now_s)
 
     def ended(self, request: str, tokens: int) -> None:
-        """Its stream ended after so many tokens."""
+        """Note that a stream ended after `tokens` tokens."""
         self._router.tokens(request, tokens)
         self._router.release(request, time.monotonic(), complete=tokens > 0)
 
     def scales(self) -> dict[str, dict[str, float]]:
-        """What was learnt of each worker, over what it was said to be."""
+        """Calibration by worker: factors of the announced seconds, and seconds of overhead."""
         return {
             name: {"compute": c.compute_scale, "link": c.link_scale, "overhead_s": c.overhead_s}
             for name, c in ((n, s.calibration) for n, s in self._router.workers.items())
@@ -252,7 +254,7 @@ async def hop(hello: dict[str, Any]) -> Ours | None:
 
 
 def decisions(ours: Ours | None) -> dict[str, Any]:
-    """What our router expected and what came, by request."""
+    """Our router's predictions and what came, by request."""
     if ours is None:
         return {}
     ours.check()
@@ -271,7 +273,7 @@ async def main() -> None:
             if not await reader.readline():
                 return
             answer = decisions(ours)
-    except Exception as error:  # The bench must learn of it, whatever it is.
+    except Exception as error:  # The bench must learn of any error.
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
 
 

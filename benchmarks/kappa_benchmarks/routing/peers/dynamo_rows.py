@@ -1,4 +1,4 @@
-"""What a run before Dynamo's mockers comes to: figures of a run, the tuned arm, and a summary."""
+"""Figures of a run before Dynamo's mockers, the choice of the tuned arm, and a summary."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Sent:
 
 
 def figures(sent: Sequence[Sent], nodes: Mapping[int, str], decisions: Mapping[str, Row]) -> Row:
-    """A run's row: TTFT in wall seconds of the later four fifths of the requests, what nodes had
-    cached, where requests went; of our router, how far its predictions were off, by their class
-    and before and after its 200th."""
+    """A run's row: TTFT in wall seconds of the later four fifths of the requests, the share of
+    tokens found in caches, the share of requests by node; of our router, the errors of its
+    predictions, before and after its 200th and by class."""
     ordered = sorted(sent, key=lambda one: one.sent_s)
     measured = ordered[int(_EARLY_SHARE * len(ordered)) :]
     good = [one for one in measured if not one.error and one.first_s is not None]
@@ -140,10 +140,11 @@ def summary(rows: Sequence[Row]) -> list[Row]:
         if seeds:
             line["ours_over_it"] = {
                 k: asdict(
-                    paired([ours[s]["ttft_s"][k] for s in seeds],
-                           [runs[s]["ttft_s"][k] for s in seeds])
+                    paired(
+                        [ours[s]["ttft_s"][k] for s in seeds], [runs[s]["ttft_s"][k] for s in seeds]
+                    )
                 )
                 for k in FIGURES
-            }  # fmt: skip
+            }
         out.append(line)
     return out

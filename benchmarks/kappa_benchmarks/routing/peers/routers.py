@@ -1,9 +1,10 @@
-"""Processes of the comparison with Dynamo: environments of their own, and a hop that answers lines.
+"""Processes of the comparison with Dynamo: their environment, and a hop that answers lines.
 
-Wheels of peers stay out of our lock: their environments lie under the user's cache directory and
-are made the first time a bench wants them, with uv where there is one and with pip otherwise. A
-process that is asked gets one line to start with and reports when it is ready. Its standard input
-is a pipe whose other end only the bench holds: when the bench is gone it reads the end and stops.
+Dynamo's wheels stay out of our lock: their environment lies under the user's cache directory and is
+made the first time a bench wants it, with uv where there is one and with pip otherwise. A process
+gets one line to start with and reports when it is ready; it answers each line after that. The bench
+alone holds the other end of its standard input: when the bench is gone, the process reads the end
+and stops.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kappa_benchmarks.harness import note
 
@@ -29,25 +30,14 @@ DYNAMO_VERSION = "1.6.1"
 LINE_BYTES = 1 << 24
 
 
-class Environment(NamedTuple):
-    """What is installed for peers: wheels, without what they ask for, and what of that they need
-    here. Mockers, frontend and SelectionService need no transformers, Kubernetes, Redis or
-    simulator."""
-
-    name: str
-    wheels: list[str]
-    requirements: list[str]
-
-
-DYNAMO = Environment(
-    f"ai-dynamo-{DYNAMO_VERSION}",
-    [f"ai-dynamo=={DYNAMO_VERSION}", f"ai-dynamo-runtime=={DYNAMO_VERSION}"],
-    [
-        "aiohttp==3.14.5", "huggingface_hub==2.4.0", "Jinja2==3.1.6", "msgpack==1.2.4",
-        "msgspec==0.22.0", "numpy==2.4.6", "prometheus_client==0.26.0", "pydantic==2.14.3",
-        "PyYAML==6.0.3", "pyzmq==27.3.0", "tqdm==4.70.1", "uvloop==0.23.0", "zstandard==0.25.0",
-    ],
-)  # fmt: skip
+_WHEELS = [f"ai-dynamo=={DYNAMO_VERSION}", f"ai-dynamo-runtime=={DYNAMO_VERSION}"]
+# Of what the wheels ask for. Mockers and frontend need no transformers, Kubernetes, Redis or
+# simulator.
+_REQUIREMENTS = [
+    "aiohttp==3.14.5", "huggingface_hub==2.4.0", "Jinja2==3.1.6", "msgpack==1.2.4",
+    "msgspec==0.22.0", "numpy==2.4.6", "prometheus_client==0.26.0", "pydantic==2.14.3",
+    "PyYAML==6.0.3", "pyzmq==27.3.0", "tqdm==4.70.1", "uvloop==0.23.0", "zstandard==0.25.0",
+]  # fmt: skip
 _READY = "kappa-peer"
 _INSTALL_S = 600.0
 _START_S = 60.0
@@ -119,38 +109,39 @@ async def started(name: str, command: Sequence[str], hello: Message) -> AsyncIte
             await process.wait()
 
 
-def python_of(made: Environment) -> str:
-    """The interpreter of an environment, which is made if it is not there.
+def dynamo_python() -> str:
+    """The interpreter of Dynamo's environment, which is made if it is not there.
 
-    A file in it, written last, holds what it was made of, so that one half made is made again.
+    A file in it, written last, lists its packages, so that one half made is made again.
 
     Raises:
         PeerError: it cannot be made.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    venv = cache / "kappa-serve" / "peers" / made.name
+    name = f"ai-dynamo-{DYNAMO_VERSION}"
+    venv = cache / "kappa-serve" / "peers" / name
     ready, python = venv / _READY, str(venv / "bin" / "python")
-    made_of = made.wheels + made.requirements
+    packages = _WHEELS + _REQUIREMENTS
     try:
         venv.parent.mkdir(parents=True, exist_ok=True)
         with venv.with_name(f"{venv.name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not ready.exists() or ready.read_text().split() != made_of:
-                note(f"making the environment {made.name} in {venv} (once)")
+            if not ready.exists() or ready.read_text().split() != packages:
+                note(f"making the environment {name} in {venv} (once)")
                 shutil.rmtree(venv, ignore_errors=True)
-                _install(made, venv, python)
-                ready.write_text("\n".join(made_of) + "\n")
+                _install(venv, python)
+                ready.write_text("\n".join(packages) + "\n")
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         raise PeerError(
-            f"{made.name} could not be installed into {venv} ({output[-500:]}): "
+            f"{name} could not be installed into {venv} ({output[-500:]}): "
             "name an index that can be reached (UV_INDEX_URL, PIP_INDEX_URL), a folder of wheels "
             "(UV_FIND_LINKS, PIP_FIND_LINKS), or a cache that can be written (XDG_CACHE_HOME)"
         ) from None
     return python
 
 
-def _install(made: Environment, venv: Path, python: str) -> None:
+def _install(venv: Path, python: str) -> None:
     ours = sys.executable
     uv = shutil.which("uv", path=f"{Path(ours).parent}{os.pathsep}{os.environ['PATH']}")
     if uv:
@@ -161,7 +152,7 @@ def _install(made: Environment, venv: Path, python: str) -> None:
         install = [ours, "-m", "pip", "--python", python, "install", "--quiet", "--retries", "1"]
     for command in [
         *commands,
-        [*install, "--no-deps", *made.wheels],
-        [*install, *made.requirements],
+        [*install, "--no-deps", *_WHEELS],
+        [*install, *_REQUIREMENTS],
     ]:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)

@@ -10,10 +10,8 @@ import xxhash
 from kappa_benchmarks.routing.peers.dynamo import (
     HarnessLoad,
     announcement,
-    bodies_of,
     frontend_options,
 )
-from kappa_benchmarks.routing.peers.dynamo_aiperf import received, trace_of
 from kappa_benchmarks.routing.peers.dynamo_cluster import CLUSTERS, Emulation, step_of, step_tables
 from kappa_benchmarks.routing.peers.dynamo_proxy import apply, block_hashes, tier_events
 from kappa_benchmarks.routing.peers.dynamo_rows import TUNING_SEED, Sent, figures, summary, tuned
@@ -116,30 +114,6 @@ def test_load_repeats_for_a_seed_and_shares_no_tokens_else():
     prompts = [s[0].requests[0].make_prompt() for s in (first, again, other)]
     assert (prompts[0] == prompts[1]).all()
     assert not (prompts[0][:64] == prompts[2][:64]).all()
-
-
-def test_aiperf_trace_keeps_bodies_arrivals_and_pauses():
-    load = HarnessLoad("miniswe", requests=30, rate=5.0)
-    sessions = load.sessions(1)
-    bodies = bodies_of(sessions, load.output)
-    rows = [msgspec.json.decode(line) for line in trace_of(sessions, bodies, 0.5).splitlines()]
-    assert [row["payload"] for row in rows] == [msgspec.json.decode(b) for b in bodies.values()]
-    first, second = rows[0], rows[1]
-    assert first["timestamp"] == 1e3 * sessions[0].arrival_s and "delay" not in first
-    assert second["session_id"] == first["session_id"] and 0 <= second["delay"] <= 500
-
-
-def test_aiperf_records_without_a_token_or_missing_failed():
-    def record(name, start_ns, metrics, **more):
-        times = {"request_start_ns": start_ns, "request_end_ns": start_ns + 10**9}
-        metrics = {k: {"value": v, "unit": "?"} for k, v in metrics.items()}
-        return {"metadata": {"x_request_id": name, **times}, "metrics": metrics, **more}
-
-    found = {"time_to_first_token": 250.0, "usage_prompt_cache_read_tokens": 64}
-    rows = [record("b", 3 * 10**9, found), record("a", 10**9, {}, error={"code": 503})]
-    missing, one, failed = received(rows, 3)
-    assert (one.request, one.sent_s, one.first_s, one.cached) == ("b", 2.0, 2.25, 64)
-    assert not one.error and "503" in failed.error and missing.error == "no record"
 
 
 def sent(number, ttft_s, instance=7, error=""):

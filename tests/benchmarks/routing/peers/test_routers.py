@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kappa_benchmarks.routing.peers.routers import PeerError, started
+from kappa_benchmarks.routing.peers.routers import PeerError, dynamo_python, started
 
 ROOT = Path(__file__).parents[4]
 ECHO = """
@@ -56,6 +56,14 @@ async def test_a_process_that_does_not_start_is_an_error(command, hello, why):
     with pytest.raises(PeerError, match=why):
         async with started("s", command, hello):
             pass
+
+
+def test_dynamo_python_names_the_remedy_when_it_cannot_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("PIP_NO_INDEX", "UV_NO_INDEX", "UV_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(PeerError, match=r"(?s)ai-dynamo-.* could not be .*PIP_INDEX_URL"):
+        dynamo_python()
 
 
 def test_processes_end_when_the_bench_is_killed():

@@ -1,4 +1,4 @@
-"""What is announced of an LMCache server: what was stored or found, nothing that was evicted."""
+"""Announcements of an LMCache server: blocks stored or found, none that was evicted."""
 
 import hashlib
 
@@ -53,7 +53,7 @@ def held(events, state=None):
     return state
 
 
-def test_a_stored_run_is_announced_block_by_block_with_parents_and_tokens():
+def test_hold_announces_a_run_block_by_block_with_parents():
     made = contents()
     tokens, hashes = prompt("a", 5)
     made.hold(Run(tokens, hashes, 2, 5))
@@ -96,7 +96,7 @@ def test_chunks_of_several_blocks_come_and_go_whole():
     assert held(made.take(), state) == set(hashes) - {hashes[2], hashes[3], hashes[6]}
 
 
-def test_a_look_up_that_misses_and_a_server_that_is_gone_withdraw_what_was_announced():
+def test_miss_withdraws_one_block_and_clear_withdraws_all():
     made = contents()
     tokens, hashes = prompt("a", 4)
     made.hold(Run(tokens, hashes, 0, 4))

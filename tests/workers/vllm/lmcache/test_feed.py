@@ -57,32 +57,24 @@ def followed(*subscriptions, monkeypatch):
     return contents.events, asked
 
 
-def test_a_subscription_that_ended_goes_on_where_it_was(monkeypatch):
-    events, cursors = followed(
-        [batch(3, b"a"), batch(5, b"b", b"c")], [batch(7, b"d")], monkeypatch=monkeypatch
-    )
-    assert events == [b"a", b"b", b"c", b"d"]
-    assert cursors == [0, 5, 7]
-
-
-def test_what_was_lost_or_came_from_another_server_withdraws_everything(monkeypatch):
-    events, _ = followed(
-        # A log that was trimmed before we came has lost us nothing.
-        [batch(3, b"a", lost=True), batch(9, b"b", lost=True)],
-        [batch(2, b"c", incarnation=2)],
-        monkeypatch=monkeypatch,
-    )
-    assert events == [b"a", "cleared", b"b", "cleared", b"c"]
-
-
-def test_a_log_that_breaks_withdraws_everything_and_is_followed_anew(monkeypatch):
-    events, cursors = followed(
-        [batch(3, b"a")], ConnectionError("gone"), [batch(4, b"b")], monkeypatch=monkeypatch
-    )
-    assert events == [b"a", "cleared", b"b"]
-    assert cursors == [0, 3, 3, 4]
-
-
-def test_a_store_is_no_eviction(monkeypatch):
-    events, _ = followed([batch(3, b"a", kind="stored")], monkeypatch=monkeypatch)
-    assert events == []
+@pytest.mark.parametrize(
+    ("subscriptions", "events", "cursors"),
+    [
+        # One that ended goes on where it was.
+        ([[batch(3, b"a"), batch(5, b"b", b"c")], [batch(7, b"d")]], [b"a", b"b", b"c", b"d"],
+         [0, 5, 7]),
+        # What was lost, or came from another server, withdraws everything. A log that was trimmed
+        # before we came has lost us nothing.
+        ([[batch(3, b"a", lost=True), batch(9, b"b", lost=True)], [batch(2, b"c", incarnation=2)]],
+         [b"a", "cleared", b"b", "cleared", b"c"], [0, 9, 2]),
+        # So does a log that breaks, and is followed again.
+        ([[batch(3, b"a")], ConnectionError("gone"), [batch(4, b"b")]], [b"a", "cleared", b"b"],
+         [0, 3, 3, 4]),
+        # A store is no eviction.
+        ([[batch(3, b"a", kind="stored")]], [], [0, 3]),
+    ],
+)  # fmt: skip
+def test_feed_evicts_and_clears_as_its_subscriptions_say(
+    monkeypatch, subscriptions, events, cursors
+):
+    assert followed(*subscriptions, monkeypatch=monkeypatch) == (events, cursors)

@@ -1,14 +1,14 @@
-"""When a failing server is left alone, and how often anyone hears of it."""
+"""When a failing server is left alone, and how often that is logged."""
 
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kappa_workers.vllm.lmcache.connector import LOAD, LOOKUP, TierGuard
+from kappa_workers.vllm.lmcache.base import LOAD, LOOKUP, TierGuard
 
 
-def test_a_failure_closes_the_tier_for_a_while_and_twice_as_long_the_next_time():
+def test_guard_doubles_the_pause_with_each_failure_up_to_60_s():
     guard = TierGuard(retry_s=5.0, slow_s=1.0)
     now_s, pauses = 100.0, []
     for _ in range(7):
@@ -31,14 +31,14 @@ def test_failures_while_it_is_closed_do_not_close_it_for_longer():
     assert guard.failures == {LOOKUP: 4}
 
 
-def test_what_somebody_else_sees_to_is_counted_and_closes_nothing():
+def test_guard_counts_a_failure_without_pause_and_stays_open():
     guard = TierGuard(retry_s=5.0, slow_s=1.0)
     assert guard.failed("absent", 0.0, pause=False) == {"absent": 1}
     assert guard.allows(0.0) and guard.failures == {"absent": 1}
 
 
 @given(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=200))
-def test_there_is_one_warning_a_minute_at_most_and_it_names_every_failure(gaps):
+def test_guard_warns_once_a_minute_and_counts_every_failure(gaps):
     guard, now_s, warned, named = TierGuard(1.0, 1.0), 0.0, [], 0
     for gap in gaps:
         now_s += gap

@@ -1,4 +1,4 @@
-"""Where LMCache is, what is started, and the remedy where it is not there."""
+"""Where LMCache is, how it is started, and the remedy where it is not there."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def path_restored(monkeypatch):
 
 
 def installed(home, script="#!/bin/sh\nexec sleep 60\n"):
-    """An installation whose server only sleeps."""
+    """An installation with a server that only sleeps."""
     root = install_root(home)
     found = LmcacheInstall.at(root)
     found.executable.parent.mkdir(parents=True)
@@ -94,7 +94,7 @@ def test_the_command_names_the_way_that_works_without_a_gpu(tmp_path):
     assert float(flags["--l1-size-gb"]) == 0.5
 
 
-def test_the_command_line_says_what_to_do_without_an_installation(tmp_path):
+def test_server_command_names_setup_without_an_installation(tmp_path):
     environment = {**os.environ, "KAPPA_HOME": str(tmp_path)}
     code = "from kappa_deploy.commands.lmcache import app; app(['server', '--port', '5999'])"
     done = subprocess.run(
